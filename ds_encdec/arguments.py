@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import platform
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -80,6 +82,24 @@ def settings_apart(given: Sequence[str], table: Arguments) -> tuple[list[str], l
     several = any(how.get("nargs") == "+" for how in table.values())
     settings = [text for text in given if several and _SETTING.match(text)]
     return [text for text in given if text not in settings], settings
+
+
+@contextmanager
+def options_meant(table: Arguments, settings: Sequence[str]) -> Iterator[None]:
+    """Inside, an error about one of the `settings` that is nearly an option of `table` names that option, too.
+
+    Only an error does: words of other tools may be as near.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        known = {name.strip("-"): name for names in table for name in names.split() if name.startswith("--")}
+        for word in settings:
+            name = word.partition("=")[0].strip("-")
+            if near := difflib.get_close_matches(name, known, 1, 0.8):
+                complaint = rf"(command line: (--)?{re.escape(name)}\b.*\n *(unknown key|not a setting).*)"
+                error.args = (re.sub(complaint, rf"\1 (or was {known[near[0]]} meant?)", str(error)),)
+        raise
 
 
 def tokens(text: str) -> int:

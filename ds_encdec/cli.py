@@ -29,6 +29,7 @@ from ds_encdec.arguments import (
     config_and_overrides,
     flag,
     grouped,
+    options_meant,
     settings_apart,
     tokens,
     value,
@@ -37,6 +38,7 @@ from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.config import shipped
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
+from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import (
     VERBOSITY,
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, rest = _read(parser, given)
         log_to_terminal(options, **_place())
-        with reader_may_leave():
+        with reader_may_leave(), options_meant(ARGUMENTS.get(given[0], {}), rest):
             return options.run(options, rest) or 0
     except Preempted as error:
         print(error, flush=True)
@@ -163,6 +165,8 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     ranks = config.infra.num_gpus
     if hostfile is None and (wrong := unevenness(config, ranks)):
         notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")
+    if looks_here and config.infra.device == "cuda" and not has_gpu():
+        notes.append("warning: infra.device=cuda (the default), and this machine has no GPU: auto would take its CPU")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 

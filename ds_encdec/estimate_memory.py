@@ -12,7 +12,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import CONFIG, JSON, Arguments, Parser, add, config_and_overrides, flag, value
+from ds_encdec.arguments import (
+    CONFIG,
+    JSON,
+    Arguments,
+    Parser,
+    add,
+    config_and_overrides,
+    flag,
+    options_meant,
+    value,
+)
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.terminal import print_error, reader_may_leave
 from ds_encdec.types import DsEncDecError
@@ -47,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, overrides = parser.parse_known_args(arguments)
         options.config, overrides = config_and_overrides(options, overrides)
-        with reader_may_leave():
+        with reader_may_leave(), options_meant(ARGUMENTS, overrides):
             return run(options, overrides)
     except DsEncDecError as error:
         print_error(error)

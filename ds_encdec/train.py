@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, value
+from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, options_meant, value
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
@@ -63,7 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if in_sagemaker:
             given = container_arguments(os.environ, given, {name for names in ARGUMENTS for name in names.split()})
         options, overrides = parser.parse_known_args(given)
-        return run(options, overrides, in_sagemaker=in_sagemaker)
+        with options_meant(ARGUMENTS, overrides):
+            return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
             launcher = (
@@ -117,6 +118,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             with absence_told(world):
                 config = _load(options, overrides)
+                if world.is_main:
+                    _refuse_absent(config, options.resume)
                 logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
                 from ds_encdec.build import run_training  # only once the configuration is sound
 
@@ -128,6 +131,26 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
 
             hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
     return 0
+
+
+def _refuse_absent(config: FullConfig, resume: str | None) -> None:
+    """Raise now, as the run would once torch is there, for what it names and would not find, or may not write into."""
+    from ds_encdec.checkpoint.manifest import read_manifest
+    from ds_encdec.config.model_folder import is_hub_name, model_folder
+    from ds_encdec.config.schema import local_patterns
+    from ds_encdec.data.local_files import expand_files
+    from ds_encdec.launch.run_folder import RunFolder
+
+    if resume not in (None, "auto"):
+        read_manifest(Path(resume).expanduser().resolve())
+    if resume is None:  # otherwise model and tokenizer may be a checkpoint's
+        RunFolder(config.infra.output_dir).refuse_used()
+        for field in ("model_name_or_path", "tokenizer_name_or_path"):
+            name = getattr(config.model, field)
+            if name not in (None, "builtin") and not is_hub_name(name):
+                model_folder(name, (), field=f"model.{field}")
+    for field, patterns in local_patterns(config.data).items():
+        expand_files(patterns, field)
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str] | None = None) -> FullConfig:

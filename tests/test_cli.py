@@ -51,6 +51,23 @@ def test_a_bad_value_is_told_as_those_of_fields_are(capsys: pytest.CaptureFixtur
     ]
 
 
+@pytest.mark.parametrize(
+    ("verb", "given", "meant"),
+    [("train", "--resum auto", "--resume"), ("train", "--confg=x.yaml", "--config"), ("plan", "--jsn", "--json")],
+)
+def test_a_misspelt_option_is_not_only_an_unknown_setting(
+    capsys: pytest.CaptureFixture[str], verb: str, given: str, meant: str
+) -> None:
+    assert cli.main([verb, *given.split()]) == 2
+    assert capsys.readouterr().err.endswith(f" (or was {meant} meant?)\n")
+
+
+def test_a_word_of_another_tool_is_no_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--print-config", "--auto_resume_from_checkpoints", "true", "--lr=x"]) == 2
+    assert "meant" not in capsys.readouterr().err
+
+
+QUICKSTART = "ds_encdec/train.py --config quickstart infra.output_dir=output/never"
 NOT_FOR_MISTAKES = {"rich", "psutil", "numpy", "torch", "transformers", "deepspeed", "datasets", "pyarrow"}
 NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "tokenizers", "jinja2", "matplotlib"}
 
@@ -62,6 +79,9 @@ NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "to
         ("-m ds_encdec.cli train --help", 0, NOT_FOR_HELP),
         ("-m ds_encdec.cli validate ds_configs/quickstart.yaml", 0, NOT_FOR_MISTAKES),
         ("ds_encdec/train.py trainning.max_steps=1", 2, NOT_FOR_MISTAKES - {"psutil"}),  # it looks at its launcher
+        (f"{QUICKSTART} --resume nowhere", 5, {"torch", "transformers", "deepspeed"}),
+        (f"{QUICKSTART} model.tokenizer_name_or_path=./nowhere", 5, {"torch", "transformers", "deepspeed"}),
+        (f"{QUICKSTART} data.dataset_name=text data.data_files=nothing*", 4, {"torch", "transformers", "deepspeed"}),
     ],
 )
 def test_what_answers_at_once_imports_little(command: str, code: int, absent: set[str]) -> None:

@@ -191,15 +191,9 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         os.path.join(os.path.expanduser(data.prepared_dir), "source-0", "index.json")
     ):
         yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
-    named_files = {
-        f"data.mixture.{number}.data_files" if data.mixture else "data.data_files": source.data_files
-        for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data])
-        if source.dataset_name in LOCAL_FORMATS
-    }
-    named_files |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
     yield from _uncounted(config)
-    for field, patterns in named_files.items():
-        for pattern in patterns or ():
+    for field, patterns in local_patterns(data).items():
+        for pattern in patterns:
             if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
                 yield Conflict((field,), no_file_matches([pattern]))
     yield from _absent_packages(config)
@@ -223,6 +217,17 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     ):
         if wrong is not None:
             yield Conflict((field,), wrong)
+
+
+def local_patterns(data: DataConfig) -> dict[str, Sequence[str]]:
+    """The paths and glob patterns of files that a run reads on this machine, by the field that gives them."""
+    found = {
+        f"data.mixture.{number}.data_files" if data.mixture else "data.data_files": source.data_files
+        for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data])
+        if source.dataset_name in LOCAL_FORMATS
+    }
+    found |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
+    return {field: patterns for field, patterns in found.items() if patterns}
 
 
 def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -39,14 +39,15 @@ SHOWN_SAMPLES = 8
 def usable_metrics(config: FullConfig) -> list[str]:
     """The metrics that are computed in training: all that need no model of their own and whose packages are there.
 
-    Raises ConfigError where the package of `training.metric_for_best_model` is not; others are warned of.
+    Raises ConfigError where the package of `training.metric_for_best_model` is not; others are told, once.
     """
     rows, best = text_metrics(), config.training.metric_for_best_model
     names = [name for name, row in rows.items() if not row.needs_model]
     usable = [name for name in names if not list(not_installed([name]))]
     check_metrics([name for name, row in rows.items() if best in row.figures])
-    for problem in not_installed(set(names) - set(usable)):
-        logger.warning("training.eval_generate_samples: %s", problem)
+    if left_out := [name for name in names if name not in usable]:
+        extras = ",".join(sorted({rows[name].extra for name in left_out} - {None}))
+        logger.info("texts are judged without %s: pip install 'ds_encdec[%s]' adds them", ", ".join(left_out), extras)
     return usable
 
 

@@ -42,9 +42,9 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
         return torch.device("cpu")
     if not available:
         raise ConfigError(
-            "infra.device=cuda, but this machine has no CUDA device that torch can use. This configuration needs "
-            "NVIDIA GPUs (the defaults: 8 of 80 GB). To try ds_encdec here, without any: "
-            "--config ds_configs/quickstart.yaml; to run this one on the CPU: infra.device=cpu."
+            "infra.device=cuda (the default), but this machine has no CUDA device that torch can use. To run this "
+            "configuration on the CPU: infra.device=cpu, or auto, which takes a GPU where there is one; to try "
+            "ds_encdec here with a small model: --config ds_configs/quickstart.yaml."
         )
     if 1 < available <= world.local_rank:
         raise ConfigError(

@@ -85,8 +85,7 @@ class RunFolder:
         and `resume` is False; ConfigError where the folder cannot be written; Preempted where torchrun has started
         ranks again that `ds-encdec stop` had ended.
         """
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
-            raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
+        self._refuse_ended()
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = open(self.root / ".lock", "a+")  # noqa: SIM115  held open for the life of the process
@@ -102,13 +101,12 @@ class RunFolder:
                 f"infra.output_dir: {self.root} is in use by {holder}. Wait for that run to end, or choose another "
                 "infra.output_dir; nothing was changed."
             )
-        if not resume and self.is_used():
-            lock.close()
-            state = self.read_status().get("state")
-            raise OutputLockedError(
-                f"infra.output_dir: {self.root} already holds a run ({f'state {state}' if state else 'no run.json'}). "
-                "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
-            )
+        if not resume:
+            try:
+                self.refuse_used()
+            except OutputLockedError:
+                lock.close()
+                raise
         with suppress(OSError):  # full; it is held without these words as well
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -118,6 +116,20 @@ class RunFolder:
         self._prepare_status(resume=resume)
         self.earlier = self.read_status()
         return self.earlier
+
+    def refuse_used(self) -> None:
+        """Raise OutputLockedError where a run that is not to go on has left something here; nothing is touched."""
+        self._refuse_ended()
+        if self.is_used():
+            state = self.read_status().get("state")
+            raise OutputLockedError(
+                f"infra.output_dir: {self.root} already holds a run ({f'state {state}' if state else 'no run.json'}). "
+                "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
+            )
+
+    def _refuse_ended(self) -> None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
+            raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
 
     def require_present(self) -> None:
         """Raise RunFolderGoneError where the folder that this process has claimed was deleted, or replaced, since."""

@@ -26,8 +26,9 @@ def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:
         with pytest.raises(OutputLockedError, match="in use by process"):
             RunFolder(str(tmp_path / "run")).claim(resume=resume)
     first.release()
-    with pytest.raises(OutputLockedError, match="already holds a run"):
-        RunFolder(str(tmp_path / "run")).claim(resume=False)
+    for refuse in (lambda run: run.claim(resume=False), RunFolder.refuse_used):
+        with pytest.raises(OutputLockedError, match="already holds a run"):
+            refuse(RunFolder(str(tmp_path / "run")))
     RunFolder(str(tmp_path / "run")).claim(resume=True)
 
 
