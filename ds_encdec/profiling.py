@@ -39,6 +39,7 @@ _HOST_WAITS = (
     "hipDeviceSynchronize",
     "aten::_local_scalar_dense",
 )
+"""What makes the host wait for a device, where there is one."""
 _DATA_WAIT = "waits for data"
 
 
@@ -67,18 +68,21 @@ class Summary:
         """The figures as a table for people."""
         waits = ", ".join(f"{name} {count:g}" for name, count in self.host_waits.items()) or "none"
         steps = f"steps {self.first_step} to {self.last_step}"
-        heading = "" if self.device == "cpu" else f" {'device ms':>10}"
+        on_cpu = self.device == "cpu"
         lines = [
             f"rank {self.rank} ({self.device}), {steps}: {self.step_ms:.1f} ms each",
             f"waits for data: {self.data_wait_share:.1%} of the time; collectives: {self.communication_share:.1%}",
-            f"host waits a step: {waits}",
+            *([] if on_cpu else [f"host waits a step: {waits}"]),
             "",
-            f"{'operator, without those it calls, a step':<60} {'calls':>8} {'CPU ms':>10}" + heading,
+            f"{'operator, without those it calls, a step':<60} {'calls':>8} {'CPU ms':>10}"
+            + (f" {'% of step':>10}" if on_cpu else f" {'device ms':>10} {'% of step':>10}"),
         ]
         for row in self.operators:
             name = row["name"] if len(row["name"]) <= 60 else row["name"][:57] + "..."
-            on_device = f" {row['device_ms']:>10.3f}" if heading else ""
-            lines.append(f"{name:<60} {row['calls']:>8.1f} {row['cpu_ms']:>10.3f}{on_device}")
+            milliseconds = row["cpu_ms" if on_cpu else "device_ms"]
+            on_device = "" if on_cpu else f" {milliseconds:>10.3f}"
+            share = f" {100 * milliseconds / self.step_ms:>10.1f}"
+            lines.append(f"{name:<60} {row['calls']:>8.1f} {row['cpu_ms']:>10.3f}{on_device}{share}")
         return "\n".join(lines) + "\n"
 
 
@@ -121,6 +125,8 @@ class StepProfiler(Callback):
             torch.cuda.synchronize()  # what is under way belongs to these steps
         seconds = time.perf_counter() - self._began
         done, self._profile = self._profile, None
+        if self._rank == 0 and steps:
+            logger.info("writing the profile of %d steps into %s", steps, self._folder)  # which takes seconds
         done.stop()
         if steps:
             self._write(done, steps, seconds)
@@ -132,7 +138,7 @@ class StepProfiler(Callback):
         (self._folder / f"rank-{self._rank}.json").write_text(json.dumps(asdict(summary), indent=1) + "\n")
         (self._folder / f"rank-{self._rank}.txt").write_text(summary.text())
         if self._rank == 0:
-            logger.info("profile of %d steps in %s\n%s", steps, self._folder, summary.text())
+            logger.info("%s", summary.text())
 
 
 def summarize(done: profile, rank: int, numbers: tuple[int, int], steps: int, seconds: float) -> Summary:
@@ -142,7 +148,11 @@ def summarize(done: profile, rank: int, numbers: tuple[int, int], steps: int, se
     on_device = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
     averages: Any = done.key_averages()
     operators = sorted(
-        (row for row in averages if row.device_type == DeviceType.CPU or not row.is_user_annotation),
+        (
+            row
+            for row in averages
+            if row.key != _DATA_WAIT and (row.device_type == DeviceType.CPU or not row.is_user_annotation)
+        ),
         key=lambda row: (row.self_device_time_total, row.self_cpu_time_total),
         reverse=True,
     )

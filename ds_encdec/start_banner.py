@@ -69,5 +69,6 @@ def _settings(infra: InfraConfig, training: TrainingConfig) -> list[str]:
         *(f"{what} offloaded to {place}" for what, place in offloaded.items() if place != "none"),
         "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
         f"recompute {training.activation_checkpointing}",
+        *([] if training.optimizer == "adamw" else [training.optimizer]),
         *(["compiled layers"] if training.torch_compile is True else []),
     ]

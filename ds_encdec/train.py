@@ -43,7 +43,7 @@ ARGUMENTS: Arguments = {
         metavar="auto|PATH",
     ),
     "--allow-data-change": flag("resume although the data is not the checkpoint's"),
-    "--profile": value("profile N steps into RUN/profile", COUNT, metavar="N", default=0),
+    "--profile": value("profile N steps, behind 3 that warm up, into RUN/profile", COUNT, metavar="N", default=0),
     "--print-config": flag("print the resolved YAML and stop"),
     "--print-deepspeed-config": flag("print DeepSpeed's JSON and stop"),
     # Launchers add this one; the rank is read from the environment (launch/world.py).

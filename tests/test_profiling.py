@@ -37,7 +37,9 @@ def test_as_many_steps_as_asked_for_or_as_there_are(tmp_path: Path, steps_of_the
     assert found["communication_share"] == 0
     table = (tmp_path / "profile" / "rank-3.txt").read_text()
     assert "aten::mm" in table
-    assert "device ms" not in table  # a CPU has none
+    assert "device ms" not in table  # a CPU has none, and nothing to wait for
+    assert "host waits" not in table
+    assert "waits for data" not in calls  # it has a line of its own
     assert json.loads((tmp_path / "profile" / "trace-rank-3.json").read_text())["traceEvents"]
 
 

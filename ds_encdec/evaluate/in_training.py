@@ -46,7 +46,7 @@ def usable_metrics(config: FullConfig) -> list[str]:
     usable = [name for name in names if not list(not_installed([name]))]
     check_metrics([name for name, row in rows.items() if best in row.figures])
     if left_out := [name for name in names if name not in usable]:
-        extras = ",".join(sorted({rows[name].extra for name in left_out} - {None}))
+        extras = ",".join(sorted({rows[name].extra or "" for name in left_out}))
         logger.info("texts are judged without %s: pip install 'ds_encdec[%s]' adds them", ", ".join(left_out), extras)
     return usable
 

@@ -250,7 +250,8 @@ class MachineWatch:
             settings.straggler_threshold,
             settings.straggler_late_threshold,
         )
-        low_speed = f"{speed:.1f} tokens/s per rank are below {least:.1f}"
+        ranks = len(rank_stats)
+        low_speed = f"{speed * ranks:,.0f} tokens/s, over all ranks, are below {least * ranks:,.0f}"
         waiting = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
         waited_for = f"rank {latest} is late: others wait for it before the steps, for {lateness:.0%} of the time"
         # What and whose, whether it is beyond its threshold, and the alert. Ranks that wait for data take turns, so it

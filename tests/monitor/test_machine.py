@@ -69,7 +69,7 @@ def test_throughput_drop_is_below_its_share_of_the_mean_three_times_in_a_row(
     for alert in alerts:
         assert alert["threshold"] == pytest.approx(0.5 * means[2])
         assert alert["value"] < alert["threshold"]
-        assert "tokens/s per rank are below" in alert["message"]
+        assert "tokens/s, over all ranks, are below" in alert["message"]
 
 
 def test_throughput_needs_five_values_without_the_first_interval_and_what_was_not_measured() -> None:
