@@ -39,7 +39,6 @@ _HOST_WAITS = (
     "hipDeviceSynchronize",
     "aten::_local_scalar_dense",
 )
-"""What makes the host wait for a device, where there is one."""
 _DATA_WAIT = "waits for data"
 
 
