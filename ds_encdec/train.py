@@ -67,10 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
-            launcher = (
-                ". Exit code 75 is no failure, though launchers report it as one." if "RANK" in os.environ else ""
-            )
-            print(f"{error}{launcher}", flush=True)
+            print(error, flush=True)
+            if "RANK" in os.environ:
+                print("Exit code 75 is no failure, though launchers report it as one.", flush=True)
         return error.exit_code
     except DsEncDecError as error:
         # Every rank reads the same configuration and finds the same, unless it has been told otherwise.

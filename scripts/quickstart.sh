@@ -50,7 +50,10 @@ port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.g
 launcher=(deepspeed --log_level error --num_gpus "$ranks" --master_port "$port")
 engine=$(ds-encdec train --config "$ROOT/ds_configs/$name.yaml" --print-config ${overrides[@]+"${overrides[@]}"} |
     sed -n 's/^ *distributed_type: *//p') # in whatever words it was asked for
-case "$engine" in fsdp | ddp) launcher=(torchrun --nproc-per-node "$ranks" --master-port "$port") ;; esac
+case "$engine" in fsdp | ddp)
+    launcher=(torchrun --nproc-per-node "$ranks" --master-port "$port")
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" ;; # which torchrun would set, with a warning
+esac
 
 echo "training on $ranks rank(s) into $output"
 "${launcher[@]}" "$ROOT/ds_encdec/train.py" \
