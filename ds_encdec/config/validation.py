@@ -32,7 +32,7 @@ _EXPECTED = {
     "string_type": "text (put a number between quotes)",
     "tuple_type": "a list",
     "dict_type": "a mapping (`key: value` lines)",
-    "model_type": "a mapping (`field: value` lines)",
+    "model_type": "a mapping (`field: value` lines, with a blank behind the colon)",
     "model_attributes_type": "a mapping (`field: value` lines)",
 }
 _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}

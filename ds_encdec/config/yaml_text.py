@@ -198,7 +198,8 @@ def read_text(path: Path, problems: list[Problem], named_by: Mention | None = No
     try:
         return read_plain(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
-        message = f"no such file{similar_shipped(path)}"
+        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+        message = f"no such file{looked}{similar_shipped(path)}"
     except (OSError, ValueError) as error:
         message = f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
     problem = file_problem(path, message)
@@ -237,6 +238,15 @@ class UnreadableError(ValueError):
         self.line, self.field = line, field
 
 
+_IN_OTHER_WORDS = {
+    "found character '\\t' that cannot start any token": "found a tab: indent with spaces",
+    "expected <block end>, but found '<block mapping start>'": "a line that is indented otherwise than its neighbours",
+    "mapping values are not allowed here": "mapping values are not allowed here: indent the line as its neighbours, "
+    "and quote a value that holds a colon",
+}
+"""The commonest complaints of PyYAML, and what to do about each."""
+
+
 def _compose(text: str) -> yaml.Node | None:
     """The nodes of one YAML document. Raises UnreadableError."""
     try:
@@ -247,7 +257,8 @@ def _compose(text: str) -> yaml.Node | None:
         raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line, "") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark or loader.get_mark()
-        raise UnreadableError(error.problem or error.context or "", mark.line + 1, loader.field) from error
+        problem = error.problem or error.context or ""
+        raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1, loader.field) from error
     except Exception as error:  # PyYAML's scanner raises anything for what it has not foreseen, such as "\\UFFFFFFFF"
         raise UnreadableError(" ".join(str(error).split()), loader.line + 1, loader.field) from error
 
