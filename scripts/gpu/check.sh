@@ -22,5 +22,11 @@ if [ -n "${WHEELS:-}" ]; then
 fi
 export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}" # as launch_training.sh has it
+if [ -z "${PYTORCH_ALLOC_CONF:-}" ] && [[ " $* " != *" --dry-run "* ]]; then
+    export PYTORCH_ALLOC_CONF=expandable_segments:True # as launch_training.sh has it
+    if ! "$python" -c 'import torch; torch.cuda.is_available() and torch.ones(1, device="cuda")'; then # in some VMs
+        echo "without expandable segments of memory, with which the first tensor cannot be made here"
+        unset PYTORCH_ALLOC_CONF
+    fi
+fi
 "$python" scripts/gpu/check.py "$@"

@@ -110,8 +110,7 @@ def varlen_2_11(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Torch 2.11's and 2.12's signature: keys and values must have as many heads as queries."""
-    assert query.shape[1] == key.shape[1] == value.shape[1]
+    """Torch 2.11's signature: heads that share their keys need not be told."""
     return by_document(cu_seq_q, cu_seq_k, query, key, value, window_size == (-1, 0))
 
 
@@ -150,6 +149,13 @@ def test_grouped_queries_run_in_the_kernel_of_every_torch(monkeypatch: pytest.Mo
         results.append((out, q.grad, k.grad, v.grad))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_no_plan_is_built_for_each_new_length_on_a_gpu() -> None:
+    with attention_kernels._any_length(torch.device("cuda")):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
