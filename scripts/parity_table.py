@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from gloo_ranks import run_ranks  # noqa: E402 - the path comes first
-from parity_runs import ENGINES, KINDS, LANES, STEPS, oracle_losses  # noqa: E402
+from parity_runs import ENGINES, KINDS, LANES, STEPS, engines_of, oracle_losses  # noqa: E402
 
 WORLD_SIZES = (1, 2, 4)
 PAGE = ROOT / "docs" / "parity.md"
@@ -27,7 +27,8 @@ The same tiny model, seed and micro-batches under every engine and on 1, 2 and 4
 process (float32, `torch.optim.AdamW`, no sharding): the largest difference of a step's loss (nats per target token)
 over {steps} optimizer steps of {lanes} micro-batches with unequal target tokens, one of them empty, clipping active
 in every step, `WarmupDecayLR`. The oracle's loss falls from {first:.2f} to {last:.2f}; with LoRA (rank 4, no dropout;
-the oracle's adapters are peft's own) to {lora_last:.2f}.
+the oracle's adapters are peft's own) to {lora_last:.2f}, with Muon (`torch.optim.Muon`, orthogonalizing in float32) to
+{muon_last:.2f}.
 
 In float32 the bound is 1e-5. In bf16 it is {bf16_bound:g}: products have 8 bits there, and no engine's are better than
 another's. `_hybrid` shards over half of the ranks.
@@ -43,10 +44,10 @@ def main() -> None:
     parser.add_argument("--print", action="store_true", help="print the page, write nothing")
     options = parser.parse_args()
     oracles = {kind: oracle_losses(**changes) for kind, changes in KINDS.items()}
-    names = list(ENGINES)
     worst: dict[tuple[str, str, int], float] = {}
     for kind, changes in KINDS.items():
         for world_size in WORLD_SIZES:
+            names = engines_of(kind)
             arguments = {"names": names, **changes}
             found, *_ = run_ranks("parity_runs.py:engine_losses", world_size, arguments, timeout_seconds=1800)
             for name in names:
@@ -65,13 +66,15 @@ def render(worst: dict[tuple[str, str, int], float], oracles: dict[str, list[flo
     heads = ["engine", *(f"{kind}, {count} rank{'s' * (count > 1)}" for kind, count in columns)]
     lines = [" | ".join(heads), " | ".join("---" for _ in heads)]
     for name in ENGINES:
-        lines.append(" | ".join([name, *(f"{worst[name, kind, count]:.1e}" for kind, count in columns)]))
+        figures = [worst.get((name, *column)) for column in columns]
+        lines.append(" | ".join([name, *("-" if figure is None else f"{figure:.1e}" for figure in figures)]))
     introduction = INTRODUCTION.format(
         steps=STEPS,
         lanes=LANES,
         first=oracles["float32"][0],
         last=oracles["float32"][-1],
         lora_last=oracles["LoRA, float32"][-1],
+        muon_last=oracles["Muon, float32"][-1],
         bf16_bound=BF16_BOUND,
     )
     return introduction + "\n" + "\n".join(f"| {line} |" for line in lines) + "\n"

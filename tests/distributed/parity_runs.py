@@ -48,8 +48,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-KINDS: dict[str, dict[str, Any]] = {"float32": {}, "LoRA, float32": {"lora": LORA["lora"]}, "bf16": {"bf16": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "LoRA, float32": {"lora": LORA["lora"]},
+    "Muon, float32": {"optimizer": "muon"},
+    "bf16": {"bf16": True},
+}
 """What is trained, as further settings: columns of the table. The oracle has those of float32."""
+
+
+def engines_of(kind: str) -> list[str]:
+    """The engines that have a figure in the column: Muon is torch's, and not DeepSpeed's."""
+    return [name for name, infra in ENGINES.items() if "optimizer" not in KINDS[kind] or "distributed_type" in infra]
 
 
 def settings(engine: str, world_size: int, **kind: Any) -> dict[str, Any]:
@@ -65,7 +75,8 @@ def step_lanes(step: int) -> list[Batch]:
 
 def oracle_losses(**kind: Any) -> list[float]:
     """Loss per target token of every step, from plain torch in one process, float32; adapters are peft's."""
-    config = run_config(**SETTINGS, **{name: value for name, value in kind.items() if name != "bf16"})
+    kind = {"distributed_type": "fsdp", **kind, "bf16": False}  # Muon is not every engine's
+    config = run_config(**SETTINGS, **kind)
     return _train(TorchOracle(config, MODEL, weights), 0, 1, sum_over_ranks=lambda total: total)
 
 
