@@ -339,7 +339,10 @@ def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: st
         checkpoint.training_state()
         refuse_other_model(checkpoint, config)
 
-    return find_checkpoint(folder.checkpoints, context.collectives, resume, accept)
+    found = find_checkpoint(folder.checkpoints, context.collectives, resume, accept)
+    if resume == "auto" and found is None:
+        logger.info("--resume auto: no checkpoint is in %s, so the run begins at step 0", folder.checkpoints)
+    return found
 
 
 def _build_data(run: _Run, accept_other_data: bool) -> TrainingData:

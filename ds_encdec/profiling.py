@@ -82,6 +82,7 @@ class Summary:
             on_device = "" if on_cpu else f" {milliseconds:>10.3f}"
             share = f" {100 * milliseconds / self.step_ms:>10.1f}"
             lines.append(f"{name:<60} {row['calls']:>8.1f} {row['cpu_ms']:>10.3f}{on_device}{share}")
+        lines += ["", f"every call in its place: trace-rank-{self.rank}.json, for https://ui.perfetto.dev"]
         return "\n".join(lines) + "\n"
 
 

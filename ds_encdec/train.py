@@ -29,7 +29,7 @@ from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
-from ds_encdec.types import ConfigError, DsEncDecError, Preempted
+from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -141,9 +141,12 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
     from ds_encdec.launch.run_folder import RunFolder
 
     if resume not in (None, "auto"):
-        read_manifest(Path(resume).expanduser().resolve())
+        try:
+            read_manifest(Path(resume).expanduser().resolve())
+        except CheckpointError as error:
+            raise CheckpointError(f"--resume: {error} `--resume auto` finds the newest of infra.output_dir") from error
     if resume is None:  # otherwise model and tokenizer may be a checkpoint's
-        RunFolder(config.infra.output_dir).refuse_used()
+        RunFolder(config.infra.output_dir).refuse_taken()
         for field in ("model_name_or_path", "tokenizer_name_or_path"):
             name = getattr(config.model, field)
             if name not in (None, "builtin") and not is_hub_name(name):

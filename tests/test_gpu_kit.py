@@ -39,6 +39,8 @@ parts.append(Part("reads", "some_parts:reads", 300, needs=("leaves", "hangs")))
 check = Check(parts, Path("out"), 900, dry_run=False, forks=True)
 print("passed:", check.run())
 Check([Part("late", "some_parts:fine", 60)], Path("late"), 5, dry_run=False).run()
+unforked = Part("machine", "some_parts:killed", 300, proves_forks=True)
+print("without forks:", Check([unforked], Path("again"), 900, dry_run=True).run())
 """
 
 
@@ -76,6 +78,7 @@ def test_a_part_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:
     result = python("-c", RUN, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "passed: False" in result.stdout
+    assert "without forks: True" in result.stdout
     assert "RuntimeError: no such kernel" in result.stdout
     found = {part["name"]: part for part in json.loads((tmp_path / "out" / "gpu.json").read_text())["parts"]}
     assert {name for name, part in found.items() if part["ok"]} == {"leaves", "fine", "reads"}

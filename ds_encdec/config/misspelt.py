@@ -35,6 +35,9 @@ def meant(path: str) -> tuple[str, list[str]]:
     """
     parent, _, key = path.rpartition(".")
     beside = fields_in(parent)
+    section, _, field = key.partition("_")
+    if not parent and section in beside and field:
+        return f"unknown key; behind a section stands a dot: `{section}.{field}`", []
     flat, words = _near_names(key) if "." not in parent else {}, _near_words(parent, key)
     ours = [*beside, *flat] if not parent or parent in THEIR_SECTIONS else beside
     guess = closest(key, ours, {**flat, **words})

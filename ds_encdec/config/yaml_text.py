@@ -148,7 +148,11 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
         values = reader.read(root, "")
         return Settings(values if isinstance(values, dict) else {}, reader.places)
     kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
-    message = f"the file holds {kind}; sections with `field: value` lines are needed" if root else "the file is empty"
+    message = (
+        f"the file holds {kind}; sections with `field: value` lines are needed"
+        if root
+        else "the file is empty; ds-encdec init writes one"
+    )
     problems.append(file_problem(path, message, _line(root) if root else None))
     return Settings()
 

@@ -93,20 +93,13 @@ class RunFolder:
             raise ConfigError(
                 f"infra.output_dir: cannot write to {self.root} ({error.strerror}); choose another folder."
             ) from error
-        if not lock_file(lock):
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown process"
+        try:
+            self._hold(lock)
+            if not resume:
+                self._refuse_used()
+        except OutputLockedError:
             lock.close()
-            raise OutputLockedError(
-                f"infra.output_dir: {self.root} is in use by {holder}. Wait for that run to end, or choose another "
-                "infra.output_dir; nothing was changed."
-            )
-        if not resume:
-            try:
-                self.refuse_used()
-            except OutputLockedError:
-                lock.close()
-                raise
+            raise
         with suppress(OSError):  # full; it is held without these words as well
             lock.truncate(0)
             os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
@@ -117,9 +110,23 @@ class RunFolder:
         self.earlier = self.read_status()
         return self.earlier
 
-    def refuse_used(self) -> None:
-        """Raise OutputLockedError where a run that is not to go on has left something here; nothing is touched."""
+    def refuse_taken(self) -> None:
+        """Raise what `claim` would raise for a new run, where another holds the folder or has left something in it."""
         self._refuse_ended()
+        with suppress(OSError), open(self.root / ".lock", "r+") as lock:
+            self._hold(lock)  # for this moment
+        self._refuse_used()
+
+    def _hold(self, lock: IO[str]) -> None:
+        if not lock_file(lock):
+            lock.seek(0)
+            holder = lock.read().strip() or "unknown process"
+            raise OutputLockedError(
+                f"infra.output_dir: {self.root} is in use by {holder}. Wait for that run to end, or choose another "
+                "infra.output_dir; nothing was changed."
+            )
+
+    def _refuse_used(self) -> None:
         if self.is_used():
             state = self.read_status().get("state")
             raise OutputLockedError(

@@ -142,7 +142,7 @@ class Check:
                 self._keep(part, 0.0, [{"name": part.name, "ok": True, "omitted": why}], "")
             else:
                 folder = self._work / f"{len(self.found)}-{part.name.replace(' ', '-')}"
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)  # a part that could not be forked begins again
                 self.say(f"begins {part.name}")
                 process = self._forked(part, folder) if self._forks else self._spawned(part, folder)
                 seconds = left if self._dry_run else min(part.seconds, left)
@@ -287,6 +287,10 @@ def _kill(process: int) -> None:
 def chosen(parts: Sequence[Part], words: Sequence[str]) -> Iterator[Part]:
     """The first part, those whose names begin with one of `words`, and those they need; all without any."""
     wanted = {part.name for part in parts if not words or any(part.name.startswith(word) for word in words)}
+    if not wanted:
+        raise SystemExit(
+            f"--only {' '.join(words)}: no part begins so; there are {', '.join(part.name for part in parts)}"
+        )
     wanted.add(parts[0].name)  # which names the machine
     for part in reversed(parts):
         wanted |= set(part.needs) if part.name in wanted else set()
@@ -328,7 +332,11 @@ def main() -> int:
         check.say("imported")
     passed = check.run()
     failed = [part["name"] for part in check.found if not part["ok"]]
-    check.say(f"{len(check.found) - len(failed)} of {len(check.found)} parts passed; {options.out / 'gpu.json'}")
+    omitted = sum(part["ok"] and any("omitted" in row for row in part["rows"]) for part in check.found)
+    left_out = f", {omitted} of them without what is left out above" if omitted else ""
+    check.say(
+        f"{len(check.found) - len(failed)} of {len(check.found)} parts passed{left_out}; {options.out / 'gpu.json'}"
+    )
     for name in failed:
         print(f"  failed: {name}")
     return 0 if passed else 1

@@ -167,7 +167,8 @@ def _parity_lines(found: Found) -> Iterator[str]:
     """The largest difference from each reference, a row for each engine and kernel."""
     engines = [*found.rows("engine"), *found.rows("compile")]
     if engines:
-        yield "Losses of 50 steps of a tiny model against a run on the CPU in float32, largest difference in nats:"
+        steps = found.row("reference", "CPU, fp32").get("steps", 50)
+        yield f"Losses of {steps} steps of a tiny model against the CPU's in float32, largest difference in nats:"
         yield ""
         yield from table("run", engines, {"difference": ("largest_difference", "{:.1e}"), "bound": ("bound", "{:g}")})
         yield ""
@@ -265,11 +266,12 @@ def changes(found: Found, root: Path) -> dict[Path, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("json", type=Path, help="what check.sh has written")
+    parser.add_argument("json", type=Path, help="what check.sh has written, or its folder")
     parser.add_argument("--write", action="store_true", help="change the files")
     parser.add_argument("--root", type=Path, default=ROOT, help="the repository to change")
     options = parser.parse_args()
-    found = Found(json.loads(options.json.read_text()))
+    path = options.json / "gpu.json" if options.json.is_dir() else options.json
+    found = Found(json.loads(path.read_text()))
     print(section(found))
     if found.dry_run:
         print("A dry run: nothing follows from it.")

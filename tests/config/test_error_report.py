@@ -158,6 +158,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         ("a: \x00\n", "run.yaml:1\n      not valid YAML: the character U+0000 is not allowed"),
         ("a: *nowhere\n", "run.yaml:1: a\n      not valid YAML: found undefined alias 'nowhere'"),
         ("a: !!python/object:os.system {}\n", 'run.yaml:1: a = "!!python/object:os.system"\n      unknown tag'),
+        ("training_seed: 3\n", "unknown key; behind a section stands a dot: `training.seed`"),
         ("training.seed: 3\n", "run.yaml:1: training.seed\n      not a key: sections are nested"),
         ("training: {? [a] : 3}\n", "run.yaml:1: training.a list or a mapping\n      not a key"),
         ("training: 5\n", "run.yaml:1: training = 5\n      must be a mapping"),

@@ -25,8 +25,10 @@ def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:
     for resume in (False, True):
         with pytest.raises(OutputLockedError, match="in use by process"):
             RunFolder(str(tmp_path / "run")).claim(resume=resume)
+    with pytest.raises(OutputLockedError, match="in use by process"):
+        RunFolder(str(tmp_path / "run")).refuse_taken()
     first.release()
-    for refuse in (lambda run: run.claim(resume=False), RunFolder.refuse_used):
+    for refuse in (lambda run: run.claim(resume=False), RunFolder.refuse_taken):
         with pytest.raises(OutputLockedError, match="already holds a run"):
             refuse(RunFolder(str(tmp_path / "run")))
     RunFolder(str(tmp_path / "run")).claim(resume=True)
