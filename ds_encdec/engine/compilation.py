@@ -44,6 +44,8 @@ def with_compilation_decided(config: FullConfig, context: RunContext, model_conf
         raise ConfigError(f"{_FIELD}=true: layers cannot be compiled on rank {rank}: {failure}. Set it to false")
     if failure and context.world.is_main:
         logger.warning("%s=auto: layers run as they are, compiling them fails on rank %d: %s", _FIELD, rank, failure)
+    if not failure and context.world.is_main:
+        logger.info("the first step and the first evaluation compile the layers, which takes up to some minutes")
     if not failure and asked == "auto":  # real layers that fail all the same run as they are, with torch's warning
         torch._dynamo.config.suppress_errors = True
     return _with(config, not failure)
