@@ -94,8 +94,7 @@ def options_meant(table: Arguments, settings: Sequence[str]) -> Iterator[None]:
         yield
     except ConfigError as error:
         known = {name.strip("-"): name for names in table for name in names.split() if name.startswith("--")}
-        for word in settings:
-            name = word.partition("=")[0].strip("-")
+        for name in {word.partition("=")[0].strip("-") for word in settings}:
             if near := difflib.get_close_matches(name, known, 1, 0.8):
                 complaint = rf"(command line: (--)?{re.escape(name)}\b.*\n *(unknown key|not a setting).*)"
                 error.args = (re.sub(complaint, rf"\1 (or was {known[near[0]]} meant?)", str(error)),)

@@ -21,6 +21,7 @@ import signal
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
-from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, Preempted
+from ds_encdec.types import CheckpointError, ConfigError, DataError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -117,7 +118,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             with absence_told(world):
                 config = _load(options, overrides)
-                if world.is_main:
+                # Other hosts' ranks, launchers that start again and supervisors are told by the run itself.
+                starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
+                if world.is_main and world.num_nodes == 1 and starts_anew:
                     _refuse_absent(config, options.resume)
                 logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
                 from ds_encdec.build import run_training  # only once the configuration is sound
@@ -133,26 +136,42 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
 
 
 def _refuse_absent(config: FullConfig, resume: str | None) -> None:
-    """Raise now, as the run would once torch is there, for what it names and would not find, or may not write into."""
-    from ds_encdec.checkpoint.manifest import read_manifest
-    from ds_encdec.config.model_folder import is_hub_name, model_folder
-    from ds_encdec.config.schema import local_patterns
-    from ds_encdec.data.local_files import expand_files
+    """Raise now, as the run would once torch is there, for a folder that is taken and for what is named and not there.
+
+    As there, `run.json` has what is wrong with a new run.
+    """
+    from ds_encdec.checkpoint.folder import is_there
     from ds_encdec.launch.run_folder import RunFolder
 
-    if resume not in (None, "auto"):
-        try:
-            read_manifest(Path(resume).expanduser().resolve())
-        except CheckpointError as error:
-            raise CheckpointError(f"--resume: {error} `--resume auto` finds the newest of infra.output_dir") from error
-    if resume is None:  # otherwise model and tokenizer may be a checkpoint's
-        RunFolder(config.infra.output_dir).refuse_taken()
-        for field in ("model_name_or_path", "tokenizer_name_or_path"):
-            name = getattr(config.model, field)
-            if name not in (None, "builtin") and not is_hub_name(name):
-                model_folder(name, (), field=f"model.{field}")
-    for field, patterns in local_patterns(config.data).items():
-        expand_files(patterns, field)
+    if resume is not None:
+        if not is_there(path := Path(resume).expanduser().resolve()):
+            raise CheckpointError(f"--resume: {path}: no such folder. `--resume auto` finds the newest of the run")
+        return
+    folder = RunFolder(config.infra.output_dir)
+    with suppress(OSError):  # claim() words it
+        folder.refuse_taken()
+    try:
+        _find_named(config)
+    except DsEncDecError as error:
+        with suppress(DsEncDecError, OSError):
+            folder.claim(resume=False)
+            folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
+            folder.release()
+        raise
+
+
+def _find_named(config: FullConfig) -> None:
+    from ds_encdec.config.first_rows import no_file_matches
+    from ds_encdec.config.model_folder import is_hub_name, model_folder
+    from ds_encdec.config.schema import absent_patterns
+
+    for field in ("model_name_or_path", "tokenizer_name_or_path"):
+        name = getattr(config.model, field)
+        if name not in (None, "builtin") and not is_hub_name(name):
+            model_folder(name, (), field=f"model.{field}")
+    for field, patterns in absent_patterns(config.data).items():
+        if field != "data.test_files":  # which training does not read
+            raise DataError(f"{field}: {no_file_matches(patterns)}")
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str] | None = None) -> FullConfig:

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli, train
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.types import CheckpointError, DataError
 
 ROOT = Path(__file__).parents[1]
 
@@ -94,6 +97,32 @@ def test_what_answers_at_once_imports_little(command: str, code: int, absent: se
     assert result.returncode == code
     assert "ds_encdec.arguments" in imported
     assert imported & absent == set()
+
+
+def configured(folder: Path, **data: object) -> FullConfig:
+    return FullConfig.model_validate({"data": data, "infra": {"output_dir": str(folder)}})
+
+
+def test_a_new_run_that_is_refused_at_once_says_so_in_its_folder(tmp_path: Path) -> None:
+    """Phases read there why one of them did not begin."""
+    config = configured(tmp_path / "run", dataset_name="text", data_files=["nowhere*"])
+    with pytest.raises(DataError, match=r"data.data_files: no file matches nowhere\*"):
+        train._refuse_absent(config, None)
+    status = RunFolder(config.infra.output_dir).read_status()
+    assert (status["state"], status["exit_code"]) == ("failed", 4)
+    assert "nowhere*" in status["reason"]
+
+
+def test_what_a_run_does_not_read_may_be_away(tmp_path: Path) -> None:
+    text = {"dataset_name": "text", "data_files": [__file__]}
+    train._refuse_absent(configured(tmp_path / "run", **text, test_files=["no*"]), None)
+    prepared = configured(tmp_path / "run", dataset_name="text", data_files=["no*"], prepared_dir="there")
+    train._refuse_absent(prepared, None)
+    train._refuse_absent(configured(tmp_path / ("x" * 300)), None)  # which the run tells in its own words
+    (tmp_path / ".replaced-step-00000001").mkdir()
+    train._refuse_absent(prepared, str(tmp_path / "step-00000001"))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        train._refuse_absent(prepared, str(tmp_path / "step-00000002"))
 
 
 def test_versions_are_shown_without_importing_what_has_them() -> None:

@@ -96,6 +96,11 @@ def clear_leftovers(folder: Path, name: str = "*") -> None:
         delete(path)
 
 
+def is_there(path: Path) -> bool:
+    """Return whether `path` exists, or will once `clear_leftovers` has given it back."""
+    return path.exists() or path.with_name(f"{_REPLACED}{path.name}").exists()
+
+
 def delete(path: Path) -> None:
     """Delete a file, a link or a folder, if there is one. Raises OSError."""
     if path.is_dir() and not path.is_symlink():

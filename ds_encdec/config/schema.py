@@ -192,10 +192,9 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     ):
         yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
     yield from _uncounted(config)
-    for field, patterns in local_patterns(data).items():
+    for field, patterns in absent_patterns(data).items():
         for pattern in patterns:
-            if not any(os.path.isfile(path) for path in iglob(os.path.expanduser(pattern), recursive=True)):
-                yield Conflict((field,), no_file_matches([pattern]))
+            yield Conflict((field,), no_file_matches([pattern]))
     yield from _absent_packages(config)
     yield from unusable_rows(data, model)
     for field, load in _named_code(config):
@@ -219,15 +218,22 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
             yield Conflict((field,), wrong)
 
 
-def local_patterns(data: DataConfig) -> dict[str, Sequence[str]]:
-    """The paths and glob patterns of files that a run reads on this machine, by the field that gives them."""
-    found = {
+def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
+    """The paths and patterns of files that match none here, by the field. Prepared data needs none of them."""
+    if data.prepared_dir is not None:
+        return {}
+    named = {
         f"data.mixture.{number}.data_files" if data.mixture else "data.data_files": source.data_files
-        for number, source in enumerate([] if data.prepared_dir is not None else data.mixture or [data])
+        for number, source in enumerate(data.mixture or [data])
         if source.dataset_name in LOCAL_FORMATS
     }
-    found |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
-    return {field: patterns for field, patterns in found.items() if patterns}
+    named |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
+    absent = {field: [one for one in patterns or () if not _matches(one)] for field, patterns in named.items()}
+    return {field: patterns for field, patterns in absent.items() if patterns}
+
+
+def _matches(pattern: str) -> bool:
+    return any(map(os.path.isfile, iglob(os.path.expanduser(pattern), recursive=True)))
 
 
 def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:

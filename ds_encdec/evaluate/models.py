@@ -31,6 +31,8 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
     `dtype`: a name of torch's; None is the stored one on a GPU, and float32 on a CPU, where it is as fast or faster.
     """
     disable_progress_bar()
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run: `launch.process_group.choose_device` says why
     wanted = getattr(torch, dtype) if dtype else ("auto" if device.type == "cuda" else torch.float32)
     kind = Qwen3ForSeq2SeqLM if is_ours(folder) else AutoModelForSeq2SeqLM
     try:

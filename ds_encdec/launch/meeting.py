@@ -321,7 +321,8 @@ def _preserved(error: Exception) -> dict[str, Any]:
     """An error as JSON."""
     code = error.exit_code if isinstance(error, DsEncDecError) else DsEncDecError.exit_code
     common = getattr(error, "common", None) is not False
-    return {"kind": type(error).__name__, "message": str(error), "exit_code": code, "common": common}
+    kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == types.__name__), "DsEncDecError")
+    return {"kind": kind, "message": str(error), "exit_code": code, "common": common}
 
 
 def _revived(told: Mapping[str, Any]) -> DsEncDecError:

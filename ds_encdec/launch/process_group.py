@@ -51,6 +51,8 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
             f"LOCAL_RANK={world.local_rank}: more ranks were started on a machine with {available} CUDA devices. Start "
             f"at most {available} (deepspeed --num_gpus {available}, or slots={available} in the hostfile)."
         )
+    # Torch's first choice on Hopper: cuDNN builds a plan, slowly, for each new length of a document.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cuda", 0 if available == 1 else world.local_rank)
 
 

@@ -85,7 +85,8 @@ class RunFolder:
         and `resume` is False; ConfigError where the folder cannot be written; Preempted where torchrun has started
         ranks again that `ds-encdec stop` had ended.
         """
-        self._refuse_ended()
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
+            raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             lock = open(self.root / ".lock", "a+")  # noqa: SIM115  held open for the life of the process
@@ -112,7 +113,6 @@ class RunFolder:
 
     def refuse_taken(self) -> None:
         """Raise what `claim` would raise for a new run, where another holds the folder or has left something in it."""
-        self._refuse_ended()
         with suppress(OSError), open(self.root / ".lock", "r+") as lock:
             self._hold(lock)  # for this moment
         self._refuse_used()
@@ -133,10 +133,6 @@ class RunFolder:
                 f"infra.output_dir: {self.root} already holds a run ({f'state {state}' if state else 'no run.json'}). "
                 "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
             )
-
-    def _refuse_ended(self) -> None:
-        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
-            raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
 
     def require_present(self) -> None:
         """Raise RunFolderGoneError where the folder that this process has claimed was deleted, or replaced, since."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 try:
     from torch.nn.attention import varlen as torch_varlen
@@ -200,23 +198,15 @@ def attend_by_document(
     keys, values = (x.split((*(call.keys for call in calls), segments.key_tail), dim=2) for x in (k, v))
     *documents, tail = zip(queries, keys, values, strict=True)
     attend = partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
-    with _any_length(q.device):
-        out = [
-            attend(*tensors, attn_mask=call.mask, is_causal=causal and call.mask is None, dropout_p=dropout)
-            for call, tensors in zip(calls, documents, strict=True)
-            if call.queries
-        ]
-        if segments.query_tail:
-            row = attend(*(x[:, :, :1] for x in tail))
-            out.append((row * 0.0).expand(-1, -1, segments.query_tail, -1))
+    out = [
+        attend(*tensors, attn_mask=call.mask, is_causal=causal and call.mask is None, dropout_p=dropout)
+        for call, tensors in zip(calls, documents, strict=True)
+        if call.queries
+    ]
+    if segments.query_tail:
+        row = attend(*(x[:, :, :1] for x in tail))
+        out.append((row * 0.0).expand(-1, -1, segments.query_tail, -1))
     return torch.cat([one[0].transpose(0, 1) for one in out]).to(dtype) if out else q[0].transpose(0, 1).to(dtype)
-
-
-def _any_length(device: torch.device) -> AbstractContextManager[Any]:
-    """Keep torch from cuDNN's attention, its first choice on Hopper, which builds a plan, slowly, for each length."""
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _compiled_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float) -> Tensor:
@@ -231,8 +221,10 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **opt
     """Torch's attention of q [B, Lq, heads, D] over k, v [B, Lk, key_value_heads, D], seen where `mask` is True."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    with _any_length(q.device):
-        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options).transpose(1, 2)
+    if grouped and mask is not None and q.device.type != "cpu":  # the fused kernel that takes masks takes no groups
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options).transpose(1, 2)
 
 
 # A process may hold the package and several exported folders: operators of one name would replace each other.

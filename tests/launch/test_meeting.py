@@ -19,13 +19,14 @@ import pytest
 import torch
 from tiny_run import QUICKSTART, TRAIN, environment, free_port, overrides
 
+from ds_encdec.checkpoint.manifest import DamagedCheckpointError
 from ds_encdec.launch import meeting, process_group
 from ds_encdec.launch.absence import absence_told
 from ds_encdec.launch.agreement import own_facts
 from ds_encdec.launch.meeting import Meeting
 from ds_encdec.launch.process_group import _meet
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError, DsEncDecError, LostRankError
+from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, LostRankError
 
 Outcomes = dict[int, Any]
 
@@ -64,6 +65,12 @@ def met(world: World, seconds: float = 20) -> Meeting:
 def failing(world: World) -> None:
     with absence_told(world):
         raise ConfigError("no such file")
+
+
+def test_an_error_arrives_as_one_of_the_foreseen_kinds() -> None:
+    told = meeting._revived(meeting._preserved(DamagedCheckpointError("step-3: no such folder")))
+    assert (type(told), str(told)) == (CheckpointError, "step-3: no such folder")
+    assert type(meeting._revived(meeting._preserved(OSError("gone")))) is DsEncDecError
 
 
 def test_rank_zero_answers_for_all() -> None:

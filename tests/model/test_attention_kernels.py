@@ -151,11 +151,19 @@ def test_grouped_queries_run_in_the_kernel_of_every_torch(monkeypatch: pytest.Mo
         torch.testing.assert_close(found, expected)
 
 
-def test_no_plan_is_built_for_each_new_length_on_a_gpu() -> None:
-    with attention_kernels._any_length(torch.device("cuda")):
-        assert not torch.backends.cuda.cudnn_sdp_enabled()
-        assert torch.backends.cuda.math_sdp_enabled()
-    assert torch.backends.cuda.cudnn_sdp_enabled()
+def test_a_mask_and_groups_of_heads_find_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off the CPU, where none takes both."""
+    taken: list[tuple[int, bool]] = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> Tensor:
+        taken.append((k.shape[1], enable_gqa))
+        return q
+
+    monkeypatch.setattr(attention_kernels.F, "scaled_dot_product_attention", attend)
+    for device, mask in (("meta", True), ("meta", False), ("cpu", True)):
+        q, k = torch.empty(1, 3, 4, 8, device=device), torch.empty(1, 5, 2, 8, device=device)
+        attention_kernels.masked_attention(q, k, k, torch.ones(1, 1, 3, 5, dtype=torch.bool) if mask else None)
+    assert taken == [(4, False), (2, True), (2, True)]
 
 
 def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
