@@ -63,7 +63,7 @@ class Kit:
     @cached_property
     def device(self) -> torch.device:
         """The GPU; in a dry run the CPU."""
-        torch.backends.cuda.enable_cudnn_sdp(self.dry_run)  # as `choose_device` has it
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as `choose_device` has it
         return torch.device("cpu") if self.dry_run else torch.device("cuda", 0)
 
     @property
