@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+from ds_encdec import build
 from ds_encdec import start_banner as start_banner_module
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.device_stats import Capacity
@@ -43,11 +47,24 @@ def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:
     assert "2 on 1 node, cpu (the configuration was planned for 8)" in str(
         start_banner(job, fewer, None, start_step=0, epochs=3.0)
     )
-    small = FullConfig.from_yaml("quickstart", ["data.num_lanes=1"])
+    small = FullConfig.from_yaml("quickstart", ["data.num_lanes=1", "infra.distributed_type=fsdp", "optimizer=muon"])
     alone = RunContext(World(), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
     lines = start_banner(planned_job(small, run_sizes(small), nodes=1), alone, None, start_step=0, epochs=None)
     assert "from scratch: 1,312,256 parameters" in lines[0]
     assert "in 1 micro-batch," in str(lines)
+    assert lines[1].endswith(", recompute full, muon")
+
+
+def test_a_resume_that_finds_nothing_says_that_the_run_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    config, folder = FullConfig(), RunFolder(str(tmp_path / "run"))
+    folder.claim(resume=True)
+    context = RunContext(World(), torch.device("cpu"), "deepspeed", HostCollectives())
+    for resume in (None, "auto"):
+        assert build._find(config, context, folder, resume) is None
+    assert [record.message for record in caplog.records] == [
+        f"--resume auto: no checkpoint is in {folder.checkpoints}, so the run begins at step 0"
+    ]
 
 
 def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,19 @@ def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path
     assert f"a configuration is named by --config {QUICKSTART}" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "options", "warns"), [(False, [], True), (True, [], False), (False, ["--elsewhere"], False)]
+)
+def test_a_machine_without_the_gpu_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path, has_gpu: bool, options: list[str], warns: bool
+) -> None:
+    monkeypatch.setattr(cli, "has_gpu", lambda: has_gpu)
+    assert (
+        cli.main(["validate", QUICKSTART, "infra.device=cuda", f"infra.output_dir={tmp_path / 'run'}", *options]) == 0
+    )
+    assert ("warning: infra.device=cuda" in capsys.readouterr().out) is warns
+
+
 def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     wanted = ["training.eval_generate_samples=4", "training.metric_for_best_model=rougeL", "model.lora={}"]
     wanted = ["--config", QUICKSTART, *wanted, f"infra.output_dir={tmp_path / 'run'}"]

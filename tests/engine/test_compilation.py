@@ -56,9 +56,13 @@ def decided(device: str, engine: EngineName = "fsdp", stage: str = "zero3", lora
         (True, {"device": "cuda", "engine": "deepspeed", "stage": "zero3", "torch_compile": True}),
     ],
 )
-def test_what_is_compiled_has_been_tried(compiles: bool, where: dict[str, Any], tried: list[str]) -> None:
+def test_what_is_compiled_has_been_tried(
+    compiles: bool, where: dict[str, Any], tried: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     for _ in range(2):
         assert decided(**where) is compiles
+    assert caplog.text.count("the first step and the first evaluation compile the layers") == 2 * compiles
     assert tried == [where["device"]] * compiles  # once
     # Real layers that fail later run as they are, but not where compiling was asked for.
     assert torch._dynamo.config.suppress_errors is (compiles and "torch_compile" not in where)

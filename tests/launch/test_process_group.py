@@ -47,6 +47,16 @@ def test_a_machine_with_accelerators() -> None:
         choose_device("cuda", crowded)
 
 
+def test_attention_of_many_lengths_is_none_of_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    try:
+        assert choose_device("auto", SINGLE) == torch.device("cuda", 0)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
 @pytest.mark.parametrize(
     ("environ", "threads"),
     [

@@ -110,7 +110,8 @@ def varlen_2_11(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Torch 2.11's signature: heads that share their keys need not be told."""
+    """Torch 2.11's signature: heads that share their keys need not be told, and are not repeated."""
+    assert query.shape[1] > key.shape[1] == value.shape[1]
     return by_document(cu_seq_q, cu_seq_k, query, key, value, window_size == (-1, 0))
 
 
