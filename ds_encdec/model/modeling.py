@@ -38,6 +38,7 @@ from .loss import linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
 from .precision import Linear
 
+_CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
 
 
@@ -199,6 +200,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         packing: PackedLayout | None = None,
+        cache: EncoderDecoderCache | None = None,
         **kwargs: Any,
     ) -> PackedLossOutput | Seq2SeqLMOutput | tuple[Tensor, ...]:
         """Packed, with `packing`: input_ids int64 [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`.
@@ -210,6 +212,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         """
         if packing is not None:
             return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
+        past_key_values = cache if past_key_values is None else past_key_values  # its name since transformers 5.24
         asked = self._asked(output_hidden_states, output_attentions)
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **asked)
@@ -243,7 +246,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         output = Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=past_key_values,
+            **{_CACHE: past_key_values},
             decoder_hidden_states=None if kept is None else tuple(kept),
             encoder_last_hidden_state=encoder_states,
             encoder_hidden_states=encoded.hidden_states,
