@@ -433,10 +433,16 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
 
 
 def _run_files(
-    run: _Run, data: TrainingData, state: TrainingState, recorder: dict[str, Any], lanes: list[dict[str, Any]]
+    run: _Run,
+    data: TrainingData,
+    state: TrainingState,
+    recorder: dict[str, Any],
+    lanes: list[dict[str, Any]],
+    saved: dict[str, Any],
 ) -> Callable[[Path], None]:
     """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
-    trainer = {"state": state.to_dict(), "num_lanes": run.num_lanes, "data": data.saved(), "recorder": recorder}
+    trainer = {"saved": saved, "state": state.to_dict(), "num_lanes": run.num_lanes}
+    trainer |= {"data": data.saved(), "recorder": recorder}
     trainer |= {} if run.epochs is None else {"num_train_epochs": run.epochs}
     # Text now: by the time it is written, training may have gone on.
     texts = {

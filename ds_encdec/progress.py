@@ -79,7 +79,7 @@ def after_evaluation(state: TrainingState, value: float | None, training: Traini
 
 def is_best(state: TrainingState, value: float | None, training: TrainingConfig) -> bool:
     """Return whether an evaluation found a better `metric_for_best_model` than every saved checkpoint has."""
-    return value is not None and is_better(value, state.best_eval_loss, training)
+    return value is not None and is_better(value, state.best_value, training)
 
 
 def is_better(value: float, than: float | None, training: TrainingConfig, *, by: float = 0.0) -> bool:

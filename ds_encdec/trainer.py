@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -80,9 +81,9 @@ class Ahead:
         return Brought(*self.sums.result().tolist())
 
 
-RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]]], Callable[[Path], None]]
-"""Takes a checkpoint's content beside the engine's files, as it is now: the state, the recorder's, and one record per
-data lane. Returns what writes it into the checkpoint's folder later, from any thread."""
+RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]], dict[str, Any]], Callable[[Path], None]]
+"""Takes a checkpoint's content beside the engine's files, as it is now: the state, the recorder's, one record per
+data lane, and `_save_facts`. Returns what writes it into the checkpoint's folder later, from any thread."""
 
 
 @dataclass
@@ -368,19 +369,29 @@ def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> 
         best = is_best(state, value, run.config.training)
         if not (best or last or due.save or due.rolled_back):
             return state  # the save that was under way has a better one
-        saved = replace(state, best_eval_loss=value, best_step=state.global_step) if best else state
+        saved = replace(state, best_value=value, best_step=state.global_step) if best else state
         records = run.recorder.state_dict()
         lanes = run.collectives.gather_to_zero(run.ahead.lanes if run.ahead is not None else run.loader.state())
         in_background = run.config.training.async_save and not (last or due.rolled_back)
         run.checkpoints.save(
             saved,
             run.engine.stage,
-            run.run_files(saved, records, list(chain.from_iterable(lanes))),
+            run.run_files(saved, records, list(chain.from_iterable(lanes)), _save_facts(run, due, done)),
             pointers=("best",) * best + ("final",) * done,
             in_background=in_background,
         )
         run.recorder.machine.note_save()
         return state if in_background else _collect_save(run, state, must_succeed=last)
+
+
+def _save_facts(run: Trainer, due: Due, done: bool) -> dict[str, Any]:
+    """Return when a checkpoint is saved (UTC), its last step's training loss (nats per target token), and why."""
+    because = {"end": done, "stop": due.leave, "rollback": due.rolled_back, "interval": due.save}
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "loss": run.recorder.last_loss,
+        "reason": next((reason for reason, holds in because.items() if holds), "best"),
+    }
 
 
 def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = False) -> TrainingState:
@@ -408,4 +419,4 @@ def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = Fa
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
     _tell(run, "after_save", outcome.state, run.checkpoints.at(step))
-    return replace(state, best_eval_loss=outcome.state.best_eval_loss, best_step=outcome.state.best_step)
+    return replace(state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)

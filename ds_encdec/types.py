@@ -10,6 +10,7 @@ This is the lowest room but for the tables that it hands on: it imports torch on
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -192,6 +193,21 @@ class StepResult:
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
+def _with_earlier_name(cls: type[TrainingState]) -> type[TrainingState]:
+    """Let `best_value` be given by its earlier name, `best_eval_loss`, too."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def accept(self: TrainingState, *values: Any, **fields: Any) -> None:
+        if "best_eval_loss" in fields:
+            fields["best_value"] = fields.pop("best_eval_loss")
+        init(self, *values, **fields)
+
+    cls.__init__ = accept  # type: ignore[method-assign]
+    return cls
+
+
+@_with_earlier_name
 @dataclass(frozen=True, slots=True)
 class TrainingState:
     """The position of a run. Saved in every checkpoint; equal on all ranks.
@@ -199,8 +215,9 @@ class TrainingState:
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones, `skipped_steps` their
     difference. Token counts are global, over all ranks, without padding; `total_tokens_seen` has both sides'. `epoch`
     is the number of the pass over the data that the slowest lane is in. `best_by` says which evaluation is the best,
-    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_eval_loss` is that of
-    the best saved checkpoint, which is `best_step`'s: a loss unless `best_by` names another figure. `leading_value` is
+    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_value` is that of
+    the best saved checkpoint, which is `best_step`'s: a loss unless `best_by` names another figure. It may be given as
+    `best_eval_loss`. `leading_value` is
     the best that counted for early stopping, `evaluations_since_leading` how many have come after it. `rollbacks`
     counts those of the whole run, `bad_rows` the rows that could not be read and were passed over, in the pass over the
     data that had most of them, `long_rows` likewise those that were too long, and left out or cut off.
@@ -214,7 +231,7 @@ class TrainingState:
     skipped_steps: int = 0
     epoch: int = 0
     best_by: str = "lowest loss"
-    best_eval_loss: float | None = None
+    best_value: float | None = None
     best_step: int | None = None
     total_tokens_seen: int = 0
     target_tokens_seen: int = 0
@@ -247,7 +264,7 @@ class TrainingState:
 
     def choosing_anew(self) -> TrainingState:
         """The state without what its evaluations have found."""
-        forgotten: dict[str, Any] = {"best_eval_loss": None, "best_step": None, "leading_value": None}
+        forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
         return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)
 
 

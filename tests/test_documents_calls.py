@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -22,6 +23,8 @@ def test_training_state_counts_tokens_in_one_number_and_keeps_it() -> None:
     state = TrainingState(global_step=1000, epoch=1, best_eval_loss=2.5, total_tokens_seen=1_000_000)
     assert TrainingState.from_dict(state.to_dict()) == state
     assert (state.total_tokens_seen, state.encoder_tokens_seen) == (1_000_000, 1_000_000)
+    assert (state.best_value, state.to_dict()["best_value"], "best_eval_loss" in state.to_dict()) == (2.5, 2.5, False)
+    assert dataclasses.replace(state, best_value=None).best_value is None
     # As earlier versions saved it.
     earlier = {"global_step": 5, "encoder_tokens_seen": 30, "target_tokens_seen": 12, "lowest_eval_loss": 2.0}
     restored = TrainingState.from_dict(earlier)

@@ -109,6 +109,8 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     assert rate == pytest.approx(3e-3 / 3)  # the triangle, at the last update of four
     saved = json.loads((run / "checkpoints" / "final" / "trainer.json").read_text())
     assert saved["state"]["best_by"] == "highest word_overlap"
+    losses = [line["train/loss"] for line in lines if "train/loss" in line]  # of all four steps
+    assert (saved["saved"]["reason"], 0 < saved["saved"]["loss"] < 2 * losses[0]) == ("end", True)
     (source,) = saved["data"]["fingerprint"]["sources"]
     assert (source["kind"], source["name"], source["size"]) == ("python", "my_parts:poems", 600)
     assert source["own edition"] == 2

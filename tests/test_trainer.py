@@ -72,9 +72,9 @@ def test_the_loop_reads_from_top_to_bottom() -> None:
 
 
 def test_what_older_checkpoints_and_another_metric_know_of_the_best() -> None:
-    saved = {"global_step": 9, "best_eval_loss": 2.0, "best_step": 8, "lowest_eval_loss": 1.5}
+    saved = {"global_step": 9, "best_value": 2.0, "best_step": 8, "lowest_eval_loss": 1.5}
     state = TrainingState.from_dict({**saved, "evaluations_since_lowest": 3})
-    assert (state.best_by, state.best_eval_loss, state.best_step) == ("lowest loss", 2.0, 8)
+    assert (state.best_by, state.best_value, state.best_step) == ("lowest loss", 2.0, 8)
     assert (state.leading_value, state.evaluations_since_leading) == (1.5, 3)
     assert state.choosing_by(TrainingConfig().best_by) == state == TrainingState.from_dict(state.to_dict())
     anew = TrainingState(global_step=9, best_by="highest chrf")
@@ -85,7 +85,7 @@ def test_what_older_checkpoints_and_another_metric_know_of_the_best() -> None:
 
 def test_a_figure_that_is_better_when_greater() -> None:
     training = TrainingConfig(metric_for_best_model="exact_match", early_stopping_threshold=0.1)
-    state, seen = TrainingState(best_eval_loss=0.3), []
+    state, seen = TrainingState(best_value=0.3), []
     for value in (0.0, 0.2, 0.25, math.nan, 0.4):
         state = after_evaluation(state, value, training)
         seen.append((state.leading_value, state.evaluations_since_leading, is_best(state, value, training)))
@@ -117,4 +117,4 @@ def test_early_stopping_counts_evaluations_that_are_not_lower_by_the_threshold()
     [(None, 3.0, True), (3.0, 2.9, True), (3.0, 3.0, False), (None, math.nan, False), (None, None, False)],
 )
 def test_best_is_lower_than_every_saved_one(best: float | None, loss: float | None, expected: bool) -> None:
-    assert is_best(TrainingState(best_eval_loss=best), loss, TrainingConfig()) is expected
+    assert is_best(TrainingState(best_value=best), loss, TrainingConfig()) is expected

@@ -124,9 +124,14 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
     checkpoints = CheckpointManager(folder, collectives, engine_name="test", keep=None)
     checkpoints.prepare()
 
-    def run_files(state: TrainingState, *_: object) -> Callable[[Path], None]:
-        text = json.dumps(state.to_dict())
-        return lambda path: (path / "trainer.json").write_text(text) and None
+    def run_files(state: TrainingState, *rest: Any) -> Callable[[Path], None]:
+        text, facts = json.dumps(state.to_dict()), json.dumps(rest[-1])
+
+        def write(path: Path) -> None:
+            (path / "trainer.json").write_text(text)
+            (path / "facts.json").write_text(facts)
+
+        return write
 
     recorder = Recorder(
         device=torch.device("cpu"),
@@ -166,6 +171,13 @@ def eval_losses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return losses
 
 
+def reasons(folder: Path) -> dict[int, str]:
+    """Why each checkpoint was saved."""
+    return {
+        step: json.loads((path / "facts.json").read_text())["reason"] for step, path in committed_steps(folder).items()
+    }
+
+
 def saved_state(folder: Path, name: str) -> TrainingState:
     return TrainingState(**json.loads((folder / name / "trainer.json").read_text()))
 
@@ -178,8 +190,8 @@ def test_a_save_that_fails_is_not_believed_and_the_next_one_is(
     folder = tmp_path / "checkpoints"
     run = make_run(folder, ScriptedEngine({4: fail}), async_save=async_save)
     state = train(run)
-    assert sorted(committed_steps(folder)) == [2, 6, 8]
-    assert (state.best_step, state.best_eval_loss) == (6, 3.0)  # 1.0 was step 4's
+    assert reasons(folder) == {2: "interval", 6: "interval", 8: "end"}
+    assert (state.best_step, state.best_value) == (6, 3.0)  # 1.0 was step 4's
     assert (folder / "best").resolve().name == "step-00000006"
     assert saved_state(folder, "step-00000008").best_step == 6
     (message,) = [record.message for record in caplog.records if record.levelno == logging.ERROR]
@@ -221,14 +233,14 @@ def test_only_what_is_better_is_saved_and_the_end(
     run = make_run(folder, ScriptedEngine({8: evaluated_again.wait}), **chosen, num_train_steps=50)
     state = train(run)
     assert sorted(committed_steps(folder)) == [2, 4, 8, 12]  # 12 is where it was over
-    assert (state.best_step, state.best_eval_loss, (folder / "best").resolve().name) == (8, 0.5, "step-00000008")
+    assert (state.best_step, state.best_value, (folder / "best").resolve().name) == (8, 0.5, "step-00000008")
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best(tmp_path: Path, eval_losses: list[float]) -> None:
     eval_losses[:] = [math.nan, 3.0, -math.inf, 4.0]
     folder = tmp_path / "checkpoints"
     state = train(make_run(folder, ScriptedEngine({})))
-    assert (state.best_step, state.best_eval_loss) == (4, 3.0)
+    assert (state.best_step, state.best_value) == (4, 3.0)
     assert (folder / "best").resolve().name == "step-00000004"
 
 
@@ -342,7 +354,7 @@ def test_a_save_on_being_stopped_is_written_before_the_run_ends_which_no_evaluat
         monkeypatch.setattr(StopRequest, "requested", property(lambda _, engine=engine: engine.step_number == 2))
         with pytest.raises(error):
             train(run)
-        assert sorted(committed_steps(run.checkpoints.folder)) == saved
+        assert reasons(run.checkpoints.folder) == {step: {2: "interval", 3: "stop"}[step] for step in saved}
         assert eval_losses == [2.0, 1.0]  # that of step 2 was made
 
 

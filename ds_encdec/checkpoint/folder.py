@@ -312,7 +312,17 @@ class Checkpoint:
             f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {record.sharding_stage} on "
             f"{ranks}, {len(self.manifest.files)} files, {self.manifest.num_bytes / 1e9:.3f} GB"
             + (f" ({self.manifest.doubt})" if self.manifest.doubt else "")
+            + self._saved_in_words()
         )
+
+    def _saved_in_words(self) -> str:
+        """When it was saved, at what loss, and why, where it says so; see docs/checkpoints.md."""
+        facts = self.read_json("trainer.json").get("saved") if (self.path / "trainer.json").is_file() else None
+        if not isinstance(facts, dict):
+            return ""
+        loss = facts.get("loss")
+        at = f", at a training loss of {loss:.4g}" if isinstance(loss, float) else ""
+        return f", saved {facts.get('time')} ({facts.get('reason')}){at}"
 
     def training_state(self) -> TrainingState:
         """The counters that it was saved with. Raises DamagedCheckpointError."""

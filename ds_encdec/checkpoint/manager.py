@@ -216,7 +216,7 @@ class CheckpointManager:
             return (self.folder / "best").exists()
 
         has_best = self._collectives.on_rank_zero(go_back)
-        return state if has_best else dataclasses.replace(state, best_eval_loss=None, best_step=None)
+        return state if has_best else dataclasses.replace(state, best_value=None, best_step=None)
 
     def _write_and_commit(self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]) -> int:
         """The part of a save that may run in the background; returns the bytes of the checkpoint.

@@ -38,7 +38,7 @@ def model_card(
     sources = data.mixture or [data]
     names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
     shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
-    best, objective = state.best_eval_loss, OBJECTIVES[data.objective]
+    best, objective = state.best_value, OBJECTIVES[data.objective]
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
         "Weights": weights,

@@ -74,6 +74,7 @@ class Recorder:
         self.clock = IntervalClock()
         self.machine = MachineWatch(self.settings)
         self._steps = StepAccumulator(self.device)
+        self.last_loss: float | None = None  # of the last judged step that had targets, over all ranks
         self._flops, self._last = 0.0, state
         self._judged_steps = self._restored_steps = 0  # of the interval's
         self._alerts_in_interval: Counter[str] = Counter()
@@ -169,6 +170,7 @@ class Recorder:
     def go_back(self, saved: Mapping[str, Any], state: TrainingState) -> None:
         """Continue where `saved`, a `state_dict`, was taken; `state` is the one after the rollback."""
         self._load(saved)
+        self.last_loss = None
         self.monitor.go_back(saved["monitor"])
         self._flops, self._last = 0.0, state
         self.clock.lap()
@@ -230,10 +232,11 @@ class Recorder:
         """New alerts, each with its data step. A step without targets has no loss, and is not judged."""
         records = self._steps.reduce()
         new, self._judged_steps = records[self._judged_steps :], len(records)
+        with_targets = [record for record in new if any(record.target_tokens.values())]
+        self.last_loss = with_targets[-1].loss if with_targets else self.last_loss
         return [
             (alert, record.data_step)
-            for record in new
-            if any(record.target_tokens.values())
+            for record in with_targets
             for alert in self.monitor.update(
                 record.global_step,
                 record.loss,

@@ -311,5 +311,7 @@ def _read_checkpoints(folder: Path) -> list[Entry]:
         except CheckpointError as error:
             damage = str(error)
         pointers = [name for name, target in pointed.items() if target == path.resolve()]
-        found.append({"step": step, "manifest": manifest, "pointers": pointers, "damage": damage})
+        facts = _value_at(read_json(path / "trainer.json", []), "saved", None)
+        facts = facts if isinstance(facts, dict) else {}
+        found.append({"step": step, "manifest": manifest, "pointers": pointers, "facts": facts, "damage": damage})
     return found

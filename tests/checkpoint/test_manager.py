@@ -48,7 +48,7 @@ def test_going_back_puts_the_later_steps_aside(tmp_path: Path) -> None:
     save(manager, 30, "best")
     back = find(manager, str(tmp_path / "step-00000020"))
     assert back is not None
-    state = TrainingState(global_step=20, best_eval_loss=1.5, best_step=20)
+    state = TrainingState(global_step=20, best_value=1.5, best_step=20)
     assert manager.adopt(back, state) == state
     assert sorted(committed_steps(tmp_path)) == [10, 20]
     assert [path.name[:23] for path in tmp_path.glob("abandoned-*")] == ["abandoned-step-00000030"]
@@ -63,7 +63,7 @@ def test_a_complete_run_that_is_resumed_stays_complete(tmp_path: Path) -> None:
     manager = make_manager(tmp_path)
     save(manager, 10, "best")
     last = save(manager, 20, "final")
-    state = TrainingState(global_step=20, best_eval_loss=1.5, best_step=10)
+    state = TrainingState(global_step=20, best_value=1.5, best_step=10)
     for resume in ("auto", str(last)):
         found = find(manager, resume)
         assert found is not None
@@ -82,7 +82,7 @@ def test_going_on_from_what_was_put_aside_points_at_nothing_that_is_gone(tmp_pat
     (tmp_path / "latest").unlink()
     found = find(manager, str(aside))
     assert found is not None
-    state = manager.adopt(found, TrainingState(global_step=10, best_eval_loss=1.0, best_step=10))
+    state = manager.adopt(found, TrainingState(global_step=10, best_value=1.0, best_step=10))
     assert state.best_step is None
     assert [path.name for path in tmp_path.iterdir()] == [aside.name]
 
@@ -94,8 +94,8 @@ def test_a_checkpoint_of_another_run_brings_no_best(tmp_path: Path) -> None:
     manager = make_manager(tmp_path / "b")
     found = find(manager, str(tmp_path / "a" / "step-00000010"))
     assert found is not None
-    state = manager.adopt(found, TrainingState(global_step=10, best_eval_loss=1.0, best_step=10))
-    assert (state.best_eval_loss, state.best_step) == (None, None)
+    state = manager.adopt(found, TrainingState(global_step=10, best_value=1.0, best_step=10))
+    assert (state.best_value, state.best_step) == (None, None)
     assert sorted(committed_steps(tmp_path / "a")) == [10]
 
 

@@ -131,11 +131,14 @@ def alert(kind: str, step: int, value: float, action: str) -> dict[str, Any]:
             "threshold": 6.0, "message": f"step {step}: {kind} {value:.1f} is above 6.0", "action": action}  # fmt: skip
 
 
+SAVED = {"time": "2026-11-02T09:30:00+00:00", "loss": 3.25, "reason": "stop"}
+
+
 def write_checkpoint(folder: Path, step: int) -> Path:
     """A committed checkpoint with one file, which `latest` points at."""
     path = folder / "checkpoints" / f"step-{step:08d}"
     path.mkdir(parents=True)
-    (path / "trainer.json").write_text(json.dumps({"data": {"fingerprint": {"tokenizer": "abc"}}}))
+    (path / "trainer.json").write_text(json.dumps({"saved": SAVED, "data": {"fingerprint": {"tokenizer": "abc"}}}))
     seal(path, step=step, world_size=8, engine="deepspeed", engine_files=())
     latest = folder / "checkpoints" / "latest"
     latest.unlink(missing_ok=True)

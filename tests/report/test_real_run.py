@@ -41,7 +41,7 @@ def test_a_real_run_with_a_rollback(tmp_path: Path) -> None:
     assert ["4", "rollback 1"] in [row[:2] for row in events]
     assert "back to step 2; the data between steps 2 and 4 is not used again" in [row[3] for row in events]
     assert ["1", "grad_explosion", "no rollback: no checkpoint old enough"] in [[*row[:2], row[3]] for row in events]
-    assert [row[:2] for row in page.tables["Checkpoints"][1:]] == [["2", "latest, best"]]
+    assert [[*row[:2], row[3]] for row in page.tables["Checkpoints"][1:]] == [["2", "latest, best", "rollback"]]
     assert {"Training loss, nats per token", "Gradient norm, before clipping"} < set(page.charts)
     for legend in ("taken back", "rollback", "alert"):
         assert f">{legend}</text>" in page.source

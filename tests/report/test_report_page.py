@@ -194,6 +194,7 @@ def test_a_short_run_is_drawn_as_it_was_logged(tmp_path: Path) -> None:
 
 def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Page) -> None:
     assert [row[:2] for row in page.tables["Checkpoints"]] == [["step", "is"], ["100,000", "latest"], ["90,000", ""]]
+    assert page.tables["Checkpoints"][1][2:5] == ["2026-11-02T09:30:00+00:00", "stop", "3.25"]
     damaged = read_run(troubled)
     (troubled / "checkpoints" / "step-00090000" / "trainer.json").rename(troubled / "trainer.json")
     try:
