@@ -4,6 +4,8 @@ What is named here is the library's front door (docs/library.md). Each name is i
 asked for, so that the program's `--help` and its configuration errors do not wait for torch.
 """
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from ds_encdec.monitor.sinks import Sink as Sink
 
     __version__: str
+
+_is_program = sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == __name__ for word in sys.orig_argv)
+"""Python looks for a module of ours to run, as `python -m ds_encdec.train` asks it to."""
+if _is_program and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
+    sys.path.append(sys.path.pop(0))  # where the user's own `datasets.py` hides no library
 
 _HOMES = {
     "Callback": "ds_encdec.callbacks:Callback",

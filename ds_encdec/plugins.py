@@ -6,13 +6,14 @@ give it a plain name, by an entry point of a group of ours, such as `ds_encdec.s
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ds_encdec.source_kinds import PYTHON
 from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
@@ -42,20 +43,35 @@ def unknown(names: Iterable[str], known: Iterable[str], kind: str, *, dotted: bo
 def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
     """The object that `name` means as the value of `field`: `module:name`, or an entry point of the `kind`.
 
-    Raises ConfigError.
+    The working folder comes last: a module in it hides none of a library. Raises ConfigError.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
+    module, _, attribute = name.removeprefix(PYTHON).partition(":")
     try:
         if kind is not None and name in installed(kind):
             return installed(kind)[name].load()
-        module, _, attribute = name.partition(":")
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ConfigError(
             f"{field}={name} cannot be imported from {os.getcwd()} or an installed package "
-            f"({type(error).__name__}: {error}). Write `module:function`"
+            f"({type(error).__name__}: {error}){_which(module)}. Write `module:function`"
         ) from error
+
+
+def _which(module: str) -> str:
+    """The file that Python takes for `module`, and the one of that name in the working folder, if another is taken."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (Exception, SystemExit):  # of packages around it
+        return ""
+    if spec is None:
+        return ""
+    found, own = spec.origin or "built into Python", os.path.abspath(module.replace(".", os.sep))
+    file = next((path for path in (f"{own}.py", f"{own}{os.sep}__init__.py") if os.path.isfile(path)), found)
+    if os.path.realpath(file) == os.path.realpath(found):
+        return f"; {module} is {found}"
+    return f"; {module} is {found}, and {file} is hidden by it: give that another name"
 
 
 def code_digest(field: str, name: str, found: Any) -> str:

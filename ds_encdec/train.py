@@ -10,8 +10,13 @@ import sys
 
 if not __package__:
     # Started as a script, Python puts this folder on the path instead of the one that holds the package; then
-    # `types` would be our types.py. So this comes before every other import.
-    sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    # `types` would be our types.py. So this comes before every other import. Once the package is found, its home goes
+    # last: it may be the folder that somebody works in, whose `datasets.py` must not hide a library.
+    _HERE = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [os.path.dirname(_HERE), *(path for path in sys.path if path != _HERE)]
+    import ds_encdec  # noqa: F401
+
+    sys.path.append(sys.path.pop(0))
 
 import argparse
 import faulthandler
@@ -161,9 +166,9 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
 
 
 def _find_named(config: FullConfig) -> None:
-    from ds_encdec.config.first_rows import no_file_matches
     from ds_encdec.config.model_folder import is_hub_name, model_folder
     from ds_encdec.config.schema import absent_patterns
+    from ds_encdec.file_patterns import no_file_matches
 
     for field in ("model_name_or_path", "tokenizer_name_or_path"):
         name = getattr(config.model, field)

@@ -5,12 +5,12 @@ import csv
 import json
 import os
 from collections.abc import Iterator, Sequence
-from glob import iglob
-from itertools import islice
+from itertools import chain, islice
 
 from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.sections import DataConfig, Source
 from ds_encdec.config.settings import Conflict
+from ds_encdec.file_patterns import named_files
 from ds_encdec.objectives import OBJECTIVES, columns_by_field
 from ds_encdec.source_kinds import kind_of_file, local_kind
 
@@ -62,13 +62,6 @@ def misread_files(data: DataConfig) -> Iterator[str]:
             yield f"warning: {field}: {path} is read as plain text, as {name}=text says; its rows are read by {kind}"
 
 
-def no_file_matches(patterns: Sequence[str]) -> str:
-    """The message for patterns without a file, with what to write for a folder."""
-    folders = ", ".join(pattern for pattern in patterns if os.path.isdir(os.path.expanduser(pattern)))
-    advice = f". {folders}: a folder; add /** for its files" if folders else ""
-    return f"no file matches {', '.join(patterns)} (looked from {os.getcwd()}){advice}"
-
-
 def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
     """Every source of a run that reads them, and the field that names its files."""
     if data.prepared_dir is not None:
@@ -81,8 +74,7 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
 
 
 def _files(source: Source) -> Iterator[str]:
-    for pattern in source.data_files or ():
-        yield from filter(os.path.isfile, iglob(os.path.expanduser(pattern), recursive=True))
+    return chain.from_iterable(map(named_files, source.data_files or ()))
 
 
 def _columns(source: Source) -> Sequence[str] | None:

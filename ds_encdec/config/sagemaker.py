@@ -5,6 +5,7 @@ The names are those of its training toolkit (github.com/aws/sagemaker-training-t
 
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
+from glob import escape
 from pathlib import Path
 
 from ds_encdec.source_kinds import LOCAL_SOURCES
@@ -71,7 +72,8 @@ def _channels(environ: Mapping[str, str]) -> Iterator[str]:
                     f"{variable}={folder} has {found}: give the channel files of one kind ({', '.join(_KIND_OF)}), or "
                     f"name them by the hyperparameters {kind_field} and {files_field}"
                 )
-            patterns = [f"{folder}/**/*.{ending}{packed}" for ending, packed in sorted(endings) if ending in _KIND_OF]
+            begin = f"{escape(str(folder))}/**/*"
+            patterns = [f"{begin}.{ending}{packed}" for ending, packed in sorted(endings) if ending in _KIND_OF]
             yield f"{kind_field}={kinds.pop()}"
             yield f"{files_field}={json.dumps(patterns)}"
 

@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from glob import iglob
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +20,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
-from ds_encdec.config.first_rows import misread_files, no_file_matches, unusable_rows
+from ds_encdec.config.first_rows import misread_files, unusable_rows
 from ds_encdec.config.hostfile import check_hostfile
 from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
@@ -35,6 +34,7 @@ from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_yaml, write_yaml
+from ds_encdec.file_patterns import named_files, no_file_matches
 from ds_encdec.plugins import load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
@@ -228,12 +228,8 @@ def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
         if source.dataset_name in LOCAL_FORMATS
     }
     named |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
-    absent = {field: [one for one in patterns or () if not _matches(one)] for field, patterns in named.items()}
+    absent = {field: [one for one in patterns or () if not any(named_files(one))] for field, patterns in named.items()}
     return {field: patterns for field, patterns in absent.items() if patterns}
-
-
-def _matches(pattern: str) -> bool:
-    return any(map(os.path.isfile, iglob(os.path.expanduser(pattern), recursive=True)))
 
 
 def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -245,7 +241,7 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
     sources = sources or {"data.dataset_name": data.dataset_name}
     for field, name in {**sources, "data.eval_dataset_name": data.eval_dataset_name or ""}.items():
         if name.startswith(PYTHON):
-            yield field, partial(load_plugin, field, name.removeprefix(PYTHON))
+            yield field, partial(load_plugin, field, name)
     builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
     for field, names, kind in (
         ("training.report_to", training.report_to, "sinks"),
@@ -290,11 +286,9 @@ def _uncounted(config: FullConfig) -> Iterator[Conflict]:
         return
     for number, source in enumerate(data.mixture or [data]):
         field = f"data.mixture.{number}.dataset_name" if data.mixture else "data.dataset_name"
-        folder = Path(source.dataset_name)
-        is_counted = local_kind(source.dataset_name) or (folder / "state.json").is_file()
-        files = (
-            path for pattern in source.data_files or ["**/*"] for path in iglob(str(folder / pattern), recursive=True)
-        )
+        folder = source.dataset_name
+        is_counted = local_kind(folder) or os.path.isfile(os.path.join(folder, "state.json"))
+        files = (path for pattern in source.data_files or ["**/*"] for path in named_files(pattern, folder))
         if not is_counted and not any(path.endswith(".parquet") for path in files):
             message = (
                 "the length of a streamed data set is not known: set data.streaming=false, or give num_train_steps"

@@ -171,10 +171,10 @@ class Source(Section):
     """Branch, tag or commit of a data set on the hub; None: its main branch. A run keeps the commit that it found
     at its first start, so later pushes change nothing."""
     data_files: Annotated[DataFiles | None, Mark.TEXTS] = None
-    """Paths or glob patterns of local files, for `text` (one document per file; files above 64 KiB are cut at
-    blank lines into documents of at most that size), `json` (JSON lines, or one array), `csv` and `parquet`. `.gz`,
-    `.bz2`, `.xz` and `.zst` are unpacked once into the cache folder. For a data set of the hub, files of its
-    repository."""
+    """Paths of local files, or glob patterns where there is no such file, for `text` (one document per file; files
+    above 64 KiB are cut at blank lines into documents of at most that size), `json` (JSON lines, or one array), `csv`
+    and `parquet`. `.gz`, `.bz2`, `.xz` and `.zst` are unpacked once into the cache folder. For a data set of the hub,
+    files of its repository."""
     text_column: Annotated[str, Mark.TEXTS] = "text"
     """Column that holds the text."""
 

@@ -4,9 +4,11 @@ The dialect is YAML 1.2's core where it matters for configurations: `1e-4` is a 
 reads a string), `no`, `on` and dates are strings, and a key that occurs twice is an error.
 """
 
+import json
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -187,14 +189,49 @@ def apply_overrides(
         if equals and len(parts) <= MAX_DEPTH and all(part.isidentifier() and is_name(part) for part in parts):
             field, message = name, "no such field: what stands above it is set to a single value"
             try:
-                value = parse_value(text, COMMAND_LINE, name, problems)
+                value = _given_value(text, name, problems)
                 if all(settings.put(*one, COMMAND_LINE) for one in read(name, value, problems)):
                     continue
             except UnreadableError as error:
+                shown = masked(parts[-1], text)
+                quoted = json.dumps(text, ensure_ascii=False) if shown == text and len(text) < 200 else '"..."'
                 message = (
-                    f"{show(masked(parts[-1], text))} is not a YAML value; quote it, as in {name}='\"...\"' ({error})"
+                    f"{show(shown)} is not a YAML value; quote it, as in {name}={shlex.quote(quoted)}, where it is text"
+                    f" ({error})"
                 )
         problems.append(Problem((Mention(COMMAND_LINE, field),), message))
+
+
+def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
+    """The value that `text` of the command line stands for, of which nothing is dropped.
+
+    It is one scalar, all of it, unless it begins like a collection, a quote or a tag, which YAML reads. Mistakes inside
+    are appended to `problems` as ones of `field`. Raises UnreadableError for what is no YAML, or is read in part.
+    """
+    body = text.strip()
+    if not body.startswith(("[", "{", '"', "'", "!!")):
+        if found := re.search(r"(?:^|\s)#", text):
+            raise UnreadableError(_DROPPED, text.count("\n", 0, found.start()) + 1, field)
+        tag = _loader(text).resolve(yaml.ScalarNode, body, (True, False))
+        is_text = tag not in _TAGS - {_PREFIX + "str"} or (text != "" and not body)
+        return text if is_text else _scalar(yaml.ScalarNode(tag, body))
+    root, end = _compose(text), 0
+    for token in yaml.scan(text, Loader=_Loader):
+        if "#" in text[end : token.start_mark.index]:
+            raise UnreadableError(_DROPPED, token.start_mark.line + 1, field)
+        if isinstance(token, yaml.ScalarToken) and token.start_mark.line != token.end_mark.line:
+            raise UnreadableError("YAML joins its lines: write a line's end as \\n", token.start_mark.line + 1, field)
+        end = max(end, token.end_mark.index)
+    if isinstance(root, yaml.CollectionNode) and not root.flow_style:
+        raise UnreadableError("YAML takes what stands before the colon for a key", 1, field)
+    if isinstance(root, yaml.MappingNode) and any(_is_bare(key, inner) for key, inner in root.value):
+        raise UnreadableError("YAML takes what stands between braces for keys, and these have no values", 1, field)
+    return parse_value(text, COMMAND_LINE, field, problems)
+
+
+def _is_bare(key: yaml.Node, value: yaml.Node) -> bool:
+    """Return whether a pair of a mapping is `{key}`, or has braces for a key."""
+    return not isinstance(key, yaml.ScalarNode) or value.start_mark.index == value.end_mark.index
 
 
 def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:
@@ -242,6 +279,7 @@ class UnreadableError(ValueError):
         self.line, self.field = line, field
 
 
+_DROPPED = "YAML takes what stands behind # for a comment"
 _IN_OTHER_WORDS = {
     "found character '\\t' that cannot start any token": "found a tab: indent with spaces",
     "expected <block end>, but found '<block mapping start>'": "a line that is indented otherwise than its neighbours",
@@ -253,18 +291,24 @@ _IN_OTHER_WORDS = {
 
 def _compose(text: str) -> yaml.Node | None:
     """The nodes of one YAML document. Raises UnreadableError."""
+    loader = _loader(text)
     try:
-        loader = _Loader(text)
         return loader.get_single_node()
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line, "") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark or loader.get_mark()
         problem = error.problem or error.context or ""
         raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1, loader.field) from error
     except Exception as error:  # PyYAML's scanner raises anything for what it has not foreseen, such as "\\UFFFFFFFF"
         raise UnreadableError(" ".join(str(error).split()), loader.line + 1, loader.field) from error
+
+
+def _loader(text: str) -> _Loader:
+    """A loader of `text`. Raises UnreadableError where it has characters that YAML does not have."""
+    try:
+        return _Loader(text)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line, "") from error
 
 
 def _line(node: yaml.Node) -> int:

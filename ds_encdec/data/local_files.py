@@ -23,15 +23,14 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from glob import glob
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import numpy as np
 
-from ds_encdec.config.first_rows import no_file_matches
 from ds_encdec.data.sources import BadRow, Row, field_document
+from ds_encdec.file_patterns import named_files, no_file_matches
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
 from ds_encdec.types import ConfigError, DataError, Document
@@ -59,14 +58,11 @@ logger = logging.getLogger(__name__)
 
 
 def expand_files(patterns: Sequence[str], field: str = "data.data_files") -> tuple[str, ...]:
-    """The files that paths and glob patterns (`**` included) name, sorted, each once.
+    """The files that paths and glob patterns (`**` included) name, sorted, each once: see `named_files`.
 
     Raises DataError naming `field` and every pattern in it that matches no file.
     """
-    matches = {
-        pattern: [path for path in glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path)]
-        for pattern in patterns
-    }
+    matches = {pattern: [*named_files(pattern)] for pattern in patterns}
     missing = [pattern for pattern, paths in matches.items() if not paths]
     if missing:
         raise DataError(f"{field}: {no_file_matches(missing)}")

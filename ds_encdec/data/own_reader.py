@@ -12,7 +12,7 @@ from ds_encdec.types import DataError
 
 def reader_digest(name: str) -> str:
     """A digest of the file of the function that `python:MODULE:FUNCTION` names. Raises ConfigError."""
-    return code_digest("data.dataset_name", name, load_plugin("data.dataset_name", name.removeprefix(PYTHON)))
+    return code_digest("data.dataset_name", name, load_plugin("data.dataset_name", name))
 
 
 class OwnReader:
@@ -59,7 +59,7 @@ class OwnReader:
     def _reader(self) -> Sequence[Any]:
         """The reader of this process."""
         if self._rows is None:
-            make = load_plugin("data.dataset_name", self._name.removeprefix(PYTHON))
+            make = load_plugin("data.dataset_name", self._name)
             try:
                 rows = make()
                 len(rows), rows.__getitem__

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from glob import has_magic
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -219,6 +220,11 @@ def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
     """The builder of a data set, and the files of the split, as far as it has some."""
     import datasets
 
+    if os.path.isdir(entry.dataset_name) and has_magic(entry.dataset_name):
+        raise DataError(
+            f"{entry.dataset_name}: the datasets library takes brackets, * and ? in a folder's path for a pattern. "
+            "Rename it, or read its files by data.dataset_name=json (csv, parquet, text) data.data_files='FOLDER/**'"
+        )
     builder = datasets.load_dataset_builder(
         entry.dataset_name,
         entry.dataset_config,

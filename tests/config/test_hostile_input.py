@@ -119,9 +119,9 @@ def test_deepspeed_json(tmp_path: Path, capsys: Output, text: str, place: str, m
     ("override", "message"),
     [
         ('training.bf16=!!bool "x"', "training.bf16 .*\n      this is no bool"),
-        ("training.report_to=!foo [wandb]", "training.report_to .*\n      unknown tag"),
+        ("training.report_to=!!foo [wandb]", "training.report_to .*\n      unknown tag"),
         ("training.seed=" + "[" * 5000, "training.seed\n .*nested more than 100 deep"),
-        ("training.seed=&a {b: *a}", "training.seed\n .*stands inside of what it stands for"),
+        ("training.seed=[&a {b: *a}]", "training.seed\n .*stands inside of what it stands for"),
         (f"infra.deepspeed_extra={{{BOMB.replace(chr(10), ', ')}}}", "infra.deepspeed_extra\n .*more than 10000"),
         ("infra.deepspeed_extra." + "a." * 5000 + "b=1", "not a setting"),
         ("training.seed=" + "1" * 5000, "training.seed = .1111.*\n      must be a number of at most 64 bits"),
