@@ -25,7 +25,6 @@ from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
 
 if TYPE_CHECKING:
-    from ds_encdec.model.attention_kernels import Choice
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 logger = logging.getLogger(__name__)
@@ -187,23 +186,27 @@ def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) ->
     """
     if not config.model.use_flash_attention:
         return "one call per document (model.use_flash_attention=false)", False
-    choice = _attention_choice(config, device, config.training.attention_dropout, head_dim)
-    return str(choice), device.type != "cpu" and not choice.kernel.is_flash
-
-
-def _attention_choice(config: FullConfig, device: torch.device, dropout: float, head_dim: int = 128) -> Choice:
     from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
     from ds_encdec.model.attention_kernels import Wanted, choose_kernel
 
-    return choose_kernel(Wanted(device, compute_dtype(config.training), head_dim, dropout))
+    choice = choose_kernel(Wanted(device, compute_dtype(config.training), head_dim, config.training.attention_dropout))
+    return str(choice), device.type != "cpu" and not choice.kernel.is_flash
 
 
 def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
-    """Raise ConfigError where attention would run in a kernel that cannot drop anything out."""
+    """Raise ConfigError where attention would run in a kernel that cannot drop anything out.
+
+    Nothing is tried out yet: the device's memory is not set up, and the ranks have not met.
+    """
     rate = config.training.attention_dropout
     if rate and config.model.use_flash_attention:
-        kernel = _attention_choice(config, device, 0.0).kernel
-        if kernel.is_flash and not _attention_choice(config, device, rate).kernel.is_flash:
+        from ds_encdec.engine.sharded_engine import compute_dtype
+        from ds_encdec.model.attention_kernels import KERNELS, Wanted
+
+        plain = Wanted(device, compute_dtype(config.training), 128)
+        wanted = dataclasses.replace(plain, dropout=rate)
+        kernel = next(row for row in KERNELS if not row.refusal(plain))
+        if kernel.is_flash and not any(row.is_flash and not row.refusal(wanted) for row in KERNELS):
             raise ConfigError(
                 f"training.attention_dropout={rate:g}: attention on this device runs in {kernel.name}, which has no "
                 "dropout. Set it to 0, install flash_attn, or set model.use_flash_attention=false (one call per "

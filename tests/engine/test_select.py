@@ -30,6 +30,7 @@ from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World, discover, free_port
+from ds_encdec.model import attention_kernels
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
 
@@ -186,7 +187,9 @@ def test_what_attention_runs_in_is_known_and_warned_of_once(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The GPU's capability is a stand-in. A fallback on a GPU is a warning."""
+    """The GPU's capability and its kernel's trial are stand-ins. A fallback on a GPU is a warning."""
+    monkeypatch.setattr(attention_kernels, "_verdicts", {})
+    monkeypatch.setattr(attention_kernels, "_trial_error", lambda *_: 0.0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
     given = {"infra": {"distributed_type": "fsdp"}, "model": {"use_flash_attention": flash}}

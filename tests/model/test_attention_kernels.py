@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tiny_models import pack
 from torch import Tensor
+from torch.nn import functional as F
 
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.budgets import token_budgets
@@ -122,11 +124,21 @@ def varlen_2_13(*tensors: Any, window_size: tuple[int, int] = (-1, -1), enable_g
     return by_document(cu_q, cu_k, q, k, v, window_size == (-1, 0))
 
 
+_trial_error = attention_kernels._trial_error
+
+
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, varlen: Any, capability: tuple[int, int] = (9, 0)) -> None:
+    """Kernels are tried on tensors of a CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     kernel = None if varlen is None else SimpleNamespace(varlen_attn=varlen)
     monkeypatch.setattr(attention_kernels, "torch_varlen", kernel)
     monkeypatch.setattr(attention_kernels, "flash_attn", None)
+    monkeypatch.setattr(attention_kernels, "_verdicts", {})
+    monkeypatch.setattr(
+        attention_kernels,
+        "_trial_error",
+        lambda kernel, wanted: _trial_error(kernel, replace(wanted, device=torch.device("cpu"))),
+    )
 
 
 def chosen(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0) -> Choice:
@@ -171,18 +183,28 @@ def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pyt
     on_a_gpu(monkeypatch, varlen_2_13)
     config = FullConfig.model_validate({"training": {"attention_dropout": 0.1}})
     gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(attention_kernels, "_trial_error", None)  # no trial before the ranks have met
     with pytest.raises(ConfigError, match=r"attention_dropout=0.1: .* torch.nn.attention.varlen, which has no dropout"):
         check_attention_dropout(config, gpu)
     check_attention_dropout(config, torch.device("cpu"))
-    by_document = config.model.model_copy(update={"use_flash_attention": False})
-    check_attention_dropout(config.model_copy(update={"model": by_document}), gpu)
-    given: dict[str, Any] = {}
-    kernel = SimpleNamespace(flash_attn_varlen_func=lambda *_, **options: given.update(options))
-    monkeypatch.setattr(attention_kernels, "flash_attn", kernel)
+    model = config.model.model_copy(update={"use_flash_attention": False})
+    check_attention_dropout(config.model_copy(update={"model": model}), gpu)
+    given: list[dict[str, Any]] = []
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *_: int, **options: Any) -> Tensor:
+        given.append(options)
+        return by_document(cu_q, cu_k, q, k, v, options["causal"])
+
+    monkeypatch.setattr(attention_kernels, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
     check_attention_dropout(config, gpu)
-    segments = pack((5,), (4,), 16, 17).inputs["packing"].merged
-    chosen(dropout=0.1).kernel.attend(torch.empty(0), torch.empty(0), torch.empty(0), segments, True, 0.1)
-    assert given == {"dropout_p": 0.1, "causal": True}
+    on_a_gpu(monkeypatch, None)
+    monkeypatch.setattr(attention_kernels, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
+    kernel = chosen(dropout=0.1).kernel
+    assert kernel.name == "flash_attn"
+    given.clear()
+    q, k = torch.zeros(17, 4, 8), torch.zeros(33, 2, 8)
+    kernel.attend(q, k, k, pack((5,), (4,), 16, 17).inputs["packing"].merged, True, 0.1)
+    assert given == [{"dropout_p": 0.1, "causal": True}]
 
 
 @pytest.mark.parametrize(
@@ -224,33 +246,128 @@ def test_heads_of_odd_widths_are_not_handed_to_flash_kernels(monkeypatch: pytest
     assert "multiple of 8 up to 256, not of 36" in str(attention_kernels.choose_kernel(wanted))
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_flash_attention_3_is_active_where_it_is_right(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+@pytest.mark.parametrize(
+    ("fails", "activations"),
+    [
+        ("", ["FA4", "FA3"]),
+        ("in its trial", ["FA4", "FA3", None, "FA4"]),
+        ("when activated", ["FA4"]),  # torch warns where there is nothing to restore
+    ],
+)
+def test_flash_attention_3_is_active_where_it_is_right(
+    monkeypatch: pytest.MonkeyPatch, fails: str, activations: list[str | None]
+) -> None:
     """Its registry and its numbers are stand-ins, and the tensors are those of a CPU."""
-    on_a_gpu(monkeypatch, varlen_2_13)
     active: list[str | None] = ["FA4"]
+
+    @wraps(varlen_2_13)
+    def varlen(*tensors: Any, **options: Any) -> Tensor:
+        if fails and active[-1] == "FA3":
+            raise RuntimeError(fails)
+        return varlen_2_13(*tensors, **options)
+
+    def activate(implementation: str) -> None:
+        if fails == "when activated":
+            raise RuntimeError(fails)
+        active.append(implementation)
+
+    on_a_gpu(monkeypatch, varlen)
     registry = SimpleNamespace(
         current_flash_attention_impl=lambda: active[-1],
-        activate_flash_attention_impl=active.append,
+        activate_flash_attention_impl=activate,
         restore_flash_attention_impl=lambda: active.append(None),
     )
     monkeypatch.setattr(attention_kernels.nn, "attention", registry)
     monkeypatch.setattr(attention_kernels, "find_spec", lambda name: name)
-    tokens = attention_kernels._sixteen_tokens
-
-    def on_a_cpu(wanted: Wanted, attend: Any) -> list[Tensor]:
-        found = tokens(replace(wanted, device=torch.device("cpu")), attend)
-        return found if works or attend is attend_by_document else [tensor + 1 for tensor in found]
-
-    monkeypatch.setattr(attention_kernels, "_sixteen_tokens", on_a_cpu)
-    attention_kernels._fa3_fails.cache_clear()
     for _ in range(2):  # it is tried once
         choice = chosen()
-        assert choice.kernel.name == ("FlashAttention 3" if works else "torch.nn.attention.varlen")
-    assert active == (["FA4", "FA3"] if works else ["FA4", "FA3", None, "FA4"])
-    if not works:
-        assert str(choice).startswith("torch.nn.attention.varlen (it fails on 16 tokens: Tensor-likes are not close")
-    attention_kernels._fa3_fails.cache_clear()
+        assert choice.kernel.name == ("torch.nn.attention.varlen" if fails else "FlashAttention 3")
+    assert active == activations
+    if fails:
+        assert str(choice) == f"torch.nn.attention.varlen (it fails on a few documents: RuntimeError: {fails})"
+
+
+@wraps(varlen_2_13)
+def is_not_there(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("no kernel image is available")
+
+
+def aligned_to_the_top(*tensors: Any, window_size: tuple[int, int] = (-1, -1), **_: Any) -> Tensor:
+    """A causal mask as torch's own function has it: the first query sees the first key alone."""
+    q, k, v, cu_q, cu_k, *_ = tensors
+    lengths = cu_q.diff().tolist(), *[cu_k.diff().tolist()] * 2
+    documents = zip(
+        *(x.transpose(0, 1).split(of, dim=1) for x, of in zip((q, k, v), lengths, strict=True)), strict=True
+    )
+    attend = partial(F.scaled_dot_product_attention, is_causal=window_size == (-1, 0), enable_gqa=True)
+    return torch.cat([attend(*(x[None] for x in one))[0] for one in documents], dim=1).transpose(0, 1)
+
+
+class WithoutGradients(torch.autograd.Function):
+    """A kernel that leaves the gradients of keys without a query as its memory was."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, cu_q: Tensor, cu_k: Tensor) -> Tensor:
+        ctx.bounds = [(int(cu_k[i]), int(cu_k[i + 1])) for i in range(len(cu_q) - 1) if cu_q[i] == cu_q[i + 1]]
+        return k.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        grad = grad.clone()
+        for start, stop in ctx.bounds:
+            grad[start:stop] = 7.0
+        return grad, None, None
+
+
+@wraps(varlen_2_13)
+def unwritten_gradients(*tensors: Any, **options: Any) -> Tensor:
+    q, k, v, cu_q, cu_k, *lengths = tensors
+    return varlen_2_13(q, WithoutGradients.apply(k, cu_q, cu_k), v, cu_q, cu_k, *lengths, **options)
+
+
+@wraps(varlen_2_13)
+def not_a_number(*tensors: Any, **options: Any) -> Tensor:
+    return varlen_2_13(*tensors, **options) * torch.nan
+
+
+@pytest.mark.parametrize(
+    ("varlen", "reason"),
+    [
+        (is_not_there, "RuntimeError: no kernel image is available"),
+        (aligned_to_the_top, "ArithmeticError: its results are off by "),
+        (unwritten_gradients, "ArithmeticError: its results are off by "),
+        (not_a_number, "ArithmeticError: its results are off by nan"),
+    ],
+    ids=["absent", "top", "unwritten", "nan"],
+)
+@pytest.mark.parametrize("has_flash_attn", [False, True])
+def test_a_kernel_that_fails_its_trial_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, varlen: Any, reason: str, has_flash_attn: bool
+) -> None:
+    on_a_gpu(monkeypatch, varlen)
+    if has_flash_attn:
+
+        def right(*tensors: Any, dropout_p: float, causal: bool) -> Tensor:
+            return by_document(*tensors[3:5], *tensors[:3], causal)
+
+        monkeypatch.setattr(attention_kernels, "flash_attn", SimpleNamespace(flash_attn_varlen_func=right))
+    for _ in range(2):  # it is tried once
+        with torch.inference_mode():
+            assert chosen().kernel.name == ("flash_attn" if has_flash_attn else "one call per document")
+    (line,) = caplog.messages
+    assert line.startswith(
+        f"Attention on cuda does without torch.nn.attention.varlen: it fails on a few documents: {reason}"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [8, 64, 128, 256])
+def test_a_right_kernel_passes_its_trial(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int) -> None:
+    """Its numbers are rounded to 16 bits, as those of a GPU are."""
+    on_a_gpu(monkeypatch, varlen_2_13)
+    wanted = Wanted(torch.device("cuda"), dtype, width)
+    assert attention_kernels.choose_kernel(wanted).kernel.name == "torch.nn.attention.varlen"
+    assert attention_kernels._trial_error(attention_kernels.KERNELS[1], wanted) < 0.5
 
 
 LENGTHS = ((5, 5), (0, 3), (7, 20), (1, 1), (40, 90), (30, 30), (2, 2), (0, 0), (9, 64))
