@@ -298,7 +298,7 @@ def as_on_device(job: Job) -> Iterator[None]:
     substitutes: list[tuple[Any, str, object]] = [(precision, "_EMULATED_ON_CPU", emulated)]
     if job.device == "cuda":
         substitutes += [(modeling, "choose_kernel", choose_kernel), (nn.functional, "rms_norm", _rms_norm)]
-        substitutes += [(loss, "_gives_float32", lambda x: True), (nn.functional, "dropout", _dropout)]
+        substitutes += [(loss, "_gives_float32", lambda *_, **__: True), (nn.functional, "dropout", _dropout)]
         substitutes += [(loss_kernel, "runs_on", lambda *_: True), (loss_kernel, "_launch", lambda *_: None)]
     if job.config.model.lora is not None:
         # peft moves its adapters to where they are already, which fake tensors do not let be done.

@@ -36,6 +36,8 @@ try:
 except ImportError:
     flash_attn = None
 
+from .precision import kernels_taken
+
 logger = logging.getLogger(__name__)
 
 _JOINED_SCORES = 4096
@@ -177,13 +179,14 @@ class Choice:
 def choose_kernel(wanted: Wanted, *, flash: bool = True) -> Choice:
     """Take the first row that is right on what is `wanted`; with `flash=False`, the one that goes by document.
 
-    Each rank chooses for itself: where rows differ, so do speed, memory, and the rounding of numbers.
+    Each rank chooses for itself, and `kernels_taken` holds what: where rows differ, so do speed, memory, and rounding.
     """
     if not flash:
         return Choice(BY_DOCUMENT, ())
     passed_over: list[tuple[AttentionKernel, str]] = []
     for kernel in KERNELS:
         if not (reason := why_not(kernel, wanted)):
+            kernels_taken["attention with dropout" if wanted.dropout else "attention"] = kernel.name
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel, reason))
     raise AssertionError("the last row takes everything")
@@ -435,23 +438,23 @@ def _error_of_case(
     causal: bool,
     tails: tuple[int, int],
 ) -> Tensor:
-    lengths = tuple(zip(*documents, strict=True))
-    queries, keys = (sum(side) + tail for side, tail in zip(lengths, tails, strict=True))
-    edges = (
+    query_lengths, key_lengths = zip(*documents, strict=True)
+    queries, keys = sum(query_lengths) + tails[0], sum(key_lengths) + tails[1]
+    query_edges, key_edges = (
         torch.tensor([0, *accumulate(side), sum(side), sum(side), tokens], dtype=torch.int32, device=wanted.device)
-        for side, tokens in zip(lengths, (queries, keys), strict=True)
+        for side, tokens in ((query_lengths, queries), (key_lengths, keys))
     )
-    segments = Segments(*edges, *lengths, *tails)  # type: ignore[arg-type]
+    segments = Segments(query_edges, key_edges, query_lengths, key_lengths, *tails)
     generator = torch.Generator(wanted.device).manual_seed(0)
     q, k, v, weights = (
         torch.randn(tokens, heads, wanted.head_dim, generator=generator, device=wanted.device).to(wanted.dtype)
         for tokens, heads in ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
     )
-    weights[sum(lengths[0]) :] = 0.0
+    weights[sum(query_lengths) :] = 0.0
     results: list[list[Tensor]] = []
     for attend, dtype in ((kernel.attend, wanted.dtype), (attend_by_document, torch.float32)):
-        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
-        out = attend(*inputs, segments, causal, 0.0)
+        inputs = tuple(x.to(dtype).requires_grad_() for x in (q, k, v))
+        out = attend(inputs[0], inputs[1], inputs[2], segments, causal, 0.0)
         gradients = torch.autograd.grad((out * weights.to(dtype)).float().sum(), inputs)
         results.append([out.detach() * (weights != 0), *gradients])
     errors = [

@@ -15,6 +15,7 @@ times the square of the logarithm of the softmax's normaliser, which keeps it ne
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .loss_kernel import Extras, Rows, losses_and_gradients
-from .precision import product_dtype
+from .precision import kernels_taken, product_dtype
+
+logger = logging.getLogger(__name__)
 
 
 def linear_cross_entropy(
@@ -126,17 +129,50 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to `total`, which is float32: on a GPU within the product, whatever its operands are."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
-    elif _gives_float32(a):
+    elif _gives_float32(a, adding=True):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += _matmul(a, b)
 
 
-def _gives_float32(x: Tensor) -> bool:
-    """Return whether products of operands like `x` come out in float32: cuBLAS's do, of bfloat16 from sm_80 on."""
-    return x.is_cuda and torch.version.hip is None and (x.dtype != torch.bfloat16 or _capability(x.device) >= (8, 0))
+def _gives_float32(x: Tensor, *, adding: bool = False) -> bool:
+    """Return whether products of operands like `x` come out in float32: cuBLAS's do, of bfloat16 from sm_80 on.
+
+    `adding`: those that are added to what is there.
+    """
+    if not x.is_cuda or torch.version.hip is not None:
+        return False
+    return (x.dtype != torch.bfloat16 or _capability(x.device) >= (8, 0)) and passes_trial(x.device, x.dtype, adding)
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
+
+
+@cache
+def passes_trial(device: torch.device, dtype: torch.dtype, adding: bool) -> bool:
+    """Try a product in float32 of operands in `dtype`, laid out as the loss has them; once in a process.
+
+    Versions of torch differ in what they take: without these the loss adds behind the product, or rounds it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(48, n, generator=generator).to(device, dtype) for n in (64, 32))
+    found = torch.ones(64, 32, device=device)
+    expected = a.double().T @ b.double() + adding
+    reason = ""
+    try:
+        if adding:
+            torch.addmm(found, a.T, b, out_dtype=torch.float32, out=found)
+        else:
+            found = torch.mm(a.T, b, out_dtype=torch.float32)
+        error = float((found - expected).abs().max())
+        if found.dtype != torch.float32 or not error < 1e-3:  # rounded to 16 bits it is off by 0.05 and more
+            reason = f"its results are off by {error:.2g}"
+    except Exception as raised:
+        reason = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
+    name = f"{'sum' if adding else 'product'} of {str(dtype).removeprefix('torch.')}"
+    kernels_taken[f"the loss's {name}"] = "rounded steps" if reason else "float32"
+    if reason:
+        logger.warning("The loss does without its %s in float32 on %s: %s", name, device, reason)
+    return not reason

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .precision import kernels_taken
+
 try:
     import triton
     import triton.language as tl
@@ -207,26 +209,35 @@ if triton is not None:
 @cache
 def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> bool:
     """Compile the kernel for `device` and compare it with the operators, on rows of one block and a part of another."""
+    error = math.nan
     try:
         error = trial_error(device, gradients_in)
         reason = "" if error <= 1.0 else f"its results differ by {error:.3g} times what rounding explains"
     except Exception as raised:  # whatever the driver, the compiler or this kind of GPU does not like
         reason = f"{type(raised).__name__}: {raised}"
+    part = "evaluations" if gradients_in is None else f"training in {str(gradients_in).removeprefix('torch.')}"
+    kernels_taken[f"the loss of {part}"] = "torch's operators" if reason else "its kernel"
     if reason:
         logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, reason)
+    else:
+        logger.info(
+            "the loss of %s runs on %s in its kernel, within %.2f of what rounding explains", part, device, error
+        )
     return not reason
 
 
 def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:
     """Largest difference between the kernel's results and the operators', over what rounding may explain.
 
+    Exponents are rounded by the logits' size, which makes an absolute error of losses and a relative one of gradients.
     NaN where the kernel's results are none. With and without label smoothing and z-loss.
     """
     generator = torch.Generator().manual_seed(0)
-    scale, ratios = 8.0, []
+    scale, ratios, epsilon = 8.0, [], torch.finfo(torch.float32).eps
     # Triton compiles another kernel for a number of words that 16 divides.
     for words, extras in ((_BLOCK + 321, Extras()), (_BLOCK + 336, Extras()), (_BLOCK + 336, Extras(0.1, 1e-3))):
         logits = (4 * torch.randn(3, words, generator=generator)).to(device)
+        of_logits = 8 * epsilon * float(logits.abs().max())
         labels = torch.tensor([words - 1, IGNORE_INDEX, 5], device=device)
         results: list[list[Tensor]] = []
         for fill in (_fused, _plain):
@@ -235,6 +246,8 @@ def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float
             gradients = fill(Rows(logits.clone(), labels, losses, extra_losses), gradients_in, scale, extras)
             results.append([one for one in (losses, extra_losses, gradients) if one is not None])
         for found, expected in zip(*results, strict=True):
-            rounding = 1e-5 + 2 * torch.finfo(expected.dtype).eps * expected.float().abs()
+            size = expected.float().abs()
+            rounding = 2 * torch.finfo(expected.dtype).eps * size
+            rounding += of_logits * size + 4 * epsilon * scale if expected.dim() == 2 else of_logits
             ratios.append(((found.float() - expected.float()).abs() / rounding).max())
     return float(torch.stack(ratios).max())

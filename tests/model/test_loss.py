@@ -240,3 +240,60 @@ def test_one_chunk_of_logits_exists_at_a_time() -> None:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens)
     peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
     assert one_chunk < peak < 1.5 * one_chunk + 2 * weight.nbytes
+
+
+def refuses(*_: Any, **__: Any) -> Tensor:
+    raise RuntimeError("self and mat2 must have the same dtype")
+
+
+def right(*operands: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    *total, a, b = operands
+    result = a.to(out_dtype) @ b.to(out_dtype)
+    return result if out is None else out.copy_(total[0] + result)
+
+
+def rounding(*operands: Tensor, out_dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    result = right(*operands, out_dtype=out_dtype, out=out)
+    return result.copy_(result.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("adding", "name"), [(False, "mm"), (True, "addmm")])
+@pytest.mark.parametrize(
+    ("product", "reason"), [(right, ""), (refuses, "RuntimeError: self and mat2"), (rounding, "its results are off by")]
+)
+def test_products_in_float32_are_tried_before_they_are_relied_on(
+    product: Any,
+    reason: str,
+    adding: bool,
+    name: str,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Those of a GPU are stand-ins."""
+    monkeypatch.setattr(torch, name, product)
+    loss_module.passes_trial.cache_clear()
+    cpu = torch.device("cpu")
+    assert [loss_module.passes_trial(cpu, dtype, adding) for _ in range(2)] == [not reason] * 2
+    loss_module.passes_trial.cache_clear()
+    kind, short = "sum" if adding else "product", str(dtype).removeprefix("torch.")
+    assert [message.partition(reason)[0] for message in caplog.messages] == [
+        f"The loss does without its {kind} of {short} in float32 on cpu: "
+    ] * bool(reason)
+    assert precision.kernels_taken.pop(f"the loss's {kind} of {short}") == ("rounded steps" if reason else "float32")
+
+
+@pytest.mark.parametrize("has_product", [False, True])
+def test_a_sum_that_the_device_refuses_is_made_in_steps(has_product: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a product in float32 where there is one, else by one that is rounded."""
+    monkeypatch.setattr(loss_module, "_gives_float32", lambda _, *, adding=False: has_product and not adding)
+    monkeypatch.setattr(torch, "addmm", refuses)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", right if has_product else mm)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((64, 48), (48, 32)))
+    total = torch.ones(64, 32)
+    loss_module._add_product(total, a, b)
+    assert relative_error(total, 1 + a.double() @ b.double()) < (1e-6 if has_product else 3e-3)
+    assert (relative_error(total, 1 + a.double() @ b.double()) < 1e-5) is has_product
