@@ -158,7 +158,7 @@ class AttentionKernel:
     is_flash: bool = True
     """All documents in one call, whose memory grows with their lengths and not with the squares of these."""
     implementation: str = ""
-    """What torch's operators have to be told to run."""
+    """Torch's operators run this one after it has been activated; "" for the one that they run anyway."""
 
 
 @dataclass(frozen=True)
