@@ -60,6 +60,8 @@ def wait_on_the_device(engine: DeepSpeedEngine) -> None:
     parameters; and with offload for the copies of gradients to the host. What follows on the device is ordered by the
     streams, and the host touches none of it before it has read the norm, which comes after all of it. Not with
     optimizer states on NVMe, which the host writes at once.
+
+    Stages 1 and 2 also let go of gradients that a stream is still at work on. Their memory is reused after that work.
     """
     accelerator, optimizer = get_accelerator(), engine.optimizer
     if accelerator.is_synchronized_device() or getattr(optimizer, "swap_optimizer", False):
@@ -92,6 +94,9 @@ def wait_on_the_device(engine: DeepSpeedEngine) -> None:
             optimizer._pending_offload_events.clear()
 
         optimizer._wait_for_offload_copies = wait_for_copies
+        # DeepSpeed does this with offload alone. A gradient larger than the bucket is reduced where it lies: if the sum
+        # is of another dtype, it is copied back into memory that was dropped by then.
+        optimizer._record_gradient_stream = lambda tensor, stream: tensor.record_stream(stream)
 
 
 _REDUCING = (

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from device_waits import device_waits, streams
+from device_waits import device_waits
 from engine_cases import short_engine, short_step
 from engine_steps import Case, run_all
 from small_run import SHORT_ACCUMULATION, lane_batches
+from stand_in_streams import streams
 
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.types import Batch
@@ -45,13 +46,15 @@ def accumulate(engine: Engine, batches: list[Batch]) -> None:
 
 
 def waits_of_streams(**overrides: Any) -> dict[str, Any]:
-    """What waits for what in the fourth step on a device with streams, and the losses of the three before."""
-    with streams() as log:
+    """What waits for what, and what is overwritten, in the fourth step on a device with streams; and the losses
+    of the three before."""
+    with streams() as device:
         engine = short_engine(**overrides)
         losses = [short_step(engine, step)["loss"] for step in range(3)]
-        log.clear()
+        device.waits.clear()
+        device.overwritten.clear()
         accumulate(engine, own_batches())
         engine.step()
-        waits = list(log)
+        found = {"losses": losses, "waits": [*device.waits], "overwritten": [*device.overwritten]}
         engine.close()
-    return {"losses": losses, "waits": waits}
+    return found
