@@ -402,7 +402,7 @@ def test_bad_input_is_named(capsys: pytest.CaptureFixture[str], arguments: list[
 
 def test_a_damaged_model_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    assert "cannot be read" in refuse(capsys, "--model", str(tmp_path))
+    assert "not readable as JSON" in refuse(capsys, "--model", str(tmp_path))
 
 
 def test_seven_billion_parameters_on_one_gpu_of_24_gb() -> None:

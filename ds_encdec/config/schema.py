@@ -31,6 +31,7 @@ from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F40
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shipped import find_shipped
+from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_yaml, write_yaml
@@ -38,7 +39,7 @@ from ds_encdec.file_patterns import named_files, no_file_matches
 from ds_encdec.plugins import load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
-from ds_encdec.types import ConfigError
+from ds_encdec.types import CheckpointError, ConfigError
 
 _JSON_FIELD = "infra.deepspeed_config"
 _DEEPSPEED_KEYS = {
@@ -205,7 +206,7 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
     for field, wrong in (
-        (named, _lacking(model.model_name_or_path, "config.json")),
+        (named, _lacking(model.model_name_or_path, "config.json") or _not_trained(model.model_name_or_path)),
         (
             named if model.tokenizer_name_or_path is None else "model.tokenizer_name_or_path",
             _lacking(None if tokenizer == "builtin" else tokenizer, "tokenizer.json"),
@@ -304,6 +305,17 @@ def _lacking(name: str | None, needed: str) -> str | None:
     if name is None or (folder is not None and is_hub_name(name)):
         return None
     return "there is no such folder, and a name on the hub is `OWNER/NAME`"
+
+
+def _not_trained(name: str | None) -> str | None:
+    """Say why a model in a local folder is refused by its config.json."""
+    folder = None if name is None else _expanded(name)
+    try:
+        if folder is not None and folder.is_dir():
+            read_stored_model(folder / "config.json")
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _no_folder(name: str | None) -> str | None:

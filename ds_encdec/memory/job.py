@@ -14,10 +14,10 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
-from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.config.settings import Conflict, closest
 from ds_encdec.config.shares import micro_batches_per_step
+from ds_encdec.config.stored_model import COUNTS, OF_OUR_OWN, read_stored_model
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.engines import ENGINES, EngineName
 from ds_encdec.memory.breakdown import Count
@@ -25,7 +25,7 @@ from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes,
 from ds_encdec.model.trained import model_shapes, trained_shapes
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
-from ds_encdec.types import ConfigError, is_hidden_matrix
+from ds_encdec.types import CheckpointError, ConfigError, is_hidden_matrix
 
 QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
@@ -264,8 +264,6 @@ PUBLISHED = {
 }
 """The sizes of the encoder-decoder made from each Qwen3 by its hub id, from its config.json on
 https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and heads of 128."""
-_DEFAULTED = ("num_encoder_layers", "head_dim", "tie_word_embeddings")
-"""Sizes that a config.json may leave out."""
 
 
 def run_sizes(config: FullConfig) -> Sizes:
@@ -308,26 +306,14 @@ def frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
 def _stored_sizes(file: Path) -> Sizes:
     """The sizes in the `config.json` of a decoder-only Qwen3 or of an encoder-decoder made here."""
     try:
-        stored = read_json(file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.model_name_or_path: {file} cannot be read: {error}") from error
-    kind = stored.get("model_type") if isinstance(stored, dict) else None
-    if kind not in ("qwen3", "qwen3_seq2seq"):
-        raise ConfigError(
-            f"model.model_name_or_path: {file}: model_type is {kind!r}; needed is 'qwen3' (a dense decoder-only "
-            "Qwen3) or 'qwen3_seq2seq' (an encoder-decoder made here)"
-        )
-    if kind == "qwen3" and stored.get("attention_bias"):
-        raise ConfigError(f"model.model_name_or_path: {file}: attention_bias is not supported")
-    keys = [field.name for field in fields(Sizes) if field.name not in _DEFAULTED]
-    wrong = [key for key in keys if not (isinstance(stored.get(key), int) and stored[key] > 0)]
-    if wrong:
-        raise ConfigError(f"model.model_name_or_path: {file} lacks {', '.join(wrong)} (whole numbers above 0)")
-    layers = stored["num_hidden_layers"]
+        stored = read_stored_model(file)
+    except CheckpointError as error:
+        raise ConfigError(f"model.model_name_or_path: {error}") from error
+    own = stored.get("num_encoder_layers") if stored["model_type"] == OF_OUR_OWN else None
     return Sizes(
-        **{key: stored[key] for key in keys},
-        num_encoder_layers=(stored.get("num_encoder_layers") if kind == "qwen3_seq2seq" else None) or layers,
-        head_dim=stored.get("head_dim") or stored["hidden_size"] // stored["num_attention_heads"],
+        **{key: stored[key] for key in COUNTS},
+        num_encoder_layers=own or stored["num_hidden_layers"],
+        head_dim=stored["head_dim"],
         tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),
     )
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
-from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import ModelConfig
+from ds_encdec.config.stored_model import COUNTS, read_stored_model
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
@@ -20,17 +20,8 @@ logger = logging.getLogger(__name__)
 
 _NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
 
-_COPIED_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "vocab_size",
-)
+_COPIED = (*COUNTS, "max_position_embeddings", "initializer_range", "rms_norm_eps", "head_dim", "rope_parameters")
+"""Fields of a Qwen3 that ours has, too."""
 
 _NOT_COPIED = {"auto_map", "architectures", "dtype"}
 """Fields of an encoder-decoder's `config.json` that say how it was saved."""
@@ -70,7 +61,7 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
     stored = read_config(folder)
     if stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
-        fields, origin = qwen3_fields(stored, folder), "encoder and decoder from the decoder-only Qwen3"
+        fields, origin = _qwen3_fields(stored, folder), "encoder and decoder from the decoder-only Qwen3"
     else:
         _require_known(section, stored, vocabulary)
         fields, origin = {name: stored[name] for name in stored.keys() - _NOT_COPIED}, "the encoder-decoder"
@@ -160,46 +151,18 @@ def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder. Raises CheckpointError if it is missing, unreadable, or of another model."""
-    file = folder / "config.json"
-    try:
-        stored: dict[str, Any] = read_json(file)
-        if not isinstance(stored, dict):
-            raise ValueError("it is no { ... } block")
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} has no config.json: it is not a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
-    if (found := stored.get("model_type")) not in ("qwen3", Qwen3Seq2SeqConfig.model_type):
-        raise CheckpointError(
-            f"{file}: model_type is {found!r}; needed is 'qwen3' (a dense decoder-only Qwen3) or "
-            f"{Qwen3Seq2SeqConfig.model_type!r} (an encoder-decoder made here)"
-        )
-    return stored
+    """The `config.json` of a model folder, as `read_stored_model` reads it. Raises CheckpointError as that does."""
+    return read_stored_model(folder / "config.json")
 
 
-def qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Our configuration's fields from a Qwen3's `config.json`. Raises CheckpointError for features we do not model."""
-    rope = stored.get("rope_parameters") or stored.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    unsupported = {
-        f"rope type {rope_type!r}": rope_type != "default",
-        "attention_bias": stored.get("attention_bias", False),
-        "use_sliding_window": stored.get("use_sliding_window", False),
-    }
-    if names := [name for name, present in unsupported.items() if present]:
-        raise CheckpointError(f"{folder / 'config.json'}: not supported: {', '.join(names)}")
-    if missing := [name for name in _COPIED_SIZES if name not in stored]:
+def _qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Our configuration's fields from a Qwen3's `config.json`. Raises CheckpointError for a field that it lacks."""
+    if missing := [name for name in _COPIED if name not in stored]:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
     return {
-        **{name: stored[name] for name in _COPIED_SIZES},
-        "head_dim": stored.get("head_dim") or stored["hidden_size"] // stored["num_attention_heads"],
+        **{name: stored[name] for name in _COPIED},
         "hidden_act": stored.get("hidden_act", "silu"),
         "tie_word_embeddings": stored.get("tie_word_embeddings", False),
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": rope.get("rope_theta", stored.get("rope_theta", 1e6)),
-        },
     }
 
 

@@ -141,7 +141,10 @@ class SafetensorsFolder:
             return file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless the folder has these tensors in these shapes. Reads the files' headers alone."""
+        """Raise CheckpointError unless the folder has these tensors in these shapes, as plain floating point numbers.
+
+        Reads the files' headers alone.
+        """
         if missing := sorted(shapes.keys() - self._file_of.keys()):
             raise CheckpointError(
                 f"{self._folder} lacks {len(missing)} of the model's {len(shapes)} tensors, {missing[0]} among them; "
@@ -154,25 +157,34 @@ class SafetensorsFolder:
                 for name in (name for name in shapes if self._file_of[name] == file_name):
                     if name not in held:
                         raise CheckpointError(f"{where} has no {name}, which {INDEX_FILE} says is there")
-                    if (found := tuple(file.get_slice(name).get_shape())) != shapes[name]:
+                    part = file.get_slice(name)
+                    if (dtype := part.get_dtype()) not in _DTYPE_NAMES.values():
+                        raise CheckpointError(
+                            f"{where}: {name} is stored as {dtype}; needed is {', '.join(_DTYPE_NAMES.values())}: take "
+                            "the unquantized folder"
+                        )
+                    if (found := tuple(part.get_shape())) != shapes[name]:
                         asked = f"but the folder's config.json asks for {shapes[name]}"
                         raise CheckpointError(f"{where}: {name} has shape {found}, {asked}")
 
     def _read_index(self) -> dict[str, str]:
-        if (index := self._folder / INDEX_FILE).is_file():
-            try:
-                file_of: dict[str, str] = read_json(index)["weight_map"]
-                if not all(isinstance(shard, str) and Path(shard).name == shard for shard in file_of.values()):
-                    raise ValueError("weight_map: a shard is no file name")
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
-            if missing := sorted(shard for shard in set(file_of.values()) if not (self._folder / shard).is_file()):
-                raise CheckpointError(f"{index} names the shard {missing[0]}, which is missing. Copy it there again")
-            return file_of
+        """The file of each tensor. As in transformers, one whole file goes before an index that lies beside it."""
         if (self._folder / SINGLE_FILE).is_file():
             with self._open(SINGLE_FILE) as file:
                 return dict.fromkeys(file.keys(), SINGLE_FILE)
-        raise CheckpointError(f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE} (other formats are not read)")
+        index = self._folder / INDEX_FILE
+        if not index.is_file():
+            neither = f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
+            raise CheckpointError(f"{neither} (other formats are not read)")
+        try:
+            file_of: dict[str, str] = read_json(index)["weight_map"]
+            if not all(isinstance(shard, str) and Path(shard).name == shard for shard in file_of.values()):
+                raise ValueError("weight_map: a shard is no file name")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
+        if missing := sorted(shard for shard in set(file_of.values()) if not (self._folder / shard).is_file()):
+            raise CheckpointError(f"{index} names the shard {missing[0]}, which is missing. Copy it there again")
+        return file_of
 
     def _open(self, name: str) -> Any:
         # Anew for each tensor: a file kept open stays mapped, and all of it that was read counts as our memory.

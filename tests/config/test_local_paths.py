@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -130,12 +131,18 @@ def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for name in ("data/a/x.txt", "data/x.parquet", "model/config.json", "model/tokenizer.json", "saved/state.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    stored = {"model_type": "qwen3", "vocab_size": 97, "num_hidden_layers": 2, "rope_theta": 1e6, **sizes}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(stored))
     found = ["data.dataset_name=text", "data.data_files=[data/**/*.txt]", "model.model_name_or_path=model"]
     assert cli.main(["validate", *found, "infra.output_dir=new/run"]) == 0
     passes = ["training.num_train_epochs=2", "model.model_name_or_path=model"]
     for counted in (["data.dataset_name=data"], ["data.dataset_name=saved"], ["data.streaming=false"]):
         assert cli.main(["validate", *passes, *counted]) == 0
     assert sorted(os.listdir(tmp_path)) == ["data", "model", "saved"]  # nothing was made
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(stored | quantized))
+    assert cli.main(["validate", *found, "infra.output_dir=new/run"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Reads the `config.json` of a model folder as transformers does, and refuses what the engine does not train.
+
+Without torch and without transformers: an estimate and a run read the same sizes by the same rules.
+"""
+
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.config.plain_files import read_json
+from ds_encdec.types import CheckpointError
+
+DECODER_ONLY = "qwen3"
+OF_OUR_OWN = "qwen3_seq2seq"
+COUNTS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
+"""Sizes that every `config.json` has: whole numbers above 0."""
+_HEAD_DIM = 128
+"""The width that transformers' Qwen3 takes where `head_dim` is missing, whatever the hidden size."""
+
+
+def read_stored_model(file: Path) -> dict[str, Any]:
+    """The fields of a decoder-only Qwen3's `config.json`, or of an encoder-decoder's made here.
+
+    A field that a file may leave out, or write in two ways, stands in one way: `num_key_value_heads`, `head_dim`, and
+    `rope_parameters` with its `rope_theta`. Raises CheckpointError for a file that is missing, unreadable or of another
+    model, and for features that are not modelled here.
+    """
+    try:
+        stored: dict[str, Any] = read_json(file)
+        if not isinstance(stored, dict):
+            raise ValueError("it is no { ... } block")
+    except FileNotFoundError:
+        raise CheckpointError(f"{file.parent} has no {file.name}: it is not a Hugging Face model folder") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
+    if (found := stored.get("model_type")) not in (DECODER_ONLY, OF_OUR_OWN):
+        raise CheckpointError(
+            f"{file}: model_type is {found!r}; needed is {DECODER_ONLY!r} (a dense decoder-only Qwen3) or "
+            f"{OF_OUR_OWN!r} (an encoder-decoder made here)"
+        )
+    if how := stored.get("quantization_config") or stored.get("compression_config"):
+        method = how.get("quant_method") if isinstance(how, dict) else None
+        raise CheckpointError(
+            f"{file}: the weights are quantized ({method or 'quantization_config'}), which is not trained here: take "
+            "the unquantized folder"
+        )
+    if stored.get("num_key_value_heads", 0) is None:
+        stored["num_key_value_heads"] = stored.get("num_attention_heads")
+    stored.setdefault("head_dim", _HEAD_DIM)
+    if wrong := [name for name in (*COUNTS, "head_dim") if not _is_count(stored.get(name))]:
+        raise CheckpointError(f"{file} lacks {', '.join(wrong)} (whole numbers above 0)")
+    if names := [name for name, present in _unsupported(stored) if present]:
+        raise CheckpointError(f"{file}: not supported: {', '.join(names)}")
+    try:
+        rope = _rope(stored)
+    except ValueError as error:
+        raise CheckpointError(f"{file}: {error}") from None
+    kept = {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")}
+    return kept | {"rope_parameters": rope}
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _unsupported(stored: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """Each feature that is not modelled here, and whether the model has it."""
+    yield "attention_bias", bool(stored.get("attention_bias"))
+    kinds = stored.get("layer_types")
+    if kinds is None:
+        slides = stored.get("use_sliding_window") and stored.get("sliding_window", 4096) is not None
+        first = stored.get("max_window_layers", 28)  # from this layer on
+        sliding = bool(slides) and not (isinstance(first, int) and first >= stored["num_hidden_layers"])
+    else:
+        sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    yield "use_sliding_window (layers that attend over a window)", sliding
+
+
+def _rope(stored: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding: of type default, with the base `rope_theta`. Raises ValueError for any other.
+
+    The first that transformers 5 takes is `rope_scaling`, the older name, then `rope_parameters`, then the base beside
+    them. Where two of them disagree, one is left over from an edit, and nobody can see which.
+    """
+    bases: dict[str, Any] = {"rope_theta": stored.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        if not (rope := stored.get(name)):
+            continue
+        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+            raise ValueError(f"not supported: {name} = {rope!r}, which is not one block for all layers")
+        for kind in (rope.get("rope_type", "default"), rope.get("type", "default")):
+            if kind != "default":
+                raise ValueError(f"not supported: rope type {kind!r} ({name})")
+        bases[f"{name}.rope_theta"] = rope.get("rope_theta")
+    if bases["rope_theta"] is None and bases.get("rope_scaling.rope_theta", 0) is None:
+        bases["rope_scaling.rope_theta"] = 10_000.0 if "rope_parameters.rope_theta" in bases else None
+    given = {name: base for name, base in bases.items() if base is not None}
+    for name, base in given.items():
+        if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < inf:
+            raise ValueError(f"{name} is {base!r}: needed is a number above 0")
+    if len(set(given.values())) > 1:
+        named = " and ".join(f"{name} is {base:g}" for name, base in given.items())
+        raise ValueError(f"{named}: keep the one that the model was trained with")
+    if not given:
+        raise ValueError("it lacks rope_theta: write the base that the model was trained with, as its publisher has it")
+    return {"rope_type": "default", "rope_theta": next(iter(given.values()))}
