@@ -135,6 +135,7 @@ def _train_on_ranks(
     given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
     hang_minutes = longest * 2 / 3 if given is None else given
     with (
+        context.undo,
         Peers(folder, context.collectives) as peers,
         uploads.awaited_by_all(context.collectives, stop.heartbeat),  # behind the record of the ending, which is copied
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,

@@ -36,6 +36,7 @@ LAYERS = (
     ("launch", "config"),
     ("text_metrics", "terminal"),
     ("plugins", "arguments"),
+    ("foreign_places",),
     ("engines", "types"),
     ("objectives",),
     ("marked_errors",),

@@ -47,7 +47,7 @@ def with_compilation_decided(config: FullConfig, context: RunContext, model_conf
     if not failure and context.world.is_main:
         logger.info("the first step and the first evaluation compile the layers, which takes up to some minutes")
     if not failure and asked == "auto":  # real layers that fail all the same run as they are, with torch's warning
-        torch._dynamo.config.suppress_errors = True
+        context.undo.enter_context(torch._dynamo.config.patch(suppress_errors=True))
     return _with(config, not failure)
 
 

@@ -12,13 +12,14 @@ it finite? how large is it?) and makes small tensors from numbers, for which a h
 norm as a number, and what it would look up is answered by what the norm has shown: a sum of squares is finite only if
 all that is summed is. For streams of an accelerator the device waits instead of the host (`wait_on_the_device`).
 
-All of these are private places. The parity tests hold them down, and one counts the waits.
+All of these are private places (foreign_places.py). The parity tests hold them down, and one counts the waits.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import deepspeed.runtime.bf16_optimizer as bf16_module
@@ -29,37 +30,23 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from ds_encdec.engine.protocol import Veto
+from ds_encdec.foreign_places import replaced, write
 
 
-@contextmanager
-def instead(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Inside, `owner.name` is `replacement`, as an attribute of `owner` itself."""
-    own = vars(owner)
-    missing = object()
-    before = own.get(name, missing)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        if before is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, before)
-
-
-def wait_on_the_device(engine: DeepSpeedEngine) -> None:
+def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
     """Have the device's streams wait for each other where DeepSpeed has the host wait for them.
 
     It does for each bucket of gradients and after each backward pass; at stage 3 on one rank also for each module's
     parameters; and with offload for the copies of gradients to the host. What follows on the device is ordered by the
     streams, and the host touches none of it before it has read the norm, which comes after all of it. Not with
-    optimizer states on NVMe, which the host writes at once.
+    optimizer states on NVMe, which the host writes at once. `undo` takes it back.
 
     Stages 1 and 2 also let go of gradients that a stream is still at work on. Their memory is reused after that work.
     """
@@ -72,18 +59,16 @@ def wait_on_the_device(engine: DeepSpeedEngine) -> None:
         native = getattr(optimizer, method)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with instead(owner, "synchronize", lambda *_: accelerator.current_stream().wait_stream(stream)):
+            with replaced(owner, "synchronize", lambda *_: accelerator.current_stream().wait_stream(stream)):
                 return native(*args, **kwargs)
 
-        setattr(optimizer, method, run)
+        undo.enter_context(replaced(optimizer, method, run))
 
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         stream = optimizer.reduce_and_partition_stream
         ordered("independent_gradient_partition_epilogue", stream, stream)
         for handle in (NoGatherHandle, NoGatherCoalescedHandle):
-            if handle.wait not in _WITHOUT_WAITING:
-                handle.wait = _without_waiting(handle.wait)
-                _WITHOUT_WAITING.append(handle.wait)
+            undo.enter_context(replaced(handle, "wait", _without_waiting(handle.wait)))
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         for method in _REDUCING:
             ordered(method, accelerator, optimizer.reduction_stream)
@@ -93,10 +78,14 @@ def wait_on_the_device(engine: DeepSpeedEngine) -> None:
                 accelerator.current_stream().wait_event(event)
             optimizer._pending_offload_events.clear()
 
-        optimizer._wait_for_offload_copies = wait_for_copies
-        # DeepSpeed does this with offload alone. A gradient larger than the bucket is reduced where it lies: if the sum
-        # is of another dtype, it is copied back into memory that was dropped by then.
-        optimizer._record_gradient_stream = lambda tensor, stream: tensor.record_stream(stream)
+        # DeepSpeed notes streams with offload alone. A gradient larger than the bucket is reduced where it lies: if the
+        # sum is of another dtype, it is copied back into memory that was dropped by then.
+        replacements = {
+            "_wait_for_offload_copies": wait_for_copies,
+            "_record_gradient_stream": lambda tensor, stream: tensor.record_stream(stream),
+        }
+        for name, function in replacements.items():
+            undo.enter_context(replaced(optimizer, name, function))
 
 
 _REDUCING = (
@@ -105,32 +94,40 @@ _REDUCING = (
     "independent_gradient_partition_epilogue",
 )
 """Methods of stages 1 and 2 that wait for the device before they let go of what was reduced."""
-_WITHOUT_WAITING: list[Callable[..., None]] = []
 
 
 def _without_waiting(native: Callable[..., None]) -> Callable[..., None]:
     """A handle's `wait` that leaves the copies to its stream, for which the fetching stream waits next."""
 
     def wait(self: Any, **kwargs: Any) -> None:
-        with instead(get_accelerator(), "resolves_data_dependency", lambda: True):
+        with replaced(get_accelerator(), "resolves_data_dependency", lambda: True):
             native(self, **kwargs)
 
     return wait
 
 
 class StepGate:
-    """One guarded step at a time. Subclasses place `_refuses` where their optimizer has its norm."""
+    """One guarded step at a time. Subclasses place `_refuses` where their optimizer has its norm, until `undo`."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
         self._engine = engine
         self._veto: Veto | None = None
         self._norm: Tensor | None = None
         self._read = math.inf
+        self._asked = False
 
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
-        """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
-        self._veto, self._norm = veto, None
+        """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite).
+
+        Raises RuntimeError after a step that nobody asked the norm of: it was neither guarded nor clipped.
+        """
+        self._veto, self._norm, self._asked = veto, None, False
         applied = self._run()
+        if applied and not self._asked:
+            raise RuntimeError(
+                f"deepspeed {version('deepspeed')} has stepped without asking for the gradient norm where 0.19.8 asks "
+                f"for it ({type(self).__name__}): the step was neither guarded nor clipped. Install deepspeed==0.19.8"
+            )
         return applied, torch.tensor(torch.inf, device=self._engine.device) if self._norm is None else self._norm
 
     def _run(self) -> bool:
@@ -139,6 +136,7 @@ class StepGate:
 
     def _refuses(self, norm: Tensor) -> bool:
         """Record the norm (already free of any loss scale) and decide; the same on every rank."""
+        self._asked = True
         self._read = float(norm)  # the step's one wait for the device
         if not math.isfinite(self._read):
             return True
@@ -149,24 +147,29 @@ class StepGate:
 class ZeroGate(StepGate):
     """ZeRO 1, 2 and 3: the optimizer asks one of its own methods for the norm, then looks at `overflow`."""
 
-    def __init__(self, engine: DeepSpeedEngine, method: str, parameters: str) -> None:
+    def __init__(self, engine: DeepSpeedEngine, undo: ExitStack, method: str, parameters: str) -> None:
         """`method`: of the optimizer, gives the norm. `parameters`: its field with this rank's, by group."""
-        super().__init__(engine)
-        optimizer = engine.optimizer
+        super().__init__(engine, undo)
         self._parameters = parameters
-        setattr(optimizer, method, self._observe)
-        optimizer.unscale_and_clip_grads = self._clip
-        # The norm tells.
-        optimizer.check_overflow = lambda partition_gradients=True: None
-        optimizer.update_offload_overflow_tracker = lambda gradient: None
+        self._this_step = ExitStack()
+        replacements: dict[str, Callable[..., Any]] = {
+            method: self._observe,
+            "unscale_and_clip_grads": self._clip,
+            # The norm shows whether there was an overflow.
+            "check_overflow": lambda partition_gradients=True: None,
+        }
+        if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+            replacements["update_offload_overflow_tracker"] = lambda gradient: None
+        for name, function in replacements.items():
+            undo.enter_context(replaced(engine.optimizer, name, function))
 
     def _observe(self) -> float:
         optimizer = self._engine.optimizer
         if self._refuses(self._global_norm() / optimizer.loss_scale):
-            optimizer.overflow = True
+            write(optimizer, overflow=True)
             if self._norm is not None:
-                # A veto is no overflow: a dynamic loss scale must not fall for it. Hides the method once.
-                optimizer._update_scale = lambda overflow: None
+                # A veto is no overflow: a dynamic loss scale must not fall for it in this step.
+                self._this_step.enter_context(replaced(optimizer, "_update_scale", lambda overflow: None))
         return self._read * optimizer.loss_scale
 
     def _global_norm(self) -> Tensor:
@@ -206,11 +209,8 @@ class ZeroGate(StepGate):
 
     def _run(self) -> bool:
         optimizer = self._engine.optimizer
-        try:
-            with instead(stage3_module, "combine_grad_norm_groups", lambda norm: norm):
-                applied = super()._run()
-        finally:
-            vars(optimizer).pop("_update_scale", None)
+        with self._this_step, replaced(stage3_module, "combine_grad_norm_groups", lambda norm: norm):
+            applied = super()._run()
         if not applied and isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
             # DeepSpeed drops the sums of an offloaded optimizer only with a step that is applied: the next step would
             # be made of the refused one's gradients, too. In place: every parameter knows this very dict.
@@ -226,7 +226,7 @@ class Bf16Gate(StepGate):
     """
 
     def _run(self) -> bool:
-        with instead(bf16_module, "get_global_norm_of_tensors", self._observe):
+        with replaced(bf16_module, "get_global_norm_of_tensors", self._observe):
             return super()._run()
 
     def _observe(self, input_tensors: list[Tensor], **_: Any) -> float:
@@ -237,23 +237,22 @@ class Bf16Gate(StepGate):
 class ReplicatedGate(StepGate):
     """ZeRO 0: every rank holds all gradients, averaged; DeepSpeed reports no norm in float32 and skips nothing."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
-        engine.clip_fp32_gradients = self._clip
-        checker = getattr(engine.optimizer, "overflow_checker", None)
-        if checker is not None:
-            checker.check = checker.has_overflow = lambda *_, **__: False  # by then the norm has told
+    def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
+        super().__init__(engine, undo)
+        undo.enter_context(replaced(engine, "clip_fp32_gradients", self._clip))
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # which looks when the norm has shown it already
+            for method in ("check", "has_overflow"):
+                undo.enter_context(replaced(engine.optimizer.overflow_checker, method, lambda *_, **__: False))
 
     def _run(self) -> bool:
         engine = self._engine
         if not self._refuses(_norm([p.grad for p in engine.module.parameters() if p.grad is not None])):
             groups = iter([self._read])  # the first group has the norm of all
-            with instead(unfused_module, "get_weight_norm", lambda *_, **__: next(groups, 0.0)):
+            with replaced(unfused_module, "get_weight_norm", lambda *_, **__: next(groups, 0.0)):
                 return super()._run()
         engine.zero_grad()
-        engine.micro_steps += 1
-        engine.global_steps += 1
-        engine.skipped_steps += 1
+        counters = ("micro_steps", "global_steps", "skipped_steps")
+        write(engine, **{name: getattr(engine, name) + 1 for name in counters})
         return False
 
     def _clip(self) -> None:
@@ -268,13 +267,13 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
-_GATES: tuple[tuple[type, Callable[[DeepSpeedEngine], StepGate]], ...] = (
+_GATES: tuple[tuple[type, Callable[[DeepSpeedEngine, ExitStack], StepGate]], ...] = (
     (DeepSpeedZeroOptimizer_Stage3, partial(ZeroGate, method="_get_norm_groups", parameters="fp16_groups")),
     (DeepSpeedZeroOptimizer, partial(ZeroGate, method="scaled_global_norm", parameters="params_in_partition")),
     (BF16_Optimizer, Bf16Gate),
 )
 
 
-def step_gate(engine: DeepSpeedEngine) -> StepGate:
-    """The gate that fits the optimizer DeepSpeed has built."""
-    return next((gate for kind, gate in _GATES if isinstance(engine.optimizer, kind)), ReplicatedGate)(engine)
+def step_gate(engine: DeepSpeedEngine, undo: ExitStack) -> StepGate:
+    """The gate that fits the optimizer DeepSpeed has built; `undo` takes it out again."""
+    return next((gate for kind, gate in _GATES if isinstance(engine.optimizer, kind)), ReplicatedGate)(engine, undo)

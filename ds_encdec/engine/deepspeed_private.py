@@ -4,8 +4,8 @@ DeepSpeed gives its optimizer a few flat tensors instead of the model's paramete
 parameter stand where in them depends on the ZeRO stage; here all stages look alike: shards, each with the pieces it is
 made of.
 
-All of these are private places. The parity tests and those of resumed runs hold them down, and one counts what they
-hold.
+All of these are private places (foreign_places.py). The parity tests and those of resumed runs hold them down, and one
+counts what they hold.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
 from ds_encdec.engine.sharded_engine import Shard
+from ds_encdec.foreign_places import write
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.types import MOMENTS
 
@@ -149,7 +150,7 @@ def refresh_parameters(engine: DeepSpeedEngine) -> None:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for parameter in engine.module.parameters():
             if not parameter.requires_grad:
-                parameter.ds_secondary_tensor = None  # the epilogue drops those of what is trained
+                write(parameter, ds_secondary_tensor=None)  # the epilogue drops those of what is trained
         optimizer.checkpoint_event_prologue()  # no parameter is whole
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
@@ -178,7 +179,8 @@ def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | i
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if state is None or not isinstance(scaler, DynamicLossScaler):
         return
-    vars(scaler).update(
+    write(
+        scaler,
         cur_scale=state["scale"],
         last_overflow_iter=-1,
         cur_iter=int(state.get("steps_since_overflow", 0)),

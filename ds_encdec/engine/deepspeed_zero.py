@@ -58,6 +58,7 @@ from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, empty_model, full_shape
 from ds_encdec.engine.swapped_states import prepare_folder, remove_states, states_mapped
+from ds_encdec.foreign_places import check, replaced, write
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
@@ -85,6 +86,7 @@ class DeepSpeedEngine(ShardedEngine):
         Without `weights` the parameters hold anything until `load`. The process group exists.
         """
         super().__init__(config, context)
+        check("deepspeed")
         training, device = config.training, context.device
         assert training.activation_checkpointing != "selective"  # the schema leaves that to FSDP2
         ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
@@ -116,14 +118,14 @@ class DeepSpeedEngine(ShardedEngine):
             )
         assert_ties(model)
         # By these names it saves what is cut.
-        self._engine.param_names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
+        write(self._engine, param_names={p: canonical_name(name) for name, p in model.named_parameters()})
         undo_first_step(self._engine)
         self.model = self._engine.module
         if weights:
             with states_mapped(self._engine):
                 self._take_weights(weights)
-        self._gate = step_gate(self._engine)
-        wait_on_the_device(self._engine)
+        self._gate = step_gate(self._engine, self._undo)
+        wait_on_the_device(self._engine, self._undo)
         self._engine.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
@@ -149,15 +151,14 @@ class DeepSpeedEngine(ShardedEngine):
     def _collect(self, directory: Path) -> dict[Path, Any]:
         """Collect what DeepSpeed would write from this rank, by file; the tensors are the live ones. Collective."""
         engine, collector = self._engine, _Collector()
-        native, engine.checkpoint_engine = engine.checkpoint_engine, collector
-        engine._copy_recovery_script = lambda folder: None  # hides the method, which writes, as this one makes it do:
-        engine.zero_nvme_offload_optimizer = lambda: False
-        try:
+        with (
+            replaced(engine, "checkpoint_engine", collector),
+            # The first of these writes, and the second would make it write.
+            replaced(engine, "_copy_recovery_script", lambda folder: None),
+            replaced(engine, "zero_nvme_offload_optimizer", lambda: False),
+        ):
             excluded = not self._saves_frozen
             engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=excluded)
-        finally:
-            engine.checkpoint_engine = native
-            del engine._copy_recovery_script, engine.zero_nvme_offload_optimizer
         for state in collector.files.values():
             if "module" in state and any(True for _ in self._frozen()):
                 complete_frozen(engine, state, self._shapes.keys())
@@ -190,6 +191,7 @@ class DeepSpeedEngine(ShardedEngine):
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
+        super().close()
         self._engine.destroy()
         remove_states(self._engine)
 
@@ -231,9 +233,13 @@ class DeepSpeedEngine(ShardedEngine):
         engine = self._engine
         refresh_parameters(engine)
         set_loss_scaler_state(engine, saved.loss_scaler)
-        engine.global_steps, engine.skipped_steps = saved.applied_steps, 0
-        engine.micro_steps = saved.applied_steps * engine.gradient_accumulation_steps()
-        engine.global_samples = saved.applied_steps * engine.train_batch_size()
+        write(
+            engine,
+            global_steps=saved.applied_steps,
+            skipped_steps=0,
+            micro_steps=saved.applied_steps * engine.gradient_accumulation_steps(),
+            global_samples=saved.applied_steps * engine.train_batch_size(),
+        )
         set_applied_steps(engine.lr_scheduler, saved.applied_steps)
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
@@ -279,7 +285,7 @@ def set_applied_steps(scheduler: Any, applied: int) -> None:
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
     # Not step(): torch warns when a schedule is stepped before its optimizer.
-    vars(scheduler).update(last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
+    write(scheduler, last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
 
 
 def _build_model(

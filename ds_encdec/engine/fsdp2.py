@@ -169,6 +169,7 @@ class FSDP2Engine(ShardedEngine):
 
     def close(self) -> None:
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
+        super().close()
         self.optimizer.zero_grad()
         del self.model, self._engine, self._units, self._parameters, self.optimizer, self._host_copies
 

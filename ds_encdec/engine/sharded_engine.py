@@ -6,7 +6,7 @@ So one loop reads a checkpoint for all engines and stages, and an engine only sa
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,10 @@ from transformers.initialization import no_init_weights
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
 from ds_encdec.engine.regularization import draws_masks, masks_of
+from ds_encdec.foreign_places import check
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.compiled_layers import GRAPHS
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -69,13 +71,22 @@ class ShardedEngine(ABC):
     _engine: Any
 
     def __init__(self, config: FullConfig, context: RunContext) -> None:
+        check("torch", "transformers", "peft")
         self.device = context.device
+        self._undo = context.undo.enter_context(ExitStack())
+        if config.training.torch_compile is True:
+            limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+            self._undo.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._lora = config.model.lora
         self._saves_frozen = self._lora is None  # those beside adapters are the base's, which is named instead
         self._loss_scaler: Mapping[str, float | int] | None = None
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
+
+    def close(self) -> None:
+        """See protocol.Engine."""
+        self._undo.close()
 
     def forward(self, batch: Batch) -> LossSum:
         """See protocol.Engine."""

@@ -12,7 +12,8 @@ import resource
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
@@ -180,13 +181,14 @@ class RunContext:
     """This rank among the others, its device, its engine, and how the ranks' main threads talk to each other.
 
     It is handed down from the start of a run to everybody who asks. `collectives` has the one host-side group of a run:
-    a thread beside the main one asks it for a group of its own.
+    a thread beside the main one asks it for a group of its own. `undo` takes back what the run changes process-wide.
     """
 
     world: World
     device: torch.device
     engine: EngineName
     collectives: HostCollectives
+    undo: ExitStack = field(default_factory=ExitStack, compare=False, repr=False)
 
     @property
     def engine_spec(self) -> EngineSpec:

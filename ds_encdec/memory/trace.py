@@ -38,6 +38,7 @@ from ds_encdec.engine import fsdp2
 from ds_encdec.engine.regularization import draws_masks, regularize
 from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engines import ENGINES, load
+from ds_encdec.foreign_places import replaced
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
@@ -137,9 +138,9 @@ def fsdp_step(job: Job) -> StorageLog[Category]:
             context, batch = RunContext(world, _DEVICE, job.engine, HostCollectives()), _batch(job)
             engine = fsdp2.FSDP2Engine(config, context, _model_config(job), None)
             watch = _StorageWatch(engine.model)
-            _note_fsdp_states(engine, watch, on_host=config.infra.offload_optimizer == "cpu")
+            _note_fsdp_states(engine, watch, context.undo, on_host=config.infra.offload_optimizer == "cpu")
             last = min(job.gradient_accumulation_steps, 2)  # a third micro-batch adds to what the second found
-            with watch.log.watched_resizes(), watch:
+            with watch.log.watched_resizes(), watch, context.undo:
                 for number in range(1, last + 1):
                     watch.now_in(part="forward pass")
                     loss_sum = engine.forward(batch)
@@ -267,15 +268,16 @@ class _StorageWatch(TorchDispatchMode):
                 tensor.register_hook(lambda _: self.now_in(module=name))
 
 
-def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, *, on_host: bool) -> None:
-    """Tell `watch` what is there between two steps, and let it know what FSDP2 gathers and reduces during one."""
+def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, undo: ExitStack, *, on_host: bool) -> None:
+    """Tell `watch` what is there between two steps, and, until `undo`, what FSDP2 gathers and reduces during one."""
     watch.claim(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
             group: Any = module._get_fsdp_state()._fsdp_param_group
             shards = [parameter.sharded_param for parameter in group.fsdp_params]
             watch.claim(shards, "host" if on_host else "master_weights")
-            group.post_backward = partial(_post_backward, group, group.post_backward, watch, on_host)
+            watched = partial(_post_backward, group, group.post_backward, watch, on_host)
+            undo.enter_context(replaced(group, "post_backward", watched))
 
 
 def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: bool, *arguments: Any) -> None:

@@ -24,14 +24,13 @@ _FUSED: dict[str, Any] = {
 """Inductor reads the halves of rotated heads, and the two sides of merged rows, where they are used, and computes a few
 operations again there instead of writing what they give to memory, which for gradients of heads is float32: less
 traffic (tests/bench/test_bench_scripts.py)."""
-_GRAPHS = 32
-"""Graphs of layers before torch leaves the others as they are: 4 for each pair of sizes of the flat buffers, for two
-kinds of layers, in training and in evaluation."""
+GRAPHS = 32
+"""Graphs of layers that an engine lets torch make before it leaves the others as they are: 4 for each pair of sizes of
+the flat buffers, for two kinds of layers, in training and in evaluation."""
 
 
 def compiled(forward: Forward, *, random: bool) -> Forward:
     """Return a layer's `forward` compiled. `random`: it draws numbers, which must be those of torch's own operators."""
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
     known = {name: value for name, value in _FUSED.items() if hasattr(torch._inductor.config, name)}
     run = torch.compile(forward, options={**known, "fallback_random": random})
 
