@@ -35,6 +35,8 @@ FSDP_STRATEGIES = {
 """The stage that each of FSDP's words stands for."""
 ENDLESS_SCHEDULES = ("WarmupLR", "constant")
 """Schedules that do not depend on the length of the run."""
+_SCHEDULES_WITH_ONE_END = (*ENDLESS_SCHEDULES, "WarmupDecayLR", "linear")
+"""Schedules without `min_lr_ratio`: they stay at the peak, or end at 0."""
 TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() if not row.needs_model}
 """The figures of generated texts that evaluations in training have, and whether the higher is the better."""
 
@@ -261,6 +263,24 @@ class TrainingConfig(Section):
         unset = {"warmup_steps"} if values.get("num_train_epochs") is None else {"warmup_steps", "num_train_steps"}
         return {name: value for name, value in values.items() if value is not None or name not in unset}
 
+    def _without_effect(self) -> Iterable[Rule]:
+        """Numbers that the schedule would ignore. Defaults pass: every run's own config.yaml has them."""
+        schedule, end = self.lr_scheduler_type, float(self.lr_scheduler_type in ENDLESS_SCHEDULES)
+        defaults = {name: info.default for name, info in type(self).model_fields.items()}
+        yield Rule(
+            "lr_scheduler_type min_lr_ratio",
+            f"{schedule} always ends at {end:g} times the peak: set lr_scheduler_type=cosine or wsd, or remove "
+            "min_lr_ratio",
+            schedule in _SCHEDULES_WITH_ONE_END and self.min_lr_ratio not in (defaults["min_lr_ratio"], end),
+        )
+        yield Rule(
+            "lr_scheduler_type wsd_decay_fraction",
+            f"{schedule} decays from the warm-up on, or never: set lr_scheduler_type=wsd, or remove wsd_decay_fraction",
+            schedule in get_args(Schedule)
+            and schedule != "wsd"
+            and self.wsd_decay_fraction != defaults["wsd_decay_fraction"],
+        )
+
     def _rules(self) -> Iterable[Rule]:
         size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
         ends, decay_steps = "warmup_steps num_train_steps lr_scheduler_type", round(self.wsd_decay_fraction * steps)
@@ -293,6 +313,7 @@ class TrainingConfig(Section):
         )
         message = f"the warm-up and the decay of {decay_steps} steps do not fit into the run"
         yield Rule(f"{ends} wsd_decay_fraction", message, is_short)
+        yield from self._without_effect()
         yield Rule("average_checkpoints", "the mean of one is that one: give 2 or more, or 0 for none", is_one)
         by_evaluation = {
             name: bool(getattr(self, name))

@@ -185,6 +185,13 @@ def load(settings: dict[str, Any]) -> FullConfig:
             "training.wsd_decay_fraction = 0.995",
             "decay of 99500 steps",
         ),
+        ({"training.min_lr_ratio": 0.2}, "training.min_lr_ratio = 0.2", "WarmupDecayLR always ends at 0 times"),
+        (
+            {"training.lr_scheduler_type": "constant", "training.min_lr_ratio": 0},
+            "training.min_lr_ratio = 0",
+            "constant always ends at 1 times the peak: set lr_scheduler_type=cosine",
+        ),
+        ({"training.wsd_decay_fraction": 0.2}, "training.wsd_decay_fraction = 0.2", "set lr_scheduler_type=wsd"),
         ({"data.dataset_name": "parquet"}, "data.data_files = null", "parquet needs data_files"),
         ({"data.dataset_name": "builtin", "data.data_files": "x"}, 'data.data_files = "x"', "reads no files"),
         ({"data.mixture": "[]"}, "data.mixture = []", "at least one source"),
@@ -366,3 +373,8 @@ def test_a_single_sound_field_never_contradicts_a_default_of_the_monitor() -> No
 )
 def test_the_engines_that_a_configuration_leaves_the_choice_of(settings: dict[str, Any], engines: list[str]) -> None:
     assert [row.name for row in engine_candidates(load(settings))] == engines
+
+
+@pytest.mark.parametrize(("schedule", "end"), [("linear", 0.0), ("constant", 1.0), ("wsd", 0.3), ("linear", 0.1)])
+def test_an_end_that_the_schedule_has_and_a_default_are_taken(schedule: str, end: float) -> None:
+    load_config(None, [f"training.lr_scheduler_type={schedule}", f"training.min_lr_ratio={end}"])
