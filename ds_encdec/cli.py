@@ -39,6 +39,7 @@ from ds_encdec.config import shipped
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.gpus import has_gpu
+from ds_encdec.launch.cores import wait_without_spinning
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import (
     VERBOSITY,
@@ -70,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options, rest = _read(parser, given)
         log_to_terminal(options, **_place())
+        wait_without_spinning(os.environ)
         with reader_may_leave(), options_meant(ARGUMENTS.get(given[0], {}), rest):
             return options.run(options, rest) or 0
     except Preempted as error:

@@ -6,7 +6,7 @@ every out-of-memory message); it differs by some hundredths of a GiB between dri
 is part of the estimate.
 """
 
-import os
+import glob
 import re
 from dataclasses import dataclass
 
@@ -71,13 +71,22 @@ GPUS = {
 """The known ones by name."""
 DEFAULT_GPU = "a100-80gb"
 """The GPU that is assumed where none is given."""
-_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Devices of NVIDIA's driver, AMD's, and WSL's."""
+_DRIVERS = ("/dev/nvidia[c0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvmap", "/dev/nvhost-ctrl*")
+"""Devices of NVIDIA's driver, AMD's, WSL's, and those of NVIDIA's boards with a GPU of their own."""
 
 
 def has_gpu() -> bool:
     """Return whether this machine seems to have a GPU; torch, which knows, is not imported."""
-    return any(map(os.path.exists, _DRIVERS))
+    return any(map(glob.glob, _DRIVERS))
+
+
+def no_gpu(what: str) -> ConfigError:
+    """The error of a run that wants a GPU on a machine that has `what`, in words."""
+    return ConfigError(
+        f"infra.device=cuda (the default), but this machine has {what}. To run this configuration on the CPU: "
+        "infra.device=cpu, or auto, which takes a GPU where there is one; to try ds_encdec here with a small model: "
+        "--config ds_configs/quickstart.yaml."
+    )
 
 
 def named_peak_flops(gpu: Gpu) -> float | None:

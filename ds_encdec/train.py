@@ -25,14 +25,16 @@ import logging
 import signal
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, options_meant, value
 from ds_encdec.config.sagemaker import container_arguments, is_container
+from ds_encdec.gpus import has_gpu, no_gpu
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
+from ds_encdec.launch.cores import others_at_work, wait_without_spinning
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import CheckpointError, ConfigError, DataError, DsEncDecError, Preempted
@@ -100,6 +102,7 @@ def _speaks() -> bool:
 def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: bool = False) -> int:
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
     outlive_readers()
+    wait_without_spinning(os.environ)
     if options.print_config:
         notes: list[str] = []
         config = _load(options, overrides, notes)
@@ -125,8 +128,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
                 config = _load(options, overrides)
                 # Other hosts' ranks, launchers that start again and supervisors are told by the run itself.
                 starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
-                if world.is_main and world.num_nodes == 1 and starts_anew:
+                looks = world.is_main and world.num_nodes == 1 and starts_anew
+                if looks:
                     _refuse_absent(config, options.resume)
+                with _recorded(config) if looks and options.resume is None else nullcontext():
+                    _refuse_machine(config)
+                if not has_gpu() and world.local_rank == 0 and (busy := others_at_work(world.local_world_size)):
+                    logging.getLogger(__name__).warning("%s", busy)
                 logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
                 from ds_encdec.build import run_training  # only once the configuration is sound
 
@@ -155,14 +163,33 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
     folder = RunFolder(config.infra.output_dir)
     with suppress(OSError):  # claim() words it
         folder.refuse_taken()
-    try:
+    with _recorded(config):
         _find_named(config)
+
+
+@contextmanager
+def _recorded(config: FullConfig) -> Iterator[None]:
+    """Inside, an error is the reason in `run.json` why a new run has not begun."""
+    from ds_encdec.launch.run_folder import RunFolder
+
+    folder = RunFolder(config.infra.output_dir)
+    try:
+        yield
     except DsEncDecError as error:
         with suppress(DsEncDecError, OSError):
             folder.claim(resume=False)
             folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
             folder.release()
         raise
+
+
+def _refuse_machine(config: FullConfig) -> None:
+    """Raise ConfigError for a GPU or a package that this machine lacks, as far as can be seen without torch."""
+    from ds_encdec.config.schema import require_packages
+
+    if config.infra.device == "cuda" and not has_gpu():
+        raise no_gpu("no GPU")
+    require_packages(config)
 
 
 def _find_named(config: FullConfig) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from ds_encdec import cli, train
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.types import CheckpointError, DataError
 
@@ -82,6 +83,13 @@ NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "to
         ("-m ds_encdec.cli train --help", 0, NOT_FOR_HELP),
         ("-m ds_encdec.cli validate ds_configs/quickstart.yaml", 0, NOT_FOR_MISTAKES),
         ("ds_encdec/train.py trainning.max_steps=1", 2, NOT_FOR_MISTAKES - {"psutil"}),  # it looks at its launcher
+        pytest.param(
+            f"{QUICKSTART} infra.device=cuda",
+            2,
+            {"torch", "transformers", "deepspeed"},
+            marks=pytest.mark.skipif(has_gpu(), reason="this machine has a GPU"),
+        ),
+        (f"{QUICKSTART} infra.upload_to=nowhere://here", 2, {"torch", "transformers", "deepspeed"}),
         (f"{QUICKSTART} --resume nowhere", 5, {"torch", "transformers", "deepspeed"}),
         (f"{QUICKSTART} model.tokenizer_name_or_path=./nowhere", 5, {"torch", "transformers", "deepspeed"}),
         (f"{QUICKSTART} data.dataset_name=text data.data_files=nothing*", 4, {"torch", "transformers", "deepspeed"}),

@@ -6,6 +6,7 @@ Torch, which the meeting needs, is imported only where somebody waits: rank 0 te
 import os
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,6 +50,8 @@ def _tell(world: World, error: DsEncDecError) -> None:
     """Raise the error that all ranks have of this one; return where nobody could be told."""
     if world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS:
         return  # it speaks now, and the launcher ends the others
+    if world.num_nodes == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # ranks that find the same as rank 0 are ended before they load torch
     alone = threading.Timer(RANK_ZERO_SPEAKS_SECONDS, _say, [world, error])
     if not world.is_main:
         alone.start()

@@ -187,9 +187,10 @@ class StopRequest:
                 first_at = min(first_at, time.monotonic())
             gone = self._gone_launcher()
             if not self._met and (gone or arrived):
-                logger.error(
-                    "Stopped before the ranks had met (%s): there was nothing to save.", gone or arrived[0].name
-                )
+                # Another rank's launcher stops all once that rank has failed, and it has said why.
+                level = logging.WARNING if self.world.is_main else logging.DEBUG
+                why = gone or arrived[0].name
+                logger.log(level, "Stopped before the ranks had met (%s): there was nothing to save.", why)
                 end_process(Preempted.exit_code)
             if gone:
                 self.reason = self.reason or gone

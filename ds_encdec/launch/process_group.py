@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ds_encdec.engines import ENGINES, EngineName, load
+from ds_encdec.gpus import no_gpu
 from ds_encdec.launch.agreement import differences, not_alike, own_facts, settled, shared_settings
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
 from ds_encdec.launch.host_collectives import allow_connections, attempt
@@ -41,11 +42,7 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
     if requested == "cpu" or (requested == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise ConfigError(
-            "infra.device=cuda (the default), but this machine has no CUDA device that torch can use. To run this "
-            "configuration on the CPU: infra.device=cpu, or auto, which takes a GPU where there is one; to try "
-            "ds_encdec here with a small model: --config ds_configs/quickstart.yaml."
-        )
+        raise no_gpu("no CUDA device that torch can use")
     if 1 < available <= world.local_rank:
         raise ConfigError(
             f"LOCAL_RANK={world.local_rank}: more ranks were started on a machine with {available} CUDA devices. Start "

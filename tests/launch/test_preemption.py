@@ -70,6 +70,8 @@ import ctypes, os, signal, sys, time
 from pathlib import Path
 from ds_encdec.launch.preemption import STOP_SIGNALS, StopRequest
 from ds_encdec.launch.world import discover
+from ds_encdec.terminal import log_to_terminal
+log_to_terminal(None, rank=int(os.environ.get("RANK", "0")), ranks=2)
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 (folder / "started").touch()
 while kind == "late" and not (folder / "launcher gone").exists():
@@ -86,13 +88,16 @@ for number in STOP_SIGNALS:
 """
 
 
-def start_program(folder: Path, kind: str, *, under: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+def start_program(
+    folder: Path, kind: str, *, under: tuple[str, ...] = (), rank: int | None = None
+) -> subprocess.Popen[bytes]:
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, *under, str(folder / "program.py"), str(folder), kind]
-    place = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    number = str(rank or 0)
+    place = {"TORCHELASTIC_RUN_ID": "none", "RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "2"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    environ = os.environ | place | address if under else os.environ
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+    environ = os.environ | place | address if under or rank is not None else os.environ
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -101,6 +106,17 @@ def test_a_signal_before_the_ranks_have_met_ends_the_program(tmp_path: Path, num
     wait_for(tmp_path / "ready")
     program.send_signal(number)
     assert program.wait(timeout=300) == 75
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, "WARNING rank 0: Stopped before the ranks had met (SIGTERM)"), (1, "")])
+def test_ranks_that_a_launcher_stops_log_no_error(tmp_path: Path, rank: int, said: str) -> None:
+    """The launcher stops them because another has failed, and that one has said why."""
+    program = start_program(tmp_path, "waits", rank=rank)
+    wait_for(tmp_path / "ready")
+    program.terminate()
+    _, stderr = program.communicate(timeout=300)
+    assert (program.returncode, said in stderr.decode(), "ERROR" in stderr.decode()) == (75, True, False)
+    assert bool(stderr) is bool(said)
 
 
 def test_signals_after_a_good_end_change_nothing(tmp_path: Path) -> None:
