@@ -34,9 +34,9 @@ def is_dotted(name: str) -> bool:
     return all(part.isidentifier() for part in [*module.split("."), attribute])
 
 
-def unknown(names: Iterable[str], known: Iterable[str], kind: str, *, dotted: bool = True) -> list[str]:
-    """The `names` that are neither `known` nor entry points of the `kind`, nor, if `dotted`, `module:name`."""
-    missing = [name for name in names if name not in known and not (dotted and is_dotted(name))]
+def unknown(names: Iterable[str], known: Iterable[str], kind: str) -> list[str]:
+    """The `names` that are neither `known` nor entry points of the `kind`, nor `module:name`."""
+    missing = [name for name in names if name not in known and not is_dotted(name)]
     return [name for name in missing if name not in installed(kind)] if missing else []
 
 

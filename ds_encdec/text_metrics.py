@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ds_encdec.plugins import installed
+from ds_encdec.plugins import installed, is_dotted
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,14 @@ def text_metrics() -> dict[str, TextMetric]:
     return own | TEXT_METRICS
 
 
+def text_metric(name: str) -> TextMetric | None:
+    """The row of that name, or of the user's own function `module:name`; None where there is neither."""
+    return text_metrics().get(name) or (TextMetric((name,), name) if is_dotted(name) else None)
+
+
 def not_installed(names: Iterable[str]) -> Iterator[str]:
     """Problems, in words, with the packages that the metrics `names` need on this machine."""
     for name in names:
-        row = text_metrics()[name]
-        if row.package is not None and find_spec(row.package) is None:
+        row = text_metric(name)
+        if row is not None and row.package is not None and find_spec(row.package) is None:
             yield f"{name} needs {row.package}, which is not installed: pip install 'ds_encdec[{row.extra}]'"

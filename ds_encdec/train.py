@@ -25,8 +25,8 @@ import logging
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,11 +128,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
                 config = _load(options, overrides)
                 # Other hosts' ranks, launchers that start again and supervisors are told by the run itself.
                 starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
-                looks = world.is_main and world.num_nodes == 1 and starts_anew
-                if looks:
+                if world.is_main and world.num_nodes == 1 and starts_anew:
                     _refuse_absent(config, options.resume)
-                with _recorded(config) if looks and options.resume is None else nullcontext():
-                    _refuse_machine(config)
+                _refuse_machine(config)
                 if not has_gpu() and world.local_rank == 0 and (busy := others_at_work(world.local_world_size)):
                     logging.getLogger(__name__).warning("%s", busy)
                 logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
@@ -163,18 +161,8 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
     folder = RunFolder(config.infra.output_dir)
     with suppress(OSError):  # claim() words it
         folder.refuse_taken()
-    with _recorded(config):
-        _find_named(config)
-
-
-@contextmanager
-def _recorded(config: FullConfig) -> Iterator[None]:
-    """Inside, an error is the reason in `run.json` why a new run has not begun."""
-    from ds_encdec.launch.run_folder import RunFolder
-
-    folder = RunFolder(config.infra.output_dir)
     try:
-        yield
+        _find_named(config)
     except DsEncDecError as error:
         with suppress(DsEncDecError, OSError):
             folder.claim(resume=False)

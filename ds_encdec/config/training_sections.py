@@ -49,13 +49,13 @@ def _evaluated(name: str) -> str:
     return name.removeprefix("eval_").removeprefix("eval/")
 
 
-def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[str], *, dotted: bool = True) -> Rule:
-    """Each of `names` is `known`, or an entry point of the `kind`; or `module:name`, where that may be (`dotted`)."""
+def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[str]) -> Rule:
+    """Each of `names` is `known`, `module:name`, or an entry point of the `kind`."""
     known = [*known]
-    wrong = unknown(names, known, kind, dotted=dotted)
+    wrong = unknown(names, known, kind)
     known += installed(kind) if wrong else []
     guess = closest(wrong[0], known) if wrong else None
-    own = f"{'`module:name` or ' if dotted else ''}an installed entry point of ds_encdec.{kind}"
+    own = f"`module:name` or an installed entry point of ds_encdec.{kind}"
     message = f"allowed: {', '.join([*known, own])}" + (f"; did you mean `{guess}`?" if guess else "")
     return Rule(field, message, wrong)
 
@@ -191,7 +191,8 @@ class TrainingConfig(Section):
     """Steps skipped in a row (not finite, or by a `skip_step` of `monitor`) after which the run stops as diverged."""
     metric_for_best_model: Annotated[str, AfterValidator(_evaluated), Mark.TUNABLE] = "loss"
     """Figure of an evaluation (`eval/…` in its metrics) by which checkpoints are the best, and early stopping decides.
-    Of equal ones the first stays the best. Those of texts need `eval_generate_samples`."""
+    Of equal ones the first stays the best. Those of texts need `eval_generate_samples`. A metric of your own:
+    `module:name`, or an entry point of `ds_encdec.metrics` (docs/library.md)."""
     greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
     """A greater figure is the better one; None: not so for `loss` and `perplexity`, but for all others."""
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
@@ -302,7 +303,7 @@ class TrainingConfig(Section):
         yield _plugin_rule("callbacks", "callbacks", self.callbacks, ())
         figures = (*LOSS_FIGURES, *TEXT_FIGURES)
         best = self.metric_for_best_model
-        yield (known := _plugin_rule("metric_for_best_model", "metrics", [best], figures, dotted=False))
+        yield (known := _plugin_rule("metric_for_best_model", "metrics", [best], figures))
         yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
         message = f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it"
         yield Rule(ends, f"{message}; only WarmupLR and constant have no end", is_late)

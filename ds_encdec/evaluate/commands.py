@@ -7,16 +7,17 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.folders import default_out, is_ours, require_ours, run_config
+from ds_encdec.evaluate.folders import is_ours, require_ours, run_config
 from ds_encdec.launch.world import discover
 from ds_encdec.text_metrics import TEXT_METRICS, not_installed, text_metrics
-from ds_encdec.types import ConfigError
+from ds_encdec.types import ConfigError, DsEncDecError
 
 
 def _settings(defaults: GenerationSettings, **others: str) -> Arguments:
@@ -47,17 +48,30 @@ EVALUATE: Arguments = {
     "--split": value("(default test)", choices=("train", "validation", "test"), default="test"),
     "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
     "--metrics": value(
-        f"(default: all that need no model) some of {','.join(TEXT_METRICS)}, or plugged in",
+        f"(default: all that need no model) some of {','.join(TEXT_METRICS)}, or `module:name`",
         nargs="+",
         metavar="M",
     ),
     "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
     "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
-    "--out": value("folder to write into (default MODEL-SPLIT, beside the model)", Path, metavar="DIR"),
+    "--out": value(
+        "folder to write into (default MODEL-SPLIT beside the model, or the next such that is free)",
+        Path,
+        metavar="DIR",
+    ),
     **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
     "--device": value("(default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
     "--dtype": value("(default: as stored on a GPU, float32 on a CPU)", choices=("float32", "bfloat16", "float16")),
     **JSON,
+}
+
+
+_UNITS = {
+    "loss": "nats per token of the reference",
+    "perplexity": "",
+    "token_accuracy": "% of the reference's tokens, given those before",
+    "unigram_accuracy": "% by always writing the commonest token",
+    "exact_match": "%",
 }
 
 
@@ -100,11 +114,11 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.evaluate.run import evaluate  # torch: once arguments and configuration are sound
 
     with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
-        found = evaluate(
+        out, found = evaluate(
             options.model,
             config,
             options.split,
-            out=(out := options.out or default_out(options.model, options.split)),
+            out=options.out,
             settings=settings,
             metrics=names,
             max_samples=options.max_samples,
@@ -116,10 +130,19 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         return
     if options.json:
         print(json.dumps(found, indent=2))
-        return
+    else:
+        _show(options, settings, out, found)
+    asked, left_out = options.metrics or (), found.get("metrics_left_out", {})
+    for name, why in left_out.items():
+        print(f"warning: the metric {name} has no figure: {why}", file=sys.stderr)
+    if asked and left_out:
+        raise DsEncDecError(f"--metrics: {', '.join(left_out)} failed; the other figures are in {out}")
+
+
+def _show(options: argparse.Namespace, settings: GenerationSettings, out: Path, found: Mapping[str, Any]) -> None:
     print(f"{found['examples']:,} examples of {options.split}; predictions and figures are in {out}")
     for name, figure in found["figures"].items():
-        print(f"{name:20} {figure:10.4f}")
+        print(f"{name:20} {figure:10.4f}  {_UNITS.get(name, '')}".rstrip())
     if cut := found["cut_at_max_new_tokens"]:
         print(f"{cut:,} predictions were cut off at --max-new-tokens ({settings.max_new_tokens})")
 

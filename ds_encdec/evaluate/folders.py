@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from ds_encdec.config.plain_files import read_json
@@ -52,10 +54,12 @@ def input_template(folder: Path) -> str | None:
         return None
 
 
-def default_out(model: Path, split: str) -> Path:
-    """The folder beside the model's that its evaluation is written to."""
+def default_outs(model: Path, split: str) -> Iterator[Path]:
+    """The folders beside the model's that its evaluations are written to: MODEL-SPLIT, MODEL-SPLIT-2, …"""
     model = model.resolve()
-    return model.with_name(f"{model.name}-{split}")
+    first = model.with_name(f"{model.name}-{split}")
+    yield first
+    yield from (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
 
 
 def run_config(model: Path) -> Path:

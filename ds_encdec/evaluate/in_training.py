@@ -15,14 +15,15 @@ import torch
 
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.training_sections import LOSS_FIGURES
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.sharded_engine import compute_dtype, whole_copy
 from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.text_metrics import TEXT_METRICS, not_installed, text_metrics
-from ds_encdec.types import Example
+from ds_encdec.text_metrics import FIGURES, not_installed, text_metric, text_metrics
+from ds_encdec.types import ConfigError, Example
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +43,8 @@ def usable_metrics(config: FullConfig) -> list[str]:
     Raises ConfigError where the package of `training.metric_for_best_model` is not; others are told, once.
     """
     rows, best = text_metrics(), config.training.metric_for_best_model
+    if best not in (*LOSS_FIGURES, *FIGURES) and (own := text_metric(best)) is not None:
+        rows[best] = own
     names = [name for name, row in rows.items() if not row.needs_model]
     usable = [name for name in names if not list(not_installed([name]))]
     check_metrics([name for name, row in rows.items() if best in row.figures])
@@ -54,19 +57,16 @@ def usable_metrics(config: FullConfig) -> list[str]:
 def figures_of(
     names: Iterable[str], predictions: Sequence[str], references: Sequence[str], *, best: str
 ) -> dict[str, float]:
-    """All figures of the metrics `names`, without those of an installed package that raise: a warning names each.
+    """All figures of the metrics `names`, without those of users that raise: a warning names each.
 
-    The one that the run is judged by, `best`, must not raise.
+    Raises ConfigError where that is the one that the run is judged by, `best`.
     """
-    figures: dict[str, float] = {}
-    for name in names:
-        try:
-            figures |= score_texts([name], predictions, references)
-        except Exception as error:  # whatever the package raises
-            if name in TEXT_METRICS or name == best:
-                raise
-            what = f"{type(error).__name__}: {error}"
-            logger.warning("the metric %s, of an installed package, has no figure: %s", name, what)
+    left_out: dict[str, str] = {}
+    figures = score_texts(names, predictions, references, left_out=left_out)
+    for name, why in left_out.items():
+        logger.warning("the metric %s has no figure: %s", name, why)
+    if best in left_out:
+        raise ConfigError(f"training.metric_for_best_model={best} has no figure: {left_out[best]}")
     return figures
 
 

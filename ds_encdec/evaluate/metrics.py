@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,15 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.engines import load
+from ds_encdec.plugins import load_plugin
 from ds_encdec.text_metrics import TEXT_METRICS as TEXT_METRICS
-from ds_encdec.text_metrics import not_installed, text_metrics
+from ds_encdec.text_metrics import not_installed, text_metric, text_metrics
 from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
 
+_PACKAGE = Path(__file__).parents[1]
 ROUGE_TYPES = TEXT_METRICS["rouge"].figures
 
 
@@ -57,9 +60,12 @@ class BertScoreModel:
 def check_metrics(names: Iterable[str], bertscore_model: BertScoreModel | None = None) -> None:
     """Raise ConfigError where a metric is unknown, or a package or model that it needs is missing."""
     names = list(names)
-    rows = text_metrics()
+    rows = {name: row for name in names if (row := text_metric(name)) is not None}
     if unknown := [name for name in names if name not in rows]:
-        raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {', '.join(rows)}")
+        known = ", ".join(text_metrics())
+        raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {known}, and `module:name` of your own")
+    for name in set(names) - text_metrics().keys():
+        load_plugin("--metrics", name)
     if problems := list(not_installed(names)):
         raise ConfigError("\n".join(problems))
     if needs_model := [name for name in names if rows[name].needs_model]:
@@ -74,20 +80,37 @@ def score_texts(
     references: Sequence[str],
     *,
     bertscore_model: BertScoreModel | None = None,
+    left_out: dict[str, str] | None = None,
 ) -> dict[str, float]:
     """All figures of the metrics `names` over the pairs of texts, of which there must be one at least.
 
-    Raises ConfigError as `check_metrics` does.
+    A user's own metric that raises, or yields no number, is named in `left_out` with the error and its place; without
+    that the error is raised. Raises ConfigError as `check_metrics` does.
     """
     names = list(names)
     check_metrics(names, bertscore_model)
     figures: dict[str, float] = {}
     for name in names:
-        row = text_metrics()[name]
+        if name not in TEXT_METRICS:
+            try:
+                function = load_plugin("--metrics", getattr(text_metric(name), "compute", name))
+                figures[name] = float(function(predictions, references))
+            except Exception as error:  # whatever the user's function raises
+                if left_out is None:
+                    raise
+                left_out[name] = f"{type(error).__name__}: {error}{_place(error)}"
+            continue
+        row = TEXT_METRICS[name]
         model = {"bertscore_model": bertscore_model} if row.needs_model else {}
-        found = load(row.compute)(predictions, references, **model)
-        figures |= found if isinstance(found, Mapping) else {name: float(found)}
+        figures |= load(row.compute)(predictions, references, **model)
     return figures
+
+
+def _place(error: Exception) -> str:
+    """The file and line of the user's code where `error` comes from, in words: the first frame below ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = next((frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)), None)
+    return f" ({theirs.filename}:{theirs.lineno})" if theirs else ""
 
 
 def same_words(prediction: str, reference: str) -> bool:

@@ -99,10 +99,23 @@ def claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:
         return lock
 
 
+def is_free(folder: Path, facts: Mapping[str, Any]) -> bool:
+    """Return whether `folder` has no evaluation, or one of the same `facts`."""
+    try:
+        _require_same(folder / "evaluation.json", facts)
+    except FileNotFoundError:
+        return True
+    except ConfigError:
+        return False
+    return True
+
+
 def _require_same(header: Path, facts: Mapping[str, Any]) -> None:
     try:
         earlier = json.loads(header.read_text())
         differing = [name for name in {**facts, **earlier} if facts.get(name) != earlier.get(name)]
+    except FileNotFoundError:
+        raise
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--out: {header} cannot be read ({error}); choose another folder, or delete it") from error
     if differing:

@@ -27,11 +27,11 @@ from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.sources import Split
 from ds_encdec.data.splits import TextExample, TrainedData, split_examples
 from ds_encdec.data.tables import resolve_commits
-from ds_encdec.evaluate.folders import is_ours
+from ds_encdec.evaluate.folders import default_outs, is_ours
 from ds_encdec.evaluate.generation import generate_batch, plan_batches, special_ids, text_of
 from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, rouge_scorer, same_words, score_texts
 from ds_encdec.evaluate.models import open_model, open_tokenizer
-from ds_encdec.evaluate.predictions import Predictions, claim, model_digest
+from ds_encdec.evaluate.predictions import Predictions, claim, is_free, model_digest
 from ds_encdec.evaluate.scoring import score_targets
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
@@ -55,22 +55,23 @@ def evaluate(
     config: FullConfig,
     split: Split,
     *,
-    out: Path,
+    out: Path | None,
     settings: GenerationSettings,
     metrics: Sequence[str],
     max_samples: int | None = None,
     bertscore_model: BertScoreModel | None = None,
     device: Literal["cuda", "cpu", "auto"] = "auto",
     dtype: str | None = None,
-) -> dict[str, Any]:
-    """Generate for the examples of `split`, all or the first `max_samples`, into the folder `out`; returns the figures.
+) -> tuple[Path, dict[str, Any]]:
+    """Generate for the examples of `split`, all or the first `max_samples`, into the folder `out`.
 
-    An evaluation that is in `out` already, of the same model, data and settings, is gone on with; other `metrics` and
-    `batch_tokens` may be asked of it. Called by one process, or by every rank. Raises ConfigError, DataError,
+    Returns the folder and the figures. An evaluation that is in `out` already, of the same model, data and settings, is
+    gone on with; other `metrics` and `batch_tokens` may be asked of it. `out` None: the first folder beside the model
+    that has no other evaluation. Called by one process, or by every rank. Raises ConfigError, DataError,
     CheckpointError and OutOfMemoryError.
     """
     check_metrics(metrics, bertscore_model)
-    if out.resolve().is_relative_to(model.resolve()):
+    if out is not None and out.resolve().is_relative_to(model.resolve()):
         raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
     tokenizer, vocabulary = _tokenizer(model, config)
     world = discover(os.environ)
@@ -94,6 +95,8 @@ def evaluate(
             **{name: value for name, value in asdict(settings).items() if name != "batch_tokens"},
         }
     )
+    if out is None:
+        out = collectives.on_rank_zero(lambda: next(one for one in default_outs(model, split) if is_free(one, facts)))
     with collectives.on_every_rank(lambda: claim(out, facts) if world.is_main else open(os.devnull)):
         predictions = collectives.on_every_rank(lambda: Predictions(out, world.rank))
         if world.is_main and 0 < len(predictions.records) < len(examples):
@@ -113,7 +116,7 @@ def evaluate(
             lambda: _finish(out, examples, metrics, bertscore_model, settings, facts, special_ids(tokenizer))
         )
     shutdown()
-    return found
+    return out, found
 
 
 def trained_data(model: Path) -> TrainedData | None:
@@ -217,14 +220,17 @@ def _finish(
     tokens = sum(record["target_tokens"] for record in records)
     loss = sum(float(record["loss"]) * record["target_tokens"] for record in records) / tokens
     texts = [[record[side] for record in records] for side in ("prediction", "reference")]
+    left_out: dict[str, str] = {}
     figures = {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
         **_accuracies(examples, records, special),
-        **score_texts(metrics, *texts, bertscore_model=bertscore_model),
+        **score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out),
     }
     longest = sum(record["generated_tokens"] >= (settings.max_new_tokens or math.inf) for record in records)
     found = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": longest, "evaluation": dict(facts)}
+    if left_out:
+        found["metrics_left_out"] = left_out
     predictions.finish(records, found)
     return found
 

@@ -212,7 +212,7 @@ class RunFolder:
     def ask_to_stop(self) -> str:
         """Ask the run to save and end, from whatever host sees this folder; returns what to tell about it.
 
-        Raises ConfigError where no run is in the folder, or is said to be running.
+        A run that has ended is reported, and no error. Raises ConfigError where no run is in the folder.
         """
         status = self.read_status()
         if not status:
@@ -220,7 +220,8 @@ class RunFolder:
             below = f"; there are {', '.join(running)}" if running else ""
             raise ConfigError(f"{self.root} is no run's folder: it has no run.json{below}")
         if status["state"] != "running":
-            raise ConfigError(f"the run in {self.root} has ended: {status['state']}, exit code {status['exit_code']}")
+            code = status.get("exit_code")
+            return f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {code}"
         try:
             self.stop_file.touch()
         except OSError as error:

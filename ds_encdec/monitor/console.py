@@ -22,17 +22,26 @@ _SHOWN = (
     ("perplexity", "eval/perplexity", "{:.2f}"),
     ("exact match", "eval/exact_match", "{:.1f} %"),
     ("ROUGE-L", "eval/rougeL", "{:.1f}"),
+    ("chrF", "eval/chrf", "{:.1f}"),
+    ("BLEU", "eval/bleu", "{:.1f}"),
 )
 _HIDDEN_AT_ZERO = {"train/skipped_steps"}
 _BAR_WIDTHS = (8, 40)
 _SEPARATOR = " | "
 
 
-def shown(metrics: Mapping[str, float]) -> list[str]:
-    """The metrics that a person watches, with their labels, the most important first."""
+def shown(metrics: Mapping[str, float], best: str = "loss") -> list[str]:
+    """The metrics that a person watches, with their labels, the most important first.
+
+    `best`: the figure of evaluations that chooses the best checkpoint; it stands before all others.
+    """
+    chosen = f"eval/{best}"
+    rows = sorted(_SHOWN, key=lambda row: row[1] != chosen)
+    if all(name != chosen for _, name, _ in rows):
+        rows = [(best, chosen, "{:.4g}"), *rows]
     return [
         f"{label} {form.format(metrics[name])}"
-        for label, name, form in _SHOWN
+        for label, name, form in rows
         if name in metrics and (metrics[name] or name not in _HIDDEN_AT_ZERO)
     ]
 

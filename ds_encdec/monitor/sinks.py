@@ -94,7 +94,9 @@ def open_sinks(
         return []
     logging_dir = run_dir / config.infra.logging_dir
     openers: dict[str, Callable[[], Sink]] = {
-        "console": lambda: ConsoleSink(config.training.num_train_steps, start_step=start_step),
+        "console": lambda: ConsoleSink(
+            config.training.num_train_steps, start_step=start_step, best=config.training.metric_for_best_model
+        ),
         "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", config, start_step=start_step),
         "wandb": lambda: WandbSink(logging_dir, config, report and partial(report, run_dir)),
     }
@@ -206,8 +208,10 @@ class ConsoleSink(Sink):
     Training moves the bar; evaluations are printed.
     """
 
-    def __init__(self, total_steps: int, *, start_step: int = 0, console: Console | None = None) -> None:
-        self._total_steps = total_steps
+    def __init__(
+        self, total_steps: int, *, start_step: int = 0, best: str = "loss", console: Console | None = None
+    ) -> None:
+        self._total_steps, self._best = total_steps, best
         self._console = console or terminal.console()
         self._line = ProgressLine(total_steps, start_step)
         self._live: Live | None = None
@@ -218,7 +222,7 @@ class ConsoleSink(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of `step` that a person watches."""
-        parts, eta = shown(metrics), ""
+        parts, eta = shown(metrics, self._best), ""
         if "perf/step_time_s" in metrics:
             eta = f"ETA {time_left((self._total_steps - step) * metrics['perf/step_time_s'])}"
         if "train/loss" in metrics and self._live is not None:
@@ -230,6 +234,15 @@ class ConsoleSink(Sink):
             if self._live is not None:
                 text = "\n".join(in_lines(parts, self._console.width))
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, step: int, samples: Sequence[Sample]) -> None:
+        """Print the first text, and what it should be; each in one line at most."""
+        for name, text in zip(Sample._fields, samples[0], strict=True):
+            line = f"  {name}: {' '.join(text.split()) or '(nothing)'}"
+            width = self._console.width if self._live is not None else 160
+            self._console.print(
+                line if len(line) <= width else f"{line[: width - 1]}…", markup=False, highlight=False, soft_wrap=True
+            )
 
     def go_back(self, step: int, rollback: int) -> None:
         """Move the bar back."""

@@ -22,6 +22,7 @@ class Progress:
 
     def __init__(self, metrics: Path, planned: PlannedPhase, say: Callable[[str], None]) -> None:
         self._metrics, self._num_steps, self._say = metrics, planned.num_steps, say
+        self._best = planned.config.training.metric_for_best_model
         self._every = max(1, planned.config.training.eval_steps // LINES_PER_EVALUATION)
         _, self._read_bytes = step_lines_behind(metrics, 0)
         self._said: int | None = None
@@ -40,7 +41,7 @@ class Progress:
         parts = [f"step {metrics['step']:,}/{self._num_steps:,}"]
         if "train/tokens_seen" in metrics:
             parts.append(f"{metrics['train/tokens_seen']:,} tokens")
-        parts += shown(metrics)
+        parts += shown(metrics, self._best)
         if "perf/step_time_s" in metrics:
             parts.append(f"ETA {time_left((self._num_steps - metrics['step']) * metrics['perf/step_time_s'])}")
         return " | ".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,6 +108,21 @@ def test_an_own_metric_that_raises_is_left_out_unless_it_decides(
     monkeypatch.setattr(text_metrics, "installed", lambda kind: own)
     names, texts = ["broken", "exact_match", "own"], ["a", "b"]
     assert figures_of(names, texts, texts, best="loss") == {"exact_match": 100.0, "own": 1.0}
-    assert "the metric broken, of an installed package, has no figure: TypeError: " in caplog.text
-    with pytest.raises(TypeError):
+    assert "the metric broken has no figure: TypeError: " in caplog.text
+    with pytest.raises(ConfigError, match="metric_for_best_model=broken has no figure: TypeError"):
         figures_of(names, texts, texts, best="broken")
+
+
+def test_a_function_named_by_its_module_chooses_the_best_and_is_named_where_it_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "own_metrics.py").write_text(
+        "def length(predictions, references):\n    return len(predictions)\n\n"
+        "def wrong(predictions, references):\n    return predictions[9]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = usable_metrics(config_of(metric_for_best_model="own_metrics:length", eval_generate_samples=4))
+    assert figures_of(names, ["a"], ["a"], best="own_metrics:length")["own_metrics:length"] == 1.0
+    assert figures_of(["own_metrics:wrong"], ["a"], ["a"], best="loss") == {}
+    place = tmp_path / "own_metrics.py"
+    assert f"the metric own_metrics:wrong has no figure: IndexError: list index out of range ({place}:5)" in caplog.text

@@ -18,6 +18,7 @@ import torch
 from tiny_export import WORDS, export_tiny
 from transformers import T5Config, T5ForConditionalGeneration
 
+from ds_encdec import text_metrics
 from ds_encdec.cli import main
 from ds_encdec.config.schema import load_config
 from ds_encdec.data.build import open_sources
@@ -106,6 +107,39 @@ def test_the_figures_of_a_split_and_its_predictions(
     assert list(shown["figures"]) == ["loss", "perplexity", "token_accuracy", "unigram_accuracy"]
     assert shown["figures"] == pytest.approx({name: found["figures"][name] for name in shown["figures"]})
     assert judge(model, tmp_path / "likelihood", *data, "--max-new-tokens", "0", "--metrics", "chrf") == 2
+
+
+def test_a_metric_that_raises_is_named_and_costs_no_other_figure(
+    model: Path,
+    data: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Asked for by name it is a failure, once all else is written; installed only, a warning."""
+    (tmp_path / "bad_metric.py").write_text("def bad(predictions, references):\n    raise RuntimeError('my bug')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    why = f"the metric {{}} has no figure: RuntimeError: my bug ({tmp_path}/bad_metric.py:2)"
+    assert judge(model, tmp_path / "out", *data, "--metrics", "exact_match,bad_metric:bad") == 1
+    told = capsys.readouterr()
+    assert ("exact_match" in told.out, why.format("bad_metric:bad") in told.err) == (True, True)
+    assert f"--metrics: bad_metric:bad failed; the other figures are in {tmp_path / 'out'}" in told.err
+    assert "exact_match" in json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
+    monkeypatch.setattr(text_metrics, "installed", lambda kind: {"bad": SimpleNamespace(value="bad_metric:bad")})
+    assert judge(model, tmp_path / "out", *data) == 0
+    assert why.format("bad") in capsys.readouterr().err
+
+
+def test_an_evaluation_that_differs_takes_the_next_folder(
+    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = Path(shutil.copytree(model, tmp_path / "model"))
+    short = ["evaluate", "--model", str(here), "--device", "cpu", "--max-samples", "2", *data]
+    for _ in range(2):  # the same again goes on in its folder
+        assert main([*short, "--max-new-tokens", "2"]) == 0
+        assert main([*short, "--max-new-tokens", "3"]) == 0
+    told = [line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines() if "predictions and" in line]
+    assert told == [f"{here}-test", f"{here}-test-2"] * 2
 
 
 def test_no_text_is_longer_than_the_runs_outputs(

@@ -319,6 +319,20 @@ class TestConsole:
             "step 10/110 | eval loss 3.0000 | perplexity 20.09",
         ]
 
+    def test_the_figure_that_chooses_the_best_stands_first_and_a_text_below(self) -> None:
+        out = io.StringIO()
+        sink = ConsoleSink(9, best="parts:own", console=Console(file=out))
+        sink.log(1, {"eval/loss": 3.0, "eval/bleu": 20.0, "eval/parts:own": 70.123})
+        ConsoleSink(9, best="bleu", console=Console(file=out)).log(1, {"eval/loss": 3.0, "eval/bleu": 20.0})
+        sink.show(1, [Sample("in [it]\nand", "right", "x" * 200), Sample("another", "", "")])
+        assert out.getvalue().splitlines() == [
+            "step 1/9 | parts:own 70.12 | eval loss 3.0000 | BLEU 20.0",
+            "step 1/9 | BLEU 20.0 | eval loss 3.0000",
+            "  input: in [it] and",
+            "  reference: right",
+            f"  prediction: {'x' * 145}…",
+        ]
+
     def test_skipped_steps_are_shown_when_there_are_some(self) -> None:
         out = io.StringIO()
         ConsoleSink(9, console=Console(file=out)).log(1, {"train/loss": math.nan, "train/skipped_steps": 2})
