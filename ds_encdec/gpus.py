@@ -80,15 +80,6 @@ def has_gpu() -> bool:
     return any(map(glob.glob, _DRIVERS))
 
 
-def no_gpu(what: str) -> ConfigError:
-    """The error of a run that wants a GPU on a machine that has `what`, in words."""
-    return ConfigError(
-        f"infra.device=cuda (the default), but this machine has {what}. To run this configuration on the CPU: "
-        "infra.device=cpu, or auto, which takes a GPU where there is one; to try ds_encdec here with a small model: "
-        "--config ds_configs/quickstart.yaml."
-    )
-
-
 def named_peak_flops(gpu: Gpu) -> float | None:
     """Dense bf16 peak in FLOP/s of a GPU of `GPUS`; None if unknown."""
     return next((tflops * 1e12 for _, tflops, variants in _ROWS if gpu.name in variants and tflops), None)

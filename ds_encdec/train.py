@@ -32,9 +32,9 @@ from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, options_meant, value
 from ds_encdec.config.sagemaker import container_arguments, is_container
-from ds_encdec.gpus import has_gpu, no_gpu
+from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
-from ds_encdec.launch.cores import others_at_work, wait_without_spinning
+from ds_encdec.launch.cores import no_gpu, others_at_work, wait_without_spinning
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import CheckpointError, ConfigError, DataError, DsEncDecError, Preempted

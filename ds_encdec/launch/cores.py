@@ -1,9 +1,11 @@
-"""A CPU's cores, which ranks share with each other and with other programs."""
+"""What this machine has for ranks: cores, which they share with each other and other programs, and maybe a GPU."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
+
+from ds_encdec.types import ConfigError
 
 _WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
@@ -30,4 +32,13 @@ def others_at_work(ranks: int) -> str | None:
     return (
         f"this machine has {cores} cores and a load average of {load:.0f}: other programs use them, so steps take "
         "several times as long as on an idle machine"
+    )
+
+
+def no_gpu(what: str) -> ConfigError:
+    """The error of a run that wants a GPU on a machine that has `what`, in words."""
+    return ConfigError(
+        f"infra.device=cuda (the default), but this machine has {what}. To run this configuration on the CPU: "
+        "infra.device=cpu, or auto, which takes a GPU where there is one; to try ds_encdec here with a small model: "
+        "--config ds_configs/quickstart.yaml."
     )

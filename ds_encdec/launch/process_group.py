@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ds_encdec.engines import ENGINES, EngineName, load
-from ds_encdec.gpus import no_gpu
 from ds_encdec.launch.agreement import differences, not_alike, own_facts, settled, shared_settings
+from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.disk import build_folder, clear_stale_locks
 from ds_encdec.launch.host_collectives import allow_connections, attempt
 from ds_encdec.launch.meeting import Meeting
