@@ -1,4 +1,4 @@
-"""What this machine has for ranks: cores, which they share with each other and other programs, and maybe a GPU."""
+"""The cores of this machine, which ranks share with each other and other programs; and its GPU, if there is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def wait_without_spinning(environ: MutableMapping[str, str]) -> None:
 
 
 def others_at_work(ranks: int) -> str | None:
-    """What to say where other programs keep this machine's cores busy, beside `ranks` of a run; None where none do."""
+    """The warning where other programs keep this machine's cores busy, beside `ranks` of a run; None where none do."""
     try:
         load, cores = os.getloadavg()[0], os.cpu_count() or 1
     except OSError:
