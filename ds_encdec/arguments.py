@@ -71,19 +71,6 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 COUNT, RATE = positive(int), positive(float)
 
 
-_SETTING = re.compile(r"[a-z_]+(\.\w+)+=")
-
-
-def settings_apart(given: Sequence[str], table: Arguments) -> tuple[list[str], list[str]]:
-    """Divide arguments: those for argparse, and the settings that an option of `table` with several values would take.
-
-    There are none of these where no option takes several.
-    """
-    several = any(how.get("nargs") == "+" for how in table.values())
-    settings = [text for text in given if several and _SETTING.match(text)]
-    return [text for text in given if text not in settings], settings
-
-
 @contextmanager
 def options_meant(table: Arguments, settings: Sequence[str]) -> Iterator[None]:
     """Inside, an error about one of the `settings` that is nearly an option of `table` names that option, too.
@@ -123,19 +110,10 @@ def language(text: str) -> str:
 
 JSON: Arguments = {"--json": flag("as one JSON object")}
 CONFIG: Arguments = {
-    "config": value("YAML file, or a shipped one's name (ds-encdec init lists them)", nargs="?"),
+    "config": value("YAML file, or a shipped one's name (ds-encdec init lists them)", Path, nargs="?"),
     "--config": value("YAML file", Path, dest="config_option"),
 }
-"""A configuration that may be named without `--config`; see `config_and_overrides`. There it is no Path: it may be a
-setting, such as of a URL."""
-
-
-def config_and_overrides(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """The file that the arguments `CONFIG` name, and all settings: one may stand in the file's place."""
-    given: str | None = options.config
-    if given is not None and "=" in given:
-        return options.config_option, [given, *overrides]
-    return Path(given) if given is not None else options.config_option, [*overrides]
+"""A configuration that may be named without `--config`; `read_arguments` in config/command_line.py makes them one."""
 
 
 class ShowVersions(argparse.Action):

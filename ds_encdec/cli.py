@@ -26,16 +26,15 @@ from ds_encdec.arguments import (
     Parser,
     ShowVersions,
     add,
-    config_and_overrides,
     flag,
     grouped,
     options_meant,
-    settings_apart,
     tokens,
     value,
 )
 from ds_encdec.checkpoint import commands as checkpoints
 from ds_encdec.config import shipped
+from ds_encdec.config.command_line import read_arguments
 from ds_encdec.evaluate import commands
 from ds_encdec.evaluate.folders import require_model_folder
 from ds_encdec.gpus import has_gpu
@@ -88,14 +87,12 @@ def _read(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.N
         guess = next((f": did you mean {name}?" for name in get_close_matches(given[0], VERBS, 1)), "")
         parser.error(f"there is no verb {given[0]}{guess}")
     takes_settings = given[0] in VERBS and VERBS[given[0]][1]
-    given, settings = settings_apart(given, ARGUMENTS.get(given[0], {}) if takes_settings else {})
+    if takes_settings:
+        return read_arguments(parser, ARGUMENTS.get(given[0], {}), given)
     options, rest = parser.parse_known_args(given)
-    rest = [*settings, *rest]
-    if rest and not options.accepts_overrides:
+    if rest:
         named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
         parser.error(f"unrecognized arguments: {' '.join(named or rest)}")
-    if "config_option" in options:
-        options.config, rest = config_and_overrides(options, rest)
     return options, rest
 
 

@@ -18,11 +18,11 @@ from ds_encdec.arguments import (
     Arguments,
     Parser,
     add,
-    config_and_overrides,
     flag,
     options_meant,
     value,
 )
+from ds_encdec.config.command_line import read_arguments
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.terminal import print_error, reader_may_leave
 from ds_encdec.types import DsEncDecError
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add(parser, ARGUMENTS)
     try:
-        options, overrides = parser.parse_known_args(arguments)
-        options.config, overrides = config_and_overrides(options, overrides)
+        given = sys.argv[1:] if arguments is None else arguments
+        options, overrides = read_arguments(parser, ARGUMENTS, given)
         with reader_may_leave(), options_meant(ARGUMENTS, overrides):
             return run(options, overrides)
     except DsEncDecError as error:

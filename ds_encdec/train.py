@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, options_meant, value
+from ds_encdec.config.command_line import read_arguments
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if in_sagemaker:
             given = container_arguments(os.environ, given, {name for names in ARGUMENTS for name in names.split()})
-        options, overrides = parser.parse_known_args(given)
+        options, overrides = read_arguments(parser, ARGUMENTS, given)
         with options_meant(ARGUMENTS, overrides):
             return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts a training run on this machine or on the hosts of a file, with its environment and a folder of its own.
 #
-#   scripts/launch_training.sh [--hostfile FILE] [--config FILE] [argument of train.py ...] [section.field=value ...]
+#   scripts/launch_training.sh [--hostfile FILE] [--config FILE] [argument of train.py ...] [section.field=value | --word value ...]
 #   scripts/launch_training.sh --hostfile hostfiles/2node_8gpu --config ds_configs/qwen3_0.6b_ul2.yaml
 #   scripts/launch_training.sh --resume auto infra.output_dir=output/qwen3_0.6b_ul2-20260101-120000
 #
@@ -20,15 +20,16 @@ FORWARDED='^((PYTORCH|TORCH|OMP|NCCL|RCCL|GLOO|FI|HF|WANDB|TRITON)_|(PATH|LD_LIB
 
 case "${1-}" in -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 
-config="" hostfile="" output="" resume=() words=()
+config="" hostfile="" output="" resume=() options=() words=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --config=*) config="${1#*=}" ;;
         --hostfile=*) hostfile="${1#*=}" ;;
         infra.output_dir=* | --infra.output_dir=* | output_dir=* | --output_dir=*)
             output="${1#*=}" output="${output/#\~\//$HOME/}" ;;
+        --profile=* | -q | --quiet | -v | --verbose) options+=("$1") ;;
         --resume=* | --resume_from=* | --resume_from_checkpoint=* | --allow-data-change) resume+=("$1") ;;
-        --config | --hostfile | --output_dir | --infra.output_dir | --resume | --resume_from | --resume_from_checkpoint)
+        --config | --hostfile | --output_dir | --infra.output_dir | --resume | --resume_from | --resume_from_checkpoint | --profile)
             [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
             set -- "$1=$2" "${@:3}"; continue ;;
         *) words+=("$1") ;;
@@ -79,4 +80,4 @@ else
 fi
 
 echo "the run's folder is $output"
-exec "${launcher[@]}" "$ROOT/ds_encdec/train.py" --config "$config" "${words[@]}" ${resume[@]+"${resume[@]}"}
+exec "${launcher[@]}" "$ROOT/ds_encdec/train.py" --config "$config" "${words[@]}" ${resume[@]+"${resume[@]}"} ${options[@]+"${options[@]}"}

@@ -34,6 +34,12 @@ DATA_WORDS: tuple[Word, ...] = (
     ),
     Word("use_lora use_peft model.lora", "other", values=switch(LORA, NO_LORA)),
     Word("full_ft", "other", values=switch(NO_LORA, LORA)),
+    Word(
+        "no_merge",
+        "other",
+        values=switch({"training.export_at_end": False}, {}),
+        why="true: no merged model is written at the end (`ds-encdec export --adapter` writes adapters)",
+    ),
     Word("lora_r lora_rank lora.rank model.lora.rank model.lora.lora_rank", "axolotl llama other", "model.lora.r"),
     Word("lora.alpha model.lora.alpha", "other", "model.lora.lora_alpha"),
     Word("lora.dropout model.lora.dropout", "other", "model.lora.lora_dropout"),

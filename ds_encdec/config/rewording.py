@@ -3,6 +3,8 @@
 A name at the top level that only one field has is that field. `Reading.notes` tell what was read as what.
 """
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from typing import Any
 from ds_encdec.config.misspelt import THEIR_SECTIONS, homes, meant
 from ds_encdec.config.rules import fields, section_in
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show, within
+from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.validation import mention, wrong_value
 from ds_encdec.config.word_table import by_name
 from ds_encdec.config.words import Meaning, Word
@@ -127,10 +130,45 @@ def _clash(field: str, value: Any, other: str, theirs: Any) -> str:
     return ""
 
 
+def read_overrides(settings: Settings, overrides: Sequence[str], reading: Reading, problems: list[Problem]) -> None:
+    """Put settings of the command line, in whatever words, into `settings`; append to `problems` what is wrong.
+
+    Each is `name=value` or `--name=value`, or two are `--name` and `value`, or one that is on or off is `--name` alone.
+    """
+    remaining, each = list(overrides), list[str]()
+    while remaining:
+        word = remaining.pop(0)
+        each.append(with_value(word, remaining) if word.startswith("--") and "=" not in word else word)
+    apply_overrides(settings, each, problems, partial(reading.read_override, settings))
+
+
+def with_value(word: str, remaining: list[str]) -> str:
+    """`--name=value` of a `word` `--name` and the value that is taken from `remaining`.
+
+    What is on or off may stand alone, before a setting or the name of a configuration: then it is on. `word` itself
+    where there is no value.
+    """
+    follows = remaining[0] if remaining and not remaining[0].startswith("--") else None
+    if _is_switch(word.removeprefix("--")) and (
+        follows is None or re.match(r"[\w.]+=|.*\.ya?ml$", follows) or os.path.isfile(find_shipped(follows) or "")
+    ):
+        return f"{word}=true"
+    return word if follows is None else f"{word}={remaining.pop(0)}"
+
+
+def _is_switch(name: str) -> bool:
+    """Return whether `name`, a field's or of another tool, may be true."""
+    row = _row(name)
+    if row is not None and "true" in row.values:
+        return True
+    found = [name] if name in fields() else [row.field] if row is not None and row.field else homes(name)
+    return len(found) == 1 and wrong_value(found[0], True) is None
+
+
 def given_fields(overrides: Sequence[str]) -> set[str]:
     """The fields, by our names, that settings of the command line are about."""
-    reading, settings = Reading(), Settings()
-    apply_overrides(settings, overrides, [], partial(reading.read_override, settings))
+    reading = Reading()
+    read_overrides(Settings(), overrides, reading, [])
     return set(reading.given)
 
 

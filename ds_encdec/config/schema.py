@@ -26,7 +26,7 @@ from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
-from ds_encdec.config.rewording import Reading
+from ds_encdec.config.rewording import Reading, read_overrides
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
@@ -34,7 +34,7 @@ from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
-from ds_encdec.config.yaml_text import apply_overrides, file_problem, read_yaml, write_yaml
+from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
 from ds_encdec.file_patterns import named_files, no_file_matches
 from ds_encdec.plugins import load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
@@ -106,12 +106,12 @@ def load_config(
     """The validated configuration of a run.
 
     `path`: YAML file; None leaves the schema's defaults. It and the next files may be shipped ones' names, from any
-    folder. `overrides`: settings of the command line (`section.field=value`, `--section.field=value` or
-    `--section.field`, `value`), which replace the file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces
-    `infra.deepspeed_config` where that is not set. What the JSON and the other two both set must agree. `hostfile`:
-    hosts that a run of it must be able to start on. `looks_here`: what it names must be on this machine. `unread`:
-    sections or fields whose contradictions do not matter. `further`: finds what only higher rooms know.
-    `notes`: takes what was written in other tools' words (word_table.py) and how it was read, and warnings.
+    folder. `overrides`: settings of the command line as `read_overrides` takes them, which replace the file's.
+    `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is not set. What the JSON
+    and the other two both set must agree. `hostfile`: hosts that a run of it must be able to start on. `looks_here`:
+    what it names must be on this machine. `unread`: sections or fields whose contradictions do not matter. `further`:
+    finds what only higher rooms know. `notes`: takes what was written in other tools' words (word_table.py) and how it
+    was read, and warnings.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
     into the fields that stand for it, the rest into `infra.deepspeed_extra`.
@@ -125,7 +125,7 @@ def load_config(
         message = f"this is a DeepSpeed JSON, and no configuration of a run: --deepspeed_config {path} reads it"
         raise_if_any([file_problem(Path(str(path)), message)])
     reading.read_file(settings, problems)
-    apply_overrides(settings, overrides, problems, partial(reading.read_override, settings))
+    read_overrides(settings, overrides, reading, problems)
     json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
     if json_path is not None:
         document = read_deepspeed_json(json_path, problems, named_by)

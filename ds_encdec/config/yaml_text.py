@@ -167,16 +167,14 @@ def apply_overrides(
 ) -> None:
     """Put the `arguments` of the command line into `settings`, in their order; append to `problems` what is wrong.
 
-    Each is `section.field=value` or `--section.field=value`, or two are `--section.field` and `value`. A mapping given
-    as a value replaces what stood there as a whole. `read` says which settings a name with its value amounts to.
+    Each is `section.field=value` or `--section.field=value`. A mapping given as a value replaces what stood there as a
+    whole. `read` says which settings a name with its value amounts to.
     """
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
         field = argument.partition("=")[0] or argument  # what stands behind may be a secret
         name, equals, text = argument.removeprefix("--").partition("=")
-        if not equals and argument.startswith("--") and remaining and not remaining[0].startswith("--"):
-            equals, text = "=", remaining.pop(0)
         parts = name.split(".")
         message = "not a setting; write `section.field=value`"
         if not equals and os.path.isfile(argument):  # a shell's list of what a pattern matches

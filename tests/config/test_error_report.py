@@ -182,7 +182,7 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("foo", "command line: foo\n      not a setting; write `section.field=value`"),
-        ("--training.bf16", "command line: --training.bf16\n      not a setting;"),
+        ("--training.seed", "command line: --training.seed\n      not a setting;"),
         ("hub-token=hf_0123", "command line: hub-token\n      not a setting;"),
         ("--hub-token=hf_0123", "command line: --hub-token\n      not a setting;"),
         ("=3", "command line: =3\n      not a setting;"),

@@ -72,6 +72,14 @@ def test_without_a_host_file_the_engine_has_its_launcher(scripts: Path) -> None:
     assert re.search(r"^torchrun --nproc-per-node 2 --master-port \d+ ", result.stdout, re.MULTILINE), result.stderr
 
 
+def test_words_of_other_tools_are_validated_and_handed_on(scripts: Path) -> None:
+    words = ["--max_steps", "40", "--profile", "2", "--bf16", "--lora_rank=4", "--no_merge"]
+    result = launch(scripts, *words)
+    assert result.returncode == 0, result.stderr
+    started = next(line for line in result.stdout.splitlines() if line.startswith("deepspeed "))
+    assert started.endswith(" --max_steps 40 --bf16 --lora_rank=4 --no_merge --profile=2")
+
+
 @pytest.mark.parametrize(
     ("hosts", "code", "told"),
     [

@@ -1,0 +1,65 @@
+"""The one reader of a command line that has options and settings: `--word value` is a setting wherever no option is so
+called, in every verb that takes settings."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+
+from ds_encdec.arguments import Arguments
+from ds_encdec.terminal import VERBOSITY
+from ds_encdec.types import ConfigError
+
+_ASSIGNED = re.compile(r"[^/]*=")
+"""How a setting begins. A path may have the sign behind a slash."""
+
+
+def read_arguments(
+    parser: argparse.ArgumentParser, table: Arguments, given: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options in `given`, of which `table` has the verb's own, and the settings, each one argument.
+
+    Raises ConfigError.
+    """
+    own, settings = _divided(given, table)
+    options, rest = parser.parse_known_args(own)
+    if (by_option := vars(options).pop("config_option", None)) is not None:
+        if options.config is not None:
+            raise ConfigError(f"{options.config} and --config {by_option}: both name a configuration; give only one")
+        options.config = by_option
+    return options, [*settings, *rest]
+
+
+def _divided(given: Sequence[str], table: Arguments) -> tuple[list[str], list[str]]:
+    """The arguments for argparse, and the settings. An option may be written with underscores."""
+    named = {name: how for names, how in {**table, **VERBOSITY}.items() for name in names.split()}
+    options = {name: how for name, how in named.items() if name.startswith("-")}
+    own, settings, remaining = list[str](), list[str](), list(given)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, text = word.partition("=")
+        option = name if name in options or not name.startswith("--") else f"--{name[2:].replace('_', '-')}"
+        if option in options:
+            own.append(f"{option}{equals}{text}")
+            for _ in range(0 if equals else _values_of(options[option], remaining)):
+                own.append(remaining.pop(0))
+        elif word.startswith("--") and word not in ("--help", "--version"):
+            if not equals:
+                from ds_encdec.config.rewording import with_value  # not for --help
+
+                word = with_value(word, remaining)
+            settings.append(word)
+        else:
+            (settings if _ASSIGNED.match(word) and not word.startswith("-") else own).append(word)
+    return own, settings
+
+
+def _values_of(option: dict[str, object], following: Sequence[str]) -> int:
+    """How many of the arguments behind an option are its values."""
+    if option.get("action") == "store_true":
+        return 0
+    if option.get("nargs") != "+":
+        return min(1, len(following))
+    ends = (n for n, word in enumerate(following) if word.startswith("-") or _ASSIGNED.match(word))
+    return next(ends, len(following))
