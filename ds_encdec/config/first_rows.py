@@ -4,6 +4,7 @@ import codecs
 import csv
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
@@ -32,6 +33,13 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
                 "dataset_name=json (csv, parquet, text)?"
             )
             yield Conflict((field, field.replace("data_files", "dataset_name")), message)
+        if columns is not None and len({*columns}) < len(columns):
+            twice = [name for name, count in Counter(columns).items() if count > 1]
+            message = (
+                f"the first file has the column {', '.join(twice):.300} more than once: give each a name of its own"
+            )
+            yield Conflict((field,), message)
+            continue
         if columns is None or data.on_bad_row == "skip":
             continue
         if not OBJECTIVES[data.objective].takes_records:

@@ -165,12 +165,22 @@ def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | No
         yield from (source.document(index) for index in order if wanted is None or wanted(source.key(index)))
 
 
+_UNREADABLE = (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError)
+"""What libraries raise for a value of a table that Python cannot hold: a date of the year 300000, an unknown zone."""
+
+
+def _unreadable(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason})"
+    return f"a value of it cannot be read ({type(error).__name__}: {error})"
+
+
 def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
     """The document of the text field that `read` returns: null is an empty text, anything but a string a bad row."""
     try:
         value = read()
-    except UnicodeDecodeError as error:
-        return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
+    except _UNREADABLE as error:
+        return BadRow(key, f"{where}: {_unreadable(error)}")
     if value is None or isinstance(value, str):
         return Document(key, value or "")
     return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
@@ -180,8 +190,8 @@ def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str)
     """The document of the whole row that `read` returns."""
     try:
         return Document(key, "", record=read())
-    except UnicodeDecodeError as error:
-        return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
+    except _UNREADABLE as error:
+        return BadRow(key, f"{where}: {_unreadable(error)}")
 
 
 def field_document(key: str, record: Mapping[str, Any], column: str | None, where: str) -> Row:

@@ -5,7 +5,8 @@ almost all large sets are, is read by row group by our own reader, so that a res
 go through `datasets`' own stream: its shards can only be read from their start, so a resume reads the shard
 again up to its window. The commit of each data set on the hub is found once, and kept in a run's checkpoints.
 
-What fails on the network is tried again for two minutes, and only then ends the run with DataError.
+What fails on the network is tried again for two minutes, and only then ends the run with DataError. What is wrong with
+the data itself is not tried again: a row is a bad row, and what `datasets` cannot go on behind is a DataError.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from glob import has_magic
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
-from ds_encdec.data.local_files import file_digests, local_errors, short_names
+from ds_encdec.data.hub_errors import content_error, is_of_network, is_remote, no_repeated, readable_errors, status_of
+from ds_encdec.data.local_files import CsvFiles, JsonLines, file_digests, local_errors, short_names
 from ds_encdec.data.sources import (
     BadRow,
     Row,
@@ -32,7 +34,7 @@ from ds_encdec.data.sources import (
     record_document,
     text_document,
 )
-from ds_encdec.source_kinds import local_kind
+from ds_encdec.source_kinds import kind_of_file, local_kind
 from ds_encdec.types import DataError
 
 if TYPE_CHECKING:
@@ -50,15 +52,7 @@ _REFUSED = {401, 403, 404, 410}
 """HTTP statuses that another attempt does not change."""
 
 _POINTLESS = (FileNotFoundError, PermissionError, ValueError)
-"""Errors that it does not change either; every fsspec protocol raises classes of its own, so others may be transient.
-ValueError covers pyarrow's ArrowInvalid: a file that arrived, and is not parquet."""
-
-_LOOSE_FILES = (
-    ". In a folder, files with train, dev, valid or test in their names are read as those splits; loose files are read "
-    "by data.dataset_name=text (json, csv, parquet) data.data_files='FOLDER/**'"
-)
-
-_HTTP_CLIENTS = ("httpx", "httpcore", "requests", "aiohttp")
+"""Errors of the system's and of HTTP clients' that it does not change either."""
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +100,7 @@ class ParquetFiles:
         """Rows of all files, from their footers; None where reading these takes a network."""
         return (
             None
-            if any(map(_is_remote, self._files))
+            if any(map(is_remote, self._files))
             else sum(self._open(file).metadata.num_rows for file in range(len(self._files)))
         )
 
@@ -152,7 +146,7 @@ class ParquetFiles:
             return parquet.read_row_group(group, columns=self._read_columns(parquet.schema_arrow.names))
         except (OSError, ArrowException) as error:
             path = self._files[file]
-            if _is_remote(path):
+            if is_remote(path):
                 raise  # it is tried again: it may have arrived damaged
             if isinstance(error, OSError) and error.errno:  # the disk's, not the content's
                 raise DataError(f"{path}: cannot be read (row group {group}: {error})") from error
@@ -166,7 +160,7 @@ class ParquetFiles:
     def _tried_again(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
         """The rows of `read(first_row)`, with patience where the file is remote."""
         path = self._files[file]
-        return _retry_rows(read, first_row, path) if _is_remote(path) else read(first_row)
+        return _retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
 
     def _opened(self, file: int, _first_row: int) -> Iterator[Any]:
         yield self._open(file)
@@ -177,22 +171,23 @@ class ParquetFiles:
         from pyarrow.parquet import ParquetFile
 
         path = self._files[file]
-        with nullcontext() if _is_remote(path) else local_errors(path, "cannot be read as parquet"):
-            parquet = ParquetFile(fsspec.open(path, "rb").open() if _is_remote(path) else path)
+        with nullcontext() if is_remote(path) else local_errors(path, "cannot be read as parquet"):
+            parquet = ParquetFile(fsspec.open(path, "rb").open() if is_remote(path) else path)
+        no_repeated(path, parquet.schema_arrow.names)
         _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
         return parquet
 
 
 def open_hub_data(
     entry: MixtureSource, num_lanes: int, *, streaming: bool, columns: Columns | None = None
-) -> HubTable | HubStream | ParquetFiles:
+) -> HubTable | HubStream | ParquetFiles | JsonLines:
     """Open the data set that `entry` names, for its text, or for rows of the `columns` that are read. DataError."""
     # Imported here because it takes a second, and local runs do not need it.
     import datasets
 
     path, column = entry.dataset_name, entry.text_column if columns is None else None
     name = _name(entry)
-    with _readable_errors(entry, name):
+    with readable_errors(entry, name):
         builder, files = _found(entry)
         if os.path.isdir(path):  # known by its files, so that it may move
             identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
@@ -202,17 +197,24 @@ def open_hub_data(
             table = datasets.load_from_disk(path)
             _require_split(entry, str(table.split or "train"))
             return HubTable(name, column, table, identity, columns)
+        if not streaming and (reader := _row_reader(builder, files)):
+            return reader(files, column)
         if not streaming:
-            builder.download_and_prepare()
+            try:
+                builder.download_and_prepare()
+            except Exception as error:
+                if is_of_network(error) and not os.path.isdir(path):
+                    raise
+                raise content_error(name, error, files) from error
             return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity, columns)
         if type(builder).__module__.endswith(".parquet") and files:
             return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
-        return HubStream(name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity)
+        return HubStream(name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity, files)
 
 
 def folder_files(entry: MixtureSource) -> list[str]:
     """The files of a data set that is a folder, as its identity names them. Raises DataError."""
-    with _readable_errors(entry, _name(entry)):
+    with readable_errors(entry, _name(entry)):
         return _found(entry)[1]
 
 
@@ -235,6 +237,20 @@ def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
     if _is_saved(entry.dataset_name):
         return builder, [*chain(*parts.values())]
     return builder, list(parts.get(entry.dataset_split, []))
+
+
+def _row_reader(builder: datasets.DatasetBuilder, files: Sequence[str]) -> type[JsonLines] | None:
+    """Our reader of the local files of a folder, row by row, where `datasets` would want the same columns of them all.
+
+    None where the folder's card sets how they are read, and for files of other kinds.
+    """
+    kind = type(builder).__module__.rpartition(".")[2]
+    reader = {"json": JsonLines, "csv": CsvFiles}.get(kind)
+    if reader is None or not files or any(is_remote(path) or kind_of_file(path) != kind for path in files):
+        return None
+    plain, named = vars(type(builder.config)()), ("name", "version", "data_dir", "data_files", "description")
+    is_plain = all(value == plain[field] for field, value in vars(builder.config).items() if field not in named)
+    return reader if is_plain else None
 
 
 def _name(entry: MixtureSource) -> str:
@@ -285,24 +301,35 @@ class HubStream:
     """A streamed data set that is not parquet. A `StreamSource` whose units are `datasets`' shards."""
 
     def __init__(
-        self, name: str, column: str | None, stream: datasets.IterableDataset, identity: dict[str, Any]
+        self,
+        name: str,
+        column: str | None,
+        stream: datasets.IterableDataset,
+        identity: dict[str, Any],
+        files: Sequence[str],
     ) -> None:
-        for first in stream.take(1):
-            _require_column(column, name, list(first))
         self._stream = stream
         self._name = name
         self._column = column
         self.num_units = stream.num_shards
         self.identity = identity
+        self._files = files
+        for first in self._records(0, 0) if self.num_units else ():
+            _require_column(column, name, list(first))
+            break
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of a shard from row `first_row` on (those before are read and dropped) that are `wanted`."""
-        shard = self._stream.shard(num_shards=self.num_units, index=unit)
-        records = _retry_rows(lambda row: islice(shard, row, None), first_row, f"{self._name}, shard {unit}")
-        for row, record in enumerate(records, start=first_row):
+        for row, record in enumerate(self._records(unit, first_row), start=first_row):
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
                 yield field_document(key, record, self._column, key)
+
+    def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
+        shard = self._stream.shard(num_shards=self.num_units, index=unit)
+        where = self._files[unit] if len(self._files) == self.num_units else f"{self._name}, shard {unit}"
+        is_local = bool(self._files) and not any(map(is_remote, self._files))
+        return _retry_rows(lambda row: islice(shard, row, None), first_row, where, is_local=is_local)
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -326,35 +353,10 @@ def _ask_hub(dataset_name: str, revision: str | None) -> str | None:
     try:
         return HfApi().dataset_info(dataset_name, revision=revision).sha
     except Exception as error:
-        if not (isinstance(error, ValueError) or _is_of_network(error)):
+        if not (isinstance(error, ValueError) or is_of_network(error)):
             raise
         logger.warning("%s: its commit is not known (%s: %s)", dataset_name, type(error).__name__, error)
         return None
-
-
-@contextmanager
-def _readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
-    """Turn what `datasets` raises while opening into DataErrors that name the field and the way out."""
-    try:
-        yield
-    except ValueError as error:  # an unknown configuration or split; the message lists the known ones
-        raise DataError(
-            f"data set {name}: {error}. Check dataset_config and dataset_split, or the fields of `data` for evaluation "
-            f"and test (eval_split, test_split){_LOOSE_FILES if os.path.isdir(entry.dataset_name) else ''}"
-        ) from error
-    except FileNotFoundError as error:
-        raise DataError(
-            f"data.dataset_name={entry.dataset_name}: no such data set on the hub, or no access to it ({error}). "
-            "Check the name; for a gated one log in with `hf auth login`. Local files: text, json, csv or parquet"
-        ) from error
-    except Exception as error:
-        if not _is_of_network(error):
-            raise
-        raise DataError(
-            f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the local "
-            f"cache ({error}). Without a network use local files (text, json, csv, parquet), a folder that "
-            "save_to_disk wrote, or `builtin`"
-        ) from error
 
 
 def _require_split(entry: MixtureSource, held: str) -> None:
@@ -371,20 +373,13 @@ def _require_column(column: str | None, where: str, existing: Sequence[str]) -> 
         raise DataError(missing_column(column, where, existing))
 
 
-def _is_remote(path: str) -> bool:
-    return "://" in path
-
-
-def _is_of_network(error: BaseException) -> bool:
-    """True if `error` is one of the system's or of an HTTP client's: huggingface_hub's changes with its releases."""
-    return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
-
-
-def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -> Iterator[T]:
+def _retry_rows(
+    read: Callable[[int], Iterator[T]], first_row: int, what: str, *, is_local: bool = False
+) -> Iterator[T]:
     """Yield the rows of `read(first_row)`; after a transient failure `read(row)` goes on with the first missing row.
 
     The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
-    another attempt is pointless.
+    another attempt is pointless: where the data is `is_local`, or it and not the network is at fault.
     """
     row, failures = first_row, 0
     while True:
@@ -396,9 +391,10 @@ def _retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str) -
         except DataError:
             raise
         except Exception as error:
+            if is_local or not is_of_network(error):
+                raise content_error(f"{what}, from row {row} on", error, [what] if is_local else ()) from error
             reason = f"{type(error).__name__}: {error}"
-            status = getattr(getattr(error, "response", None), "status_code", None)
-            if isinstance(error, _POINTLESS) or status in _REFUSED:
+            if isinstance(error, _POINTLESS) or status_of(error) in _REFUSED:
                 raise DataError(f"{what}: cannot be read ({reason})") from error
             attempts = len(RETRY_DELAYS_SECONDS) + 1
             failures += 1

@@ -153,6 +153,22 @@ def test_rows_go_on_behind_the_last_one_read(monkeypatch: pytest.MonkeyPatch) ->
     assert starts == [1, 3, 7]  # patience is restored by every row that arrives
 
 
+def test_what_is_wrong_with_the_data_is_not_tried_again() -> None:
+    attempts: list[int] = []
+
+    def rows(first: int, error: Exception) -> Iterator[int]:
+        attempts.append(first)
+        yield first
+        raise error
+
+    wrong = [TypeError("no cast"), KeyError("column"), RuntimeError("odd"), ValueError("no JSON")]
+    for is_local, error in [*((False, one) for one in wrong), (True, OSError("bad page"))]:
+        attempts.clear()
+        with pytest.raises(DataError, match="a set, from row 6 on: cannot be read"):
+            list(tables._retry_rows(partial(rows, error=error), 5, "a set", is_local=is_local))
+        assert attempts == [5]
+
+
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_hub_that_does_not_answer_is_named(
     hub: LocalHub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, streaming: bool

@@ -1,0 +1,129 @@
+"""Errors of `datasets`, pyarrow and HTTP clients as DataErrors that name the data, the reason and a way out."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ds_encdec.config.schema import MixtureSource
+from ds_encdec.source_kinds import kind_of_file
+from ds_encdec.types import DataError
+
+_LOOSE_FILES = (
+    ". In a folder, files with train, dev, valid or test in their names are read as those splits; loose files are read "
+    "by data.dataset_name=text (json, csv, parquet) data.data_files='FOLDER/**'"
+)
+
+_HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "http.client", "botocore", "gcsfs")
+
+
+@contextmanager
+def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
+    """Turn what `datasets` raises while opening into DataErrors that name the field and the way out."""
+    is_folder = os.path.isdir(entry.dataset_name)
+    try:
+        yield
+    except DataError:
+        raise
+    except ValueError as error:  # an unknown configuration or split; the message lists the known ones
+        raise DataError(
+            f"data set {name}: {error}. Check dataset_config and dataset_split, or the fields of `data` for evaluation "
+            f"and test (eval_split, test_split){_LOOSE_FILES if is_folder else ''}"
+        ) from error
+    except FileNotFoundError as error:
+        if is_folder:
+            raise DataError(f"data.dataset_name={entry.dataset_name}: {error}{_LOOSE_FILES}") from error
+        raise DataError(
+            f"data.dataset_name={entry.dataset_name}: no such data set on the hub, or no access to it ({error}). "
+            "Check the name; for a gated one log in with `hf auth login`. Local files: text, json, csv or parquet"
+        ) from error
+    except Exception as error:
+        if is_of_network(error) and not is_folder:
+            raise DataError(
+                f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the "
+                f"local cache ({error}). Without a network use local files (text, json, csv, parquet), a folder that "
+                "save_to_disk wrote, or `builtin`"
+            ) from error
+        raise DataError(
+            f"data set {name}: `datasets` cannot open it ({_reason(error)}). Check data.dataset_name, or read its "
+            "files by data.dataset_name=json (csv, parquet, text)"
+        ) from error
+
+
+def content_error(where: str, error: Exception, files: Sequence[str]) -> DataError:
+    """The error for data that `datasets` cannot read on from `where`; `files`: those of this machine that it may be."""
+    differing = _differing_columns(files)
+    kinds = {kind_of_file(path) for path in files if not is_remote(path)}
+    if kinds == {"parquet"}:
+        way_out = "data.streaming=true reads each file by itself"
+    elif kinds and kinds <= {"json", "csv"}:
+        way_out = (
+            "data.streaming=false reads each row by itself, and passes over those that cannot be read with "
+            "data.on_bad_row=skip"
+        )
+    else:
+        way_out = "files of other columns or types can be sources of their own in data.mixture"
+    return DataError(
+        f"{where}: cannot be read ({differing or _reason(error)}). The columns and types of all files must be alike "
+        f"there, and no file may be damaged: mend that, or {way_out}"
+    )
+
+
+def no_repeated(path: str, names: Sequence[str]) -> None:
+    """Raise DataError for a table with two columns of the same name."""
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(
+            f"{path}: the column {', '.join(repeated):.300} is there more than once. Write the file with a name of its "
+            "own for each column"
+        )
+
+
+def is_remote(path: str) -> bool:
+    """Return whether the path is a URL."""
+    return "://" in path
+
+
+def is_of_network(error: BaseException) -> bool:
+    """True if `error` is one of the system's or of an HTTP client's: huggingface_hub's changes with its releases.
+
+    So is one that `datasets` has wrapped.
+    """
+    is_wrapped = type(error).__module__.startswith("datasets") and error.__cause__ is not None
+    if is_wrapped and not isinstance(error, OSError):
+        return is_of_network(error.__cause__)  # type: ignore[arg-type]
+    return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that an error holds, if any."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _reason(error: BaseException) -> str:
+    """What is wrong, in one line: the cause where `datasets` names none."""
+    cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
+    told = error if cause is None else cause
+    return f"{type(told).__name__}: {' '.join(str(told).split()):.600}"
+
+
+def _differing_columns(files: Sequence[str]) -> str | None:
+    """The first parquet file of this machine with other columns than the first, or with one twice."""
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_schema
+
+    first = None
+    for path in files if all(kind_of_file(path) == "parquet" and not is_remote(path) for path in files) else ():
+        try:
+            schema = read_schema(path)
+        except (OSError, ArrowException) as error:
+            return f"{path}: {error}"
+        no_repeated(path, schema.names)
+        columns = {field.name: str(field.type) for field in schema}
+        if first is not None and columns != first:
+            odd = [f"{name} {kind}" for name, kind in columns.items() if first.get(name) != kind]
+            odd += [f"no {name}" for name in first if name not in columns]
+            return f"{path} has {', '.join(odd):.300}, unlike {files[0]}"
+        first = columns
+    return None

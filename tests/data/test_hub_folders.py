@@ -1,0 +1,115 @@
+"""Folders laid out like a data set of the hub: files that are not alike, and values that no row can be made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_parts import make_config, texts
+
+from ds_encdec.config.first_rows import unusable_rows
+from ds_encdec.config.schema import MixtureSource
+from ds_encdec.data.sources import BadRow, Row, all_rows
+from ds_encdec.data.tables import ParquetFiles, open_hub_data
+from ds_encdec.types import DataError
+
+TEXTS = texts(20)
+
+
+def json_lines(*last: Any) -> Callable[[Path], None]:
+    """Two files, of which the second ends with `last`."""
+
+    def write(folder: Path) -> None:
+        for name, rows in (("train_a", []), ("train_b", last)):
+            lines = [json.dumps({"text": text}) for text in TEXTS]
+            more = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+            (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines + more))
+
+    return write
+
+
+def parquet(**second: Any) -> Callable[[Path], None]:
+    """Two files, of which the second has the columns `second`, too."""
+
+    def write(folder: Path) -> None:
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "train_a.parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, **second}), folder / "train_b.parquet")
+
+    return write
+
+
+def repeated_column(folder: Path) -> None:
+    table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS)] * 2, names=["text", "text"])
+    pyarrow.parquet.write_table(table, folder / "train_b.parquet")
+
+
+def rows_of(folder: Path, *, streaming: bool, whole: bool = False) -> list[Row]:
+    entry = MixtureSource(weight=1, dataset_name=str(folder))
+    columns = (lambda existing: existing) if whole else None
+    return list(all_rows(open_hub_data(entry, 1, streaming=streaming, columns=columns), "test"))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
+MORE = {"text": "x", "label": 1}
+
+
+@pytest.mark.parametrize(
+    ("write", "streamed", "downloaded"),
+    [
+        (json_lines(MORE), "b.jsonl, from row 0 on: .*names don't match.*data.streaming=false", [41, 0]),
+        (json_lines('{"text": "x'), "b.jsonl, from row 0 on: .*on_bad_row=skip", [41, 1]),
+        (parquet(n=[1] * 20), [40, 0], "train_b.parquet has n int64, unlike .*train_a.parquet.*data.streaming=true"),
+        (repeated_column, "b.parquet: the column text is there more than once", "the column text is there more than"),
+    ],
+)
+def test_files_that_are_not_alike_are_read_row_by_row_or_named(
+    tmp_path: Path, write: Callable[[Path], None], streamed: str | list[int], downloaded: str | list[int]
+) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder)
+    for streaming, expected in ((True, streamed), (False, downloaded)):
+        if isinstance(expected, str):
+            with pytest.raises(DataError, match=expected):
+                rows_of(folder, streaming=streaming)
+        else:
+            rows = rows_of(folder, streaming=streaming)
+            assert [len(rows), sum(isinstance(row, BadRow) for row in rows)] == expected
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_value_that_python_cannot_hold_makes_its_row_a_bad_one(tmp_path: Path, streaming: bool) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    when = pyarrow.array([0, 2**62, 0], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", "c"], "when": when}), folder / "train.parquet")
+    rows = rows_of(folder, streaming=streaming, whole=True)
+    assert [row.problem for row in rows if isinstance(row, BadRow)] == [
+        f"{'train.parquet, row group 0, row 1' if streaming else f'{folder}/train:1'}: a value of it cannot be read "
+        "(OverflowError: date value out of range)"
+    ]
+
+
+def test_validate_sees_a_repeated_column(tmp_path: Path) -> None:
+    repeated_column(tmp_path)
+    config = make_config(dataset_name="parquet", data_files=str(tmp_path / "train_b.parquet"))
+    (found,) = unusable_rows(config.data, config.model)
+    assert "the column text more than once" in found.message
+    with pytest.raises(DataError, match="the column text is there more than once"):
+        ParquetFiles([str(tmp_path / "train_b.parquet")], None, num_lanes=1)
+
+
+def test_an_empty_folder_is_no_matter_of_the_hub(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="loose files are read by") as caught:
+        rows_of(tmp_path, streaming=True)
+    assert "hub" not in str(caught.value).replace("huggingface", "")
