@@ -4,15 +4,14 @@ It stands on the floor, beside the denoisers, so that the configuration's rules 
 without numpy or torch. A function of a row that takes `data` is given the configuration's section.
 """
 
-from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
 from ds_encdec.denoisers import DENOISERS, expected_ratio
 
-TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
+TASKS = (*DENOISERS, "SFT")
 """The kinds of examples by name, in the order of all sums by kind: the denoisers, and pairs of input and output."""
 
 
@@ -89,11 +88,27 @@ def columns_by_field(data: Any) -> dict[str, str]:
     return {name: data.field_mapping.get(name, name) for _, name in parts if name is not None}
 
 
+_MESSAGES, _SHAREGPT = "messages", "conversations"
+"""Columns of conversations in the formats of OpenAI, which is the default of `messages_column`, and of ShareGPT."""
+
+
+def conversation_column(data: Any, existing: Container[str]) -> str | None:
+    """The column of the conversation in a row with these columns; None for a row of the templates' fields."""
+    if data.messages_column in existing:
+        return str(data.messages_column)
+    may_be_other = data.messages_column == _MESSAGES and _SHAREGPT in existing
+    return _SHAREGPT if may_be_other and not all(one in existing for one in _filling(data, existing)) else None
+
+
+def _filling(data: Any, existing: Container[str]) -> set[str]:
+    return {name if name in existing else name.partition(".")[0] for name in columns_by_field(data).values()}
+
+
 def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
     """All where a converter may read any, or where neither a template's columns nor conversations are there."""
-    filling = {name if name in existing else name.partition(".")[0] for name in columns_by_field(data).values()}
-    needs_all = data.converter is not None or not (filling <= {*existing} or data.messages_column in existing)
-    read = {*filling, data.messages_column, data.tools_column}
+    filling, conversation = _filling(data, existing), conversation_column(data, existing)
+    needs_all = data.converter is not None or not (filling <= {*existing} or conversation)
+    read = {*filling, conversation, data.tools_column, data.weight_column}
     return [name for name in existing if needs_all or name in read]
 
 
@@ -104,6 +119,7 @@ _RENDERED = (
     "converter",
     "messages_column",
     "tools_column",
+    "weight_column",
     "chat_targets",
 )
 

@@ -150,7 +150,7 @@ class Batch:
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that carry loss. Every real decoder token does (SFT labels are counted by their own collate)."""
+        """Tokens that carry loss. Every real decoder token does."""
         return sum(self.decoder_lengths)
 
     def to(self, device: torch.device) -> Batch:

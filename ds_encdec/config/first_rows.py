@@ -12,7 +12,7 @@ from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.sections import DataConfig, Source
 from ds_encdec.config.settings import Conflict
 from ds_encdec.file_patterns import named_files
-from ds_encdec.objectives import OBJECTIVES, columns_by_field
+from ds_encdec.objectives import OBJECTIVES, columns_by_field, conversation_column
 from ds_encdec.source_kinds import kind_of_file, local_kind
 
 _LOOKED_AT_BYTES = 1 << 20
@@ -47,7 +47,7 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
                 setting = f"{field.rpartition('.')[0]}.text_column"
                 message = f"the first row has no such column; it has {', '.join(columns):.300}: set {setting}=COLUMN"
                 yield Conflict((field, setting), message)
-        elif data.messages_column not in columns:
+        elif conversation_column(data, columns) is None:
             for name, column in columns_by_field(data).items():
                 if column not in columns and column.partition(".")[0] not in columns:
                     message = (

@@ -260,10 +260,15 @@ class DataConfig(Source):
     """`module:function` of one's own, from a row as a dict to the dict, or list of dicts, that templates or messages
     are read from (`sft`). It is looked for in the working folder and among installed packages."""
     messages_column: Annotated[str, Mark.EXAMPLES] = "messages"
-    """Column of a conversation, a list of objects with `role` and `content` (`sft`). A row that has it goes through the
-    tokenizer's chat template, and any other through the templates above."""
+    """Column of a conversation, a list of objects with `role` and `content`, or ShareGPT's with `from` and `value`
+    (`sft`). A row that has it goes through the tokenizer's chat template, and any other through the templates above,
+    but for one that lacks their columns and has `conversations`. A turn of the assistant with a `weight` (`train`,
+    `trainable`) of 0 is read and not learnt."""
     tools_column: Annotated[str, Mark.EXAMPLES] = "tools"
     """Column of the tools that a conversation may use, a list of JSON schemas (`sft`)."""
+    weight_column: Annotated[str | None, Mark.EXAMPLES] = "weight"
+    """Column that says of a row whether it is learnt: 0 leaves it out, 1 or nothing does not (`sft`). None: no column
+    says that; nor does one that a template reads."""
     chat_targets: Annotated[Literal["last", "every"], Mark.EXAMPLES] = "last"
     """Turns of the assistant that are learnt: the last one, or every one, each an example (`sft`)."""
     on_long_row: Annotated[Literal["stop", "skip", "truncate"], Mark.EXAMPLES] = "stop"

@@ -22,7 +22,11 @@ from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import BadRow, OpenSource, Row, Split, all_rows
 from ds_encdec.launch.disk import atomic_file
-from ds_encdec.types import TASKS, Batch, DataError, Example
+from ds_encdec.quantities import count
+from ds_encdec.types import Batch, DataError, Example
+
+_FORMAT = 2
+"""Of the files that keep the examples, and of what examples are made of rows: raised where either changes."""
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +44,15 @@ def evaluation_examples(
 
     They are kept in `cache_folder`, or read from it if they are there, by the name of all that they depend on.
     """
-    kept = cache_folder and cache_folder / f"examples-{digest([facts, num_examples])}.npz"
+    kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.npz"
     if kept and kept.exists():
         return _read_examples(kept)
     if kept:
         logger.info("building the evaluation set (cached in %s)", kept)
     examples = list(islice(held_out_examples(pipeline, own), num_examples))
     if not examples:
+        if told := _why_none(pipeline, own):
+            raise DataError(told)
         raise DataError(
             "there is no example in the files or the split to evaluate on (data.eval_files, data.eval_split)"
             if own
@@ -56,6 +62,25 @@ def evaluation_examples(
     if kept:
         _write_examples(kept, examples)
     return examples
+
+
+def _why_none(pipeline: LanePipeline, own: Sequence[OpenSource]) -> str | None:
+    """Say why no document of the split gives an example; None where it has no document."""
+    maker, sources = pipeline.maker.of_evaluation(), own or pipeline.sources
+    documents, long = 0, 0
+    for document, ids in usable_documents(split_rows(sources, "validation", maker), pipeline.bad_row_limit):
+        documents += 1
+        long += any(made.is_long for made in maker.examples(ids, document.key, 0))
+    if not documents:
+        return None
+    too_long = (
+        f"{long} of them too long for data.max_encoder_length or data.max_decoder_length. Raise these, or set "
+        "data.on_long_row=truncate"
+    )
+    others = "they are empty, or of weight 0. Name other files, or turn evaluation off with training.eval_samples=0"
+    return f"there is nothing to evaluate on: {count(documents, 'document')}, and an example of none; " + (
+        too_long if long else others
+    )
 
 
 def pack_examples(
@@ -131,7 +156,6 @@ def weighed_size(opened: OpenSource, maker: ExampleMaker, ids: Any | BadRow) -> 
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:
     """Write one .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = list(TASKS)
     with atomic_file(path) as file:
         np.savez(
             file,
@@ -139,7 +163,7 @@ def _write_examples(path: Path, examples: Sequence[Example]) -> None:
             encoder_lengths=np.array([len(example.encoder_ids) for example in examples]),
             decoder_ids=np.concatenate([example.decoder_ids for example in examples]),
             decoder_lengths=np.array([len(example.decoder_ids) for example in examples]),
-            denoisers=np.array([names.index(example.denoiser) for example in examples]),
+            denoisers=np.array([example.denoiser for example in examples]),
             documents=np.array([example.document for example in examples]),
         )
 
@@ -154,6 +178,5 @@ def _read_examples(path: Path) -> list[Example]:
     encoder_ids, decoder_ids = (
         np.split(arrays[f"{side}_ids"], np.cumsum(arrays[f"{side}_lengths"])[:-1]) for side in ("encoder", "decoder")
     )
-    denoisers = np.array(list(TASKS))[arrays["denoisers"]].tolist()
-    columns = (encoder_ids, decoder_ids, denoisers, arrays["documents"].tolist())
+    columns = (encoder_ids, decoder_ids, arrays["denoisers"].tolist(), arrays["documents"].tolist())
     return [Example(*row) for row in zip(*columns, strict=True)]

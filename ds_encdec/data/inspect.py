@@ -120,7 +120,9 @@ def inspect_data(
         batches += 1
     read = [lane(number).record for number in range(min(batches, pipeline.num_lanes))]
     long = sum(sum(record.get("long_rows", [])) for record in read)
-    statistics, examples = _statistics(pipeline, batches, made) | {"long_rows": long}, made[:num_examples]
+    skipped = sum(record["skipped_documents"] for record in read)
+    counted = {"long_rows": long, "skipped_documents": skipped}
+    statistics, examples = _statistics(pipeline, batches, made) | counted, made[:num_examples]
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
         rows = [{name: getattr(example, name) for name in fields} for example in examples]
@@ -144,6 +146,7 @@ def inspect_data(
     lines.append("             examples   share   by weight")
     for (name, drawn), weight in zip(statistics["denoisers"].items(), weights, strict=True):
         lines.append(f"{name:<10}{drawn:11,}{drawn / statistics['examples']:8.1%}{weight / sum(weights):12.1%}")
+    lines += [f"{count(skipped, 'document')} that were read gave no example"] if skipped else []
     return "\n".join([*lines, *([f"{long} examples that were read were too long"] if long else [])])
 
 

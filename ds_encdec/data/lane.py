@@ -42,6 +42,7 @@ from ds_encdec.data.sources import (
     Reference,
     Row,
     bad_rows_of,
+    changed_since,
     check_bad_rows,
 )
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
@@ -163,10 +164,13 @@ class Lane:
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
-        made = chain.from_iterable(
-            self._cut(*self._fetch(*place), chunks, again=True) for place, chunks in wanted.items()
-        )
+        read = {place: self._fetch(*place) for place in wanted}
+        made = chain.from_iterable(self._cut(*read[place], chunks, again=True) for place, chunks in wanted.items())
         entries = {entry.item.origin: entry for entry in made}
+        for origin in origins:
+            if origin not in entries:
+                located, _ = read[origin.reference, origin.epoch]
+                raise changed_since(f"example {origin.chunk} of {located.document.key}")
         return [
             dataclasses.replace(entries[origin], waited_batches=waited)
             for origin, (*_, waited) in zip(origins, waiting, strict=True)

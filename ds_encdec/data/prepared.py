@@ -42,6 +42,8 @@ from ds_encdec.source_kinds import HUB, PYTHON, local_kind
 from ds_encdec.types import DataError, Document
 
 INDEX = "index.json"
+_FORMAT = 2
+"""Of the folder, and of what is made of rows: raised where either changes. 2: turns and rows have weights."""
 _CHECKED_BYTES = 1 << 12
 """Bytes at either end of a shard that are compared when it is opened, with its size."""
 
@@ -140,7 +142,7 @@ def prepared_folder(data: DataConfig) -> Path:
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
     """The facts that decide a source's rows and token ids: JSON-able, by the names of fields where they are some."""
     objective, vocabulary = OBJECTIVES[data.objective], maker.vocabulary
-    facts: dict[str, Any] = {"data.objective": data.objective}
+    facts: dict[str, Any] = {"data.objective": data.objective, "the format of prepared data": _FORMAT}
     facts |= {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
     facts |= {f"data.{name}": getattr(data, name) for name in objective.read_fields}
     if "seed" in (local_kind(entry.dataset_name) or HUB).needs:

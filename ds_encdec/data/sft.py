@@ -25,10 +25,12 @@ import numpy as np
 
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.conversations import UnusableError as _UnusableError
+from ds_encdec.data.conversations import is_learnt, read_turn
 from ds_encdec.data.examples import ALL, Made
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
-from ds_encdec.objectives import template_parts
+from ds_encdec.objectives import columns_by_field, conversation_column, template_parts
 from ds_encdec.types import ConfigError, DataError, Document, Example
 
 if TYPE_CHECKING:
@@ -46,10 +48,6 @@ _PLAIN = (str, int, float, decimal.Decimal, datetime.date, datetime.time)
 """Types of values that are written into a template as `str` writes them."""
 
 _TASK = "SFT"
-
-
-class _UnusableError(ValueError):
-    """No example can be made of a record; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +107,10 @@ class PairMaker:
     def barren(self) -> str:
         """Rows that are left out or bad, and those that are not trained on."""
         data = self.data
+        made_nothing = "" if data.converter is None else ", made into nothing by data.converter"
         return (
-            f"held out, not readable{'' if data.converter is None else ', made into nothing by data.converter'}, or "
-            f"above data.max_encoder_length={data.max_encoder_length} or "
+            f"held out, not readable, of weight 0{made_nothing}, or above "
+            f"data.max_encoder_length={data.max_encoder_length} or "
             f"data.max_decoder_length={data.max_decoder_length} with data.on_long_row={data.on_long_row}. Check these "
             "and data.train_split_ratio"
         )
@@ -189,6 +188,12 @@ class PairMaker:
         return [template_parts(template) for template in (self.data.input_template, self.data.output_template)]
 
     @cached_property
+    def _weight_column(self) -> str | None:
+        """The column of the rows' weights; None where a template reads it, which makes it one like any other."""
+        is_field = self.data.weight_column in columns_by_field(self.data).values()
+        return None if is_field else self.data.weight_column
+
+    @cached_property
     def _special(self) -> re.Pattern[str]:
         """Any special token, the longest first; a group, so that `split` keeps them."""
         tokens = sorted(map(re.escape, self.special_ids), key=len, reverse=True)
@@ -248,20 +253,32 @@ class PairMaker:
         return made
 
     def _texts(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Inputs and outputs of a record."""
-        messages = record.get(self.data.messages_column)
+        """Inputs and outputs of a record; none of one whose weight is 0."""
+        weight = None if self._weight_column is None else record.get(self._weight_column)
+        if weight is not None and not self._is_learnt(weight):
+            return
+        column = conversation_column(self.data, record)
+        messages = None if column is None else record.get(column)
         if messages is None:
             given, wanted = (self._filled(parts, record) for parts in self._templates)
             fields = [self._value(record, name) for _, name in self._templates[1] if name is not None]
             yield _both(given, wanted if any(field.strip() for field in fields) else "")
         elif self.chat is None:
             raise ConfigError(
-                f"data.messages_column={self.data.messages_column}: the rows are conversations, and the tokenizer has "
+                f"data.messages_column={column}: the rows are conversations, and the tokenizer has "
                 "no chat template. Name one that has (model.tokenizer_name_or_path), or another column for rows of "
                 "fields"
             )
         else:
             yield from self._turns(self.chat, _list(messages, "messages"), record)
+
+    def _is_learnt(self, weight: Any) -> bool:
+        try:
+            return is_learnt(weight, f"its {self._weight_column}")
+        except _UnusableError as error:
+            raise _UnusableError(
+                f"{error}. Where that column is no weight in training, set data.weight_column=null"
+            ) from error
 
     def _filled(self, parts: list[tuple[str, str | None]], record: Mapping[str, Any]) -> str:
         return "".join(
@@ -290,23 +307,24 @@ class PairMaker:
         return str(value)
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """The conversation up to the last turn of the assistant, or to each, and what that one says.
+        """The conversation up to the last turn of the assistant that is learnt, or to each, and what that one says.
 
-        Of every turn, one that opens the conversation or is empty is passed over, unless nothing would be left.
+        Of every turn, one that opens the conversation or is empty is passed over, unless nothing would be left. There
+        are none where no turn is learnt.
         """
         tools = record.get(self.data.tools_column)
         tools = None if tools is None else self._break(_list(tools, "tools"))
-        if not all(isinstance(message, Mapping) and "role" in message for message in messages):
-            raise _UnusableError("its messages are no objects with a role each")
-        # Tables fill in null where a message has no such field.
-        said = [{name: part for name, part in self._break(one).items() if part is not None} for one in messages]
+        said, learnt = zip(*map(read_turn, map(self._break, messages)), strict=True) if messages else ((), ())
         turns = [number for number, message in enumerate(said) if message["role"] == "assistant"]
         if not turns:
             raise _UnusableError("its messages have no turn of the assistant")
+        turns = [turn for turn in turns if learnt[turn]]
+        if not turns:
+            return
         pairs = []
         for number in [turn for turn in turns if turn] or turns if self.data.chat_targets == "every" else turns[-1:]:
-            prompt = chat.render(said[:number], tools or None, is_prompt=True)
-            whole = chat.render(said[: number + 1], tools or None, is_prompt=False)
+            prompt = chat.render([*said[:number]], tools or None, is_prompt=True)
+            whole = chat.render([*said[: number + 1]], tools or None, is_prompt=False)
             content = said[number].get("content")
             target = whole.removeprefix(prompt) if whole.startswith(prompt) else content
             pairs.append((prompt, self._ending.sub("", target) if isinstance(target, str) else ""))

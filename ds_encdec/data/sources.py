@@ -249,6 +249,14 @@ class LaneShare:
         )
 
 
+def changed_since(what: str) -> DataError:
+    """The error for something that a record refers to and its file does not hold any more."""
+    return DataError(
+        f"{what} is not there any more: the file has changed since the checkpoint was made. Restore the file, or begin "
+        "a new run"
+    )
+
+
 class Located(NamedTuple):
     """A document (or a bad row), where it can be found again, and the pass over its source in which it was read."""
 
@@ -283,7 +291,9 @@ class MapReader:
         return Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
 
     def fetch(self, reference: Reference) -> Row:
-        """Document number `reference[0]`."""
+        """Document number `reference[0]`. Raises DataError where the source has become shorter."""
+        if reference[0] >= len(self._source):
+            raise changed_since(f"document {reference[0]} behind {self._source.key(len(self._source) - 1)}")
         return self._source.document(reference[0])
 
 
@@ -323,9 +333,13 @@ class StreamReader:
         return Located(document, reference, self.position["epoch"])
 
     def fetch(self, reference: Reference) -> Row:
-        """Row `reference[1]` of unit `reference[0]`."""
+        """Row `reference[1]` of unit `reference[0]`. Raises DataError where the unit has become shorter."""
         held, (unit, row) = dict(self._current_window()), reference
-        return held[reference] if reference in held else next(self._source.documents(unit, row))
+        found = held.get(reference) or next(self._source.documents(unit, row), None)
+        if found is None:
+            first = next(self._source.documents(unit, 0), None) if unit < self._source.num_units else None
+            raise changed_since(f"row {row} of unit {unit} ({'empty' if first is None else f'from {first.key} on'})")
+        return found
 
     def _current_window(self) -> list[tuple[Reference, Row]]:
         """The documents of the current window in its order, read at its first use."""

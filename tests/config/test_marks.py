@@ -10,10 +10,8 @@ from ds_encdec.config.schema import Mark, marked
 DATA = "max_seq_length max_encoder_length max_decoder_length ul2_task_weights use_mode_tokens shuffle_buffer_size "
 DATA += "max_examples_per_micro_batch packing_pool_examples packing_max_wait_batches eval_fraction"
 EXAMPLES = "eval_fraction max_seq_length max_encoder_length max_decoder_length use_mode_tokens "
-EXAMPLES += (
-    "input_template output_template field_mapping converter messages_column tools_column chat_targets on_long_row "
-)
-EXAMPLES += "train_split_ratio val_test_split_ratio"
+EXAMPLES += "input_template output_template field_mapping converter messages_column tools_column weight_column "
+EXAMPLES += "chat_targets on_long_row train_split_ratio val_test_split_ratio"
 UNTRAINED = "gradient_accumulation_steps per_device_eval_batch_size eval_steps eval_samples save_steps "
 UNTRAINED += "eval_generate_samples generation_max_new_tokens generation_num_beams save_strategy "
 UNTRAINED += "load_best_model_at_end export_at_end callbacks "

@@ -14,12 +14,13 @@ import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.data import evaluation
 from ds_encdec.data.chunks import reconstruct
 from ds_encdec.data.evaluation import held_out_examples
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.sources import held_out_hash
 from ds_encdec.data.tables import ParquetFiles
-from ds_encdec.types import Batch, CheckpointError, DataError
+from ds_encdec.types import TASKS, Batch, CheckpointError, DataError
 
 
 @pytest.fixture
@@ -128,6 +129,15 @@ def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path)
     write_json_lines(Path(path), texts(300))
     with pytest.raises(DataError, match=r"\.npz: cannot be read .* Delete it"):
         make_data(config, evaluation_cache=folder)
+
+
+def test_a_denoiser_that_is_new_relabels_no_example_that_is_kept(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make_data(evaluation_config(path), evaluation_cache=tmp_path / "evaluation").eval_examples()
+    (file,) = (tmp_path / "evaluation").iterdir()
+    monkeypatch.setattr(evaluation, "TASKS", ("X3", *TASKS), raising=False)  # the table, as whoever reads it has it
+    assert [one.denoiser for one in evaluation._read_examples(file)] == [one.denoiser for one in made]
 
 
 def test_other_settings_have_other_evaluation_examples(path: str, tmp_path: Path) -> None:

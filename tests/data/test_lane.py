@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +14,7 @@ import pytest
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.build import open_sources
 from ds_encdec.data.chunks import reconstruct
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.local_files import JsonLines
@@ -205,3 +208,24 @@ def test_text_that_spells_sentinels_is_only_text(tmp_path: Path) -> None:
         assert np.isin(example.encoder_ids, vocabulary.sentinel_ids).sum() == (
             np.isin(example.decoder_ids, vocabulary.sentinel_ids).sum()
         )
+
+
+def test_a_file_that_changed_in_its_middle_is_named(tmp_path: Path) -> None:
+    """At the same size and with the same ends, which is all that the fingerprint looks at."""
+    for kind in ("json", "parquet"):
+        documents = texts(60, median_characters=300)
+        folder = tmp_path / kind
+        folder.mkdir()
+        path = folder / "data"
+        write = write_json_lines if kind == "json" else partial(write_parquet, row_group_size=60)
+        write(path, documents)
+        config = make_config(dataset_name=kind, data_files=str(path), eval_fraction=0.0, training={"eval_samples": 0})
+        pipeline = make_data(config, num_lanes=1).pipeline
+        lane = Lane(pipeline, 0)
+        next(lane)
+        record = json.loads(json.dumps(lane.record))
+        assert record["waiting"]
+        write(path, ["" for _ in documents] if kind == "json" else documents[:1])
+        changed = dataclasses.replace(pipeline, sources=open_sources(config.data, 0, pipeline.maker, 1, {}))
+        with pytest.raises(DataError, match=r"data:\d.* is not there any more: the file has changed since"):
+            next(Lane(changed, 0, record))

@@ -168,6 +168,18 @@ def test_pairs_of_all_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
+def test_a_folder_of_an_earlier_format_is_refused(tmp_path: Path, lines: Path) -> None:
+    out = tmp_path / "out"
+    config = prepared(out, settings(lines))
+    index = out / "source-0" / "index.json"
+    facts = json.loads(index.read_text())
+    del facts["made_from"]["the format of prepared data"]  # as it was before there was one
+    index.write_text(json.dumps(facts))
+    with pytest.raises(DataError, match=r"the format of prepared data: None there, 2 now.*delete the folder"):
+        make_data(config)
+
+
+@pytest.mark.usefixtures("in_this_process")
 def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "PART_ROWS", 100)
     out = tmp_path / "out"

@@ -19,7 +19,8 @@ from data_parts import byte_tokenizer, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.first_rows import unusable_rows
+from ds_encdec.config.schema import FullConfig, ModelConfig, load_config
 from ds_encdec.data.build import TrainingData, build_data, open_sources
 from ds_encdec.data.builtin_corpus import BuiltinTask
 from ds_encdec.data.fingerprint import usable_records
@@ -213,6 +214,107 @@ def test_of_every_turn_those_that_nothing_can_be_learnt_from_are_passed_over() -
         row = maker.read(Document("k", "", record=said(*turns)))
         assert isinstance(row, BadRow)
         assert problem in row.problem
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def test_turns_and_rows_of_weight_0_are_not_learnt() -> None:
+    def learnt(*messages: dict[str, Any], every: bool = True, **row: Any) -> list[str]:
+        fields = {"chat_targets": "every" if every else "last"}
+        return [wanted for _, wanted in texts_of(maker_of(**fields), {"messages": [*messages], **row})]
+
+    user, first, last = turn("user", "u", weight=1), turn("assistant", "A"), turn("assistant", "B")
+    assert learnt(user, first, user, last) == ["A" + EOS, "B" + EOS]
+    for no in ({"weight": 0}, {"weight": 0.0}, {"train": False}, {"trainable": 0}, {"weight": 1, "train": "false"}):
+        assert learnt(user, first, user, last | no) == learnt(user, first, user, last | no, every=False) == ["A" + EOS]
+        assert learnt(user, first | no, user, last) == ["B" + EOS]
+        assert learnt(user, first | no, user, last | no) == []
+    for yes in ({"weight": 1}, {"weight": None}, {"train": True}, {"trainable": "1"}):
+        assert learnt(user, first, user, last | yes, every=False) == ["B" + EOS]
+    assert learnt(user, first, weight=0) == learnt(user, first, weight="0") == learnt(user, first, weight=False) == []
+    assert learnt(user, first, weight=None) == learnt(user, first, weight=1.0) == learnt(user, first, weight="") != []
+    (whole,) = texts_of(maker_of(), {"messages": [user, first | {"weight": 0}, user, last]})
+    assert "A" in whole[0]  # it is read
+
+    fields = {"instruction": "a", "input": "b", "output": "c"}
+    assert texts_of(maker_of(), {**fields, "weight": 0}) == []
+    assert texts_of(maker_of(weight_column=None), {**fields, "weight": 0}) != []
+    assert texts_of(maker_of(weight_column="keep"), {**fields, "keep": 0, "weight": 0.3}) == []
+    read = maker_of(input_template="{weight}").read(Document("k", "", record={**fields, "weight": 70.5}))
+    assert not isinstance(read, BadRow)  # a field like any other
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (
+            {"messages": [turn("user", "u"), turn("assistant", "A", weight=0.5)]},
+            "`weight` of a turn is 0.5; needed is 0",
+        ),
+        ({"messages": [turn("user", "u"), turn("assistant", "A", train="no")]}, "`train` of a turn is 'no'"),
+        (
+            {"messages": [turn("user", "u"), turn("assistant", "A")], "weight": 2},
+            "its weight is 2;.*weight_column=null",
+        ),
+        ({"conversations": [{"from": "narrator", "value": "u"}]}, "a turn is from 'narrator'; known are human, user"),
+        (
+            {"conversations": [{"who": "gpt", "text": "u"}]},
+            "no objects with a role each; .* or ShareGPT's `from` and `value`",
+        ),
+    ],
+)
+def test_a_weight_or_a_speaker_that_is_unknown_makes_a_bad_row(record: dict[str, Any], problem: str) -> None:
+    row = maker_of().read(Document("k", "", record=record))
+    assert isinstance(row, BadRow)
+    assert re.search(problem, row.problem), row.problem
+
+
+def test_sharegpt_rows_are_read_as_they_are(tmp_path: Path) -> None:
+    said = [("system", "be kind"), ("human", "u"), ("gpt", "A"), ("human", "v"), ("gpt", "B")]
+    theirs = {"conversations": [{"from": speaker, "value": text} for speaker, text in said], "id": "x"}
+    roles = {"human": "user", "gpt": "assistant"}
+    ours = {"messages": [turn(roles.get(speaker, speaker), text) for speaker, text in said]}
+    expected = texts_of(maker_of(chat_targets="every"), ours)
+    assert texts_of(maker_of(chat_targets="every"), theirs) == expected
+    assert texts_of(maker_of(chat_targets="every", messages_column="conversations"), theirs) == expected
+    theirs["conversations"][2]["weight"] = 0
+    assert texts_of(maker_of(chat_targets="every"), theirs) == expected[1:]
+    call = {"name": "add", "arguments": {"a": 1}}
+    tools = [("human", "u"), ("function_call", json.dumps(call)), ("observation", "3"), ("gpt", "three")]
+    (last,) = texts_of(maker_of(), {"conversations": [{"from": one, "value": text} for one, text in tools]})
+    assert f"<call>{json.dumps([{'type': 'function', 'function': call}])}{EOS}\n# tool\n3" in last[0]
+
+    # Rows that fill the templates are none of a conversation, and validate sees the same.
+    fields = {"instruction": "a", "input": "b", "output": "c"}
+    assert texts_of(maker_of(), {**theirs, **fields}) == texts_of(maker_of(), fields)
+    config = sft_config(write(tmp_path / "a.jsonl", [theirs]), train_split_ratio=1.0, training={"eval_samples": 0})
+    (found,) = unusable_rows(config.data, ModelConfig(tokenizer_name_or_path="builtin"))
+    assert "the builtin tokenizer has no chat template" in found.message
+
+
+def test_rows_of_weight_0_are_left_out_and_counted_also_of_tables(tmp_path: Path) -> None:
+    rows = [{"instruction": "a", "input": "b", "output": f"c {i}", "weight": i % 2} for i in range(60)]
+    kept = {"train_split_ratio": 1.0, "training": {"eval_samples": 0}}
+    for place in (as_parquet(tmp_path, rows), save_to_disk(tmp_path / "saved", rows)):
+        data = data_of(sft_config("", **{**place, **kept}), num_lanes=1)
+        seen = set()
+        while data.loader.epoch < 2:
+            seen |= {key for batch in next(data.loader) for key in batch.documents}
+        assert len(seen) == 30
+        assert data.loader.state()[0]["skipped_documents"] >= 30
+
+
+def test_where_all_rows_to_evaluate_on_are_too_long_that_is_said(tmp_path: Path) -> None:
+    config = sft_config(
+        write(tmp_path / "a.jsonl", ROWS),
+        eval_files=write(tmp_path / "long.jsonl", [{"instruction": "a", "input": "b", "output": "x" * 100}] * 3),
+        on_long_row="skip",
+        training={"eval_samples": 5},
+    )
+    with pytest.raises(DataError, match=r"3 documents, and an example of none; 3 of them too long .*on_long_row=trunc"):
+        data_of(config).eval_examples()
 
 
 def flat(batches: list[Any]) -> list[Any]:

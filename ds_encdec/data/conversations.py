@@ -1,0 +1,70 @@
+"""Conversations as data sets write them: the turns of a row with their roles, and which of them are to be learnt.
+
+Turns are objects with `role` and `content`, or ShareGPT's with `from` and `value`. A turn or a row may have a weight of
+0 or 1. With 0 it is never learnt; a turn is still read by the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+TURN_WEIGHTS = ("weight", "train", "trainable")
+"""Names under which data sets say of a turn whether it is learnt."""
+
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
+    "function_call": "assistant",
+    **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
+    "system": "system",
+}
+"""The role of each speaker in ShareGPT's form."""
+
+_WEIGHTS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True, "": True, "none": True}
+"""Whether something is learnt, by its weight in letters. What has none is."""
+
+
+class UnusableError(ValueError):
+    """No example can be made of a record; the message says why."""
+
+
+def is_learnt(weight: Any, what: str) -> bool:
+    """Return whether something of this weight, null for none, is learnt. Raises `UnusableError` naming `what`."""
+    written = str(weight).strip().lower()
+    if written not in _WEIGHTS:
+        raise UnusableError(f"{what} is {weight!r:.80}; needed is 0 (not learnt) or 1")
+    return _WEIGHTS[written]
+
+
+def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
+    """A turn with a `role`, without weights and fields that hold nothing, and whether it is learnt.
+
+    Raises `UnusableError`.
+    """
+    # Tables fill in null where a message has no such field.
+    turn = {name: part for name, part in message.items() if part is not None} if isinstance(message, Mapping) else {}
+    weights = [is_learnt(turn.pop(name), f"`{name}` of a turn") for name in TURN_WEIGHTS if name in turn]
+    if "role" not in turn and {"from", "value"} <= turn.keys():
+        turn = _from_sharegpt(str(turn["from"]), turn["value"])
+    if "role" not in turn:
+        raise UnusableError(
+            "its messages are no objects with a role each; needed are `role` and `content`, or ShareGPT's `from` and "
+            "`value`"
+        )
+    return turn, all(weights)
+
+
+def _from_sharegpt(speaker: str, said: Any) -> dict[str, Any]:
+    role = _ROLES.get(speaker.lower())
+    if role is None:
+        raise UnusableError(f"a turn is from {speaker!r:.80}; known are {', '.join(_ROLES)}")
+    if speaker.lower() == "function_call":
+        try:
+            call = json.loads(said)
+        except (TypeError, ValueError):
+            call = None
+        if isinstance(call, dict) and "name" in call:
+            return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    return {"role": role, "content": said}
