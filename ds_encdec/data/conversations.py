@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 TURN_WEIGHTS = ("weight", "train", "trainable")
-"""Names under which data sets say of a turn whether it is learnt."""
+"""The names under which data sets say of a turn whether it is learnt."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -23,11 +23,11 @@ _ROLES = {
 """The role of each speaker in ShareGPT's form."""
 
 _WEIGHTS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True, "": True, "none": True}
-"""Whether something is learnt, by its weight in letters. What has none is."""
+"""A weight as it is written, and if what has it is learnt; what has none is."""
 
 
 class UnusableError(ValueError):
-    """No example can be made of a record; the message says why."""
+    """An example cannot be made of a record; the message says why."""
 
 
 def is_learnt(weight: Any, what: str) -> bool:

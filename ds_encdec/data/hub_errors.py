@@ -102,7 +102,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def _reason(error: BaseException) -> str:
-    """What is wrong, in one line: the cause where `datasets` names none."""
+    """The reason of an error in one line: the cause where `datasets` names none."""
     cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
     told = error if cause is None else cause
     return f"{type(told).__name__}: {' '.join(str(told).split()):.600}"

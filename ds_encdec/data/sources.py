@@ -166,7 +166,7 @@ def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | No
 
 
 _UNREADABLE = (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError)
-"""What libraries raise for a value of a table that Python cannot hold: a date of the year 300000, an unknown zone."""
+"""The errors that libraries raise for a value of a table that Python cannot hold: a date of the year 300000, an unknown zone."""
 
 
 def _unreadable(error: Exception) -> str:
