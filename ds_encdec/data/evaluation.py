@@ -26,7 +26,7 @@ from ds_encdec.quantities import count
 from ds_encdec.types import Batch, DataError, Example
 
 _FORMAT = 2
-"""The version of the files that keep the examples, and of what examples are made of rows: raised where either changes."""
+"""The version of the kept files, and of what examples are made of rows: raised where either changes."""
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,8 @@ from ds_encdec.types import DataError, Document
 
 INDEX = "index.json"
 _FORMAT = 2
-"""The version of the folder, and of what is made of rows: raised where either changes. 2: turns and rows have weights."""
+"""The version of the folder, and of what is made of rows: raised where either changes.
+2: turns and rows have weights."""
 _CHECKED_BYTES = 1 << 12
 """Bytes at either end of a shard that are compared when it is opened, with its size."""
 

@@ -166,7 +166,7 @@ def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | No
 
 
 _UNREADABLE = (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError)
-"""The errors that libraries raise for a value of a table that Python cannot hold: a date of the year 300000, an unknown zone."""
+"""The errors of libraries for a value that Python cannot hold: a date of the year 300000, an unknown time zone."""
 
 
 def _unreadable(error: Exception) -> str:
