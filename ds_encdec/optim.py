@@ -25,13 +25,13 @@ from ds_encdec.plugins import load_plugin
 from ds_encdec.types import is_hidden_matrix
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, optimizer: str = "adamw") -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, weight_decay: float, *, matrices_apart: bool = False) -> list[dict[str, Any]]:
     """Two optimizer groups, with and without weight decay, for `torch.optim` and DeepSpeed alike.
 
     Decided by the module a parameter belongs to and by its name, never by its shape: under ZeRO-3 every
     parameter has shape [0] until it is gathered. Each parameter appears once, also when modules share
-    it; frozen ones do not appear, nor does an empty group. Embeddings decay. For `muon` a third group, with `is_muon`,
-    has the hidden matrices, which the first then lacks.
+    it; frozen ones do not appear, nor does an empty group. Embeddings decay. With
+    `matrices_apart` a third group, with `is_matrix`, has the hidden matrices, which the first then lacks.
     """
     decays: dict[nn.Parameter, bool] = {}
     hidden: set[nn.Parameter] = set()
@@ -40,12 +40,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, optimizer: str = "ad
             if parameter.requires_grad:
                 # Norms are found by class name: every family brings its own RMSNorm, and these share no base class.
                 decays.setdefault(parameter, not type(module).__name__.endswith("Norm") and name != "bias")
-                if optimizer == "muon" and is_hidden_matrix(f"{path}.{name}"):
+                if matrices_apart and is_hidden_matrix(f"{path}.{name}"):
                     hidden.add(parameter)
     kinds = (
         ({"weight_decay": weight_decay}, [one for one, found in decays.items() if found and one not in hidden]),
         ({"weight_decay": 0.0}, [one for one, found in decays.items() if not found]),
-        ({"weight_decay": weight_decay, "is_muon": True}, [one for one in decays if one in hidden]),
+        ({"weight_decay": weight_decay, "is_matrix": True}, [one for one in decays if one in hidden]),
     )
     return [{"params": parameters, **settings} for settings, parameters in kinds if parameters]
 

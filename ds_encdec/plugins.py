@@ -74,6 +74,17 @@ def _which(module: str) -> str:
     return f"; {module} is {found}, and {file} is hidden by it: give that another name"
 
 
+def whose_fault(error: BaseException) -> str:
+    """`TypeError: what it says (file.py:12)`: an error of the user's code, and the last line of it that was running."""
+    from traceback import extract_tb
+
+    ours = os.path.dirname(__file__) + os.sep
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    theirs = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
 def code_digest(field: str, name: str, found: Any) -> str:
     """A digest of the file that defines `found`, so that a change of it is noticed. Raises ConfigError without one."""
     import hashlib

@@ -285,7 +285,7 @@ StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 """The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
 
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
-"""Both of what AdamW steps; the first alone of a hidden matrix under Muon."""
+"""All that optimizers may keep: AdamW has both, Muon the first alone of a hidden matrix."""
 
 
 def is_hidden_matrix(name: str) -> bool:

@@ -35,7 +35,7 @@ LAYERS = (
     ("tokenizer",),
     ("launch", "config"),
     ("text_metrics", "terminal"),
-    ("plugins", "arguments"),
+    ("plugins", "arguments", "optimizers"),
     ("foreign_places",),
     ("engines", "types"),
     ("objectives",),

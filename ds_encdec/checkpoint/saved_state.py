@@ -80,9 +80,10 @@ class FragmentedState:
     def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """See types.SavedState."""
         fragments = self._fragments.get(f"{kind}.{name}")
-        if fragments is None and f"{MOMENTS[0]}.{name}" in self._fragments:
+        if fragments is None and kind in MOMENTS and name in self.shapes:
             raise CheckpointError(
-                f"{self._folder} has no {kind} of {name}, which Muon has stepped: go on with training.optimizer=muon."
+                f"{self._folder} has no {kind} of {name}, which its optimizer does not keep. Go on with that run's "
+                "training.optimizer."
             )
         if fragments is None:
             raise CheckpointError(

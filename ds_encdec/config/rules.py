@@ -20,6 +20,7 @@ from ds_encdec.config.training_sections import InfraConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
 from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.optimizers import OPTIMIZERS, row_of
 
 NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""
@@ -130,10 +131,11 @@ def _training(config: Sections) -> Iterable[Rule]:
         f"the alias must agree: this is activation_checkpointing={meant}",
         alias is not None and meant != training.activation_checkpointing,
     )
+    optimizer = row_of(training.optimizer)
     yield Rule(
         "training.optimizer model.lora",
         "Muon steps matrices of the model itself, not adapters beside them: set training.optimizer=adamw",
-        training.optimizer == "muon" and config.model.lora is not None,
+        optimizer.matrix_moments is not None and config.model.lora is not None,
     )
     yield Rule(
         "training.freeze model.lora",
@@ -236,11 +238,18 @@ def deepspeed_lacks(config: Sections) -> Iterable[Rule]:
         "compiled so: set torch_compile=auto, sharding_stage=zero2 or lower, or distributed_type=fsdp",
         training.torch_compile is True and infra.sharding_stage.startswith("zero3") and by_module,
     )
+    refusal = row_of(training.optimizer).not_deepspeeds
+    yield Rule(f"training.optimizer {engine}", refusal, bool(refusal))
+    is_users = training.optimizer not in OPTIMIZERS
     yield Rule(
-        f"training.optimizer {engine}",
-        "DeepSpeed's Muon orthogonalizes gradients before their norm is taken, so that clipping and monitors would act "
-        "on other numbers: set distributed_type=fsdp or ddp, or optimizer=adamw",
-        training.optimizer == "muon",
+        "training.optimizer infra.deepspeed_extra.optimizer",
+        "two optimizers: remove one of the two",
+        is_users and "optimizer" in infra.deepspeed_extra,
+    )
+    yield Rule(
+        f"training.optimizer infra.offload_optimizer {engine}",
+        "DeepSpeed swaps the states of AdamW alone to a disk: set offload_optimizer=cpu or none, or optimizer=adamw",
+        is_users and infra.offload_optimizer == "nvme",
     )
     yield Rule(
         f"infra.fsdp_reduce_every_micro_batch {engine}",

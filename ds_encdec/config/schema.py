@@ -36,6 +36,7 @@ from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedu
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
 from ds_encdec.file_patterns import named_files, no_file_matches
+from ds_encdec.optimizers import OPTIMIZERS, tried
 from ds_encdec.plugins import load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
@@ -243,6 +244,8 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
     for field, name in {**sources, "data.eval_dataset_name": data.eval_dataset_name or ""}.items():
         if name.startswith(PYTHON):
             yield field, partial(load_plugin, field, name)
+    if training.optimizer not in OPTIMIZERS:
+        yield "training.optimizer", partial(tried, training.optimizer, training.optimizer_args)
     builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
     for field, names, kind in (
         ("training.report_to", training.report_to, "sinks"),

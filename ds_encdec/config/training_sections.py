@@ -22,6 +22,7 @@ from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.sections import Mark, Section, words
 from ds_encdec.config.settings import Conflict, Rule, closest, join
 from ds_encdec.engines import DistributedType
+from ds_encdec.optimizers import OPTIMIZERS
 from ds_encdec.plugins import installed, unknown
 from ds_encdec.text_metrics import FIGURES
 from ds_encdec.types import ConfigError
@@ -87,9 +88,11 @@ class TrainingConfig(Section):
     """Peak learning rate."""
     weight_decay: Annotated[float, Mark.TUNABLE] = Field(default=0.01, ge=0, le=10_000)
     """Decoupled weight decay of matrices; norms and biases have none."""
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "muon"] | str = "adamw"
     """`muon` (FSDP2 and DDP): the matrices of the layers step by their orthogonalized momentum, at AdamW's learning
-    rates; embedding, output layer and norms by AdamW."""
+    rates; embedding, output layer and norms by AdamW. `module:name`: one of your own (docs/library.md)."""
+    optimizer_args: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Arguments by name for an optimizer of your own, beside the groups of parameters and `lr`."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon's decay of a matrix's momentum."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
@@ -299,6 +302,12 @@ class TrainingConfig(Section):
         both = self.warmup_ratio is not None and "warmup_steps" in self.model_fields_set
         yield Rule("warmup_ratio warmup_steps", "the warm-up twice: remove one of the two, or set it to null", both)
         yield _plugin_rule("lr_scheduler_type", "schedules", [schedule], get_args(Schedule))
+        yield _plugin_rule("optimizer", "optimizers", [self.optimizer], OPTIMIZERS)
+        yield Rule(
+            "optimizer optimizer_args",
+            "these are for an optimizer of your own, `module:name`: remove them, and set adam_* or muon_momentum",
+            self.optimizer in OPTIMIZERS and bool(self.optimizer_args),
+        )
         yield _plugin_rule("report_to", "sinks", self.report_to, get_args(Tracker))
         yield _plugin_rule("callbacks", "callbacks", self.callbacks, ())
         figures = (*LOSS_FIGURES, *TEXT_FIGURES)

@@ -21,11 +21,13 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.engine.kept_state import kept_state
 from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
 from ds_encdec.engine.sharded_engine import Shard
 from ds_encdec.foreign_places import write
 from ds_encdec.model.trained import canonical_name
-from ds_encdec.types import MOMENTS
+from ds_encdec.optimizers import OPTIMIZERS
 
 _GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
 _GRADIENTS_OF_OPTIMIZER = (
@@ -106,15 +108,14 @@ def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[st
     state["module"] = module
 
 
-def adam_state(optimizer: torch.optim.Optimizer, weights: Tensor) -> dict[str, Any]:
-    """The Adam state of a shard; made, as the optimizer itself would in its first step, where there is none yet."""
+def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training: TrainingConfig) -> dict[str, Any]:
+    """The state of a shard; made, as the optimizer itself would in its first step, where there is none yet."""
     state: dict[str, Any] = optimizer.state[weights]
     if not state:
         # A GPU's fused kernel counts where the weights are, torch's other forms on the CPU.
         counts_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-        state["step"] = torch.zeros((), device=weights.device if counts_on_device else "cpu")
-        for kind in MOMENTS:
-            state[kind] = torch.zeros_like(weights, requires_grad=False)
+        place = weights.device if counts_on_device or training.optimizer not in OPTIMIZERS else torch.device("cpu")
+        state.update(kept_state(training, place).zero(weights))
     return state
 
 

@@ -42,12 +42,12 @@ from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.deepspeed_gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed_private import (
-    adam_state,
     complete_frozen,
     computing_parameters,
     frozen_shards,
     gradients,
     loss_scaler_state,
+    optimizer_state,
     refresh_parameters,
     set_loss_scaler_state,
     shards,
@@ -58,6 +58,7 @@ from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, empty_model, full_shape
 from ds_encdec.engine.swapped_states import prepare_folder, remove_states, states_mapped
+from ds_encdec.engines import load
 from ds_encdec.foreign_places import check, replaced, write
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -65,6 +66,7 @@ from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import canonical_name, trained_shapes
 from ds_encdec.optim import lr_lambda
+from ds_encdec.optimizers import OPTIMIZERS, row_of
 from ds_encdec.types import CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -110,6 +112,10 @@ class DeepSpeedEngine(ShardedEngine):
                 model=model,
                 model_parameters=self._parameter_groups(model),
                 config=ds_json,
+                # The user's own; of AdamW is in the JSON what is to be known.
+                optimizer=None
+                if training.optimizer in OPTIMIZERS
+                else lambda groups: load(row_of(training.optimizer).build)(groups, training, device),
                 # Our schedules as DeepSpeed wants them. Its own it builds from the JSON.
                 lr_scheduler=None
                 if training.lr_scheduler_type in NATIVE_SCHEDULES
@@ -186,7 +192,7 @@ class DeepSpeedEngine(ShardedEngine):
 
     def load(self, saved: SavedState) -> None:
         """See protocol.Engine."""
-        with states_mapped(self._engine, with_moments=True):
+        with states_mapped(self._engine, of=self._training):
             super().load(saved)
 
     def close(self) -> None:
@@ -224,7 +230,7 @@ class DeepSpeedEngine(ShardedEngine):
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for shard in shards(self._engine):
-            yield shard, adam_state(self._engine.basic_optimizer, shard.weights)
+            yield shard, optimizer_state(self._engine.basic_optimizer, shard.weights, self._training)
 
     def _frozen(self) -> Iterator[Shard]:
         return frozen_shards(self._engine)

@@ -15,6 +15,7 @@ from ds_encdec.config.rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.config.shares import replicas, with_micro_batch_size
 from ds_encdec.launch.world import World
+from ds_encdec.optimizers import OPTIMIZERS
 from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
@@ -92,11 +93,15 @@ def render_deepspeed_json(
     if training.lr_scheduler_type in NATIVE_SCHEDULES:
         rendered["scheduler"] = _scheduler(training)
     rendered = _merge(rendered, config.infra.deepspeed_extra)
-    adam = rendered["optimizer"]["params"]
-    adam["torch_adam"] = True
-    adam.pop("bias_correction", None)  # no word of torch's, which always does
-    if not adam.keys() & {"fused", "foreach"}:
-        adam["fused"] = True  # torch's own choice is a loop over single operations
+    if training.optimizer in OPTIMIZERS:
+        adam = rendered["optimizer"]["params"]
+        adam["torch_adam"] = True
+        adam.pop("bias_correction", None)  # no word of torch's, which always does
+        if not adam.keys() & {"fused", "foreach"}:
+            adam["fused"] = True  # torch's own choice is a loop over single operations
+    else:  # DeepSpeed is given it, and would refuse what it does not know
+        del rendered["optimizer"]
+        rendered |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     if _reduces_in_float32(rendered, world_size):
         rendered.setdefault("communication_data_type", "fp32")
     partition = rendered["zero_optimization"].get("zero_hpz_partition_size", 1)

@@ -54,10 +54,12 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
-from ds_encdec.engine.muon import LocalAdamW, Muon, local_tensors
+from ds_encdec.engine.kept_state import kept_state
+from ds_encdec.engine.muon import local_tensors
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
+from ds_encdec.engines import load
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
@@ -68,6 +70,7 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.quantized import put_in, quantized_matrices, take_out
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import learning_rate
+from ds_encdec.optimizers import row_of
 from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 _COPY_AHEAD_BYTES = 10_000_000
@@ -189,9 +192,7 @@ class FSDP2Engine(ShardedEngine):
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
-                state = self.optimizer.state[parameter].items()
-                local = {key: held.to_local() if isinstance(held, DTensor) else held for key, held in state}
-                yield _shard(name, parameter), local
+                yield _shard(name, parameter), self.optimizer.state[parameter]
 
     def _frozen(self) -> Iterator[Shard]:
         return (_shard(name, parameter) for name, parameter in self._parameters.items() if not parameter.requires_grad)
@@ -212,28 +213,13 @@ class FSDP2Engine(ShardedEngine):
         }
 
 
-def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.AdamW:
+def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer with its moments in place, zero: the first step allocates nothing, and every state can be saved."""
-    of_adamw: dict[str, Any] = {
-        "lr": training.learning_rate,
-        "betas": (training.adam_beta1, training.adam_beta2),
-        "eps": training.adam_epsilon,
-        "fused": True,
-    }
-    has_matrices = any(group.get("is_muon") for group in groups)
-    optimizer = (
-        Muon(groups, compute_dtype(training), device, training.muon_momentum, **of_adamw)
-        if has_matrices
-        else LocalAdamW(groups, **of_adamw)
-    )
+    optimizer: torch.optim.Optimizer = load(row_of(training.optimizer).build)(groups, training, device)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            kinds = MOMENTS[:1] if group.get("is_muon") else MOMENTS
-            step = (
-                {} if group.get("is_muon") else {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
-            )
-            moments = {kind: torch.zeros_like(parameter, requires_grad=False) for kind in kinds}
-            optimizer.state[parameter] = step | moments
+            kept = kept_state(training, parameter.device, is_matrix=group.get("is_matrix", False))
+            optimizer.state[parameter] = kept.zero(parameter)
     return optimizer
 
 

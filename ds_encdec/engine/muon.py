@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.model.precision import product_dtype
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -45,7 +47,7 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 class Muon(LocalAdamW):
-    """AdamW, but for the groups with `is_muon`, of sharded matrices, whose states have `exp_avg` alone.
+    """AdamW, but for the groups with `is_matrix`, of sharded matrices, whose states have `exp_avg` alone.
 
     `dtype`: of products and of what ranks send each other; where a device multiplies slowly in it, that is another.
     """
@@ -62,12 +64,12 @@ class Muon(LocalAdamW):
         """See torch.optim.Optimizer. Collective."""
         groups = self.param_groups
         try:
-            self.param_groups = [group for group in groups if not group.get("is_muon")]
+            self.param_groups = [group for group in groups if not group.get("is_matrix")]
             super().step()
         finally:
             self.param_groups = groups
         for group in groups:
-            if group.get("is_muon"):
+            if group.get("is_matrix"):
                 for matrices in _rounds(one for one in group["params"] if one.grad is not None):
                     self._step_together(matrices, group)
 
@@ -87,6 +89,23 @@ class Muon(LocalAdamW):
         gradient = cast(DTensor, matrix.grad).to_local()
         mean = self.state[matrix]["exp_avg"].to_local().lerp_(gradient, 1 - self._momentum)
         return gradient.lerp(mean, self._momentum).to(self._device, self._dtype)
+
+
+def adamw(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> LocalAdamW:
+    """Make AdamW for sharded parameters."""
+    return LocalAdamW(groups, **_of_adamw(training))
+
+
+def muon(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> LocalAdamW:
+    """Make Muon for sharded parameters, or AdamW where no matrix is trained."""
+    if not any(group.get("is_matrix") for group in groups):
+        return adamw(groups, training, device)
+    return Muon(groups, compute_dtype(training), device, training.muon_momentum, **_of_adamw(training))
+
+
+def _of_adamw(training: TrainingConfig) -> dict[str, Any]:
+    betas = (training.adam_beta1, training.adam_beta2)
+    return {"lr": training.learning_rate, "betas": betas, "eps": training.adam_epsilon, "fused": True}
 
 
 def _rounds(matrices: Iterable[DTensor]) -> Iterator[list[DTensor]]:

@@ -28,6 +28,7 @@ from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import parameter_groups
+from ds_encdec.optimizers import row_of
 from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
 
 Read = Callable[[str, int, int], Tensor]
@@ -146,7 +147,7 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
-        """Every shard of this rank with its optimizer's state: `step`, and moments, shaped as the shard's weights."""
+        """Every shard of this rank with its optimizer's state: `step`, and moments; sharded ones may be DTensors."""
 
     @abstractmethod
     def _frozen(self) -> Iterator[Shard]:
@@ -166,7 +167,8 @@ class ShardedEngine(ABC):
         Keeps their names, by which checkpoints know them, and the full shapes of all that checkpoints hold.
         """
         assert_ties(model)
-        groups = parameter_groups(model, self._training.weight_decay, self._training.optimizer)
+        apart = row_of(self._training.optimizer).matrix_moments is not None
+        groups = parameter_groups(model, self._training.weight_decay, matrices_apart=apart)
         names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
         self._shapes = {names[p]: tuple(full_shape(p)) for p in names if p.requires_grad or self._saves_frozen}
@@ -191,8 +193,9 @@ class ShardedEngine(ABC):
             shard.fill(shard.weights, partial(saved.read, "weight"))
             for kind in MOMENTS:
                 if kind in state:
-                    shard.fill(state[kind], partial(saved.read, kind))
-            set_adam_step(state, saved.applied_steps)
+                    (moment,) = _local_tensors(state[kind])
+                    shard.fill(moment, partial(saved.read, kind))
+            set_step(state, saved.applied_steps)
 
 
 def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
@@ -260,10 +263,13 @@ def compute_dtype(training: TrainingConfig) -> torch.dtype:
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
 
 
-def set_adam_step(state: dict[str, Any], applied_steps: int) -> None:
-    """Put a shard's own counter, of which Muon's matrices have none, to `applied_steps`."""
-    if "step" in state:
-        state["step"].fill_(applied_steps)
+def set_step(state: dict[str, Any], applied_steps: int) -> None:
+    """Put a shard's own counter, where it has one, to `applied_steps`."""
+    counter = state.get("step")
+    if isinstance(counter, Tensor):
+        counter.fill_(applied_steps)
+    elif counter is not None:
+        state["step"] = type(counter)(applied_steps)
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:

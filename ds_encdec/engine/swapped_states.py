@@ -19,7 +19,8 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from ds_encdec.engine.deepspeed_private import adam_state
+from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.engine.deepspeed_private import optimizer_state
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.types import ConfigError
 
@@ -58,20 +59,20 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
 
 
 @contextmanager
-def states_mapped(engine: DeepSpeedEngine, *, with_moments: bool = False) -> Iterator[None]:
+def states_mapped(engine: DeepSpeedEngine, *, of: TrainingConfig | None = None) -> Iterator[None]:
     """Inside, swapped tensors have their numbers again, as maps of their files: what is written there is on the disk.
 
-    `with_moments`: of an optimizer that has not stepped, too; they are made, as zeros. Nothing for states that are not
-    swapped. Not between a backward pass and its step.
+    `of`: the moments of this configuration's optimizer where it has not stepped, too; they are made, as zeros. Nothing
+    for states that are not swapped. Not between a backward pass and its step.
     """
     swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
     infos = list(swapper.swap_params_info.values()) if swapper is not None else []
     try:
         for info in infos:
             _map(info)
-            if with_moments and not info.has_state_tensors:
+            if of is not None and not info.has_state_tensors:
                 weights = info.tensors[0].compute_tensor
-                adam_state(engine.basic_optimizer, weights)
+                optimizer_state(engine.basic_optimizer, weights, of)
                 swapper._get_param_swap_info(weights)  # looks whether there are moments by now
                 aligned = swapper._io_aligned_numel(info.numel()) * weights.element_size()
                 for one in info.tensors[1:]:

@@ -32,7 +32,8 @@ def fsdp_memory(job: Job) -> EngineMemory:
     """
     s = _Sharding(job)
     states, frozen = (0, 0) if s.offloads else (_FLOAT32 * s.trained_shard, s.compute * s.frozen_shard)
-    moments = (not s.offloads) * _FLOAT32 * (2 * s.trained_shard - s.matrices.shard)
+    each, of_matrix = job.moments
+    moments = (not s.offloads) * _FLOAT32 * (each * s.trained_shard - (each - of_matrix) * s.matrices.shard)
     # FSDPCommContext.all_gather_state: the last layer's buffer, until the root's forward pass is over. Layers that have
     # stayed gathered since an earlier micro-batch need none.
     gathers = s.shards > 1 and (s.frees_layers or not s.accumulates)
@@ -69,7 +70,7 @@ class _Sharding:
 
     `layers`: groups beside the root's; `units`, `in_layers`: their numbers, and the sum of them. `layer`, `root`: what
     is gathered of them; `trained_layer` (the mean of all layers), `trained_root`: what gets gradients. `trained_shard`,
-    `frozen_shard`: parameters that the rank holds. `matrices`: all that Muon steps, which have one moment.
+    `frozen_shard`: parameters that the rank holds. `matrices`: those of `Job.stepped_matrices`.
     `gathered_layer`: bytes of a gathered layer. `quantized`: bytes of matrices in 4 bits, which every rank has whole.
     `frees_layers`: layers let go of gathered parameters between the forward and the backward pass. `accumulates`:
     earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because nothing is reduced
@@ -95,7 +96,7 @@ class _Sharding:
         )
         self.trained_shard = self.layers * self.trained_layer.shard + self.trained_root.shard
         self.frozen_shard = self.layers * self.layer.shard + self.root.shard - self.trained_shard
-        self.matrices = self._group((shape, 1) for _, shape in job.stepped_by_muon)
+        self.matrices = self._group((shape, 1) for _, shape in job.stepped_matrices)
         self.gathered_layer = self.compute * self.layer.gathered
         self.frees_layers = infra.sharding_stage.startswith("zero3")
         self.accumulates = job.gradient_accumulation_steps > 1
@@ -198,7 +199,7 @@ class _Sharding:
         replicas tell each other, their rows of all results.
         """
         most = 0.0
-        for (height, width), times in Counter(shape for _, shape in self.job.stepped_by_muon).items():
+        for (height, width), times in Counter(shape for _, shape in self.job.stepped_matrices).items():
             rows, whole = -(-height // self.shards) * width, height * width
             working = (2 + (self.shards > 1)) * whole + 2 * min(height, width) ** 2
             telling = ((self.replicas + 1) * self.shards * rows + whole) * (self.replicas > 1)
@@ -210,14 +211,14 @@ class _Sharding:
         pins = self.job.config.infra.pin_memory and self.job.device == "cuda"
         # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
         model, size = self.job.model, power_of_two if pins else float
-        by_muon = {name for name, _ in self.job.stepped_by_muon}
-        shapes = Counter((shape, name in model.trained, name in by_muon) for name, shape in model.shapes.items())
+        matrices, kept = {name for name, _ in self.job.stepped_matrices}, self.job.moments
+        shapes = Counter((shape, name in model.trained, kept[name in matrices]) for name, shape in model.shapes.items())
         plain = held = frozen = copied = 0.0
-        for (shape, is_trained, has_one_moment), times in shapes.items():  # layers are alike
+        for (shape, is_trained, moments), times in shapes.items():  # layers are alike
             elements = self._group([(shape, 1)]).shard
-            plain += _FLOAT32 * elements * times * is_trained * (2 - has_one_moment)
+            plain += _FLOAT32 * elements * times * is_trained * moments
             held += size(_FLOAT32 * elements) * times * is_trained
-            copied += size(_FLOAT32 * elements) * times * is_trained * (3 - has_one_moment)
+            copied += size(_FLOAT32 * elements) * times * is_trained * (1 + moments)
             frozen += size(self.compute * elements) * times * (not is_trained)
         states = held + held * (not self.keeps_gradients) + plain + frozen
         # engine/fsdp2.py: weights and moments, each copied by one of the replicas (the mean of them), also

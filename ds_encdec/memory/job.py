@@ -24,6 +24,7 @@ from ds_encdec.memory.breakdown import Count
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers
 from ds_encdec.model.trained import model_shapes, trained_shapes
 from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.optimizers import moments_kept, row_of
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import CheckpointError, ConfigError, is_hidden_matrix
 
@@ -120,11 +121,16 @@ class Job:
     """Encoder tokens per decoder token of the data."""
 
     @property
-    def stepped_by_muon(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the parameters that Muon steps, which have one moment instead of two."""
-        if self.config.training.optimizer != "muon":
+    def stepped_matrices(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the layers' matrices where the optimizer steps these otherwise, as Muon does."""
+        if row_of(self.config.training.optimizer).matrix_moments is None:
             return []
         return [(name, shape) for name, shape in self.model.trained.items() if is_hidden_matrix(name)]
+
+    @property
+    def moments(self) -> tuple[int, int]:
+        """Moments that the optimizer keeps for a trained parameter, and for one of `stepped_matrices`."""
+        return moments_kept(self.config.training.optimizer, self.config.training.optimizer_args)
 
     @property
     def uses_flash(self) -> bool:
@@ -211,7 +217,7 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> float:
-    """Bytes of a checkpoint's tensors for each trained parameter: float32 weights, both moments of AdamW, and more.
+    """Bytes of a checkpoint's tensors for each trained parameter: float32 weights, the optimizer's moments, and more.
 
     Under Muon the mean of matrices with one moment and the rest.
 
@@ -221,8 +227,9 @@ def checkpoint_bytes_per_parameter(job: Job) -> float:
     stage = job.config.infra.sharding_stage
     only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
     weights = 0 if only_states or not ENGINES[job.engine].saves_compute_weights else job.compute_bytes
-    matrices = sum(prod(shape) for _, shape in job.stepped_by_muon)
-    return 3 * 4 + weights - (4 * matrices / job.trainable_parameters if matrices else 0)
+    matrices, (moments, of_matrices) = sum(prod(shape) for _, shape in job.stepped_matrices), job.moments
+    fewer = 4 * (moments - of_matrices) * matrices / job.trainable_parameters if matrices else 0
+    return 4 * (1 + moments) + weights - fewer
 
 
 def checkpoint_bytes(job: Job) -> int:

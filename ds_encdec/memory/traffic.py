@@ -45,7 +45,7 @@ def fsdp_traffic(job: Job) -> Iterator[Traffic]:
     if replicas > 1:  # once a step in any case (set_requires_all_reduce)
         yield Traffic("gradients", "replicas", 2 * 4 * job.trainable_parameters / shards, units)
     # engine/muon.py: each rank's rows go to one that has the whole matrix and come back, and then to other replicas.
-    shapes = Counter(shape for _, shape in job.stepped_by_muon)
+    shapes = Counter(shape for _, shape in job.stepped_matrices)
     rounds = sum(ceil(times / job.world_size) for times in shapes.values())
     matrices = job.compute_bytes * sum(prod(shape) * times for shape, times in shapes.items())
     if rounds and shards > 1:

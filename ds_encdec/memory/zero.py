@@ -54,7 +54,7 @@ def zero_memory(job: Job) -> EngineMemory:
         weights=0 if s.offloads_parameters else s.weight * s.weight_partition,  # bit16_groups_flat, lp_param_buffer
         # fp32_groups(_flat), single_partition_of_fp32_groups, fp32_partitioned_groups_flat; and Adam's moments
         master_weights=s.master * on_device,
-        optimizer=2 * s.moment * on_device,
+        optimizer=s.moments * s.moment * on_device,
     )
     return dataclasses.replace(
         memory,
@@ -71,13 +71,16 @@ def swapped_bytes(job: Job) -> float:
         return 0.0
     s = _Settings(job)
     # weights, moments, and the gradients of a step: swap_params_info
-    return (s.master + 2 * s.moment + s.master) * s.partition * job.ranks_per_node
+    return (s.master + s.moments * s.moment + s.master) * s.partition * job.ranks_per_node
 
 
 def not_estimated(job: Job) -> list[str]:
     """Settings of the JSON that change memory in a way that the estimate does not follow."""
     rendered = _rendered(job)
-    blocks = {"zero_optimization": rendered["zero_optimization"], "optimizer.params": rendered["optimizer"]["params"]}
+    blocks = {
+        "zero_optimization": rendered["zero_optimization"],
+        "optimizer.params": rendered.get("optimizer", {}).get("params", {}),
+    }
     return [
         f"{block}.{key}" for block, key, estimated in _NOT_ESTIMATED if blocks[block].get(key, estimated) != estimated
     ]
@@ -125,7 +128,7 @@ class _Settings:
         low_master = rendered["bf16"].get("bf16_master_weights_and_grads", False)  # those of fp16 are refused
         master = 2 if low_master and self.stage > 0 else 4
         self.master = master if self.stage or self.weight < 4 else 0
-        self.moment = master
+        self.moment, self.moments = master, job.moments[0]
         # engine.py _do_optimizer_sanity_check
         self.is_bf16_optimizer = (
             self.stage == 1 and job.config.training.bf16 and self.accumulation == 4 and not self.offloads_optimizer
@@ -420,11 +423,11 @@ def _host(s: _Settings) -> HostBreakdown:
             # grad_partitions_flat_buffer; PartitionedOptimizerSwapper's, which it locks by itself; and the moments of
             # a sub-group that was never stepped, until they have been written
             buffers, locked = [s.accumulation * s.partition], s.swap_buffers * s.master * s.sub_group
-            states = locked + 2 * s.moment * s.sub_group
+            states = locked + s.moments * s.moment * s.sub_group
         elif s.stage < 3:
             buffers = [*2 * [s.master * s.partition], s.weight * s.partition, s.weight * s.largest]
         states += sum(map(power_of_two if s.pins_optimizer else int, buffers))
-        states += 0 if s.swaps else (2 * s.moment + s.master * (s.stage == 3)) * s.partition
+        states += 0 if s.swaps else (s.moments * s.moment + s.master * (s.stage == 3)) * s.partition
         if s.stage == 2 and s.accumulates and not s.is_compact and s.master == 4:
             # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches
             states += s.weight * s.owned
@@ -437,6 +440,6 @@ def _host(s: _Settings) -> HostBreakdown:
         if s.stage == 3:
             weights, frozen = 0, s.weight * (s.weight_partition - s.partition) * saves_frozen
         copied = power_of_two if infra.pin_memory and on_gpu else float
-        each = sum(map(copied, (s.master * s.states, s.moment * s.states, s.moment * s.states, frozen)))
+        each = sum(map(copied, (s.master * s.states, *s.moments * [s.moment * s.states], frozen)))
         save = (copied(weights) + each * (min(s.job.world_size, on_node) if s.stage else 1)) / on_node
     return HostBreakdown(states=states, parameters=parameters, save=save)

@@ -174,7 +174,7 @@ def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
     lora = load_config(written(tmp_path, "lora_r: 8"), ["use_lora=true", "lora_alpha=16", "full_ft=false"]).model.lora
     assert lora is not None
     assert (lora.r, lora.lora_alpha) == (8, 16)
-    assert "not a field here: AdamW and Muon" in problems(path, "training.optim=adafactor")
+    assert "not a field here: AdamW, Muon and your own" in problems(path, "training.optim=adafactor")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_steps import Case
-from small_run import FREEZE, LORA, REGULARIZED, SHORT_STEPS
+from small_run import FREEZE, LORA, OWN_OPTIMIZER, REGULARIZED, SHORT_STEPS
 
 LANES = 4
 SAVED_STEP, LAST_STEP = 3, 5
@@ -52,6 +52,14 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
             **LORA,
         },
         "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
+        "zero0-own-optimizer": {"sharding_stage": "zero0", "steps": SHORT_STEPS, **OWN_OPTIMIZER},
+        "zero2-own-optimizer-offload": {
+            "sharding_stage": "zero2",
+            "offload_optimizer": "cpu",
+            "steps": SHORT_STEPS,
+            **OWN_OPTIMIZER,
+        },
+        "zero3-own-optimizer": {"steps": SHORT_STEPS, **OWN_OPTIMIZER},
     },
 }
 """Float32 runs that must be the oracle's, by number of ranks and name.
@@ -75,6 +83,14 @@ RESUMES: dict[str, dict[str, Any]] = {
     "zero3-persistent": {"bf16": True, "lr_scheduler_type": "WarmupDecayLR", **DEFAULT_PERSISTENCE},
     "zero3-lora-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True, **LORA},
     "zero3-freeze-bf16": {"bf16": True, **FREEZE},
+    "zero0-own-optimizer-bf16": {"sharding_stage": "zero0", "bf16": True, **OWN_OPTIMIZER},
+    "zero1-own-optimizer-bf16-float32-accumulation": {
+        "sharding_stage": "zero1",
+        "bf16": True,
+        **FLOAT32_ACCUMULATION,
+        **OWN_OPTIMIZER,
+    },
+    "zero3-own-optimizer-offload-bf16": {"offload_optimizer": "cpu", "bf16": True, **OWN_OPTIMIZER},
 }
 """Runs that are saved and resumed, by name. They change no setting."""
 

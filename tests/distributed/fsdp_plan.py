@@ -10,7 +10,7 @@ from typing import Any
 
 from engine_steps import Case
 from gloo_ranks import RankFailure, run_ranks
-from small_run import FREEZE, LORA, NF4, REGULARIZED, SHORT_STEPS
+from small_run import FREEZE, LORA, NF4, OWN_OPTIMIZER, REGULARIZED, SHORT_STEPS
 
 HYBRID_OF_ONE = {"hybrid_shard_size": 1}
 
@@ -53,6 +53,7 @@ PARITY: dict[int, dict[str, dict[str, Any]]] = {
             **LORA,
         },
         "zero0-muon": {"sharding_stage": "zero0", "optimizer": "muon", "steps": SHORT_STEPS},
+        "zero3-own-optimizer-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS, **OWN_OPTIMIZER},
         "zero3-muon-offload-freeze": {
             "offload_optimizer": "cpu",
             "optimizer": "muon",
@@ -96,6 +97,7 @@ SAVES: dict[str, dict[str, Any]] = {
     "zero0-lora-nf4-bf16": {"bf16": True, "copy": True, **NF4},
     "zero0-freeze-bf16": {"sharding_stage": "zero0", "bf16": True, "copy": True, **FREEZE},
     "zero2-muon-bf16": {"sharding_stage": "zero2", "optimizer": "muon", "bf16": True, "copy": True},
+    "zero3-own-optimizer": {"copy": True, **OWN_OPTIMIZER},
 }
 """Runs of two ranks that are saved and loaded, by name."""
 

@@ -25,6 +25,8 @@ STEPS = 8
 """The whole schedule."""
 REGULARIZED = {"residual_dropout": 0.1, "attention_dropout": 0.2, "label_smoothing": 0.1, "z_loss": 1e-2}
 """What training optimises beside the cross-entropy."""
+OWN_OPTIMIZER = {"optimizer": "own_optimizers:Momentum", "optimizer_args": {"beta": 0.8}}
+"""One that the package does not have."""
 SHORT_STEPS = 3
 """The warmup and one more. With more of them, rounding grows beyond what is told apart from a fault."""
 

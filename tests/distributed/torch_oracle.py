@@ -7,6 +7,7 @@ schedule.
 
 from __future__ import annotations
 
+import importlib
 from fnmatch import fnmatch
 from pathlib import Path
 from unittest import mock
@@ -90,6 +91,10 @@ class TorchOracle:
             betas=(self.training.adam_beta1, self.training.adam_beta2),
             eps=self.training.adam_epsilon,
         )
+        if ":" in self.training.optimizer:
+            module, _, name = self.training.optimizer.partition(":")
+            kind, groups = getattr(importlib.import_module(module), name), self.optimizer.param_groups
+            self.optimizer = kind(groups, lr=self.training.learning_rate, **self.training.optimizer_args)
         self.applied_steps = 0
 
     def use(self, training: TrainingConfig) -> None:

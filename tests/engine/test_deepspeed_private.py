@@ -13,13 +13,14 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
+from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.engine.deepspeed_private import (
-    adam_state,
     loss_scaler_state,
+    optimizer_state,
     set_loss_scaler_state,
 )
 from ds_encdec.engine.protocol import Piece
-from ds_encdec.engine.sharded_engine import Shard, set_adam_step
+from ds_encdec.engine.sharded_engine import Shard, set_step
 
 
 def engine_with(scaler: Any) -> DeepSpeedEngine:
@@ -46,8 +47,8 @@ def test_a_state_made_for_torch_is_what_its_own_first_step_makes() -> None:
     stepped.grad = torch.zeros(4)
     optimizer = torch.optim.AdamW([untouched, stepped])
     optimizer.step()
-    made, own = adam_state(optimizer, untouched), optimizer.state[stepped]
-    set_adam_step(made, 1)
+    made, own = optimizer_state(optimizer, untouched, TrainingConfig()), optimizer.state[stepped]
+    set_step(made, 1)
     assert made.keys() == own.keys()
     for key, value in own.items():
         assert torch.equal(made[key], value)
@@ -58,7 +59,7 @@ def test_a_state_made_for_torch_is_what_its_own_first_step_makes() -> None:
 def test_a_fused_kernel_counts_where_the_weights_are(options: dict[str, bool], device: str) -> None:
     """As its own first step would. A device without data stands in for a GPU."""
     weights = torch.ones(4, device="meta", requires_grad=True)
-    state = adam_state(torch.optim.AdamW([weights], **options), weights)  # type: ignore[arg-type]
+    state = optimizer_state(torch.optim.AdamW([weights], **options), weights, TrainingConfig())  # type: ignore[arg-type]
     assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")
 
 

@@ -169,7 +169,7 @@ def test_matrices_that_muon_steps_have_one_moment() -> None:
         for config in (load_config(None, given[:2]), load_config(None, given))
     )
     matrices = 56 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
-    assert sum(prod(shape) for _, shape in muon.stepped_by_muon) == matrices
+    assert sum(prod(shape) for _, shape in muon.stepped_matrices) == matrices
     assert checkpoint_bytes(adamw) - checkpoint_bytes(muon) == 4 * matrices
     sent = [one for one in fsdp_traffic(muon) if one not in list(fsdp_traffic(adamw))]
     # In bf16 there and back, an eighth of them on each rank; of five shapes, two with 112 matrices and three with 56.

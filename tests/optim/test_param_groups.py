@@ -60,12 +60,12 @@ class Layers(nn.Module):
 
 def test_muon_has_the_matrices_of_layers() -> None:
     model = nn.ModuleDict({"encoder": Layers()})
-    decay, no_decay, hidden = parameter_groups(model, 0.1, "muon")
+    decay, no_decay, hidden = parameter_groups(model, 0.1, matrices_apart=True)
     assert names(model, hidden["params"]) == {"encoder.layers.0.q_proj.weight"}
-    assert (hidden["weight_decay"], hidden["is_muon"]) == (0.1, True)
+    assert (hidden["weight_decay"], hidden["is_matrix"]) == (0.1, True)
     assert names(model, decay["params"]) == {"encoder.shared.weight", "encoder.in_proj.weight"}
     assert names(model, no_decay["params"]) == {"encoder.layers.0.norm.weight"}
-    assert not any("is_muon" in group for group in parameter_groups(model, 0.1))
+    assert not any("is_matrix" in group for group in parameter_groups(model, 0.1))
 
 
 def test_empty_groups_are_left_out() -> None:

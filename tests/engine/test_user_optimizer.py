@@ -1,0 +1,101 @@
+"""Optimizers of a user's own are tried before a run relies on them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_encdec import optimizers
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.engine.kept_state import kept_state
+from ds_encdec.memory.job import checkpoint_bytes
+from ds_encdec.optimizers import moments_kept, tried
+from ds_encdec.types import ConfigError
+
+OWN = '''
+import torch
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, groups, lr, kind="", keeps=(), count=None):
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "steps": 0})
+        self.kind, self.keeps, self.count = kind, keeps.split() if keeps else [], count
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += self.kind == "counts in groups"
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                for name in self.keeps:
+                    state.setdefault(name, torch.zeros_like(parameter))
+                if self.kind == "other shape":
+                    state["exp_avg"] = torch.zeros(())
+                if self.count is not None:
+                    state["step"] = state.get("step", type(self.count)(0)) + 1
+                scale = parameter.grad.norm() if self.kind == "by norm" else 1.0
+                parameter.sub_(parameter.grad / scale, alpha=group["lr"])
+        if self.kind == "raises":
+            raise ValueError("my own bug")
+
+def function(groups, lr):
+    return torch.optim.SGD(groups, lr)
+
+def nothing(groups, lr):
+    return "no optimizer"
+'''
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_optimizer.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(optimizers, "_tried", {})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "kept"),
+    [
+        ("own_optimizer:function", {}, ((), None)),
+        ("own_optimizer:Own", {"keeps": "exp_avg_sq exp_avg", "count": 5}, (("exp_avg", "exp_avg_sq"), 0)),
+        ("own_optimizer:Own", {"keeps": "exp_avg_sq", "count": 0.5}, (("exp_avg_sq",), 0.0)),
+        ("torch.optim:AdamW", {"betas": "", "fused": True}, None),
+        ("torch.optim:AdamW", {"fused": True}, (("exp_avg", "exp_avg_sq"), 0)),
+    ],
+)
+def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], kept: tuple[Any, Any] | None) -> None:
+    if kept is None:
+        with pytest.raises(ConfigError, match=r"cannot be made of \(groups, lr, betas, fused\): .*\(.*adam\.py:\d+\)"):
+            tried(name, arguments)
+        return
+    found = tried(name, arguments)
+    assert (found.moments, found.counter) == kept
+    state = found.zero(torch.ones(2, 3))
+    assert list(state) == [*(["step"] if kept[1] is not None else []), *kept[0]]
+    assert all(state[kind].shape == (2, 3) and not state[kind].any() for kind in kept[0])
+    training = TrainingConfig(optimizer=name, optimizer_args=arguments)
+    assert kept_state(training, torch.device("cpu")) == found
+    assert moments_kept(name, arguments) == (len(kept[0]), len(kept[0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "told"),
+    [
+        ("own_optimizer:Own", {"kind": "by norm"}, "steps a number by others of its parameter"),
+        ("torch.optim:Adafactor", {}, "keeps "),
+        ("own_optimizer:Own", {"keeps": "momentum_buffer"}, "keeps momentum_buffer, and checkpoints hold exp_avg"),
+        ("own_optimizer:Own", {"kind": "other shape"}, "keeps exp_avg, and checkpoints hold exp_avg"),
+        ("own_optimizer:Own", {"kind": "counts in groups"}, "counts in its groups"),
+        ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:24\)"),
+        ("own_optimizer:Own", {"speed": 1}, r"cannot be made of \(groups, lr, speed\): TypeError"),
+        ("own_optimizer:nothing", {}, "makes no torch.optim.Optimizer but a str"),
+        ("own_optimizer:absent", {}, "cannot be imported"),
+    ],
+)
+def test_what_engines_cannot_have_is_refused(name: str, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as raised:
+        tried(name, arguments)
+    assert re.match(f"training.optimizer={name} ", str(raised.value))
