@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from ds_encdec import optimizers
-from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.schema import TrainingConfig, load_config
 from ds_encdec.engine.kept_state import kept_state
-from ds_encdec.memory.job import checkpoint_bytes
+from ds_encdec.engines import ENGINES, load
+from ds_encdec.memory.job import checkpoint_bytes, make_job, run_sizes
 from ds_encdec.optimizers import moments_kept, tried
 from ds_encdec.types import ConfigError
 
-OWN = '''
+OWN = """
 import torch
 
 class Own(torch.optim.Optimizer):
@@ -46,7 +47,7 @@ def function(groups, lr):
 
 def nothing(groups, lr):
     return "no optimizer"
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +100,15 @@ def test_what_engines_cannot_have_is_refused(name: str, arguments: dict[str, Any
     with pytest.raises(ConfigError, match=told) as raised:
         tried(name, arguments)
     assert re.match(f"training.optimizer={name} ", str(raised.value))
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
+def test_the_estimate_counts_the_moments_it_keeps(engine: str) -> None:
+    own = ["training.optimizer=own_optimizer:Own", "training.optimizer_args={keeps: exp_avg}"]
+    given = ["infra.sharding_stage=zero2", "infra.offload_optimizer=none", f"infra.distributed_type={engine}"]
+    configs = [load_config(None, given), load_config(None, given + own)]
+    jobs = [make_job(one, run_sizes(one), engine, world_size=1, ranks_per_node=1) for one in configs]  # type: ignore[arg-type]
+    numbers = jobs[0].trainable_parameters
+    assert checkpoint_bytes(jobs[0]) - checkpoint_bytes(jobs[1]) == 4 * numbers
+    adamw, one_moment = (load(ENGINES[one.engine].memory)(one).resting.optimizer for one in jobs)
+    assert adamw - one_moment == adamw / 2 == pytest.approx(4 * numbers, rel=1e-6)
