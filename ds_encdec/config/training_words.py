@@ -1,6 +1,6 @@
 """The words of other tools for how a run trains, evaluates and saves (`word_table.py` has all)."""
 
-from ds_encdec.config.words import NOTHING, Meaning, Word, left_out, ratio, switch
+from ds_encdec.config.words import NOTHING, Meaning, Word, left_out, own_optimizer, ratio, switch
 
 BF16: Meaning = {"training.bf16": True, "training.fp16": False}
 FP16: Meaning = {"training.bf16": False, "training.fp16": True}
@@ -65,12 +65,14 @@ TRAINING_WORDS: tuple[Word, ...] = (
         "optim optimizer.name optimizer_type",
         "hf axolotl titan other",
         values=OPTIMIZERS,
+        reads=own_optimizer,
         why="AdamW, Muon and your own, `module:name`, are the optimizers: set training.optimizer",
     ),
     Word(
         "training.optimizer",
         "hf",
         values=OPTIMIZERS,
+        reads=own_optimizer,
         why="AdamW, Muon and your own are the optimizers: adamw, muon or `module:name`",
     ),
     Word("beta1", "titan other", "training.adam_beta1"),

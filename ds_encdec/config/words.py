@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ds_encdec.config.training_sections import FSDP_STRATEGIES
+from ds_encdec.plugins import installed, is_dotted
 from ds_encdec.source_kinds import kind_of_file
 
 TOOLS = {
@@ -103,6 +104,15 @@ def fsdp(value: Any) -> Meaning | None:
         meant |= {"infra.fsdp_sharding_strategy": strategy} if strategy else {}
         meant |= {"infra.fsdp_cpu_offload": True} if word == "offload" else {}
     return meant
+
+
+def own_optimizer(value: Any) -> Meaning | None:
+    """`module:name` is `training.optimizer`."""
+    return (
+        {"training.optimizer": value}
+        if isinstance(value, str) and (is_dotted(value) or value in installed("optimizers"))
+        else None
+    )
 
 
 def ratio(value: Any) -> Meaning | None:

@@ -35,7 +35,16 @@ from fsdp_plan import (
     reloaded,
     result,
 )
-from small_run import MODEL, SHORT_MODEL, SHORT_STEPS, generating_weights, lane_batches, run_config, weights
+from small_run import (
+    MODEL,
+    OWN_OPTIMIZER,
+    SHORT_MODEL,
+    SHORT_STEPS,
+    generating_weights,
+    lane_batches,
+    run_config,
+    weights,
+)
 
 from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.config.schema import FullConfig
@@ -232,7 +241,7 @@ def saved_shapes(case: str) -> dict[str, tuple[int, ...]]:
 def test_a_copy_to_generate_with_has_the_weights(case: str) -> None:
     for rank in result(2, f"save {case}"):
         saved = {key.removeprefix("weight."): weight for key, weight in rank["saved"].items() if "exp_avg" not in key}
-        other = {"copy", "fsdp_reduce_every_micro_batch", "optimizer", "lr_scheduler_type"}
+        other = {"copy", "fsdp_reduce_every_micro_batch", *OWN_OPTIMIZER, "lr_scheduler_type"}
         overrides = {name: value for name, value in SAVES[case].items() if name not in other}
         assert_identical(rank["copied"], generating_weights(saved, **overrides))
 
@@ -255,8 +264,10 @@ def test_every_file_is_returned_by_one_rank(case: str) -> None:
     assert {"engine.json", "dcp/.metadata"} <= set(ranks[0]["files"])
     trained = trained_shapes(case_config(case), SHORT_MODEL)  # frozen ones are bf16, without moments
     sizes = {name: torch.Size(shape).numel() for name, shape in saved_shapes(case).items()}
-    by_muon = {name for name in sizes if is_hidden_matrix(name)} if "optimizer" in SAVES[case] else set()
-    total = sum((8 if name in by_muon else 12 if name in trained else 2) * numel for name, numel in sizes.items())
+    optimizer = SAVES[case].get("optimizer", "adamw")
+    all_one = {*trained} if optimizer == OWN_OPTIMIZER["optimizer"] else set()
+    one_moment = all_one | {name for name in sizes if optimizer == "muon" and is_hidden_matrix(name)}
+    total = sum((8 if name in one_moment else 12 if name in trained else 2) * numel for name, numel in sizes.items())
     assert sum(rank["num_bytes"] for rank in ranks) == total
     assert max(rank["num_bytes"] for rank in ranks) < 0.6 * total  # replicas share the work
     assert len([name for name in returned if name.endswith(".distcp")]) == 2
@@ -280,7 +291,7 @@ def test_the_record_describes_the_files(case: str) -> None:
     )
     for index, group in enumerate(record.groups):
         assert {name.endswith("norm.weight") for name in group} == {index == 1}
-    if "optimizer" in given:
+    if given.get("optimizer") == "muon":
         assert {is_hidden_matrix(name) for name in record.groups[2]} == {True}
         assert len(record.groups[2]) == 7 * LAYERS
 
