@@ -144,6 +144,7 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
         "an objective",
         "a data source",
         "a metric of generated texts",
+        "an optimizer",
         "a launcher",
     ]
     for what, where, _, test in rows:
