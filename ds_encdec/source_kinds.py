@@ -34,7 +34,7 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
     "random": SourceKind("ds_encdec.data.builtin_corpus:RandomIds", ("seed", "vocabulary"), has_columns=False),
     "text": SourceKind("ds_encdec.data.local_files:TextFiles", ("files",), ("txt",), has_columns=False),
     "json": SourceKind("ds_encdec.data.local_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
-    "csv": SourceKind("ds_encdec.data.local_files:CsvFiles", ("files", "text_column")),
+    "csv": SourceKind("ds_encdec.data.local_files:CsvFiles", ("files", "text_column"), ("tsv",)),
     "parquet": SourceKind("ds_encdec.data.tables:ParquetFiles", ("files", "text_column", "num_lanes", "columns")),
 }
 """The rows by the value of `data.dataset_name` that asks for it."""
@@ -42,7 +42,7 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
 
 def kind_of_file(name: str) -> str | None:
     """The kind of local files that the ending of a file's name says, below that of a compression."""
-    ending = re.sub(r"\.(gz|bz2|xz|zst)$", "", name.lower()).rpartition(".")[2]
+    ending = re.sub(r"\.(gz|bz2|xz|lzma|zst|lz4)$", "", name.lower()).rpartition(".")[2]
     kinds = (kind for kind, row in LOCAL_SOURCES.items() if row.reads_files and ending in (kind, *row.endings))
     return next(kinds, None)
 

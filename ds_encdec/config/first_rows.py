@@ -1,63 +1,99 @@
 """A look at local files, as far as that is cheap: they are there, and the first row has the columns asked for."""
 
-import codecs
-import csv
-import json
+import io
 import os
+from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import Any
 
+from ds_encdec.config.csv_rows import csv_rows
+from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, not_lines
 from ds_encdec.config.model_sections import ModelConfig
+from ds_encdec.config.packed_files import first_bytes
+from ds_encdec.config.row_values import field_value, present
 from ds_encdec.config.sections import DataConfig, Source
 from ds_encdec.config.settings import Conflict
 from ds_encdec.file_patterns import named_files
 from ds_encdec.objectives import OBJECTIVES, columns_by_field, conversation_column
 from ds_encdec.source_kinds import kind_of_file, local_kind
+from ds_encdec.types import DataError
 
 _LOOKED_AT_BYTES = 1 << 20
+_LOOKED_AT_ROWS = 100
 
 
 def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
-    """Find what the first rows of local files lack for the text, the templates or a conversation.
+    """Find what the first file of each source is instead of rows, and what its first rows lack.
 
-    Rows that are skipped lack nothing.
-    Files that are compressed, damaged or empty are left to the run. Also finds files that are mistaken for those in the
-    repository of a data set.
+    They are read as a run reads them; of a text file only its format is looked at. Rows that may be skipped lack
+    nothing. Also finds files that are mistaken for those in the repository of a data set.
     """
-    for field, source in _sources(data) if data.converter is None else ():
-        columns, is_local = _columns(source), local_kind(source.dataset_name) is not None
+    for field, source in _sources(data):
+        is_local = local_kind(source.dataset_name) is not None
         if not (is_local or os.path.isdir(source.dataset_name)) and any(map(os.path.isfile, source.data_files or ())):
             message = (
                 "there is such a file here, but these are files in the repository of the data set; did you mean "
                 "dataset_name=json (csv, parquet, text)?"
             )
             yield Conflict((field, field.replace("data_files", "dataset_name")), message)
-        if columns is not None and len({*columns}) < len(columns):
-            twice = [name for name, count in Counter(columns).items() if count > 1]
-            message = (
-                f"the first file has the column {', '.join(twice):.300} more than once: give each a name of its own"
-            )
-            yield Conflict((field,), message)
+        try:
+            rows = list(islice(_rows(source), _LOOKED_AT_ROWS))
+        except DataError as error:
+            yield Conflict((field,), str(error))
             continue
-        if columns is None or data.on_bad_row == "skip":
-            continue
-        if not OBJECTIVES[data.objective].takes_records:
-            if source.text_column not in columns:
-                setting = f"{field.rpartition('.')[0]}.text_column"
-                message = f"the first row has no such column; it has {', '.join(columns):.300}: set {setting}=COLUMN"
-                yield Conflict((field, setting), message)
-        elif conversation_column(data, columns) is None:
+        if data.on_bad_row != "skip":
+            first = next((row for row in rows if not isinstance(row, str)), None)
+            absent = [] if first is None else [*_absent_columns(field, source, list(first), data, model)]
+            yield from absent or islice(_bad_rows(field, source, rows, data), 1)
+
+
+def _bad_rows(
+    field: str, source: Source, rows: Sequence[Mapping[str, Any] | str], data: DataConfig
+) -> Iterator[Conflict]:
+    """The rows that cannot be read, and those with nothing in a field that a template asks for."""
+    has_templates = OBJECTIVES[data.objective].takes_records and data.converter is None
+    for number, row in enumerate(rows, start=1):
+        if isinstance(row, str):
+            yield Conflict((field, "data.on_bad_row"), row)
+        elif has_templates and source.dataset_name != "parquet" and not _has_no_template(row, data):
             for name, column in columns_by_field(data).items():
-                if column not in columns and column.partition(".")[0] not in columns:
-                    message = (
-                        f"the templates ask for {{{name}}}, and the first row has no column {column}; it has "
-                        f"{', '.join(columns):.300}: set data.field_mapping.{name}=COLUMN, or change the template"
-                    )
-                    yield Conflict((field,), message)
-        elif model.tokenizer_name_or_path == "builtin":
-            message = "the rows are conversations, and the builtin tokenizer has no chat template: name one that has"
-            yield Conflict((field, "data.messages_column", "model.tokenizer_name_or_path"), message)
+                if field_value(row, column) is None:
+                    message = f"row {number} has nothing in its field {column}, which a template asks for ({{{name}}})"
+                    yield Conflict((field, "data.on_bad_row"), message)
+
+
+def _has_no_template(row: Mapping[str, Any], data: DataConfig) -> bool:
+    """True for a conversation, and for a row whose weight may say that it is not learnt."""
+    column = conversation_column(data, row)
+    weight = None if data.weight_column is None else present(row.get(data.weight_column))
+    return (column is not None and present(row[column]) is not None) or weight not in (None, 1, "1", True)
+
+
+def _absent_columns(
+    field: str, source: Source, columns: Sequence[str], data: DataConfig, model: ModelConfig
+) -> Iterator[Conflict]:
+    """Find what the first row lacks of columns; a converter's rows lack nothing."""
+    if data.converter is not None:
+        return
+    has = f"it has {', '.join(columns):.300}"
+    if not OBJECTIVES[data.objective].takes_records:
+        if source.text_column not in columns:
+            setting = f"{field.rpartition('.')[0]}.text_column"
+            message = f"the first row has no such column; {has}: set {setting}=COLUMN"
+            yield Conflict((field, setting), message)
+    elif conversation_column(data, columns) is None:
+        for name, column in columns_by_field(data).items():
+            if column not in columns and column.partition(".")[0] not in columns:
+                message = (
+                    f"the templates ask for {{{name}}}, and the first row has no column {column}; {has}: "
+                    f"set data.field_mapping.{name}=COLUMN, or change the template"
+                )
+                yield Conflict((field,), message)
+    elif model.tokenizer_name_or_path == "builtin":
+        message = "the rows are conversations, and the builtin tokenizer has no chat template: name one that has"
+        yield Conflict((field, "data.messages_column", "model.tokenizer_name_or_path"), message)
 
 
 def misread_files(data: DataConfig) -> Iterator[str]:
@@ -85,22 +121,57 @@ def _files(source: Source) -> Iterator[str]:
     return chain.from_iterable(map(named_files, source.data_files or ()))
 
 
-def _columns(source: Source) -> Sequence[str] | None:
-    """The columns of the first row of a file; None where there is none that can be read at once."""
+def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
+    """The first rows of a file, of a parquet file the columns alone; a text says what is wrong with one.
+
+    None of a file that cannot be opened. Raises DataError for a file whose rows cannot be told from each other.
+    """
     kind = source.dataset_name
-    path = next(_files(source), None) if kind in ("json", "csv", "parquet") else None
+    path = next(_files(source), None) if kind in ("json", "csv", "parquet", "text") else None
     if path is None:
-        return None
+        return
     try:
         if kind == "parquet":
             from pyarrow.parquet import read_schema  # 0.2 s
 
-            return list(read_schema(path).names)
-        with open(path, "rb") as file:
-            text = codecs.getincrementaldecoder("utf-8-sig")().decode(file.read(_LOOKED_AT_BYTES))
-        if kind == "csv":
-            return next(csv.reader(text.splitlines(keepends=True)), None)
-        row, _ = json.JSONDecoder().raw_decode(text.lstrip(" \t\r\n["))
-    except (OSError, ValueError, RecursionError, csv.Error):
-        return None
-    return list(row) if isinstance(row, dict) else None
+            names = read_schema(path).names
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                has = f"the first file has the column {', '.join(twice):.300} more than once"
+                raise DataError(f"{has}: give each a name of its own")
+            yield dict.fromkeys(names)
+            return
+        content, is_whole = first_bytes(path, _LOOKED_AT_BYTES)
+    except (OSError, ValueError):
+        return
+    if kind == "csv":
+        yield from _rows_of_csv(content, path, is_whole=is_whole)
+    elif kind == "json":
+        yield from _rows_of_json(content, path, is_whole=is_whole)
+
+
+def _rows_of_csv(content: bytes, path: str, *, is_whole: bool) -> Iterator[Mapping[str, Any] | str]:
+    text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
+    lines = io.StringIO(text, newline="").readlines()
+    for number, row in enumerate(csv_rows(lines[: None if is_whole else -1], path, is_whole=is_whole), start=1):
+        if not isinstance(row, str):
+            try:
+                "".join(row.values()).encode()
+            except UnicodeEncodeError:
+                row = "not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
+        yield f"{path}, row {number}: {row}" if isinstance(row, str) else row
+
+
+def _rows_of_json(content: bytes, path: str, *, is_whole: bool) -> Iterator[Mapping[str, Any] | str]:
+    if is_array(content):
+        lines: Iterable[bytes] = array_rows(content, path, is_whole=is_whole)
+    elif reason := not_lines(content, is_whole=is_whole):
+        raise DataError(f"{path}: {reason}")
+    else:
+        lines = content.split(b"\n")[: None if is_whole else -1]
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():  # an empty text
+            continue
+        try:
+            yield json_object(line)
+        except RowError as error:
+            yield f"{path}, line {number}: {error}"

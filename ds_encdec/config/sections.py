@@ -173,8 +173,8 @@ class Source(Section):
     data_files: Annotated[DataFiles | None, Mark.TEXTS] = None
     """Paths of local files, or glob patterns where there is no such file, for `text` (one document per file; files
     above 64 KiB are cut at blank lines into documents of at most that size), `json` (JSON lines, or one array), `csv`
-    and `parquet`. `.gz`, `.bz2`, `.xz` and `.zst` are unpacked once into the cache folder. For a data set of the hub,
-    files of its repository."""
+    and `parquet`. `.gz`, `.bz2`, `.xz`, `.lzma`, `.zst` and `.lz4` are unpacked once into the cache folder. For a data
+    set of the hub, files of its repository."""
     text_column: Annotated[str, Mark.TEXTS] = "text"
     """Column that holds the text."""
 
@@ -211,8 +211,8 @@ class DataConfig(Source):
     """The unit of the weights in `mixture`: a source of weight 1 beside one of 3 has a quarter of the documents that
     are read, however long they are, or a quarter of their tokens."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """A row that cannot be read (not UTF-8, no JSON, cut short, without the column, of a damaged row group): end the
-    run, or pass over it."""
+    """A row that cannot be read (not UTF-8, no JSON, cut short, without the column, with more fields than there are
+    columns, of a damaged row group): end the run, or pass over it."""
     max_bad_rows: int = Field(default=1000, ge=1)
     """Most rows that `on_bad_row: skip` passes over in one pass over the data, of all lanes together; with more the run
     ends. A damaged row group counts with all its rows."""

@@ -10,6 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ds_encdec.config.row_values import as_text, present
+
 TURN_WEIGHTS = ("weight", "train", "trainable")
 """The names under which data sets say of a turn whether it is learnt."""
 
@@ -44,7 +46,8 @@ def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
     Raises `UnusableError`.
     """
     # Tables fill in null where a message has no such field.
-    turn = {name: part for name, part in message.items() if part is not None} if isinstance(message, Mapping) else {}
+    fields = message.items() if isinstance(message, Mapping) else ()
+    turn = {name: held for name, part in fields if (held := present(part)) is not None}
     weights = [is_learnt(turn.pop(name), f"`{name}` of a turn") for name in TURN_WEIGHTS if name in turn]
     if "role" not in turn and {"from", "value"} <= turn.keys():
         turn = _from_sharegpt(str(turn["from"]), turn["value"])
@@ -53,6 +56,8 @@ def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
             "its messages are no objects with a role each; needed are `role` and `content`, or ShareGPT's `from` and "
             "`value`"
         )
+    if isinstance(turn.get("content"), int | float):
+        turn["content"] = as_text(turn["content"])
     return turn, all(weights)
 
 

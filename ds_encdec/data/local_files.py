@@ -7,28 +7,27 @@ another folder or machine. A file that is compressed, or holds rows otherwise th
 machine to a plain file in the user's cache folder.
 """
 
-import bz2
-import csv
-import gzip
 import hashlib
 import json
 import logging
 import lzma
 import os
-import re
 import socket
-import sys
 import time
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import numpy as np
 
+from ds_encdec.config.csv_rows import csv_rows
+from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, json_row, not_lines
+from ds_encdec.config.packed_files import UNPACKABLE, Opener, packing
 from ds_encdec.data.sources import BadRow, Row, field_document
 from ds_encdec.file_patterns import named_files, no_file_matches
 from ds_encdec.launch.disk import atomic_file, cache_folder
@@ -46,10 +45,14 @@ _SCAN_BYTES = 1 << 24
 INDEXED_BYTES = 1 << 20
 """From this size on the index of a file's lines is kept; that of a smaller one is made anew in a millisecond."""
 
-MAX_NESTING = 200
-"""Levels of objects and lists in a line. How deep Python can read depends on its caller, which must decide nothing."""
+_PEEKED_LINE_BYTES = 1 << 24
+_PEEKED_BYTES = 1 << 16
+"""Bytes of a JSON file behind its first line: enough to see whether a value goes on there."""
 
 _DIGESTED_BYTES = 1 << 16
+
+_FORMAT = 2
+"""Raised whenever the code makes another copy or index of the same file, so that an earlier one is not read."""
 
 _ABANDONED_SECONDS = 86_400
 """Without a write, after which another host's unfinished file is taken for a killed process's."""
@@ -106,14 +109,14 @@ def file_digest(path: str, digested_bytes: int = _DIGESTED_BYTES) -> str:
 def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None], checked_bytes: int = 1 << 16) -> str:
     """The file that `make(source, file)` writes, in the cache folder as `KIND-DIGEST`.
 
-    It is made again when `source` has another path, size or modification time, or when it is damaged itself: its size
-    and `checked_bytes` at either end are compared at every call. One process of a machine makes it while the others
-    wait, and it appears whole or not at all, with the permissions of `source`. Raises what `make` raises, and DataError
-    where it cannot be kept.
+    It is made again by code of another `_FORMAT`, when `source` has another path, size or modification time, or when it
+    is damaged itself: its size and `checked_bytes` at either end are compared at every call. One process of a machine
+    makes it while the others wait, and it appears whole or not at all, with the permissions of `source`. Raises what
+    `make` raises, and DataError where it cannot be kept.
     """
     try:
         status = os.stat(source)
-        made_from = f"{os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
+        made_from = f"{_FORMAT} {os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
         path = cache_folder() / f"{kind}-{hashlib.sha256(made_from.encode(errors='surrogateescape')).hexdigest()[:32]}"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{path}.sum", "a+") as record:
@@ -144,66 +147,50 @@ def _remove_unfinished(path: Path) -> None:
                 left.unlink()
 
 
-def _open_zstd(path: str) -> Any:
-    # Imported here because it takes 0.2 s, and most runs need none of it.
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(pyarrow.OSFile(path), "zstd")
-
-
-_NOT_PLAIN: tuple[tuple[bytes, Callable[[str], Any] | str], ...] = (
-    (rb"\x1f\x8b\x08", gzip.open),
-    (rb"BZh.1AY&SY", bz2.open),
-    (rb"\xfd7zXZ\0", lzma.open),
-    (rb"\x28\xb5\x2f\xfd", _open_zstd),
-    (rb"PAR1", "a parquet file: set data.dataset_name=parquet"),
-    (rb"PK\x03\x04", "a zip archive: unpack it"),
-)
-"""First bytes of files that are not plain text (patterns), and the function that opens a compressed one to read the
-original, or the advice for one that is of no use here."""
-
-
 def plain_file(path: str) -> str:
-    """`path`, or a plain copy of a compressed file (gzip, bzip2, xz, zstd: by its first bytes).
+    """`path`, or a plain copy of a compressed file (gzip, bzip2, xz, lzma, zlib, zstd, LZ4: by its first bytes).
 
     Raises DataError for one that is damaged, cut short or of another kind, and where a copy cannot be kept.
     """
-    with local_errors(path), open(path, "rb") as file:
-        start = file.read(10)
-    found = next((what for pattern, what in _NOT_PLAIN if re.match(pattern, start, re.DOTALL)), None)
-    if isinstance(found, str):
-        raise DataError(f"{path}: {found}, or leave it out of data.data_files")
-    return kept_file(path, "plain", partial(_unpack, found)) if found else path
+    with local_errors(path):
+        opener = packing(path)
+    if opener is None:
+        return path
+    copy = kept_file(path, "plain", partial(_unpack, opener))
+    try:
+        inner = packing(copy)
+    except DataError as error:  # an archive, or text in another encoding
+        raise DataError(str(error).replace(copy, f"{path}, unpacked", 1)) from error
+    if inner is not None:
+        raise DataError(f"{path}: it is compressed twice. Unpack it once, or leave it out of data.data_files")
+    return copy
 
 
-def _unpack(opener: Callable[[str], Any], path: str, out: IO[bytes]) -> None:
-    with opener(path) as packed:
-        while block := _read(path, packed):
-            out.write(block)
+def _unpack(opener: Opener, path: str, out: IO[bytes]) -> None:
+    blocks = opener(path)
+    while (block := _next(path, blocks)) is not None:
+        out.write(block)
 
 
-def _read(path: str, packed: Any) -> bytes:
+def _next(path: str, blocks: Iterator[bytes]) -> bytes | None:
     """The next block. An error here is one of `path`; one of writing is of the cache folder."""
-    with local_errors(path, "cannot be unpacked: damaged, or cut short"):
-        return packed.read(1 << 20)
+    with local_errors(path, UNPACKABLE):
+        return next(blocks, None)
 
 
-def _write_array(path: str, out: IO[bytes]) -> None:
-    with open(path, "rb") as file:
-        out.writelines(json.dumps(row).encode() + b"\n" for row in json.load(file))
+def _write_array(name: str, path: str, out: IO[bytes]) -> None:
+    """Write each element of the array that the file is, read into memory whole, as a line. Raises DataError."""
+    with local_errors(name), open(path, "rb") as file:
+        content = file.read()
+    out.writelines(row + b"\n" for row in array_rows(content, name))
 
 
-def _write_csv(path: str, out: IO[bytes]) -> None:
-    """Write the rows of a CSV file as JSON objects, one a line; its first row names the columns. Raises DataError."""
-    csv.field_size_limit(sys.maxsize)
+def _write_csv(name: str, path: str, out: IO[bytes]) -> None:
+    """Write the rows of a CSV file as JSON objects, one a line, or a text for one that cannot be read. DataError."""
     # Bytes that are no UTF-8 go into the copy as they are: the row that has them cannot be read, and no other.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        try:
-            for row in csv.DictReader(file, restkey=""):
-                fields = {name: value for name, value in row.items() if value is not None}
-                out.write(json.dumps(fields, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
-        except csv.Error as error:
-            raise DataError(f"{path}: not a CSV file ({error})") from error
+        for row in csv_rows(file, name):
+            out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
 
 
 class _FileRanges:
@@ -287,7 +274,6 @@ class JsonLines(_FileRanges):
 
     kind: ClassVar = "json"
     row_word: ClassVar = "line"
-    failure: ClassVar = "not a JSON line"
 
     def __init__(self, files: Sequence[str], text_column: str | None) -> None:
         self._text_column = text_column
@@ -298,31 +284,27 @@ class JsonLines(_FileRanges):
         if ".csv" in os.path.basename(path).lower():
             raise DataError(f"{path}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
         plain = plain_file(path)
-        with local_errors(plain), open(plain, "rb") as file:
-            ends = file.read(4096).lstrip()[:1]
-            file.seek(max(0, os.path.getsize(plain) - 4096))
-            ends += file.read().rstrip()[-1:]
-        try:  # of an array, which is read into memory whole, an element becomes a line
-            return kept_file(plain, "rows", _write_array) if ends == b"[]" else plain
-        except (ValueError, RecursionError):
-            return plain  # lines that are lists, or damaged: whoever reads the lines will say so
+        with local_errors(path), open(plain, "rb") as file:
+            start = file.readline(_PEEKED_LINE_BYTES) + file.read(_PEEKED_BYTES)
+            is_whole = not file.read(1)
+        if is_array(start):
+            return kept_file(plain, "rows", partial(_write_array, path))
+        if reason := not_lines(start, is_whole=is_whole):
+            raise DataError(f"{path}: {reason}")
+        return plain
 
     def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
         if not content.strip():
             return Document(key, "")
         where = f"{name}, {self.row_word} {row + 1}"
         try:
-            record = json.loads(content.rstrip(b"\r\n"))  # whose own line break may look like a text's
-        except json.JSONDecodeError as error:
-            reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-            return BadRow(key, f"{where}: {self.failure} ({reason})")
-        except (ValueError, RecursionError) as error:
-            return BadRow(key, f"{where}: {self.failure} ({error})")
-        if content.count(b"[") + content.count(b"{") > MAX_NESTING and _is_deep(record):
-            return BadRow(key, f"{where}: {self.failure} (nested more than {MAX_NESTING} deep)")
-        if not isinstance(record, dict):
-            return BadRow(key, f"{where}: expected one JSON object a line, found {type(record).__name__}")
+            record = self._read(content)
+        except RowError as error:
+            return BadRow(key, f"{where}: {error}")
         return field_document(key, record, self._text_column, where)
+
+    def _read(self, content: bytes) -> dict[str, Any]:
+        return json_object(content)
 
 
 class CsvFiles(JsonLines):
@@ -330,18 +312,15 @@ class CsvFiles(JsonLines):
 
     kind = "csv"
     row_word = "row"
-    failure = "not UTF-8 text"
 
     def _as_lines(self, path: str) -> str:
-        return kept_file(plain_file(path), "rows", _write_csv)
+        return kept_file(plain_file(path), "rows", partial(_write_csv, path))
 
-
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_NESTING):
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-        level = list(chain.from_iterable(inner))
-    return any(isinstance(one, dict | list) for one in level)
+    def _read(self, content: bytes) -> dict[str, Any]:
+        record = json_row(content)
+        if isinstance(record, str):  # why the row cannot be read
+            raise RowError(record)
+        return record
 
 
 def _line_index(path: str) -> np.ndarray:
@@ -369,11 +348,12 @@ def _line_edges(path: str) -> np.ndarray:
 
 
 def _text_edges(path: str) -> np.ndarray:
-    """The start of each document of a text file, and the file's end."""
-    edges = [0]
+    """The start of each document of a text file, the first behind a byte order mark, and the file's end."""
     with local_errors(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if b"\0" in file.read(TEXT_PIECE_BYTES):
+        start = file.read(TEXT_PIECE_BYTES)
+        edges = [len(BOM_UTF8) if start.startswith(BOM_UTF8) else 0]
+        if b"\0" in start:
             raise DataError(_binary(path, "NUL characters"))
         while size - edges[-1] > TEXT_PIECE_BYTES:
             file.seek(edges[-1])

@@ -10,8 +10,6 @@ special tokens were looked for. Between special tokens a text is tokenised as a 
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import hashlib
 import json
 import re
@@ -24,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from ds_encdec.config.converters import load_converter
+from ds_encdec.config.row_values import as_text, field_value, present
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.conversations import UnusableError as _UnusableError
 from ds_encdec.data.conversations import is_learnt, read_turn
@@ -43,9 +42,6 @@ Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 
 _MARK = "\U000f0000"
 """A character for private use. It stands behind the first one of a special token that a user has written."""
-
-_PLAIN = (str, int, float, decimal.Decimal, datetime.date, datetime.time)
-"""Types of values that are written into a template as `str` writes them."""
 
 _TASK = "SFT"
 
@@ -254,11 +250,11 @@ class PairMaker:
 
     def _texts(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Inputs and outputs of a record; none of one whose weight is 0."""
-        weight = None if self._weight_column is None else record.get(self._weight_column)
+        weight = None if self._weight_column is None else present(record.get(self._weight_column))
         if weight is not None and not self._is_learnt(weight):
             return
         column = conversation_column(self.data, record)
-        messages = None if column is None else record.get(column)
+        messages = None if column is None else present(record.get(column))
         if messages is None:
             given, wanted = (self._filled(parts, record) for parts in self._templates)
             fields = [self._value(record, name) for _, name in self._templates[1] if name is not None]
@@ -288,12 +284,7 @@ class PairMaker:
     def _value(self, record: Mapping[str, Any], name: str) -> str:
         """The text of a template's field."""
         column = self.data.field_mapping.get(name, name)
-        value: Any = record.get(column)
-        if column not in record:
-            value = record
-            for part in column.split("."):
-                is_item = isinstance(value, list) and part.isdigit() and int(part) < len(value)
-                value = value[int(part)] if is_item else value.get(part) if isinstance(value, Mapping) else None
+        value = field_value(record, column)
         if value is None:
             meant = f"{{{name}}}" if name == column else f"{{{name}}} (data.field_mapping: {column})"
             is_there = column.partition(".")[0] in record
@@ -302,9 +293,10 @@ class PairMaker:
                 f"there is nothing in its field {meant}, which a template asks for; it has {', '.join(record):.300}"
                 + ("" if is_there else way_out)
             )
-        if not isinstance(value, _PLAIN):
-            raise _UnusableError(f"its field {column} is of type {type(value).__name__}; needed is text or a number")
-        return str(value)
+        try:
+            return as_text(value)
+        except TypeError as error:
+            raise _UnusableError(f"its field {column} is of type {error}; needed is text or a number") from error
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """The conversation up to the last turn of the assistant that is learnt, or to each, and what that one says.

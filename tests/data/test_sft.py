@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gzip
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -553,7 +554,7 @@ def test_settings_that_contradict_each_other(fields: dict[str, Any], message: st
         ),
         ({}, []),
         ({"input_template": '"{wrong}"', "on_bad_row": "skip"}, []),
-        ({"input_template": '"{wrong}"', "data_files": "c.jsonl.gz"}, []),
+        ({"input_template": '"{wrong}"', "data_files": "c.jsonl.gz"}, ["no column wrong; it has instruction"]),
         *(
             (
                 {"input_template": '"{wrong}"', "dataset_name": kind, "data_files": file, "eval_files": file},
@@ -561,7 +562,7 @@ def test_settings_that_contradict_each_other(fields: dict[str, Any], message: st
             )
             for kind, file in (("json", "a.jsonl"), ("json", "b.json"), ("csv", "a.csv"), ("parquet", "a.parquet"))
         ),
-        ({"input_template": '"{q}"', "field_mapping": "{q: output.x}"}, []),
+        ({"input_template": '"{q}"', "field_mapping": "{q: output.x}"}, ["row 1 has nothing in its field output.x"]),
         ({"data_files": "chat.jsonl"}, ["conversations, and the builtin tokenizer has no chat template"]),
         (
             {"objective": "ul2", "text_column": "body"},
@@ -600,3 +601,14 @@ def test_the_builtin_task_is_right_and_has_no_signature_twice() -> None:
     assert rows["builtin_task/textwrap.TextWrapper.wrap"]["output"] == "a method with 2 arguments"
     assert rows["builtin_task/textwrap.wrap"]["output"] == "a function with 3 arguments"  # text, width, **kwargs
     assert len(rows) == len({row["input"] for row in rows.values()}) == len(task) > 5000
+
+
+def test_values_are_written_as_json_spells_them_and_what_is_not_finite_is_bad(tmp_path: Path) -> None:
+    rows = [{"instruction": True, "input": -0.0, "output": number} for number in (0.1, False, 10**30, math.nan)]
+    data = data_of(sft_config(write(tmp_path / "a.jsonl", [*rows, *ROWS]), on_bad_row="skip"))
+    pairs = [data.pipeline.maker.read(data.pipeline.sources[0].source.document(i)) for i in range(4)]
+    outputs = [TOKENIZER.decode(pair[0][1][:-1]).rpartition("\n")[2] for pair in pairs[:3]]
+    assert outputs == ["0.1", "false", str(10**30)]
+    assert "true" in TOKENIZER.decode(pairs[0][0][0])
+    assert "-0.0" in TOKENIZER.decode(pairs[0][0][0])
+    assert "there is nothing in its field {output}" in pairs[3].problem

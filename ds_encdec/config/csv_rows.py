@@ -1,0 +1,136 @@
+"""CSV as rows, read strictly and alike by a run and by `ds-encdec validate`."""
+
+import csv
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+
+from ds_encdec.types import DataError
+
+_DELIMITERS = ",;\t|"
+"""Tried in this order."""
+
+_SNIFFED_LINES = 40
+_SEPARATOR_LINE = re.compile(r"sep=(.)[\r\n]*")
+"""A first line that Excel writes, and reads."""
+
+_FOREIGN_QUOTES = ("''", "``", '""', "“”", "‘’", "„“", "«»")
+
+
+def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Iterator[dict[str, str] | str]:
+    """The rows below the names of the columns; of a row that cannot be read a text says why.
+
+    `lines`: with their ends, as `open(newline="")` gives them. `is_whole`: false where they stop within the file.
+    Empty lines are passed over. Raises DataError for names that are missing, empty or repeated, and for a wrong quote:
+    nothing that follows one can be trusted.
+    """
+    csv.field_size_limit(sys.maxsize)
+    rest = iter(lines)
+    head = list(islice(rest, _SNIFFED_LINES))
+    separator = _SEPARATOR_LINE.fullmatch(head[0]) if head else None
+    skipped = 1 if separator else 0
+    delimiter = separator[1] if separator else _delimiter(head)
+    taken: list[str] = []
+
+    def recorded() -> Iterator[str]:
+        for line in chain(head[skipped:], rest):
+            taken.append(line)
+            yield line
+
+    reader = csv.reader(recorded(), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    first_line = 1 + skipped
+    try:
+        for row in reader:
+            if not row:  # an empty line
+                pass
+            elif not names:
+                names = row
+                _check_names(names, path)
+            elif (reason := _wrong(row, names, taken, delimiter)) is not None:
+                yield f"{reason} (line {first_line} of the file)"
+            else:
+                yield dict(zip(names, row, strict=True))
+            first_line = reader.line_num + skipped + 1
+            taken.clear()
+    except csv.Error as error:
+        if is_whole or "end of data" not in str(error):
+            raise DataError(_quote_error(path, first_line, reader.line_num + skipped, taken, error)) from error
+
+
+def _delimiter(head: Sequence[str]) -> str:
+    """The first that cuts the line of names and agrees with the rows below, else the first that cuts it."""
+    tables = {delimiter: _table(head, delimiter) for delimiter in _DELIMITERS}
+    cutting = [delimiter for delimiter, table in tables.items() if table and len(table[0]) > 1]
+    agreeing = [one for one in cutting if {len(row) for row in tables[one]} == {len(tables[one][0])}]
+    return next(iter(agreeing or cutting), ",")
+
+
+def _table(head: Sequence[str], delimiter: str) -> list[list[str]]:
+    """The rows of the first lines, as far as they can be read."""
+    rows = []
+    try:
+        for row in csv.reader(head, delimiter=delimiter, strict=True):
+            rows += [row] * bool(row)
+    except csv.Error:
+        pass
+    return rows
+
+
+def _check_names(names: Sequence[str], path: str) -> None:
+    where = f"{path}: the first line, which names the columns,"
+    for number, name in enumerate(names, start=1):
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{where} is not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
+            ) from error
+        bare = name.strip()
+        if not bare or "\0" in name:
+            raise DataError(
+                f"{where} has no name for column {number}. Write one (pandas leaves out its row numbers with "
+                "`to_csv(index=False)`)"
+            )
+        if len(bare) > 1 and bare[0] + bare[-1] in _FOREIGN_QUOTES:
+            raise DataError(f'{where} quotes {bare:.80}. CSV quotes by ", with no blank before it: write the file so')
+        if bare in (other.strip() for other in names[: number - 1]):
+            raise DataError(f"{where} has {bare:.80} twice. Rename or remove one of these columns")
+
+
+def _wrong(row: Sequence[str], names: Sequence[str], taken: Sequence[str], delimiter: str) -> str | None:
+    """Why a row cannot be read, or None."""
+    if len(row) != len(names):
+        return (
+            f"{len(row)} fields, and the first line names {len(names)} columns; a field with the delimiter "
+            f"{delimiter!r} or a line break in it needs double quotes"
+        )
+    for line in taken:
+        if "\0" in line:
+            return "a NUL character"
+        if ' "' in line and _has_late_quote(row, taken, delimiter):
+            return "a blank before the quote that opens a field; CSV reads both as text"
+    return None
+
+
+def _has_late_quote(row: Sequence[str], taken: Sequence[str], delimiter: str) -> bool:
+    """True where a field begins with blanks and a quote that would open it without them."""
+    try:
+        late = next(csv.reader(taken, delimiter=delimiter, strict=True, skipinitialspace=True))
+    except csv.Error:
+        return True
+    return [field.lstrip(" ") for field in row] != [field.lstrip(" ") for field in late]
+
+
+def _quote_error(path: str, first: int, last: int, taken: Sequence[str], error: csv.Error) -> str:
+    lines = f"{path}, line {first}" + (f" to {last}" if last > first else "")
+    if "end of data" in str(error):
+        return f"{lines}: a quote opens a field and is never closed. Close it, or write quotes within fields twice"
+    if "expected after" in str(error):
+        foreign = r" (\" is not CSV)" if any('\\"' in line for line in taken) else ""
+        return (
+            f"{lines}: text follows the quote that closes a field. Quotes within a quoted field are written twice, "
+            f'""{foreign}; nothing behind this place can be trusted'
+        )
+    return f"{lines}: not a CSV file ({error})"

@@ -1,0 +1,151 @@
+"""JSON as rows, one object each, read strictly and alike by a run and by `ds-encdec validate`."""
+
+import json
+import re
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from ds_encdec.types import DataError
+
+MAX_NESTING = 200
+"""Levels of objects and lists in a line. How deep Python can read depends on its caller, which must decide nothing."""
+
+_HOLDERS = ("data", "rows", "train", "examples", "instances", "records", "items", "samples", "results")
+"""Names under which files of one object hold their rows."""
+
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+_OPENING = re.compile(r'\{\s*("(\\.|[^"\\])*"\s*:\s*[\[{]?)?\s*')
+"""The first line of an object that is spread over lines."""
+
+
+class RowError(ValueError):
+    """A row that cannot be read; the message says why."""
+
+
+class _RepeatedError(ValueError):
+    pass
+
+
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise _RepeatedError(next(name for name in names if names.count(name) > 1))
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_fields)
+_LENIENT = json.JSONDecoder()
+
+
+def json_row(content: bytes, failure: str = "not a JSON line") -> Any:
+    """The value of a line. Raises RowError, which says `failure` of one that is no JSON."""
+    try:
+        # The line's own break may look like a text's. Files that were joined have a mark in their middle.
+        record = _DECODER.decode(content.rstrip(b"\r\n").removeprefix(BOM_UTF8).decode())
+    except UnicodeDecodeError as error:
+        advice = "Convert the file, for example with `iconv -f latin1 -t utf-8`"
+        raise RowError(f"not UTF-8 text ({error.reason}). {advice}") from error
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
+        raise RowError(f"{failure} ({reason})") from error
+    except _RepeatedError as error:
+        raise RowError(f"an object has the field {error} twice") from error
+    except (ValueError, RecursionError) as error:
+        raise RowError(f"{failure} ({error})") from error
+    if content.count(b"[") + content.count(b"{") > MAX_NESTING and _is_deep(record):
+        raise RowError(f"{failure} (nested more than {MAX_NESTING} deep)")
+    return record
+
+
+def json_object(content: bytes) -> dict[str, Any]:
+    """The object of a line. Raises RowError."""
+    record = json_row(content)
+    if not isinstance(record, dict):
+        raise RowError(f"expected one JSON object a line, found {type(record).__name__}")
+    return record
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = list(chain.from_iterable(inner))
+    return any(isinstance(one, dict | list) for one in level)
+
+
+def is_array(start: bytes) -> bool:
+    """True where a file that begins with `start` is one array, maybe a damaged one; false for lines that are lists."""
+    text = start.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
+    if not text.startswith("["):
+        return False
+    line, _, rest = text.partition("\n")
+    if not rest.strip():
+        return True
+    try:
+        _LENIENT.decode(line)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[bytes]:
+    """Each element of an array as a line, as it is written there. Raises DataError for a damaged array.
+
+    `is_whole`: false where the content stops within the file. Bytes that are no UTF-8 stay in their element.
+    """
+    text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
+    place = _after_blank(text, _after_blank(text, 0) + 1)
+    try:
+        while text[place : place + 1] != "]":
+            _, end = _LENIENT.raw_decode(text, place)
+            line = text[place:end].replace("\r", " ").replace("\n", " ")  # blanks: a string has no line break as it is
+            yield line.encode(errors="surrogateescape")
+            place = _after_blank(text, end)
+            if text[place : place + 1] == ",":
+                place = _after_blank(text, place + 1)
+                if text[place : place + 1] == "]":
+                    raise json.JSONDecodeError("A comma before the end of the array", text, place)
+            elif text[place : place + 1] != "]":
+                raise json.JSONDecodeError("Expecting a comma, or the end of the array", text, place)
+        if (end := _after_blank(text, place + 1)) != len(text):
+            raise json.JSONDecodeError("Something follows the end of the array", text, end)
+    except json.JSONDecodeError as error:
+        if is_whole or (error.pos < len(text) // 2 and not error.msg.startswith("Unterminated")):
+            raise DataError(
+                f"{path}: a damaged JSON array ({error.msg} at line {error.lineno}, column {error.colno})"
+            ) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path}: a damaged JSON array ({error})") from error
+
+
+def _after_blank(text: str, place: int) -> int:
+    found = _BLANK.match(text, place)
+    return found.end() if found else place
+
+
+def not_lines(start: bytes, *, is_whole: bool) -> str | None:
+    """Say what a file of one object is that holds its rows in a list, or is spread over lines; None for others."""
+    text = start.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
+    if not text.startswith("{"):
+        return None
+    line, _, rest = text.partition("\n")
+    try:
+        record, end = _LENIENT.raw_decode(text)
+    except (ValueError, RecursionError):
+        record, end = {}, 0
+    is_spread = end > len(line) or bool(not end and rest.strip() and _OPENING.fullmatch(line))
+    is_alone = is_whole and not rest.strip()
+    holders = (name for name in record if name in _HOLDERS and _is_list_of_objects(record[name]))
+    holder = next(holders, None)
+    if not is_spread and not (is_alone and holder):
+        return None
+    what = "JSON objects over several lines" if is_spread else f"one JSON object, whose field {holder} holds the rows"
+    return f"{what}; needed is an object a line: `jq -c '.{f'{holder}[]' if holder else ''}' FILE > rows.jsonl`"
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)

@@ -1,0 +1,125 @@
+"""Formats of files, told by their first bytes: plain text, a compression that is read, or a format that is named and refused."""
+
+import bz2
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from ds_encdec.types import DataError
+
+_BLOCK_BYTES = 1 << 14
+"""Compressed bytes unpacked at once: few, since the best compressions make thousands of bytes of one."""
+
+_LOOKED_AT_BYTES = 512
+_SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18(.{4})", re.DOTALL)
+"""A frame that zstd and LZ4 pass over, and its size: parallel and seekable compressors write them."""
+
+Opener = Callable[[str], Iterator[bytes]]
+"""Yields the unpacked blocks of the file at a path. Raises OSError, ValueError, EOFError, zlib.error, LZMAError."""
+
+
+def _streams(new: Callable[[], Any], magic: bytes, path: str) -> Iterator[bytes]:
+    """The blocks of one compressed stream after another. Zeros between them and at the end are padding."""
+    with open(path, "rb") as file:
+        rest = file.read(_BLOCK_BYTES)
+        while rest:
+            stream = new()
+            yield stream.decompress(rest)
+            while not stream.eof:
+                if not (block := file.read(_BLOCK_BYTES)):
+                    raise EOFError("it ends within the compressed data")
+                yield stream.decompress(block)
+            rest = stream.unused_data.lstrip(b"\0")
+            while len(rest) < len(magic) and (block := file.read(_BLOCK_BYTES)):
+                rest = (rest + block).lstrip(b"\0")
+            if rest and not rest.startswith(magic):
+                raise ValueError("other bytes follow the compressed data; `gzip -dc` and its like pass over them")
+
+
+def _arrow(codec: str, path: str) -> Iterator[bytes]:
+    # Imported here because it takes 0.2 s, and most runs need none of it.
+    import pyarrow
+
+    try:
+        with pyarrow.CompressedInputStream(pyarrow.OSFile(path), codec) as stream:
+            while block := stream.read(1 << 20):
+                yield block
+    except OSError as error:
+        if "too much memory" in str(error):  # zstd's, for windows above 128 MiB
+            raise ValueError("its window is above 128 MiB: unpack it with `zstd -d --long=31`") from error
+        raise
+
+
+_KINDS: tuple[tuple[bytes, Opener | str], ...] = (
+    (rb"\x1f\x8b\x08", partial(_streams, partial(zlib.decompressobj, 31), b"\x1f\x8b")),
+    (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", partial(_streams, bz2.BZ2Decompressor, b"BZh")),
+    (rb"\xfd7zXZ\0", partial(_streams, lzma.LZMADecompressor, b"\xfd7zXZ\0")),
+    (rb"\x5d\0\0", partial(_streams, lzma.LZMADecompressor, b"\x5d\0\0")),
+    (rb"x[\x01\x9c\xda]", partial(_streams, zlib.decompressobj, b"x")),
+    (rb"\x28\xb5\x2f\xfd", partial(_arrow, "zstd")),
+    (rb"\x04\x22\x4d\x18", partial(_arrow, "lz4")),
+    (rb"\x02\x21\x4c\x18", "an LZ4 file of the old format: unpack it with `lz4 -d`"),
+    (rb"\x1f\x9d", "compressed by `compress`: unpack it with `gzip -d`"),
+    (rb"LZIP\x01", "compressed by lzip: unpack it with `lzip -d`"),
+    (rb"\x89LZO\0", "compressed by lzop: unpack it with `lzop -d`"),
+    (rb"\xff\x06\0\0sNaPpY", "compressed by snappy: unpack it with `snzip -d`"),
+    (rb"PK(\x03\x04|\x05\x06|\x07\x08)", "a zip archive: unpack it with `unzip` (a workbook: save its sheet as CSV)"),
+    (rb"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it with `7z x`"),
+    (rb"Rar!\x1a\x07", "a rar archive: unpack it with `unrar x`"),
+    (rb".{257}ustar", "a tar archive: unpack it with `tar -xf`"),
+    (rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office file: save its sheet as CSV in UTF-8"),
+    (rb"PAR1", "a parquet file: set data.dataset_name=parquet"),
+    (rb"(ARROW1\0\0|\xff\xff\xff\xff.{3}\0)", "an Arrow file: name its folder in data.dataset_name"),
+    (rb"Obj\x01", "an Avro file: convert it to parquet"),
+    (rb"ORC.{0,9}\x08", "an ORC file: convert it to parquet"),
+    (rb"SQLite format 3\0", "an SQLite database: write its rows as JSON lines"),
+    (rb"\x80[\x02-\x05][\x95}\]c(]", "a pickle: write its rows as JSON lines"),
+    (rb"(\xff\xfe\0\0|\0\0\xfe\xff)", "UTF-32 text: convert it, `iconv -f utf-32 -t utf-8`"),
+    (rb"(\xff\xfe|\xfe\xff)", "UTF-16 text: convert it, `iconv -f utf-16 -t utf-8`"),
+    (rb"([^\0]\0\0\0){4}", "UTF-32 text: convert it, `iconv -f utf-32le -t utf-8`"),
+    (rb"(\0\0\0[^\0]){4}", "UTF-32 text: convert it, `iconv -f utf-32be -t utf-8`"),
+    (rb"(.[^\0])*([^\0]\0){4}([^\0].)*", "UTF-16 text: convert it, `iconv -f utf-16le -t utf-8`"),
+    (rb"([^\0].)*(\0[^\0]){4}(.[^\0])*", "UTF-16 text: convert it, `iconv -f utf-16be -t utf-8`"),
+)
+"""First bytes of files that are not plain UTF-8 text (patterns), and what unpacks them, or the advice for those that
+are not read. Of UTF-16 without a mark, four Latin characters in a row are known."""
+
+
+def packing(path: str) -> Opener | None:
+    """The function that unpacks the file; None for a plain one. Raises DataError for one of a format that is not read, OSError."""
+    with open(path, "rb") as file:
+        start = file.read(_LOOKED_AT_BYTES)
+        skipped = 0
+        while frame := _SKIPPABLE.match(start):
+            skipped += 8 + int.from_bytes(frame[1], "little")
+            file.seek(skipped)
+            start = file.read(_LOOKED_AT_BYTES)
+    found = next((what for pattern, what in _KINDS if re.match(pattern, start, re.DOTALL)), None)
+    if isinstance(found, str):
+        raise DataError(f"{path}: {found}, or leave it out of data.data_files")
+    return found
+
+
+def first_bytes(path: str, size: int) -> tuple[bytes, bool]:
+    """The first `size` bytes of what the file holds, unpacked, and whether that is all. Raises DataError, OSError."""
+    opener = packing(path)
+    if opener is None:
+        with open(path, "rb") as file:
+            content = file.read(size + 1)
+    else:
+        content = b""
+        try:
+            for block in opener(path):
+                content += block
+                if len(content) > size:
+                    break
+        except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
+            raise DataError(f"{path}: {UNPACKABLE} ({error})") from error
+    return content[:size], len(content) <= size
+
+
+UNPACKABLE = "cannot be unpacked: damaged, or cut short"
+"""The complaint about a compressed file, before the reason."""
