@@ -16,8 +16,8 @@ DATA_WORDS: tuple[Word, ...] = (
     left_out("base_model_config model_type tokenizer_type tokenizer_use_fast config_name", "axolotl", "Qwen3 is read"),
     left_out("trust_remote_code", "hf axolotl llama", "no code of a model's folder is run"),
     Word(
-        "model.name model.flavor",
-        "titan",
+        "model.name model.flavor hf_config",
+        "titan other",
         why="name a checkpoint (model.model_name_or_path) or model.architecture's sizes",
     ),
     Word(
@@ -83,11 +83,17 @@ DATA_WORDS: tuple[Word, ...] = (
         why="set data.dataset_name: a name on the hub, or json with data.data_files; several are data.mixture",
     ),
     Word(
-        "val_set_size val_size",
-        "axolotl llama",
+        "val_set_size val_size validation_split_percentage",
+        "axolotl llama hf",
         values={text: {"training.eval_samples": 0} for text in ("0", "0.0")},
         why="set data.eval_fraction (ul2), or data.train_split_ratio and data.val_test_split_ratio (sft)",
     ),
+    Word(
+        "cache_dir",
+        "hf",
+        why="variables say it: HF_HOME is the folder of downloads, XDG_CACHE_HOME that of copies made here",
+    ),
+    Word("num_workers", "other", "data.preprocessing_num_workers"),
     Word("dataset_text_field text_column_name", "hf", "data.text_column"),
     Word("num_proc dataset_processes dataset_num_proc", "axolotl hf other", "data.preprocessing_num_workers"),
     left_out("remove_unused_columns", "hf", "only the columns that the templates or data.text_column name are read"),

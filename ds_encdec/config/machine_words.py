@@ -40,6 +40,18 @@ MACHINE_WORDS: tuple[Word, ...] = (
     Word("offload_optimizer_nvme_path offload_param_nvme_path", "accelerate", "infra.nvme_path"),
     left_out("zero3_init_flag zero3_save_16bit_model", "accelerate", "models are built in shards, exports are whole"),
     Word("fsdp", "hf axolotl", reads=fsdp, values=switch({"infra.distributed_type": "fsdp"}, {})),
+    Word(
+        "fsdp_config",
+        "hf accelerate axolotl",
+        why="as a mapping at a file's top level it is read: put its entries there, or set "
+        "infra.distributed_type=fsdp and the infra.fsdp_* fields",
+    ),
+    Word(
+        "fsdp_config.xla fsdp_config.xla_fsdp_v2 fsdp_config.xla_fsdp_grad_ckpt",
+        "hf",
+        values={"false": {}},
+        why="nothing here runs on TPUs: remove it",
+    ),
     Word("fsdp_offload_params fsdp_config.offload_params cpu_offload", "accelerate", "infra.fsdp_cpu_offload"),
     Word(
         "infra.fsdp_sharding_strategy",
@@ -60,7 +72,10 @@ MACHINE_WORDS: tuple[Word, ...] = (
         "fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_backward_prefetch fsdp_forward_prefetch "
         "fsdp_backward_prefetch_policy fsdp_use_orig_params fsdp_sync_module_states fsdp_cpu_ram_efficient_loading "
         "fsdp_state_dict_type fsdp_version fsdp_limit_all_gathers fsdp_min_num_params state_dict_type "
-        "final_state_dict_type auto_wrap_policy transformer_layer_cls_to_wrap cpu_ram_efficient_loading version",
+        "final_state_dict_type auto_wrap_policy transformer_layer_cls_to_wrap cpu_ram_efficient_loading version "
+        "fsdp_config.min_num_params fsdp_config.limit_all_gathers fsdp_config.forward_prefetch "
+        "fsdp_config.sync_module_states fsdp_config.use_orig_params fsdp_config.backward_prefetch "
+        "fsdp_config.xla_fsdp_settings fsdp_ignored_modules fsdp_ignored_params",
         "accelerate hf axolotl",
         "FSDP2 shards layer by layer, and checkpoints have one form",
     ),
@@ -71,7 +86,7 @@ MACHINE_WORDS: tuple[Word, ...] = (
         "accelerate hf axolotl",
         LAUNCHER,
     ),
-    left_out("backend ddp_backend", "hf", "NCCL between GPUs, gloo between CPUs"),
+    left_out("backend ddp_backend dist", "hf other", "NCCL between GPUs, gloo between CPUs"),
     left_out(
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers",
         "hf",

@@ -1,5 +1,6 @@
 """The likely meaning of a key that nobody knows: a field beside it, one elsewhere, or a word of other tools."""
 
+from difflib import SequenceMatcher
 from functools import cache
 
 from ds_encdec.config.rules import fields
@@ -41,6 +42,8 @@ def meant(path: str) -> tuple[str, list[str]]:
     flat, words = _near_names(key) if "." not in parent else {}, _near_words(parent, key)
     ours = [*beside, *flat] if not parent or parent in THEIR_SECTIONS else beside
     guess = closest(key, ours, {**flat, **words})
+    if guess is not None and guess not in beside and not _would_be_accepted(guess, key):
+        guess = None
     elsewhere = [name for name in fields() if name.endswith("." + key)]
     if guess in beside:
         return unknown_key(key, [guess]), [join(parent, guess)]
@@ -68,6 +71,11 @@ def _near_words(parent: str, key: str) -> dict[str, str]:
         if "." not in name and (name != word or "." not in parent):
             words[name] = row.field
     return {name: words[name] for name in sorted(words) if _is_near(name, key)}
+
+
+def _would_be_accepted(guess: str, key: str) -> bool:
+    """Return whether a name of another section is so near that a person would take it for what was meant."""
+    return guess.startswith(key) or SequenceMatcher(None, guess.lower(), key.lower()).ratio() >= 0.8
 
 
 def _is_near(name: str, key: str) -> bool:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import stat
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ MAX_NODES = 10_000
 JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[\[\]{},:]', re.DOTALL)
 """Strings (also one that never ends) and punctuation; what stands between them are numbers and words."""
 
+_DESCRIPTOR = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a symbolic link",
@@ -57,13 +59,35 @@ def open_plain(path: str | Path) -> BufferedReader:
 def read_plain(path: str | Path, max_bytes: int | None) -> str:
     """The text of a plain UTF-8 file. Raises OSError, and ValueError where it is larger or no such text."""
     with open_plain(path) as file:
-        content = file.read(-1 if max_bytes is None else max_bytes + 1)
+        return _decoded(file.read(-1 if max_bytes is None else max_bytes + 1), max_bytes)
+
+
+def _decoded(content: bytes, max_bytes: int | None) -> str:
     if max_bytes is not None and len(content) > max_bytes:
         raise ValueError(f"larger than {max_bytes / 1e6:g} MB, the most that is read of such a file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError("not a text file in UTF-8") from error
+
+
+def read_given(path: str | Path, max_bytes: int) -> str:
+    """The text of a file that the user names: a plain one, or a pipe that the shell has opened (`<(...)`, /dev/stdin).
+
+    A pipe is read once, and remembered. Raises as `read_plain` does.
+    """
+    if not (found := _DESCRIPTOR.fullmatch(os.fspath(path))):
+        return read_plain(path, max_bytes)
+    status = os.fstat(descriptor := int(found[1] or 0))
+    if not (stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or os.isatty(descriptor)):
+        _refuse_other_kinds(status, path)
+    return _decoded(_read_once(descriptor, (status.st_dev, status.st_ino), max_bytes), max_bytes)
+
+
+@cache
+def _read_once(descriptor: int, _: tuple[int, int], max_bytes: int) -> bytes:
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        return file.read(max_bytes + 1)
 
 
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:

@@ -116,8 +116,8 @@ class Reading:
         ours = ", ".join(f"{name} = {show(value)}" for name, value in meaning.items())
         if ours:
             self.notes.append(f"{said} is read as {ours}")
-        elif row is not None and said.shown != "null":
-            self.notes.append(f"{said} is left out" + (f": {row.why}" if row.is_left_out else ""))
+        elif said.shown != "null":
+            self.notes.append(f"{said} is left out" + (f": {row.why}" if row is not None and row.is_left_out else ""))
 
 
 def _clash(field: str, value: Any, other: str, theirs: Any) -> str:
@@ -205,8 +205,11 @@ def _meaning(path: str, value: Any) -> Meaning | None:
         return {}
     if row is not None:
         meaning = {} if value is None and path not in fields() else row.meaning(value)
+        if value == "auto" and path not in fields() and _is_left_open(row, meaning):
+            meaning = {}
     elif (not section or section in THEIR_SECTIONS) and len(known := homes(name)) == 1:
-        is_empty = value is None and wrong_value(known[0], None) is not None  # `fp16:` is how others leave it out
+        # `fp16:` and `learning_rate: auto` are how others leave it out, or to their trainer.
+        is_empty = value in (None, "auto") and wrong_value(known[0], value) is not None
         meaning = {} if is_empty else {known[0]: value}
     if meaning is None or isinstance(meaning, str) or meaning == {path: value}:
         return meaning if isinstance(meaning, str) else None
@@ -217,6 +220,13 @@ def _meaning(path: str, value: Any) -> Meaning | None:
             return own
         meant |= {ours: wanted} if own is None else own
     return meant
+
+
+def _is_left_open(row: Word, meaning: Meaning | None) -> bool:
+    """Return whether a row that does not know `auto` leaves the matter to the trainer by it, as Accelerate's do."""
+    if "auto" in row.values:
+        return False
+    return meaning is None or isinstance(meaning, str) or any(wrong_value(*one) is not None for one in meaning.items())
 
 
 @cache

@@ -10,12 +10,13 @@ FULL: Meaning = {"training.activation_checkpointing": "full"}
 PLAIN: Meaning = {"training.activation_checkpointing": "none"}
 FLASH: Meaning = {"model.use_flash_attention": True}
 NO_FLASH: Meaning = {"model.use_flash_attention": False}
+NO_FP8 = "there is no FP8: bf16 is what trains here"
 PRECISION = {
     **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed", "torch.bfloat16"), BF16),
     **dict.fromkeys(("fp16", "float16", "half", "16-mixed", "torch.float16"), FP16),
     **dict.fromkeys(("no", "fp32", "float32", "torch.float32"), FP32),
     "auto": {},
-    "fp8": "there is no FP8: bf16 is what trains here",
+    "fp8": NO_FP8,
 }
 OPTIMIZERS: dict[str, Meaning] = {
     name: {"training.optimizer": name.partition("_")[0]}
@@ -28,14 +29,16 @@ PACKED = "examples are packed into full micro-batches and never padded"
 TRAINING_WORDS: tuple[Word, ...] = (
     # How long, how fast.
     Word(
-        "max_steps train_steps training.steps total_steps max_train_steps max_iters num_steps",
+        "max_steps train_steps training.steps total_steps max_train_steps max_iters num_steps total_iterations",
         "hf axolotl llama titan other",
         "training.num_train_steps",
         values={"-1": {}},
     ),
     Word("epochs num_epochs max_epochs", "axolotl other", "training.num_train_epochs"),
     Word("lr max_lr peak_lr", "titan other", "training.learning_rate"),
-    Word("lr_warmup_steps num_warmup_steps warmup_iters", "accelerate other", "training.warmup_steps"),
+    Word(
+        "lr_warmup_steps num_warmup_steps warmup_iters warmup_iterations", "accelerate other", "training.warmup_steps"
+    ),
     Word("training.warmup_steps", "hf", reads=ratio),
     Word("lr_scheduler scheduler scheduler_type lr_schedule", "axolotl accelerate other", "training.lr_scheduler_type"),
     Word(
@@ -53,6 +56,12 @@ TRAINING_WORDS: tuple[Word, ...] = (
         "training.min_lr_ratio",
     ),
     Word("min_lr lr_scheduler_kwargs.min_lr", "hf other", why="it is a share of the peak: set training.min_lr_ratio"),
+    Word(
+        "num_cycles lr_num_cycles",
+        "hf accelerate",
+        values={"0.5": {}},
+        why="a schedule goes down once, and none starts again: remove it",
+    ),
     Word("lr_scheduler_kwargs", "hf", why="schedules have fields: training.min_lr_ratio, training.wsd_decay_fraction"),
     Word(
         "decay_type",
@@ -118,6 +127,7 @@ TRAINING_WORDS: tuple[Word, ...] = (
         values=PRECISION,
         why="set training.bf16 or training.fp16",
     ),
+    Word("fp8 fp8_config use_fp8", "accelerate axolotl other", values={"false": {}}, why=NO_FP8),
     Word("training.bf16", "axolotl", values={"auto": {}, "full": BF16}),
     Word("training.fp16", "axolotl", values={"auto": {}}),
     left_out("tf32 downcast_bf16 mixed_precision_reduce", "hf accelerate titan", "PyTorch's own default holds"),
@@ -169,7 +179,11 @@ TRAINING_WORDS: tuple[Word, ...] = (
         values={"epoch": CADENCE + "training.save_steps", "no": "a run always saves: set a great training.save_steps"},
     ),
     Word("saves_per_epoch", "axolotl", why=CADENCE + "training.save_steps"),
-    Word("checkpoint.interval save_interval checkpointing_steps", "titan accelerate other", "training.save_steps"),
+    Word(
+        "checkpoint.interval save_interval checkpointing_steps chkpt_saving_iterations",
+        "titan accelerate other",
+        "training.save_steps",
+    ),
     Word("checkpoint.enable", "titan", values={"true": {}}, why="a run always saves: set a great training.save_steps"),
     Word(
         "checkpoint.async_mode",

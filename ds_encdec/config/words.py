@@ -19,7 +19,7 @@ TOOLS = {
 SECTIONS = (
     "fsdp_config deepspeed_config optimizer lr_scheduler scheduler lr_scheduler_kwargs checkpoint job metrics compile "
     "parallelism profiling activation_checkpoint validation trainer train training_args training_arguments args "
-    "hyperparameters lora lora_config peft peft_config dataset tokenizer experiment"
+    "hyperparameters lora lora_config peft peft_config dataset tokenizer experiment dist"
 )
 """Sections of other tools, in whose names nothing lies: their entries are read like flat ones."""
 

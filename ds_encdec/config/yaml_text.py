@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_plain
+from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_given
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, masked, show
 from ds_encdec.config.shipped import similar_shipped
 
@@ -235,7 +235,7 @@ def _is_bare(key: yaml.Node, value: yaml.Node) -> bool:
 def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:
     """The text of a configuration, or None and a problem. `named_by`: the setting that names the file."""
     try:
-        return read_plain(path, MAX_CONFIG_BYTES)
+        return read_given(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
         message = f"no such file{looked}{similar_shipped(path)}"

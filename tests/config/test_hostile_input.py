@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,19 @@ def test_only_plain_files_are_opened(tmp_path: Path, capsys: Output) -> None:
             assert f"{path}\n      cannot be read: {kind}, not a plain file" in refused(capsys, *arguments)
     shown = refused(capsys, f"infra.deepspeed_config={fifo}")
     assert re.search(rf"command line: infra.deepspeed_config = .*\n  {fifo}\n      cannot be read: a FIFO", shown)
+
+
+def test_a_pipe_that_the_shell_has_opened_is_read(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("training: {seed: 5}\n")
+    program = f"{sys.executable} -m ds_encdec.cli train --print-config"
+    for script in ("PROGRAM --config <(cat run.yaml)", "PROGRAM --config /dev/stdin <run.yaml"):
+        command = ["bash", "-c", script.replace("PROGRAM", program) + " --deepspeed_config <(echo '{}')"]
+        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert "  seed: 5\n" in ended.stdout, ended.stderr
+    refused = subprocess.run(
+        ["bash", "-c", f"{program} --config /dev/stdin </dev/zero"], capture_output=True, text=True
+    )
+    assert "a device, not a plain file" in refused.stderr
 
 
 @pytest.mark.parametrize(

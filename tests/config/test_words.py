@@ -219,6 +219,13 @@ def test_values_are_translated(argument: str, field: str, value: Any) -> None:
         ("save_strategy=epoch", "cadences are in optimizer steps: set training.save_steps"),
         ("training.save_strategy=epoch", "\n      cadences are in optimizer steps"),
         ("hub_token=[abc", '"***" is not a YAML value'),
+        ("training.fp8=true", "there is no FP8"),
+        ("training.num_cycles=2", "a schedule goes down once"),
+        ("validation_split_percentage=5", "set data.eval_fraction (ul2)"),
+        ("cache_dir=/big", "HF_HOME is the folder of downloads"),
+        ("model.hf_config=a/b", "name a checkpoint (model.model_name_or_path) or model.architecture's sizes"),
+        ("fsdp_config=fsdp.json", "put its entries there"),
+        ("training.num_values=2", "unknown key; allowed: "),
     ],
 )
 def test_what_has_no_meaning_here_is_said(argument: str, message: str) -> None:
@@ -281,3 +288,77 @@ def test_what_was_read_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert third.endswith("left out: only the columns that the templates or data.text_column name are read")
     again = load_config(written(tmp_path, rest))
     assert again == load_config(None, ["lr=1e-4"])
+
+
+LEFT_TO_THE_TRAINER = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "train_batch_size": "eval_steps",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_min_lr": "adam_beta2",
+    "scheduler.params.warmup_max_lr": "lr",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+    "zero_optimization.reduce_bucket_size": "num_train_epochs",
+    "zero_optimization.stage3_prefetch_bucket_size": "logging_steps",
+    "zero_optimization.stage3_param_persistence_threshold": "save_steps",
+}
+"""The keys that Hugging Face's guide of DeepSpeed gives as `auto`, and names of the Trainer's that may be, too."""
+
+
+def test_what_is_left_to_the_trainer_is_not_set(tmp_path: Path) -> None:
+    document: dict[str, Any] = {}
+    for path in LEFT_TO_THE_TRAINER:
+        *blocks, key = path.split(".")
+        block = document
+        for name in blocks:
+            block = block.setdefault(name, {})
+        block[key] = "auto"
+    (tmp_path / "ds.json").write_text(json.dumps(document))
+    assert load_config(None, deepspeed_config=tmp_path / "ds.json") == load_config(None)
+
+    keys = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device")
+    keys += ("offload_param_device", "zero3_init_flag", "zero3_save_16bit_model")
+    block = ", ".join(f"{key}: auto" for key in keys)
+    accelerate = written(tmp_path, f"deepspeed_config: {{{block}}}\nmixed_precision: auto\nnum_processes: auto")
+    assert load_config(accelerate) == load_config(None)
+
+    notes: list[str] = []
+    names = {*LEFT_TO_THE_TRAINER.values()} - {"per_device_train_batch_size"}  # which may be auto here
+    trainer = written(tmp_path, "".join(f"{name}: auto\n" for name in sorted(names)))
+    assert load_config(trainer, notes=notes) == load_config(None)
+    assert len([note for note in notes if note.endswith(" is left out")]) == len(names)
+
+
+def test_words_of_the_guides_stub(tmp_path: Path) -> None:
+    stub = """
+dataset: {num_workers: 3}
+lr_scheduler: {total_iterations: 100, warmup_iterations: 7}
+checkpoint: {chkpt_saving_iterations: 20}
+dist: {backend: nccl}
+"""
+    config = load_config(written(tmp_path, stub))
+    training = config.training
+    assert (training.num_train_steps, training.warmup_steps, training.save_steps) == (100, 7, 20)
+    assert config.data.preprocessing_num_workers == 3
+
+
+def test_all_of_the_trainers_fsdp_block(tmp_path: Path) -> None:
+    text = """
+fsdp: full_shard auto_wrap offload
+fsdp_config: {min_num_params: 0, xla: false, xla_fsdp_v2: false, limit_all_gathers: true, sync_module_states: true,
+  use_orig_params: true, forward_prefetch: false, backward_prefetch: backward_pre, cpu_ram_efficient_loading: true,
+  transformer_layer_cls_to_wrap: [X], activation_checkpointing: true, fsdp_ignored_modules: null}
+"""
+    infra = load_config(written(tmp_path, text)).infra
+    assert (infra.distributed_type, infra.fsdp_sharding_strategy, infra.fsdp_cpu_offload) == (
+        "fsdp",
+        "FULL_SHARD",
+        True,
+    )
