@@ -1,8 +1,12 @@
 """Local files by their paths, or by patterns of them (`*`, `?`, `[abc]`, and `**` for folders at any depth)."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from glob import escape, iglob
+
+_VARIABLE = re.compile(r"\$(\{[^}]*\}|[A-Za-z_]\w*)")
+_ODD_QUOTES = tuple("“”„‟‘’‚«»")
 
 
 def named_files(name: str, folder: str = "") -> Iterator[str]:
@@ -30,4 +34,14 @@ def no_file_matches(patterns: Sequence[str]) -> str:
     advice = f". {folders}: a folder; add /** for its files" if folders else ""
     if any("[" in pattern for pattern in patterns):
         advice += ". In a pattern [abc] is one of three letters: write [[] for a bracket"
-    return f"no file matches {', '.join(patterns)} (looked from {os.getcwd()}){advice}"
+    odd = next(filter(None, map(odd_spelling, patterns)), None)
+    return f"no file matches {', '.join(patterns)} (looked from {os.getcwd()}){advice}{f'. {odd}' if odd else ''}"
+
+
+def odd_spelling(name: str) -> str | None:
+    """Say what in a path was meant for another reader: a shell's variable, or a word processor's quotes."""
+    if found := _VARIABLE.search(name):
+        return f"{found[0]} is part of the name, for variables are not replaced here: write what it stands for"
+    if name[:1] in _ODD_QUOTES or name[-1:] in _ODD_QUOTES:
+        return "the typographic quotes are part of the name: write straight ones, or none"
+    return None

@@ -1,4 +1,4 @@
-"""Formats of files, told by their first bytes: plain text, a compression that is read, or a format that is named and refused."""
+"""Formats of files, told by their first bytes: plain text, compressions that are read, and those that are refused."""
 
 import bz2
 import lzma
@@ -89,7 +89,7 @@ are not read. Of UTF-16 without a mark, four Latin characters in a row are known
 
 
 def packing(path: str) -> Opener | None:
-    """The function that unpacks the file; None for a plain one. Raises DataError for one of a format that is not read, OSError."""
+    """The function that unpacks the file; None for a plain one. Raises OSError, and DataError for what is not read."""
     with open(path, "rb") as file:
         start = file.read(_LOOKED_AT_BYTES)
         skipped = 0

@@ -35,7 +35,7 @@ from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
-from ds_encdec.file_patterns import named_files, no_file_matches
+from ds_encdec.file_patterns import named_files, no_file_matches, odd_spelling
 from ds_encdec.optimizers import OPTIMIZERS, tried
 from ds_encdec.plugins import load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
@@ -307,7 +307,7 @@ def _lacking(name: str | None, needed: str) -> str | None:
         return None if (folder / needed).is_file() else f"the folder has no {needed}"
     if name is None or (folder is not None and is_hub_name(name)):
         return None
-    return "there is no such folder, and a name on the hub is `OWNER/NAME`"
+    return odd_spelling(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
 
 
 def _not_trained(name: str | None) -> str | None:
@@ -335,6 +335,8 @@ def _uncreatable(name: str) -> str | None:
     folder = folder.absolute()
     if any(len(os.fsencode(part)) > 255 for part in folder.parts) or len(os.fsencode(folder)) > 4000:
         return "the name is too long for a file system"
+    if not folder.exists() and (odd := odd_spelling(name)):
+        return odd
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):
         return f"{there} is no folder"

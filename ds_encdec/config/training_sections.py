@@ -213,6 +213,12 @@ class TrainingConfig(Section):
     export_at_end: Annotated[bool, Mark.UNTRAINED] = True
     """Write the model at the end of the run as a Hugging Face folder, `export/final` (or `export/best`)."""
 
+    @field_validator("max_grad_norm", mode="before")
+    @classmethod
+    def _no_clipping(cls, value: Any) -> Any:
+        """0 for null, which is how other tools turn clipping off."""
+        return 0.0 if value is None else value
+
     @field_validator("per_device_train_batch_size", mode="wrap")
     @classmethod
     def _number_or_auto(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:

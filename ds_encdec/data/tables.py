@@ -34,6 +34,7 @@ from ds_encdec.data.sources import (
     record_document,
     text_document,
 )
+from ds_encdec.data.stored_floats import shortened, shortened_fields
 from ds_encdec.source_kinds import kind_of_file, local_kind
 from ds_encdec.types import DataError
 
@@ -135,8 +136,10 @@ class ParquetFiles:
     def _document(self, key: str, table: Any, row: int, where: str) -> Row:
         if self._text_column is not None:
             return text_document(key, table.column(0)[row].as_py, where)
-        names = table.column_names
-        return record_document(key, lambda: {name: table.column(name)[row].as_py() for name in names}, where)
+        columns = zip(table.column_names, table.columns, strict=True)
+        return record_document(
+            key, lambda: {name: shortened(one[row].as_py(), one.type) for name, one in columns}, where
+        )
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
         """The columns of a row group, an Arrow table; for a damaged one of a local file, what is wrong with it."""
@@ -262,6 +265,11 @@ def _is_saved(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "state.json"))
 
 
+def _arrow_types(features: datasets.Features | None) -> dict[str, Any]:
+    """The columns' types, as far as `datasets` knows them."""
+    return {} if features is None else {field.name: field.type for field in features.arrow_schema}
+
+
 class HubTable:
     """A downloaded data set. A `MapSource`."""
 
@@ -278,6 +286,7 @@ class HubTable:
             [column] if column is not None else table.column_names if columns is None else columns(table.column_names)
         )
         self._table = table.select_columns(list(read))
+        self._types = _arrow_types(self._table.features)
         self._name = name
         self._column = column
         self.identity = {**identity, "rows": len(table)}
@@ -293,7 +302,7 @@ class HubTable:
         """Row `index`."""
         key, column = self.key(index), self._column
         if column is None:
-            return record_document(key, lambda: self._table[index], key)
+            return record_document(key, lambda: shortened_fields(self._table[index], self._types), key)
         return text_document(key, lambda: self._table[index][column], key)
 
 
@@ -309,6 +318,7 @@ class HubStream:
         files: Sequence[str],
     ) -> None:
         self._stream = stream
+        self._types = _arrow_types(stream.features)
         self._name = name
         self._column = column
         self.num_units = stream.num_shards
@@ -323,7 +333,7 @@ class HubStream:
         for row, record in enumerate(self._records(unit, first_row), start=first_row):
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
-                yield field_document(key, record, self._column, key)
+                yield field_document(key, shortened_fields(record, self._types), self._column, key)
 
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
         shard = self._stream.shard(num_shards=self.num_units, index=unit)

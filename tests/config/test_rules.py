@@ -378,3 +378,7 @@ def test_the_engines_that_a_configuration_leaves_the_choice_of(settings: dict[st
 @pytest.mark.parametrize(("schedule", "end"), [("linear", 0.0), ("constant", 1.0), ("wsd", 0.3), ("linear", 0.1)])
 def test_an_end_that_the_schedule_has_and_a_default_are_taken(schedule: str, end: float) -> None:
     load_config(None, [f"training.lr_scheduler_type={schedule}", f"training.min_lr_ratio={end}"])
+
+
+def test_a_limit_of_null_clips_nothing() -> None:
+    assert load_config(None, ["training.max_grad_norm=null"]).training.max_grad_norm == 0
