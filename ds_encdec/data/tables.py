@@ -210,7 +210,7 @@ def open_hub_data(
                     raise
                 raise content_error(name, error, files) from error
             return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity, columns)
-        if type(builder).__module__.endswith(".parquet") and files:
+        if builder.name == "parquet" and files:
             return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
         return HubStream(name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity, files)
 

@@ -105,6 +105,8 @@ class DeepSpeedEngine(ShardedEngine):
             share = trained * context.world.local_world_size // context.world.world_size
             self._collectives.on_every_rank(lambda: prepare_folder(Path(offload["nvme_path"]), share))
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
+        # ZeRO-3 puts its own in the place of torch's linear layers and leaves it there: here until this engine closes.
+        self._undo.enter_context(replaced(torch.nn.functional, "linear", torch.nn.functional.linear))
         with _device_as_local_rank(device):
             model = _build_model(config, model_config, ds_json, dtype=compute_dtype(training), device=device)
             prepare_for_training(model, config)

@@ -48,7 +48,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.futures import Future
 from transformers.initialization import no_init_weights
 
@@ -278,9 +277,10 @@ def build_sharded_model(
 
 def local_rows(parameter: DTensor) -> slice:
     """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    (rows, *_), (start, *_) = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-    assert rows == len(parameter.to_local())
+    mesh, height, rows = parameter.device_mesh, len(parameter), len(parameter.to_local())
+    most = -(-height // mesh.size(mesh.ndim - 1))  # rows are cut as torch.chunk does
+    start = min(mesh.get_local_rank(mesh.ndim - 1) * most, height)
+    assert rows == min(most, height - start)
     return slice(start, start + rows)
 
 

@@ -61,5 +61,7 @@ def masks_of(batch: Batch, seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
         torch.default_generator.manual_seed(key)
         if not on_cpu:
-            torch.get_device_module(device).default_generators[device.index or 0].manual_seed(key)
+            module = torch.get_device_module(device)
+            with module.device(device):
+                module.manual_seed(key)
         yield

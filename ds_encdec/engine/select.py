@@ -20,7 +20,7 @@ from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
 from ds_encdec.launch.absence import absence_told
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.network import machine
-from ds_encdec.launch.process_group import choose_device, init_process_group
+from ds_encdec.launch.process_group import ProcessSettings, choose_device, init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.types import ConfigError, WeightSource
 
@@ -75,6 +75,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     Raises on all ranks ConfigError for what the machine of any or these ranks cannot do at all, or where they differ,
     and LostRankError for those that do not come.
     """
+    before = ProcessSettings.now()
     with absence_told(world):
         engine, device = resolve_engine(config), choose_device(config.infra.device, world)
         check_engine(engine, config, world, device)
@@ -102,7 +103,9 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     counted = with_counted_nodes(world, machines)
     if counted != world:
         check_engine(engine, config, counted, device)  # which is the same on all ranks
-    return RunContext(counted, device, engine, opened[0])
+    context = RunContext(counted, device, engine, opened[0])
+    context.undo.callback(before.restore, ProcessSettings.now())
+    return context
 
 
 def check_nodes(config: FullConfig, machines: Sequence[str], told: Sequence[int]) -> None:

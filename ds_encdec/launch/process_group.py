@@ -11,8 +11,9 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -216,6 +217,31 @@ def openmp_threads(environ: Mapping[str, str], cores: int, sharing: int) -> int 
     if given is not None and (given != "1" or "TORCHELASTIC_RUN_ID" not in environ):
         return None
     return max(1, cores // max(1, sharing))
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSettings:
+    """Settings of this process that a rank changes when it joins the others."""
+
+    environ: Mapping[str, str]
+    threads: int
+    cudnn_attention: bool
+
+    @classmethod
+    def now(cls) -> Self:
+        """The settings as they are."""
+        return cls(dict(os.environ), torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled())
+
+    def restore(self, joined: Self) -> None:
+        """Put back what was another in `joined` and has not changed since, so that this process may train again."""
+        for name, value in joined.environ.items():
+            if self.environ.get(name) != value == os.environ.get(name):
+                os.environ.pop(name)
+                os.environ |= {name: self.environ[name]} if name in self.environ else {}
+        if self.threads != joined.threads == torch.get_num_threads():
+            torch.set_num_threads(self.threads)
+        if self.cudnn_attention != joined.cudnn_attention == torch.backends.cuda.cudnn_sdp_enabled():
+            torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
 
 
 def _prepare_environment(world: World, device: torch.device) -> None:

@@ -10,6 +10,8 @@ import importlib.util
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.rules import Sections
+from ds_encdec.foreign_places import write
 from ds_encdec.model.parameter_count import ModelSizes
 from ds_encdec.model.precision import Linear
 from ds_encdec.model.trained import (
@@ -32,8 +35,20 @@ from ds_encdec.model.trained import (
 from ds_encdec.model.weights import keyed_generator
 from ds_encdec.types import ConfigError, WeightSource
 
-# Importing peft imports bitsandbytes where it is installed, which says on every rank that a faster kernel is not.
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
+
+@contextmanager
+def quiet_bitsandbytes() -> Iterator[None]:
+    """Inside, import peft: that imports bitsandbytes, which warns on every rank that a faster kernel is not there."""
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "gemm_4bit_forward" not in str(record.msg)
+
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def require_peft() -> None:
@@ -69,14 +84,19 @@ def peft_fields(lora: LoraConfig) -> dict[str, Any]:
 
 
 def _add_adapters(model: nn.Module, lora: LoraConfig) -> None:
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
+    with quiet_bitsandbytes():
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
 
-    # Values come from a weight source or a checkpoint.
-    inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
+        # Values come from a weight source or a checkpoint.
+        inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
     for name, module in model.named_modules():
         if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
-            module.__class__ = Linear  # torch's, of which ours is computed in the precision that is fast
+            if type(module) is not nn.Linear:
+                raise ConfigError(
+                    f"peft {version('peft')} makes {name} a {type(module).__name__} where 0.21 has Linear"
+                )
+            write(module, __class__=Linear)  # computes the same in the precision that is fast
 
 
 def with_new_adapters(base: WeightSource, lora: LoraConfig, sizes: ModelSizes, seed: int) -> WeightSource:

@@ -13,13 +13,16 @@ from torch._dynamo.backends.common import aot_autograd
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import compilation
 from ds_encdec.engine.compilation import with_compilation_decided
+from ds_encdec.engine.sharded_engine import ShardedEngine
 from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
+from ds_encdec.model.compiled_layers import GRAPHS
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
 
 MODEL = Qwen3Seq2SeqConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+CONTEXTS: list[RunContext] = []
 RUN_TINY_LAYERS = compilation._run_tiny_layers
 
 
@@ -37,6 +40,7 @@ def decided(device: str, engine: EngineName = "fsdp", stage: str = "zero3", lora
     infra = {"distributed_type": engine, "sharding_stage": stage}
     config = FullConfig.model_validate({"training": training, "infra": infra, "model": {"lora": lora}})
     context = RunContext(discover({}), torch.device(device), engine, HostCollectives())
+    CONTEXTS.append(context)
     return with_compilation_decided(config, context, MODEL).training.torch_compile
 
 
@@ -66,6 +70,9 @@ def test_what_is_compiled_has_been_tried(
     assert tried == [where["device"]] * compiles  # once
     # Real layers that fail later run as they are, but not where compiling was asked for.
     assert torch._dynamo.config.suppress_errors is (compiles and "torch_compile" not in where)
+    while CONTEXTS:
+        CONTEXTS.pop().undo.close()
+    assert torch._dynamo.config.suppress_errors is False  # in the process's next run
 
 
 def test_where_compiling_fails_layers_run_as_they_are_and_that_is_told(
@@ -105,3 +112,15 @@ def test_tiny_layers_run_forward_and_backward(monkeypatch: pytest.MonkeyPatch, b
     failure = compilation._failure(config, torch.device("cpu"), MODEL)
     assert ("no kernel for this" in failure) == broken
     assert sorted(set(runs)) == (["forward"] if broken else ["backward", "forward"])
+
+
+def test_an_engine_takes_back_how_many_graphs_it_lets_torch_make() -> None:
+    class Bare(ShardedEngine):
+        _whole = _states = _frozen = _continue_from = _held = None  # type: ignore[assignment]
+
+    config = FullConfig.model_validate({"training": {"torch_compile": True}})
+    before = torch._dynamo.config.recompile_limit
+    engine = Bare(config, RunContext(discover({}), torch.device("cpu"), "fsdp", HostCollectives()))  # type: ignore[abstract]
+    assert torch._dynamo.config.recompile_limit == max(before, GRAPHS)
+    engine.close()
+    assert torch._dynamo.config.recompile_limit == before
