@@ -173,7 +173,7 @@ def direct_changes(tree: ast.Module) -> Iterator[tuple[int, str]]:
             called = ast.unparse(node.func)
             changes = called in ("setattr", "delattr") or re.fullmatch(r"vars\(.*\)\.(update|pop|setdefault)", called)
             subject = ast.unparse(node.args[0]) if called.endswith("attr") else called
-            if changes and not re.match(r"(sys\b|self\b|vars\((self|subject)\))", subject):
+            if changes and not re.match(r"(sys\b|self\b|vars\((self|subject|options)\))", subject):
                 yield node.lineno, called
 
 
