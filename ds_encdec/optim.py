@@ -3,7 +3,7 @@
 Matrices decay, norms and biases do not.
 
 `learning_rate(i, training)` is the rate of the i-th *applied* update (0, 1, 2, …); skipped steps do not count. A
-schedule is a row: its warm-up, and the shape of its decay. Four are ours, and run through a LambdaLR under DeepSpeed;
+schedule is a row: its warm-up, and the shape of its decay. Six are ours, and run through a LambdaLR under DeepSpeed;
 three are classes that DeepSpeed builds from its JSON. The rows of those give their sequences as they really are
 (deepspeed/runtime/lr_schedules.py), for FSDP2 and for checking a run; there are two surprises:
 
@@ -51,24 +51,39 @@ def parameter_groups(model: nn.Module, weight_decay: float, *, matrices_apart: b
 
 
 class _Schedule(NamedTuple):
-    """`decay`: the factor when `done` of `steps` updates are over, `low` being the last one. `native`: DeepSpeed's."""
+    """`decay`: the factor when `done` of `steps` updates behind the warm-up are over. `native`: DeepSpeed's."""
 
-    decay: Callable[[int, int, float], float]
+    decay: Callable[[int, int, TrainingConfig], float]
     native: bool = False
 
 
-def _cosine(done: int, steps: int, low: float) -> float:
+def _cosine(done: int, steps: int, training: TrainingConfig) -> float:
+    low = training.min_lr_ratio
     return low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * (done / steps)))
 
 
+def _polynomial(done: int, steps: int, training: TrainingConfig) -> float:
+    """transformers' get_polynomial_decay_schedule_with_warmup, whose `lr_end` is `min_lr_ratio` times the peak."""
+    low = training.min_lr_ratio
+    return low + (1.0 - low) * (1.0 - done / steps) ** training.lr_scheduler_power
+
+
+def _inverse_sqrt(done: int, steps: int, training: TrainingConfig) -> float:
+    """transformers' get_inverse_sqrt_schedule, which does not know where the run ends."""
+    timescale = training.lr_scheduler_timescale or training.warmup_steps or 10_000
+    return math.sqrt(timescale / (done + timescale))
+
+
 _SCHEDULES = {
-    "WarmupDecayLR": _Schedule(lambda done, steps, low: (steps - done) / steps, native=True),  # as DeepSpeed rounds it
-    "WarmupLR": _Schedule(lambda done, steps, low: 1.0, native=True),
+    "WarmupDecayLR": _Schedule(lambda done, steps, _: (steps - done) / steps, native=True),  # as DeepSpeed rounds it
+    "WarmupLR": _Schedule(lambda done, steps, _: 1.0, native=True),
     "WarmupCosineLR": _Schedule(_cosine, native=True),
     "cosine": _Schedule(_cosine),
-    "linear": _Schedule(lambda done, steps, low: 1.0 - done / steps),
-    "constant": _Schedule(lambda done, steps, low: 1.0),
+    "linear": _Schedule(lambda done, steps, _: 1.0 - done / steps),
+    "constant": _Schedule(lambda done, steps, _: 1.0),
     "wsd": _Schedule(_cosine),  # MiniCPM's (arXiv 2404.06395, section 4), with a cosine for the decay
+    "polynomial": _Schedule(_polynomial),
+    "inverse_sqrt": _Schedule(_inverse_sqrt),
 }
 
 
@@ -91,7 +106,7 @@ def lr_lambda(update_index: int, training: TrainingConfig) -> float:
         start = max(start, end - max(1, round(training.wsd_decay_fraction * end)))
     steps = max(1, end - start)
     done = index - start + (kind == "WarmupCosineLR") if end > start else steps
-    return decay(min(steps, max(0, done)), steps, training.min_lr_ratio)
+    return decay(min(steps, max(0, done)), steps, training)
 
 
 def _native_warmup(iteration: int, steps: int, warmup_type: str) -> float:

@@ -61,7 +61,17 @@ def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[st
     return Rule(field, message, wrong)
 
 
-Schedule = Literal["WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd"]
+Schedule = Literal[
+    "WarmupDecayLR",
+    "WarmupLR",
+    "WarmupCosineLR",
+    "cosine",
+    "linear",
+    "constant",
+    "wsd",
+    "polynomial",
+    "inverse_sqrt",
+]
 Tracker = Literal["wandb", "tensorboard"]
 Names = Annotated[tuple[str, ...], BeforeValidator(words, json_schema_input_type=str | tuple[str, ...])]
 Trackers = Annotated[
@@ -117,10 +127,16 @@ class TrainingConfig(Section):
     warmup_type: Annotated[Literal["linear", "log"], Mark.TUNABLE] = "linear"
     """Shape of the warm-up of DeepSpeed's schedules (DeepSpeed's own default is log)."""
     lr_scheduler_type: Annotated[Schedule | str, Mark.TUNABLE] = "WarmupDecayLR"
-    """Learning-rate schedule. The first three are DeepSpeed's own classes; `wsd` is warm-up, stable, cosine decay.
+    """Learning-rate schedule. The first three are DeepSpeed's own classes; `wsd` is warm-up, stable, cosine decay;
+    `polynomial` and `inverse_sqrt` have Hugging Face's formulas.
     `module:function`: one of your own (docs/library.md)."""
     min_lr_ratio: Annotated[float, Mark.TUNABLE] = Field(default=0.1, ge=0, le=1)
-    """Final learning rate over peak, for `cosine`, `WarmupCosineLR` and `wsd`."""
+    """Final learning rate over peak, for `cosine`, `WarmupCosineLR`, `wsd` and `polynomial`."""
+    lr_scheduler_power: Annotated[float, Mark.TUNABLE] = Field(default=1.0, gt=0, le=100)
+    """Power of what is left of the decay, for `polynomial`; 1 is linear, down to `min_lr_ratio`."""
+    lr_scheduler_timescale: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1, le=1_000_000_000)
+    """Updates behind the warm-up in which `inverse_sqrt` falls to 0.71 of the peak; null: `warmup_steps`, or 10,000
+    without a warm-up."""
     wsd_decay_fraction: Annotated[float, Mark.TUNABLE] = Field(default=0.1, gt=0, le=1)
     """Share of the steps that `wsd` decays over, at the end."""
     residual_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
@@ -283,6 +299,17 @@ class TrainingConfig(Section):
             "min_lr_ratio",
             schedule in _SCHEDULES_WITH_ONE_END and self.min_lr_ratio not in (defaults["min_lr_ratio"], end),
         )
+        yield Rule(
+            "lr_scheduler_type min_lr_ratio",
+            "inverse_sqrt falls on and has no lowest rate: set lr_scheduler_type=polynomial, or remove min_lr_ratio",
+            schedule == "inverse_sqrt" and self.min_lr_ratio != defaults["min_lr_ratio"],
+        )
+        for field, owner in (("lr_scheduler_power", "polynomial"), ("lr_scheduler_timescale", "inverse_sqrt")):
+            yield Rule(
+                f"lr_scheduler_type {field}",
+                f"{schedule} does not read it: set lr_scheduler_type={owner}, or remove {field}",
+                schedule in get_args(Schedule) and schedule != owner and getattr(self, field) != defaults[field],
+            )
         yield Rule(
             "lr_scheduler_type wsd_decay_fraction",
             f"{schedule} decays from the warm-up on, or never: set lr_scheduler_type=wsd, or remove wsd_decay_fraction",

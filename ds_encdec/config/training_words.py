@@ -48,6 +48,9 @@ TRAINING_WORDS: tuple[Word, ...] = (
             "constant_with_warmup": {"training.lr_scheduler_type": "constant"},
             "cosine_with_min_lr": {"training.lr_scheduler_type": "cosine"},
             "warmup_stable_decay": {"training.lr_scheduler_type": "wsd"},
+            "polynomial_decay": {"training.lr_scheduler_type": "polynomial"},
+            "inverse_square_root": {"training.lr_scheduler_type": "inverse_sqrt"},
+            "cosine_with_restarts": "a schedule goes down once, and none starts again: set cosine",
         },
     ),
     Word(
@@ -55,14 +58,24 @@ TRAINING_WORDS: tuple[Word, ...] = (
         "hf axolotl titan",
         "training.min_lr_ratio",
     ),
-    Word("min_lr lr_scheduler_kwargs.min_lr", "hf other", why="it is a share of the peak: set training.min_lr_ratio"),
+    Word(
+        "min_lr lr_scheduler_kwargs.min_lr lr_end",
+        "hf other",
+        why="it is a share of the peak: set training.min_lr_ratio",
+    ),
     Word(
         "num_cycles lr_num_cycles",
         "hf accelerate",
         values={"0.5": {}},
         why="a schedule goes down once, and none starts again: remove it",
     ),
-    Word("lr_scheduler_kwargs", "hf", why="schedules have fields: training.min_lr_ratio, training.wsd_decay_fraction"),
+    Word("lr_power lr_scheduler_kwargs.power", "hf accelerate", "training.lr_scheduler_power"),
+    Word("lr_scheduler_kwargs.timescale", "hf", "training.lr_scheduler_timescale"),
+    Word(
+        "lr_scheduler_kwargs",
+        "hf",
+        why="schedules have fields: training.min_lr_ratio, lr_scheduler_power, lr_scheduler_timescale",
+    ),
     Word(
         "decay_type",
         "titan",

@@ -109,7 +109,8 @@ The configuration has 26 problems:
   run.yaml:20: training.warmup_steps = true
       must be a whole number
   run.yaml:21: training.lr_scheduler_type = "cosin"
-      allowed: WarmupDecayLR, WarmupLR, WarmupCosineLR, cosine, linear, constant, wsd, `module:name` or an installed \
+      allowed: WarmupDecayLR, WarmupLR, WarmupCosineLR, cosine, linear, constant, wsd, polynomial, inverse_sqrt, \
+`module:name` or an installed \
 entry point of ds_encdec.schedules; did you mean `cosine`?
   run.yaml:22: training.report_to = ["tensorbord"]
       allowed: wandb, tensorboard, `module:name` or an installed entry point of ds_encdec.sinks; did you mean \

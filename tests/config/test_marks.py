@@ -20,7 +20,8 @@ UNTRAINED += "activation_checkpointing activation_checkpointing_every_n activati
 TUNABLE = (
     "learning_rate weight_decay max_grad_norm lr_scheduler_type warmup_steps warmup_ratio warmup_type min_lr_ratio "
 )
-TUNABLE += "wsd_decay_fraction max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold "
+TUNABLE += "lr_scheduler_power lr_scheduler_timescale wsd_decay_fraction "
+TUNABLE += "max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold "
 TUNABLE += "metric_for_best_model greater_is_better "
 TUNABLE += "residual_dropout attention_dropout label_smoothing z_loss"
 SOURCE = "dataset_name dataset_config dataset_split dataset_revision data_files text_column mixture "

@@ -7,15 +7,18 @@ import os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+from transformers import get_inverse_sqrt_schedule, get_polynomial_decay_schedule_with_warmup
 
 from ds_encdec.config.rules import NATIVE_SCHEDULES
-from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.config.schema import TrainingConfig, load_config
 from ds_encdec.optim import learning_rate, lr_lambda
+from ds_encdec.types import ConfigError
 
-OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd")
+OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd", "polynomial", "inverse_sqrt")
 
 
 def training(schedule: str, **fields: object) -> TrainingConfig:
@@ -114,3 +117,41 @@ def test_wsd_decay_may_fill_the_run() -> None:
 def test_factor_is_the_rate_over_its_peak() -> None:
     config = training("cosine", learning_rate=3e-4)
     assert learning_rate(7, config) == pytest.approx(3e-4 * lr_lambda(7, config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_power": 2.5, "min_lr_ratio": 0.2}, {"power": 2.5}),
+        ({"lr_scheduler_type": "polynomial", "min_lr_ratio": 0.0}, {}),
+        ({"lr_scheduler_type": "inverse_sqrt"}, {}),
+        ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_timescale": 7}, {"timescale": 7}),
+        ({"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0}, {}),
+    ],
+)
+def test_hugging_faces_formulas(settings: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Equal from the end of the warm-up on; there its schedules are one update behind ours, the first rate being 0."""
+    config = TrainingConfig(**{"learning_rate": 1e-3, "num_train_steps": 50, "warmup_steps": 10} | settings)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    warmup = config.warmup_steps
+    if config.lr_scheduler_type == "polynomial":
+        arguments |= {"lr_end": config.min_lr_ratio * config.learning_rate, "num_training_steps": 50}
+        theirs = get_polynomial_decay_schedule_with_warmup(optimizer, warmup, **arguments)
+    else:
+        theirs = get_inverse_sqrt_schedule(optimizer, warmup, **arguments)
+    (formula,) = theirs.lr_lambdas
+    for index in range(50):
+        assert lr_lambda(index, config) == pytest.approx(formula(index + (index < warmup)), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.2},
+        {"lr_scheduler_type": "cosine", "lr_scheduler_power": 2.0},
+        {"lr_scheduler_type": "polynomial", "lr_scheduler_timescale": 5},
+    ],
+)
+def test_a_number_that_a_schedule_does_not_read_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=list(settings)[1]):
+        load_config(None, [f"training.{name}={value}" for name, value in settings.items()])
