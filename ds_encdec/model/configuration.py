@@ -25,7 +25,7 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
     """
 
     model_type = "qwen3_seq2seq"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]  # the Trainer adds a list to it
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # the Trainer adds a list to it
 
     def __init__(
         self,

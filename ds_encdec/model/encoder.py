@@ -6,9 +6,11 @@ any packed batch: ZeRO-3 gathers by module.
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
@@ -16,11 +18,30 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from .attention import Layout, PaddedLayout
+from .attention_kernels import AttentionKernel  # noqa: F401 - transformers 5.3 copies only what is imported right here
 from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .precision import Linear, projected
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim / 2], in the dtype of the states
 States: TypeAlias = list[Tensor] | None  # collects the states between layers; None where nobody asked for them
+
+
+NO_ATTENTIONS = (
+    "output_attentions: this model runs fused attention, which never holds its weights; leave it out "
+    "(output_hidden_states is there)"
+)
+
+
+def refuse_unknown(module: nn.Module, given: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Raise TypeError for arguments that `module` does not know: one that is dropped in silence is a wrong result.
+
+    So generation was with transformers 5.24, which hands the cache over by another name. What is None wants nothing.
+    """
+    if unknown := [name for name, value in given.items() if value is not None and name not in known]:
+        raise TypeError(
+            f"{type(module).__name__}.forward() does not know {', '.join(unknown)}. If generate() hands this over, "
+            f"transformers {transformers.__version__} is newer than this code: use a version that its documents name."
+        )
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
@@ -201,17 +222,23 @@ class EmbeddedEncoder(nn.Module):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool | None = None,
-        **_: Any,
-    ) -> BaseModelOutput:
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+    ) -> BaseModelOutput | tuple[Tensor, ...]:
         """input_ids: int64 [B, Le], or inputs_embeds: [B, Le, hidden]; attention_mask: [B, Le] or None.
 
         `output_hidden_states`: give the embeddings and the states behind each layer, too, the last ones normed.
+        `return_dict=False`: a tuple. Attention weights are refused. There is no `**kwargs`: with one, generate() hands
+        over all that it has.
         """
+        if output_attentions:
+            raise NotImplementedError(NO_ATTENTIONS)
         embeds = embedded(self.shared, input_ids, inputs_embeds)
         layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
         kept: States = [] if output_hidden_states else None
         states = self.encoder(embeds, layout=layout, kept=kept)
-        return BaseModelOutput(last_hidden_state=states, hidden_states=None if kept is None else tuple(kept))
+        output = BaseModelOutput(last_hidden_state=states, hidden_states=None if kept is None else tuple(kept))
+        return output.to_tuple() if return_dict is False else output
 
 
 class Qwen3PreTrainedModel(PreTrainedModel):
@@ -226,10 +253,7 @@ class Qwen3PreTrainedModel(PreTrainedModel):
     def _asked(self, output_hidden_states: bool | None, output_attentions: bool | None) -> dict[str, bool]:
         """The outputs that a call asks for, or else the configuration. Attention weights are refused."""
         if self.config.output_attentions if output_attentions is None else output_attentions:
-            raise NotImplementedError(
-                "output_attentions: this model runs fused attention, which never holds its weights; leave it out "
-                "(output_hidden_states is there)"
-            )
+            raise NotImplementedError(NO_ATTENTIONS)
         asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         return {"output_hidden_states": bool(asked)}
 
@@ -257,9 +281,10 @@ class Qwen3EncoderModel(Qwen3PreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
-        **_: Any,
+        **kwargs: Any,
     ) -> BaseModelOutput | tuple[Tensor, ...]:
         """See `EmbeddedEncoder`; `last_hidden_state` is [B, Le, hidden]."""
+        refuse_unknown(self, kwargs)
         asked = self._asked(output_hidden_states, output_attentions)
         output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds, **asked)
         return self._answer(output, return_dict)

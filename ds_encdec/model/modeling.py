@@ -11,6 +11,7 @@ Two call forms with equal logits: packed flat buffers (`packing=PackedLayout`, t
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
+import inspect
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -33,11 +34,13 @@ from .encoder import (
     Rotary,
     States,
     embedded,
+    refuse_unknown,
 )
 from .loss import linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
 from .precision import Linear
 
+_COUNTED = ("cache_position",)  # where new tokens go, of transformers up to 5.3: the cache knows how many it holds
 _CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
 
@@ -52,21 +55,21 @@ class Qwen3MergedAttention(Qwen3Attention):
         *,
         rotary: Rotary,
         layout: Layout,
-        past_key_values: Cache = None,
+        generated: Cache = None,
         added_to: Tensor | None = None,
     ) -> Tensor:
         """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden], plus `added_to`."""
         queries = self.queries(hidden_states, rotary)
         decoder = self.keys_values(hidden_states, rotary)
-        if past_key_values is None:
+        if generated is None:
             encoder = self.keys_values(encoder_states, None)
         else:
-            own, cross = past_key_values.self_attention_cache, past_key_values.cross_attention_cache
+            own, cross = generated.self_attention_cache, generated.cross_attention_cache
             decoder = self._cached(own, decoder)
             # The encoder's are computed at the first step of a generation, and cached for the others.
-            new = not past_key_values.is_updated.get(self.layer_idx, False)
+            new = not generated.is_updated.get(self.layer_idx, False)
             encoder = self._cached(cross, self.keys_values(encoder_states, None) if new else None)
-            past_key_values.is_updated[self.layer_idx] = True
+            generated.is_updated[self.layer_idx] = True
         keys, values = map(layout.merged_rows, encoder, decoder)
         return self.output(layout.attend_merged(queries, keys, values), added_to)
 
@@ -100,11 +103,12 @@ class Qwen3Decoder(Qwen3Stack):
         encoder_states: Tensor,
         *,
         layout: Layout,
-        past_key_values: Cache = None,
+        generated: Cache = None,
         kept: States = None,
     ) -> Tensor:
         """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        shared = {"layout": layout, "past_key_values": past_key_values}
+        # Not by a name of transformers': before 5.24 its checkpointed layers run in training mode without a cache.
+        shared = {"layout": layout, "generated": generated}
         return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, kept=kept, **shared)
 
 
@@ -149,7 +153,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     attention_dropout = 0.0
 
     config_class = Qwen3Seq2SeqConfig
-    _skip_keys_device_placement = ("past_key_values",)
+    _skip_keys_device_placement = ("past_key_values", "cache", "generated")
     _tied_weights_keys = {"lm_head.weight": "shared.weight"}  # noqa: RUF012 - Hugging Face's own form
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
@@ -208,11 +212,14 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         Ordinary, without: input_ids int64 [B, Le] (or `inputs_embeds`, or `encoder_outputs`), decoder_input_ids
         int64 [B, Ld] (or `decoder_inputs_embeds`, or made from labels by shifting right), masks [B, length], non-zero
         on real tokens → `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token
-        loss. With `output_hidden_states` the embeddings and the states behind each layer, the last ones normed.
+        loss, which takes `kwargs`. With `output_hidden_states` the embeddings and the states behind each layer, the
+        last ones normed. `cache` is what transformers 5.24 calls `past_key_values`. Raises TypeError for what neither
+        this nor the loss knows.
         """
+        for_loss = self._for_loss(kwargs)
         if packing is not None:
             return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
-        past_key_values = cache if past_key_values is None else past_key_values  # its name since transformers 5.24
+        past_key_values = cache if past_key_values is None else past_key_values
         asked = self._asked(output_hidden_states, output_attentions)
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **asked)
@@ -221,6 +228,12 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         decoder_embeds = embedded(self.shared, decoder_input_ids, decoder_inputs_embeds, "decoder_")
+        recomputes = self.training and torch.is_grad_enabled() and self.decoder.layers[0].gradient_checkpointing
+        if past_key_values is not None and recomputes:
+            raise NotImplementedError(
+                "past_key_values: layers that are computed again for gradients would write to the cache twice; call "
+                "eval(), or torch.no_grad(), or gradient_checkpointing_disable()"
+            )
         if past_key_values is not None and past_key_values.cross_attention_cache.offloading:
             raise NotImplementedError(
                 "cache_implementation: an offloaded cache keeps the encoder's keys and values in host memory, where "
@@ -239,10 +252,10 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         )
         kept: States = [] if asked["output_hidden_states"] else None
         hidden_states = self.decoder(
-            decoder_embeds, encoder_states, layout=layout, past_key_values=past_key_values, kept=kept
+            decoder_embeds, encoder_states, layout=layout, generated=past_key_values, kept=kept
         )
         logits = self.lm_head(hidden_states)
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **for_loss)
         output = Seq2SeqLMOutput(
             loss=loss,
             logits=logits,
@@ -252,6 +265,14 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             encoder_hidden_states=encoded.hidden_states,
         )
         return self._answer(output, return_dict)
+
+    def _for_loss(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments in `given` that the loss takes. Raises TypeError for others."""
+        if not given:
+            return {}
+        taken = inspect.signature(self.loss_function).parameters.keys() - {"logits", "labels", "vocab_size", "kwargs"}
+        refuse_unknown(self, given, {*_COUNTED, *taken})
+        return {name: value for name, value in given.items() if name in taken}
 
     def _packed_loss(
         self, input_ids: Tensor | None, decoder_input_ids: Tensor | None, labels: Tensor | None, packing: PackedLayout

@@ -16,16 +16,15 @@ from huggingface_hub import ModelCardData
 from safetensors.torch import load_file
 from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
 from transformers import AutoTokenizer
+from transformers.dynamic_module_utils import get_relative_imports
 
-from ds_encdec.checkpoint.export import (
-    export_checkpoint,
-    export_hf,
-)
+from ds_encdec.checkpoint.export import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
 from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.model_card import model_card, untrained_model_card
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.one_text import fill_sentinels, generate_text, readable
+from ds_encdec.model import modeling
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -41,9 +40,15 @@ def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
 
 # Each with its own names: `folder` is given, `report` is what the test looks at.
 GENERATION = """
-import torch, transformers
+import inspect, torch, transformers
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, pipeline
 model = AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)
+prepare, handed = model.prepare_inputs_for_generation, set()
+def prepare_inputs(*arguments, **kwargs):
+    made = prepare(*arguments, **kwargs)
+    handed.update(name for name, value in made.items() if value is not None)
+    return made
+model.prepare_inputs_for_generation = prepare_inputs
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer("hello <extra_id_2> world", return_tensors="pt").input_ids
 logits = model(input_ids=ids, decoder_input_ids=ids).logits
@@ -58,7 +63,7 @@ report = {
     "ids": ids.tolist(), "logits": logits.double().tolist(), "generated": generated.tolist(), "dtype": str(model.dtype),
     "tied": model.lm_head.weight is model.shared.weight, "eos": model.generation_config.eos_token_id,
     "module": type(model).__module__.partition(".")[0], "version": transformers.__version__,
-    "written": written,
+    "written": written, "handed": sorted(handed), "names": list(inspect.signature(model.forward).parameters),
 }
 """
 GENERATING = ("tied", "untied")
@@ -124,6 +129,13 @@ def reports(root: Path, site: str | None = None) -> dict[str, Any]:
     return found
 
 
+def _assert_known(report: dict[str, Any]) -> None:
+    """All that `generate()` handed over are arguments by name, but for what no more than repeats the cache's length."""
+    handed = set(report["handed"])
+    assert handed & {"cache", "past_key_values"}
+    assert handed - {*report["names"]} <= {"cache_position"}
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any], tied: bool) -> None:
     out = root / ("tied" if tied else "untied")
@@ -131,6 +143,7 @@ def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any]
     assert report["ids"] == [[2, 6, 3]]
     assert report["tied"] == tied
     assert len(report["written"].split()) == 6
+    _assert_known(report)
     assert (report["eos"], report["dtype"]) == (1, "torch.float32")
     assert report["module"] == "transformers_modules"
     ours = Qwen3ForSeq2SeqLM.from_pretrained(out).eval()
@@ -138,6 +151,19 @@ def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any]
     torch.testing.assert_close(torch.tensor(report["logits"]), ours(input_ids=ids, decoder_input_ids=ids).logits)
     assert report["generated"] == ours.generate(ids, max_new_tokens=6, num_beams=2).tolist()
     assert len(list(out.glob("*.safetensors"))) == (1 if tied else 11)
+
+
+@pytest.mark.parametrize("auto_map", [AUTO_MAP, ENCODER_AUTO_MAP])
+def test_the_modules_that_are_loaded_import_all_others_themselves(auto_map: dict[str, str]) -> None:
+    """transformers 5.3 copies from a folder what the module itself imports, and not what that imports in turn."""
+    for named in auto_map.values():
+        known, new = set[str](), {named.partition(".")[0]}
+        while new:
+            known |= new
+            imports = {name: set(get_relative_imports(Path(modeling.__file__).with_name(f"{name}.py"))) for name in new}
+            new = set().union(*imports.values()) - known
+        first = named.partition(".")[0]
+        assert known - {first} == set(get_relative_imports(Path(modeling.__file__).with_name(f"{first}.py")))
 
 
 OTHER_TRANSFORMERS = "DS_ENCDEC_OTHER_TRANSFORMERS"
@@ -149,6 +175,8 @@ def test_another_version_of_transformers_gives_the_same(root: Path, fresh: dict[
     found = reports(root, site)
     for name in GENERATING:
         assert found[name].pop("version") != fresh[name].pop("version")
+        _assert_known(found[name])
+        found[name]["handed"] = fresh[name]["handed"]
     assert found == {name: fresh[name] for name in found}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,12 @@ import torch
 from tiny_models import tiny_model
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CompileConfig, PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ds_encdec.model.attention import PaddedLayout
-from ds_encdec.model.encoder import rotary_tables
+from ds_encdec.model.configuration import Qwen3EncoderConfig
+from ds_encdec.model.encoder import Qwen3EncoderModel, rotary_tables
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 
@@ -147,6 +150,56 @@ def test_what_is_not_supported_is_refused_by_name(model: Qwen3ForSeq2SeqLM, ids:
     offloaded.cross_attention_cache.offloading = True
     with pytest.raises(NotImplementedError, match="cache_implementation: an offloaded cache"):
         model.generate(ids, past_key_values=offloaded, max_new_tokens=2)
+
+
+def test_all_that_generate_hands_over_is_an_argument_and_nothing_else_is_taken(
+    model: Qwen3ForSeq2SeqLM, ids: Tensor
+) -> None:
+    """transformers 5.24 renamed the cache, which `**kwargs` swallowed: each model generated garbage."""
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    name = (
+        "cache" if "cache" in inspect.signature(model.prepare_inputs_for_generation).parameters else "past_key_values"
+    )
+    options = {"attention_mask": torch.ones_like(ids), "use_cache": True, "encoder_outputs": model.get_encoder()(ids)}
+    handed = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **{name: cache}, **options)
+    assert handed.pop("cache_position", None) is None
+    assert handed[name] is cache
+    assert handed.keys() - {"is_first_iteration"} <= inspect.signature(model.forward).parameters.keys()
+    for one in (model, Qwen3EncoderModel(Qwen3EncoderConfig.of(model.config)), model.get_encoder()):
+        with pytest.raises(TypeError, match="next_name_of_the_cache"):
+            one(input_ids=ids, next_name_of_the_cache=cache)
+    with pytest.raises(TypeError, match="know logits, position_ids"):
+        model(input_ids=ids, labels=ids, logits=ids, position_ids=ids, cache_position=ids[0], head_mask=None)
+    mean = model(input_ids=ids, labels=ids, cache_position=ids[0], head_mask=None).loss
+    torch.testing.assert_close(model(input_ids=ids, labels=ids, num_items_in_batch=54).loss, mean / 2)
+
+
+def test_a_cache_is_used_in_training_mode_or_refused(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
+    """The checkpointed layers of transformers 5.3 left it out, and a recomputation would write to it twice."""
+    model.train()
+    model.gradient_checkpointing_enable()
+    generated = [model.generate(ids, max_new_tokens=6, min_new_tokens=6, use_cache=use) for use in (True, False)]
+    assert torch.equal(*generated)
+    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    with pytest.raises(NotImplementedError, match="write to the cache twice"):
+        model(input_ids=ids, labels=ids, past_key_values=cache)
+
+
+def test_the_trainer_evaluates_and_generates_with_the_model(
+    model: Qwen3ForSeq2SeqLM, ids: Tensor, tmp_path: Path
+) -> None:
+    """It hands the loss a number of its own, and takes outputs that the configuration does not name for predictions."""
+    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
+    for generates in (False, True):
+        arguments = Seq2SeqTrainingArguments(
+            str(tmp_path), max_steps=1, use_cpu=True, report_to=[], predict_with_generate=generates, disable_tqdm=True
+        )
+        trainer = Seq2SeqTrainer(model, arguments, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        predicted = trainer.predict(rows)
+        assert math.isfinite(predicted.metrics["test_loss"])
+        parts = [predicted.predictions] if generates else predicted.predictions
+        assert [len(part) for part in parts] == [3] if generates else [3, 3]  # logits, and the encoder's states
 
 
 def test_greedy_generation_follows_the_logits(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
