@@ -52,6 +52,7 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.memory.job import Job
+from ds_encdec.model.cache_check import check_cache
 from ds_encdec.model.parameter_count import training_flops
 from ds_encdec.model.trained import products_left_out
 from ds_encdec.monitor.metrics_file import EventLog
@@ -73,6 +74,7 @@ from ds_encdec.resume import (
     with_steps,
 )
 from ds_encdec.start_banner import start_banner
+from ds_encdec.tested_versions import outside_tested_ranges
 from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 
@@ -124,6 +126,8 @@ def _train_on_ranks(
             (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
     context = _meet(config, world, stop)
     world = context.world
+    if world.is_main and (untested := outside_tested_ranges()):
+        logger.warning("not tested with %s: what follows may be wrong in places", ", ".join(untested))
     folder = RunFolder(config.infra.output_dir)
     folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
     stop.stop_file = folder.stop_file if world.is_main else None
@@ -305,6 +309,7 @@ def _wire(
     )
     if metrics:
         model, held_out, stopped = run.model, data.eval_examples, lambda: stop.requested
+        collectives.on_every_rank(lambda: check_cache(model.config))
         trainer.judge = Judge(
             run.config, engine, model.config, model.tokenizer, collectives, held_out, metrics, stopped=stopped
         )

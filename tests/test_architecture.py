@@ -35,7 +35,7 @@ LAYERS = (
     ("tokenizer",),
     ("launch", "config"),
     ("text_metrics", "terminal"),
-    ("plugins", "arguments", "optimizers"),
+    ("plugins", "arguments", "optimizers", "tested_versions"),
     ("foreign_places",),
     ("engines", "types"),
     ("objectives",),

@@ -48,6 +48,7 @@ from ds_encdec.launch.process_group import choose_device, init_process_group, sh
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import discover
 from ds_encdec.model import attention, attention_kernels, configuration, encoder, loss, loss_kernel, modeling, precision
+from ds_encdec.model.cache_check import check_cache
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
@@ -95,9 +96,11 @@ def export_hf(
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
     `longest_text` tokens (None: as many as there are positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are fetched,
     converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all;
-    `replace` and what is raised: see `written_whole`.
+    `replace` and what is raised: see `written_whole`. ConfigError: the code does not fit the installed transformers.
     """
     is_encoder = isinstance(config, Qwen3EncoderConfig)
+    if not is_encoder:
+        check_cache(config)
     parts = ("shared.", "encoder.") if is_encoder else ("",)
     shapes = {name: shape for name, shape in parameter_shapes(config).items() if name.startswith(parts)}
     with written_whole(out, replace=replace) as (unfinished, writing):

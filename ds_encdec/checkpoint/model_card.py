@@ -7,15 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.tested_versions import range_of
 from ds_encdec.types import TrainingState
 
 _TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+
+EARLIER_TRANSFORMERS = "4.57"
+"""Loads exports as well, though nothing else here runs under it."""
 
 _INHERITED = ("license", "license_name", "license_link", "language")
 """Fields that a card takes over from that of the model it started from, where this machine has that."""
@@ -56,8 +62,15 @@ def model_card(
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
         "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
         "Seed": str(training.seed),
+        "Loads under": _tried(),
     }
     return _card(rows, config, encoder_only, languages)
+
+
+def _tried() -> str:
+    """The versions that the model's code was tried with, and those under which it was written."""
+    ranges = f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS}"
+    return f"{ranges} (written under {torch.__version__} and {transformers.__version__})"
 
 
 def _trained(config: FullConfig) -> dict[str, str]:
@@ -70,7 +83,12 @@ def _trained(config: FullConfig) -> dict[str, str]:
 
 def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
     """The card of a model that was initialised and not trained yet. `description`: where its weights come from."""
-    rows = {"Weights": description, "Parameters": f"{count_parameters(config):,}", "Training": "none yet"}
+    rows = {
+        "Weights": description,
+        "Parameters": f"{count_parameters(config):,}",
+        "Training": "none yet",
+        "Loads under": _tried(),
+    }
     return _card(rows, None)
 
 

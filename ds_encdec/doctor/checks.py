@@ -33,6 +33,7 @@ from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import make_job, run_sizes
 from ds_encdec.monitor.sinks import has_wandb_login
+from ds_encdec.tested_versions import outside_tested_ranges
 from ds_encdec.types import DsEncDecError
 
 logger = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ def _configuration(host: Host) -> Answer:
 
 
 def _packages(host: Host) -> Answer:
-    """The engine's package can be imported, which takes a compiler's folder or a driver that is not always there."""
+    """The engine's package can be imported, which takes a compiler or a driver; all packages are of tested versions."""
     package = ENGINES[resolve_engine(host.config)].package
     if package is not None:
         if not torch.cuda.is_available():
@@ -100,6 +101,8 @@ def _packages(host: Host) -> Answer:
                 f"{package} cannot be imported: {type(error).__name__}: {error}",
                 "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone",
             )
+    if untested := outside_tested_ranges():
+        return f"not tested with {', '.join(untested)}", "install a version of the range, or try the run's first steps"
     return ", ".join(f"{name} {version}" for name, version in versions(ENGINES, nccl=host.uses_gpus).items())
 
 

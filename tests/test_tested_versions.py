@@ -1,0 +1,125 @@
+"""The ranges of pyproject.toml, and what is outside of them: in a start's log, in `doctor`, in a model card."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from ds_encdec import build, tested_versions
+from ds_encdec.checkpoint.model_card import untrained_model_card
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.doctor.checks import Host, _packages
+from ds_encdec.evaluate import models
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.world import World, discover
+from ds_encdec.model import cache_check, modeling
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.tested_versions import known_ranges, outside_tested_ranges, range_of
+from ds_encdec.types import ConfigError, DsEncDecError
+
+
+@pytest.mark.parametrize(
+    "package", ["torch", "deepspeed", "transformers", "tokenizers", "datasets", "peft", "pydantic"]
+)
+def test_what_decides_results_has_an_upper_bound(package: str) -> None:
+    assert "<" in range_of(package)
+
+
+@pytest.mark.parametrize(
+    ("found", "is_inside"),
+    [
+        ("2.11.0+cu130", True),
+        ("2.14.1", True),
+        ("2.10.0", False),
+        ("2.15.0", False),
+        ("2.15.0.dev20260101+cu130", False),
+    ],
+)
+def test_builds_are_their_version_and_nightlies_are_outside(
+    found: str, is_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tested_versions, "version", lambda name: found if name == "torch" else "0")
+    monkeypatch.setattr(tested_versions, "known_ranges", lambda: {"torch": known_ranges()["torch"]})
+    expected = [] if is_inside else [f"torch {found} (tested: {range_of('torch')})"]
+    assert outside_tested_ranges() == expected
+
+
+def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(FullConfig.model_validate({"infra": {"distributed_type": "fsdp"}}), (), World())
+    assert f"torch {torch.__version__}" in str(_packages(host))
+    monkeypatch.setattr("ds_encdec.doctor.checks.outside_tested_ranges", lambda: ["torch 9.9 (tested: >=1,<2)"])
+    answer = _packages(host)
+    assert isinstance(answer, tuple)
+    assert answer[0] == "not tested with torch 9.9 (tested: >=1,<2)"
+    card = untrained_model_card("nowhere", Qwen3Seq2SeqConfig())
+    assert f"transformers {range_of('transformers')} or 4.57 (written under " in card
+    assert f"and {transformers.__version__})" in card
+
+
+def test_newest_installs_within_the_ranges_or_beyond(tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts" / "dev" / "newest.sh"
+
+    def dry(*words: str, code: int = 0) -> str:
+        done = subprocess.run(["bash", script, "--dry-run", *words], capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return done.stdout + done.stderr
+
+    within, beyond = dry(str(tmp_path)), dry("--beyond", str(tmp_path), "--", "-x")
+    assert f"torch{range_of('torch')}\n" in within
+    assert f"--editable {script.parents[2]}[dev]\n" in within
+    assert "transformers>=5.3 " in beyond
+    assert "<" not in beyond
+    assert beyond.endswith("tests/data -x\n")
+    assert "inside the repository" in dry(str(script.parents[2] / "site"), code=2)
+    assert "--bejond is no option" in dry("--bejond", code=2)
+
+
+def test_a_start_outside_of_the_ranges_logs_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends behind it, for want of a model."""
+    world = discover({})
+    monkeypatch.setattr(build, "_meet", lambda *_: RunContext(world, torch.device("cpu"), "fsdp", HostCollectives()))
+    model, infra = {"model_name_or_path": str(tmp_path / "gone")}, {"output_dir": str(tmp_path / "run")}
+    found = ["peft 9.9 (tested: >=1,<2)", "torch 9.9 (tested: >=1,<2)"]
+    monkeypatch.setattr(build, "outside_tested_ranges", lambda: found)
+    with caplog.at_level(logging.WARNING), StopRequest(world) as stop, pytest.raises(DsEncDecError, match="gone"):
+        build.run_training(FullConfig.model_validate({"model": model, "infra": infra}), stop)
+    assert [record.message.partition(":")[0] for record in caplog.records if "peft" in record.message] == [
+        "not tested with peft 9.9 (tested"
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_key_value_heads": 1}, {"num_key_value_heads": 16, "hidden_act": "gelu"}, {"tie_word_embeddings": False}],
+    ids=str,
+)
+def test_generation_is_checked_with_and_without_the_cache(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that does not arrive, as with transformers 5.24, is an error that names the versions."""
+    config = Qwen3Seq2SeqConfig(**{"use_cache": False, **options})
+    before = torch.get_rng_state()
+    cache_check.check_cache(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    forward = Qwen3ForSeq2SeqLM.forward
+    monkeypatch.setattr(
+        modeling.Qwen3ForSeq2SeqLM,
+        "forward",
+        lambda self, *, cache=None, past_key_values=None, **others: forward(self, **others),
+    )
+    wrong = rf"other tokens with its cache.*transformers {transformers.__version__}.*tested were transformers >="
+    with pytest.raises(ConfigError, match=wrong):
+        cache_check.check_cache(config)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=wrong):
+        models.open_model(tmp_path, torch.device("cpu"))
