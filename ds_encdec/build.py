@@ -40,7 +40,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
-from ds_encdec.gpus import peak_flops
+from ds_encdec.gpus import grow_segments, peak_flops
 from ds_encdec.launch.absence import absence_told
 from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import Writing, write_atomically
@@ -101,6 +101,7 @@ def run_training(
     it is seen, is the caller's business: it goes to the loggers of `ds_encdec`.
     """
     world = discover(os.environ)  # now: a port that is free, where none is given
+    grow_segments(os.environ)
     with absence_told(world):
         require_packages(config)
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:

@@ -8,6 +8,7 @@ is part of the estimate.
 
 import glob
 import re
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from ds_encdec.config.settings import closest
@@ -83,6 +84,15 @@ def has_gpu() -> bool:
 def named_peak_flops(gpu: Gpu) -> float | None:
     """Dense bf16 peak in FLOP/s of a GPU of `GPUS`; None if unknown."""
     return next((tflops * 1e12 for _, tflops, variants in _ROWS if gpu.name in variants and tflops), None)
+
+
+def grow_segments(environ: MutableMapping[str, str]) -> None:
+    """Have torch's allocator grow its segments, which leaves less memory in pieces; what the user has set stays.
+
+    Torch may read this when it is imported, and does so with the first tensor on a GPU at the latest.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def parse_gpu(text: str) -> Gpu:

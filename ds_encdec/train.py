@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, options_meant, value
 from ds_encdec.config.command_line import read_arguments
 from ds_encdec.config.sagemaker import container_arguments, is_container
-from ds_encdec.gpus import has_gpu
+from ds_encdec.gpus import grow_segments, has_gpu
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.cores import no_gpu, others_at_work, wait_without_spinning
 from ds_encdec.launch.world import discover
@@ -134,6 +134,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
                 _refuse_machine(config)
                 if not has_gpu() and world.local_rank == 0 and (busy := others_at_work(world.local_world_size)):
                     logging.getLogger(__name__).warning("%s", busy)
+                grow_segments(os.environ)
                 logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
                 from ds_encdec.build import run_training  # only once the configuration is sound
 

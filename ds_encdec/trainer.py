@@ -139,6 +139,7 @@ def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
         run.recorder.measure_held(run.engine.held_bytes)
         run.ahead = _read_ahead(run, state, last_save)
         result = run.engine.step(run.recorder.veto)
+        run.stop.heartbeat.step_over()
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
         collect_garbage()

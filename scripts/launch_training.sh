@@ -9,7 +9,6 @@
 #
 #   OUTPUT_DIR          folder of the runs' folders, CONFIG-DATE-TIME each (default: output in the repository);
 #                       infra.output_dir=FOLDER names the run's itself
-#   PYTORCH_ALLOC_CONF  of torch (default: expandable_segments:True)
 #   WANDB_PROJECT       where the configuration names none (default: qwen3-encoder-decoder)
 #   MASTER_PORT         where ranks meet (default: one of 20000 to 29999, by chance)
 #
@@ -47,7 +46,6 @@ fi
 words=("infra.output_dir=$output" ${words[@]+"${words[@]}"})
 ds-encdec validate --config "$config" ${hostfile:+--hostfile "$hostfile"} "${words[@]}" # names every mistake
 
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 export WANDB_PROJECT="${WANDB_PROJECT:-qwen3-encoder-decoder}"
 port="${MASTER_PORT:-$((20000 + RANDOM % 10000))}"
 

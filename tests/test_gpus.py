@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_encdec.gpus import GPUS, parse_bytes, parse_gpu, peak_flops
+from ds_encdec.gpus import GPUS, grow_segments, parse_bytes, parse_gpu, peak_flops
 from ds_encdec.memory.breakdown import GIB
 from ds_encdec.types import ConfigError
 
@@ -75,3 +75,14 @@ def test_known_peaks(name: str, tflops: float) -> None:
 @pytest.mark.parametrize("name", ["NVIDIA A10G", "NVIDIA A1000", "NVIDIA GeForce RTX 2080", "cpu", ""])
 def test_unknown_devices_have_no_peak(name: str) -> None:
     assert peak_flops(name) is None
+
+
+def test_segments_grow_unless_the_user_has_said_how_memory_is_held() -> None:
+    name, older = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    for given, found in (
+        ({}, {name: "expandable_segments:True"}),
+        ({name: ""}, {name: ""}),
+        ({older: "backend:cudaMallocAsync"}, {older: "backend:cudaMallocAsync"}),
+    ):
+        grow_segments(environ := dict(given))
+        assert environ == found

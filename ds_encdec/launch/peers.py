@@ -186,8 +186,8 @@ class Peers:
 class Watchdog:
     """Ends this rank, and every other, when one takes no step for too long. Use as a context manager around the loop.
 
-    The watch begins with the first heartbeat, which the loop gives with its first batch in hand: what comes before
-    (downloads, compilation, the first documents) has no limit but that of the collectives the others wait in,
+    The watch begins when the first step is over: what comes before (downloads, the first documents, compilation, the
+    first connections of a GPU) has no limit but that of the collectives the others wait in,
     `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
     """
 
@@ -232,7 +232,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._left.wait(self._poll_seconds):
-            silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.beats else 0.0
+            silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.has_stepped else 0.0
             # Started anew at every turn, so that it runs out only where this thread no longer turns. Standard error by
             # its file descriptor: the stream of that name may have been replaced by one that has none.
             faulthandler.dump_traceback_later(

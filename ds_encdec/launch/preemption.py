@@ -54,11 +54,13 @@ class Heartbeat:
 
     The main thread beats once per step and per evaluation batch; other threads read how long ago that was.
 
-    `beats`: how many there have been. `longest_pause_seconds`: the longest time between two of them, saves left out.
+    `beats`: how many there have been. `has_stepped`: a step of this process is over. `longest_pause_seconds`: the
+    longest time between two beats, saves left out.
     """
 
     def __init__(self) -> None:
         self.beats = 0
+        self.has_stepped = False
         self.longest_pause_seconds = 0.0
         self._last = time.monotonic()
         self._busy_depth = 0
@@ -67,6 +69,10 @@ class Heartbeat:
         """Show now that this rank lives."""
         self._end_pause()
         self.beats += 1
+
+    def step_over(self) -> None:
+        """Note that a step is over: from the first on, a watchdog takes silence for a hang."""
+        self.has_stepped, self._last = True, time.monotonic()
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -136,7 +136,7 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
     """Return this rank's entry of what `settled` compares; its device, which may be broken or in use, is taken here."""
     _prepare_environment(world, device)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        _take(device)
     return {
         "machine": machine(),
         "address": own_address_towards(world.master_addr),
@@ -145,6 +145,22 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
         "uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
         "facts": own_facts(world, device, engine, shared),
     }
+
+
+def _take(device: torch.device) -> None:
+    """Make the GPU this process's, and a first tensor on it. Raises ConfigError for one without expandable segments."""
+    torch.cuda.set_device(device)
+    try:
+        torch.empty(1, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+            raise
+        raise ConfigError(
+            f"no tensor can be made on {device} ({error}). Some virtual machines have no expandable segments of "
+            "memory: set PYTORCH_ALLOC_CONF=expandable_segments:False"
+        ) from error
 
 
 def _import(package: str, world: World) -> str | None:

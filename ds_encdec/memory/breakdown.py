@@ -102,7 +102,8 @@ class EngineMemory:
     backward pass, when no activations are left; empty where they are reduced layer by layer. `host`: of this rank.
     `build`: everything, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep their
     inputs for the backward pass, which needs them for nothing. `reduces_every_micro_batch`: gradients are reduced more
-    than once a step. `sums_in_16_bits`: those of several micro-batches are added up so.
+    than once a step. `sums_in_16_bits`: those of several micro-batches are added up so. `communicators`: groups of
+    ranks that talk by NCCL, where there are several ranks.
     """
 
     backward: Callable[[Count, Count], Breakdown]
@@ -115,6 +116,7 @@ class EngineMemory:
     keeps_frozen_inputs: bool = False
     reduces_every_micro_batch: bool = False
     sums_in_16_bits: bool = False
+    communicators: int = 1
 
 
 @dataclass(frozen=True, slots=True)

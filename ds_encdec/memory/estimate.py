@@ -35,7 +35,7 @@ from ds_encdec.memory.job import Job, with_micro_batch
 CUDA_CONTEXT_BYTES = 0.6 * GIB
 """A process's driver, kernels and cuBLAS workspaces on its GPU. An assumption, and on the high side."""
 NCCL_BYTES = 0.6 * GIB
-"""Buffers and channels of NCCL's communicators, where there are several ranks. An assumption."""
+"""Buffers and channels of each of NCCL's communicators, where there are several ranks. An assumption."""
 FRAGMENTATION = 0.03
 """Share of what is allocated that the caching allocator holds beyond it and cannot use. An assumption."""
 RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
@@ -67,7 +67,8 @@ def estimate(job: Job) -> Estimate:
     framework = RANK_PROCESS_BYTES["cpu"]
     process = engine.host.process + DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
     if job.device == "cuda":
-        framework = CUDA_CONTEXT_BYTES + (NCCL_BYTES if job.world_size > 1 else 0.0) + FRAGMENTATION * peak.total
+        communicators = engine.communicators if job.world_size > 1 else 0
+        framework = CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators + FRAGMENTATION * peak.total
         process += RANK_PROCESS_BYTES["cuda"]
     layers = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).layers()
     offloaded = sum(layer.offloaded for layer in layers) if training.activation_offload else 0.0

@@ -47,6 +47,8 @@ def fsdp_memory(job: Job) -> EngineMemory:
         step=s.step(),
         host=s.host(),
         reduces_every_micro_batch=s.accumulates and not s.accumulates_whole,
+        # torch's own, which the mesh takes unless it has two dimensions.
+        communicators=3 if s.replicas > 1 and s.shards > 1 else 1,
     )
 
 

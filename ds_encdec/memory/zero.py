@@ -62,6 +62,8 @@ def zero_memory(job: Job) -> EngineMemory:
         host=_host(s),
         reduces_every_micro_batch=s.stage == 2 and s.accumulates,
         sums_in_16_bits=s.accumulation < 4 and s.accumulates,
+        # torch's own, DeepSpeed's copy of it (utils/groups.py, _clone_world_group), and hpZ's parts of a node.
+        communicators=2 + (s.number["zero_hpz_partition_size"] > 1),
     )
 
 

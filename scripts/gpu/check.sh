@@ -24,14 +24,14 @@ export PYTHONPATH="$site:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 if [[ " $* " != *" --dry-run "* && " $* " != *" -h "* && " $* " != *" --help "* ]]; then
     given="${PYTORCH_ALLOC_CONF:-}" tried=0
-    export PYTORCH_ALLOC_CONF="${given:-expandable_segments:True}" # as launch_training.sh has it
+    export PYTORCH_ALLOC_CONF="${given:-expandable_segments:True}" # as a run has it
     "$python" -c 'import sys, torch; torch.cuda.is_available() or sys.exit(3); torch.ones(1, device="cuda")' || tried=$?
     if [ "$tried" = 3 ]; then
         echo "error: torch finds no GPU here: $0 --dry-run tries every part on a CPU" >&2
         exit 2
     elif [ "$tried" != 0 ] && [ -z "$given" ]; then # some virtual machines have no such memory
         echo "the first tensor cannot be made; going on without expandable segments of memory"
-        unset PYTORCH_ALLOC_CONF
+        export PYTORCH_ALLOC_CONF=expandable_segments:False
     fi
 fi
 "$python" scripts/gpu/check.py "$@"

@@ -18,7 +18,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
 found=$(python -m ds_encdec.config.hostfile "$hostfile") # names every mistake
 hosts=$(tr ' ' : <<<"$found" | paste -sd, -)
 ranks=$(awk '{ ranks += $2 } END { print ranks }' <<<"$found")
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 export MASTER_ADDR="${MASTER_ADDR:-${hosts%%:*}}" MASTER_PORT="${MASTER_PORT:-$((20000 + RANDOM % 10000))}"
 
 version=$("$mpirun" --version 2>&1) || { echo "error: $mpirun --version fails: $version" >&2; exit 2; }

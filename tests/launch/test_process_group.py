@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_encdec.launch import process_group
 from ds_encdec.launch.agreement import settled, sharing
 from ds_encdec.launch.process_group import (
     choose_device,
@@ -133,3 +134,17 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shutdown_without_a_group_does_nothing() -> None:
     shutdown()
     assert not torch.distributed.is_initialized()
+
+
+def test_a_gpu_without_expandable_segments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA driver error: operation not supported")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch, "empty", fails)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match=r"cuda:0 .*not supported.* set PYTORCH_ALLOC_CONF=expandable_segments:False"):
+        process_group._take(torch.device("cuda", 0))
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    with pytest.raises(RuntimeError, match="driver error"):
+        process_group._take(torch.device("cuda", 0))
