@@ -44,21 +44,33 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def addresses_of(host: str | None) -> set[str]:
+    """The addresses that this host knows by the name `host`; none for None and for a name that it does not know."""
+    try:
+        return {str(address[0]) for *_, address in socket.getaddrinfo(host, None)} if host else set()
+    except OSError:
+        return set()
+
+
 def is_loopback(address: str) -> bool:
     """Return whether `address` is of this host alone."""
     return address == "::1" or address.startswith("127.")
 
 
-def gloo_interface(towards_master: str | None, elsewhere: str | None, *, alone: bool) -> str | None:
+def gloo_interface(
+    towards_master: str | None, elsewhere: str | None, *, alone: bool, master: str | None = None
+) -> str | None:
     """The interface by which this host's ranks are to be reached; None leaves the choice to gloo.
 
     `towards_master`: the own address that reaches MASTER_ADDR. `elsewhere`: such an address of a rank on another host.
-    `alone`: all ranks are on this host. Gloo itself takes the address that the host's own name resolves to, which
-    Debian makes 127.0.1.1. MASTER_ADDR may be such a name, too: on its host the way to another one is asked for.
+    `alone`: all ranks are on this host. `master`: MASTER_ADDR. Gloo itself takes the address that the host's own name
+    resolves to, which Debian makes 127.0.1.1, and others a bridge of containers, by which no other host is reached.
+    MASTER_ADDR may be such a name, too: on its host the way to another one is asked for.
     """
     if alone:
         return LOOPBACK if LOOPBACK in (name for _, name in socket.if_nameindex()) else None
-    if elsewhere is not None and (towards_master is None or is_loopback(towards_master)):
+    is_here = towards_master is None or is_loopback(towards_master) or towards_master in addresses_of(master)
+    if elsewhere is not None and is_here:
         towards_master = own_address_towards(elsewhere)
     return None if towards_master is None or is_loopback(towards_master) else interface_of(towards_master)
 

@@ -128,7 +128,9 @@ def _meet(
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
     elsewhere = next((address for place, address in answer["reached"] if place != mine["machine"]), None)
     alone = len(answer["reached"]) == 1
-    if world.world_size > 1 and (name := gloo_interface(mine["address"], elsewhere, alone=alone)):
+    if world.world_size > 1 and (
+        name := gloo_interface(mine["address"], elsewhere, alone=alone, master=world.master_addr)
+    ):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 

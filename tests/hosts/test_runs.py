@@ -46,6 +46,7 @@ JOBS = {
     "hpZ": Job((2, 2), DEEPSPEED | HYBRID, like="DeepSpeed, two by two"),
     "by hand, no local size": Job(unset=(*BY_HAND, "LOCAL_WORLD_SIZE", "LOCAL_RANK"), like="one host"),
     "named 127.0.1.1": Job(like="one host"),
+    "named as docker0": Job(like="one host"),
     "other settings": Job(
         on_node1={"training.learning_rate": 1e-4, "training.num_train_steps": 4},
         code=2,
@@ -119,6 +120,11 @@ def test_hosts_train_as_one_or_say_why_not(name: str, jobs: Jobs, resolve: Calla
     if name == "named 127.0.1.1":  # as Debian writes it for a machine's own name
         resolve("node0", node0="127.0.1.1")
         resolve("node1", node1="127.0.1.1")
+    if name == "named as docker0":  # a bridge of each host's own, which reaches no other, and which its name may mean
+        for host in jobs.rig.hosts[:2]:
+            for asked in ("link add docker0 type bridge", "addr add 10.0.0.1/24 dev docker0", "link set docker0 up"):
+                jobs.rig.run(host, "ip", *asked.split())
+            resolve(host, **{host: "10.0.0.1"})
     ended = jobs.ended(name)
     assert set(ended.codes) == {job.code}, ended.output
     assert not ended.left
