@@ -307,6 +307,7 @@ def _wire(
         state=state,
         require_folder=folder.require_present,
         callbacks=callbacks,
+        rehearses=context.device.type != "cpu",
     )
     if metrics:
         model, held_out, stopped = run.model, data.eval_examples, lambda: stop.requested

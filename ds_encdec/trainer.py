@@ -25,6 +25,7 @@ from ds_encdec.data.device_copies import copied_ahead
 from ds_encdec.data.lane import WorkerKilledError
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.sources import check_bad_rows, sum_by_pass
+from ds_encdec.engine.compilation import warn_of_ranks_that_differ
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.garbage import by_hand
 from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attempt
@@ -33,6 +34,7 @@ from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import Sample
 from ds_encdec.progress import Due, StepTotals, advance, after_evaluation, is_best, is_over
+from ds_encdec.rehearsal import rehearse
 from ds_encdec.resume import roll_back
 from ds_encdec.types import (
     TASKS,
@@ -90,6 +92,8 @@ data lane, and `_save_facts`. Returns what writes it into the checkpoint's folde
 class Trainer:
     """A run, wired. `require_folder` raises where the run's folder is gone. What `run_files` returns is for rank 0.
 
+    `rehearses`: evaluation and saves are tried before the first step, as on accelerators.
+
     `judge`: figures of the texts that the model generates for held-out inputs, and some of the texts. Collective.
     """
 
@@ -106,6 +110,7 @@ class Trainer:
     require_folder: Callable[[], None] = lambda: None
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
     callbacks: Sequence[Callback] = ()
+    rehearses: bool = False
     saved_data_step: int = field(init=False)  # of the newest whole checkpoint, or of the start
     ahead: Ahead | None = field(default=None, init=False)
 
@@ -121,6 +126,10 @@ def train(run: Trainer) -> TrainingState:
     save may still be under way then.
     """
     with by_hand() as collect:
+        if run.rehearses and not is_over(run.state, run.config.training):
+            with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+                copies = run.config.training.async_save
+                rehearse(run.engine, run.eval_batches(), run.checkpoints.folder, copies=copies)
         return _train(run, collect)
 
 
@@ -143,6 +152,7 @@ def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
         collect_garbage()
+        _look_at_first_step(run, state)
         _tell(run, "after_step", state, result)
         skipped_in_a_row = _count_skipped(state, result, skipped_in_a_row, training)
 
@@ -157,6 +167,12 @@ def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
         if due.leave and not is_over(state, training):
             raise _preempted(state, actions)
     return state
+
+
+def _look_at_first_step(run: Trainer, state: TrainingState) -> None:
+    """Compare the ranks after the first step of this start: all have chosen their kernels and compiled their layers."""
+    if state.data_step == run.state.data_step + 1:
+        warn_of_ranks_that_differ(run.collectives)
 
 
 def _read_ahead(run: Trainer, state: TrainingState, last_save: float) -> Ahead | None:

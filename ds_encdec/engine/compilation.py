@@ -1,6 +1,7 @@
 """The decision whether layers run through torch.compile: what is asked for is tried out before it is relied on."""
 
 import logging
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -9,11 +10,13 @@ from ds_encdec.config.rules import engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import compute_dtype, empty_model
-from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.attention_kernels import Wanted, choose_kernel
+from ds_encdec.model.compiled_layers import uncompiled
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
+from ds_encdec.model.precision import kernels_taken
 from ds_encdec.types import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,32 @@ def with_compilation_decided(config: FullConfig, context: RunContext, model_conf
     if not failure and asked == "auto":  # real layers that fail all the same run as they are, with torch's warning
         context.undo.enter_context(torch._dynamo.config.patch(suppress_errors=True))
     return _with(config, not failure)
+
+
+def warn_of_ranks_that_differ(collectives: HostCollectives) -> None:
+    """Warn, after a first step, of ranks whose layers were to be compiled and were not, or that took other kernels.
+
+    Collective. Layers that stop being compiled later are in torch's own warning alone, on their rank.
+    """
+    found = dict(kernels_taken) | ({"each layer": "torch's operators, uncompiled"} if uncompiled else {})
+    uncompiled.clear()
+    ranks = collectives.gather_to_zero(found)
+    lines = []
+    for part in dict.fromkeys(part for taken in ranks for part in taken):
+        by_rank = [taken.get(part, "compiled code" if part == "each layer" else "nothing yet") for taken in ranks]
+        (usual, _), *others = Counter(by_rank).most_common()
+        if part == "each layer" and not others:
+            lines.append(f"{part} in {usual} on all")
+        for other, _ in others:
+            where = ", ".join(str(rank) for rank, kernel in enumerate(by_rank) if kernel == other)
+            lines.append(f"{part} in {other} on rank {where}, elsewhere in {usual}")
+    if lines:
+        logger.warning(
+            "Parts of the model do not run in what was planned on all %d ranks, and all wait for the slowest: %s. The "
+            "log of a rank that differs says why its trial or compiler failed; its memory is not what was estimated",
+            len(ranks),
+            "; ".join(lines),
+        )
 
 
 def _with(config: FullConfig, compile_layers: bool) -> FullConfig:

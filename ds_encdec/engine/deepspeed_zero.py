@@ -56,7 +56,15 @@ from ds_encdec.engine.deepspeed_private import (
 from ds_encdec.engine.ds_json import accumulates_in_bf16, run_json
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, assert_ties, compute_dtype, empty_model, full_shape
+from ds_encdec.engine.sharded_engine import (
+    Shard,
+    ShardedEngine,
+    assert_ties,
+    compute_dtype,
+    empty_model,
+    full_shape,
+    on_the_host,
+)
 from ds_encdec.engine.swapped_states import prepare_folder, remove_states, states_mapped
 from ds_encdec.engines import load
 from ds_encdec.foreign_places import check, replaced, write
@@ -150,7 +158,9 @@ class DeepSpeedEngine(ShardedEngine):
         """See protocol.Engine."""
         engine = self._engine
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
-        with states_mapped(engine):
+        with states_mapped(engine, of=self._training):
+            for _ in self._states():  # makes them before the first step: a save is as large then as later
+                pass
             files = self._collect(directory)
             # Host memory may run out on one rank alone.
             num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(files, copy=copy))
@@ -366,9 +376,14 @@ class StagingArea:
         """The content of `source` in the next buffer, which is replaced where it has another size."""
         index = len(self._storages)
         if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
-            memory = torch.empty(source.nbytes(), dtype=torch.uint8, pin_memory=self._pin_memory)
+            memory = on_the_host(partial(_empty, source.nbytes()), pin_memory=self._pin_memory)
+            self._pin_memory = self._pin_memory and memory.is_pinned()  # what has failed once is not tried again
             self._kept[index : index + 1] = [memory.untyped_storage()]
         return self._kept[index].copy_(source)
+
+
+def _empty(num_bytes: int, pin_memory: bool) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
 
 
 class _Collector(TorchCheckpointEngine):

@@ -57,7 +57,7 @@ from ds_encdec.engine.kept_state import kept_state
 from ds_encdec.engine.muon import local_tensors
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype, on_the_host
 from ds_encdec.engines import load
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
@@ -179,10 +179,10 @@ class FSDP2Engine(ShardedEngine):
         """Copy `tensors` into host memory, into the same buffers every time. Waits for the device once."""
         pin_memory = self._infra.pin_memory and self.device.type == "cuda"  # several times faster
         if not self._host_copies:
-            self._host_copies = {
-                key: cast(DTensor, torch.empty_like(tensor, device="cpu", pin_memory=pin_memory))
-                for key, tensor in tensors.items()
-            }
+            for key, tensor in tensors.items():
+                made = partial(_host_copy, tensor)
+                self._host_copies[key] = on_the_host(made, pin_memory=pin_memory)
+                pin_memory = pin_memory and self._host_copies[key].to_local().is_pinned()
         for key, tensor in tensors.items():
             self._host_copies[key].to_local().copy_(tensor.to_local(), non_blocking=True)
         if any(tensor.to_local().is_cuda for tensor in tensors.values()):
@@ -210,6 +210,10 @@ class FSDP2Engine(ShardedEngine):
             "gradients": [parameter.grad for parameter in shards],
             "optimizer": self.optimizer.state,
         }
+
+
+def _host_copy(tensor: DTensor, pin_memory: bool) -> DTensor:
+    return cast(DTensor, torch.empty_like(tensor, device="cpu", pin_memory=pin_memory))
 
 
 def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:

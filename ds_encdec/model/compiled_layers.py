@@ -4,6 +4,7 @@ Attention is one node of a graph (attention_kernels.py). What differs from batch
 boundaries and the longest of them reach a graph as sizes that it takes for variables from the start.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 from ds_encdec.model.attention import PackedLayout
 
 Forward = Callable[..., Tensor]
+uncompiled: deque[bool] = deque(maxlen=1)
+"""True where a layer that was to be compiled has run as it is, which torch does where it may pass over errors."""
 
 _FUSED: dict[str, Any] = {
     "force_pointwise_cat": True,
@@ -32,7 +35,13 @@ the flat buffers, for two kinds of layers, in training and in evaluation."""
 def compiled(forward: Forward, *, random: bool) -> Forward:
     """Return a layer's `forward` compiled. `random`: it draws numbers, which must be those of torch's own operators."""
     known = {name: value for name, value in _FUSED.items() if hasattr(torch._inductor.config, name)}
-    run = torch.compile(forward, options={**known, "fallback_random": random})
+
+    def counted(*inputs: Any, **options: Any) -> Tensor:
+        if not torch.compiler.is_compiling():  # in a graph this is known, and leaves nothing
+            uncompiled.append(True)
+        return forward(*inputs, **options)
+
+    run = torch.compile(counted, options={**known, "fallback_random": random})
 
     def compiled_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
         if isinstance(layout := options["layout"], PackedLayout):

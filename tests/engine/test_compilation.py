@@ -12,12 +12,12 @@ from torch._dynamo.backends.common import aot_autograd
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import compilation
-from ds_encdec.engine.compilation import with_compilation_decided
+from ds_encdec.engine.compilation import warn_of_ranks_that_differ, with_compilation_decided
 from ds_encdec.engine.sharded_engine import ShardedEngine
 from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.model.compiled_layers import GRAPHS
+from ds_encdec.model.compiled_layers import GRAPHS, compiled, uncompiled
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
 
@@ -87,6 +87,62 @@ def test_where_compiling_fails_layers_run_as_they_are_and_that_is_told(
     assert "compiling them fails on rank 0: RuntimeError: no C++ compiler" in caplog.text
     with pytest.raises(ConfigError, match=r"training.torch_compile=true: layers cannot be compiled on rank 0: Runtime"):
         decided("cuda", torch_compile=True)
+
+
+class Ranks(HostCollectives):
+    """The first of three ranks; `others` is what the others bring."""
+
+    others: tuple[Any, ...] = ()
+
+    def gather_to_zero(self, record: Any) -> list[Any]:
+        return [record, *self.others]
+
+
+def test_ranks_whose_model_runs_in_other_kernels_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compilation, "kernels_taken", {"attention": "varlen", "the loss of evaluations": "its kernel"})
+    ranks = Ranks()
+    ranks.others = ({"attention": "varlen", "the loss of evaluations": "its kernel"},) * 2
+    warn_of_ranks_that_differ(ranks)
+    assert not caplog.messages
+    ranks.others = (
+        ranks.others[0],
+        {"attention": "one call per document", "each layer": "torch's operators, uncompiled"},
+    )
+    warn_of_ranks_that_differ(ranks)
+    (warning,) = caplog.messages
+    for part in (
+        "attention in one call per document on rank 2, elsewhere in varlen",
+        "the loss of evaluations in nothing yet on rank 2, elsewhere in its kernel",
+        "each layer in torch's operators, uncompiled on rank 2, elsewhere in compiled code",
+    ):
+        assert part in warning
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_layers_that_were_to_be_compiled_and_were_not_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: bool
+) -> None:
+    """A stand-in for inductor fails, where torch may pass over errors."""
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        if broken:
+            raise RuntimeError("no kernel for this")
+        return graph.forward
+
+    capture = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda forward, options=None: capture(forward, backend=backend))
+    uncompiled.clear()
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(suppress_errors=True):
+        run = compiled(lambda states, *, layout: states * 2, random=False)
+        assert torch.equal(run(torch.ones(3), layout=None), torch.full((3,), 2.0))
+    torch.compiler.reset()
+    for warned in (broken, False):  # once
+        caplog.clear()
+        warn_of_ranks_that_differ(HostCollectives())
+        assert ("each layer in torch's operators, uncompiled on all" in caplog.text) is warned
 
 
 @pytest.mark.parametrize("broken", [False, True])

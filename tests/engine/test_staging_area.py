@@ -58,3 +58,22 @@ def test_a_save_at_once_goes_through_the_memory_of_those_before() -> None:
     _, copied = area.take_all(state, copy=True)
     _, at_once = area.take_all(state, copy=False)
     assert at_once["flat"].data_ptr() == copied["flat"].data_ptr() != flat.data_ptr()
+
+
+def test_copies_go_on_in_pageable_memory_where_none_can_be_locked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The driver's refusal is a stand-in. It is asked once."""
+    empty = torch.empty
+
+    def refuse(*sizes: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    _, taken = StagingArea(pin_memory=True).take_all(tied_state()[0], copy=True)
+    assert taken["flat"].tolist() == list(range(12))
+    (warning,) = caplog.messages
+    assert "pageable memory" in warning
+    assert "CUDA error: out of memory" in warning

@@ -36,6 +36,7 @@ from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
 from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.model import attention_kernels
 from ds_encdec.types import Batch, LossSum
 
 _next_step = LaneLoader.__next__
@@ -102,6 +103,30 @@ def skip_data(rank: int, *, steps: list[int]) -> None:
         return _next_step(loader)
 
     LaneLoader.__next__ = step  # type: ignore[method-assign]
+
+
+def rehearse(rank: int) -> None:
+    """No fault, but what runs on GPUs do before their first step. Each rank prints the bytes of what it stages."""
+    make_trainer = build.Trainer
+
+    def make(**parts: Any) -> Any:
+        stage = parts["engine"].stage
+
+        def staged(folder: Path, *, copy: bool) -> StagedSave:
+            save = stage(folder, copy=copy)
+            print(f"rank {rank} stages {save.num_bytes} bytes after {_steps_read} data steps", flush=True)
+            return save
+
+        parts["engine"].stage = staged
+        return make_trainer(**parts | {"rehearses": True})
+
+    build.Trainer = make  # type: ignore[assignment, misc]
+
+
+def other_kernel(rank: int, *, on_rank: int) -> None:
+    """One rank's attention runs in another row of the table, as far as anybody knows."""
+    if rank == on_rank:
+        attention_kernels.KERNELS = (dataclasses.replace(attention_kernels.BY_DOCUMENT, name="another row"),)  # type: ignore[assignment]
 
 
 def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_runs import ForkedRuns
@@ -56,6 +57,34 @@ def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp
     assert [saved.manifest.step for saved in verify_checkpoints(tmp_path)] == [2]
     # Weights are gathered, and before a step none are.
     assert_told(tmp_path, {"weights": 0, "master_weights": 4 / 2, "gradients": 4 / 2, "optimizer": 8 / 2})
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "bf16"),
+    [("fsdp", "zero3", True), ("deepspeed", "zero1", True), ("deepspeed", "zero2", True), ("deepspeed", "zero3", True)],
+)
+def test_what_accelerators_try_before_their_first_step_changes_nothing(
+    runs: ForkedRuns, tmp_path: Path, engine: str, stage: str, bf16: bool
+) -> None:
+    """An evaluation and the copies of a save, as large as later ones: the optimizer's states are there by then."""
+    changes: dict[str, Any] = {"infra__distributed_type": engine, "infra__sharding_stage": stage}
+    changes |= {"infra__offload_optimizer": "none", "training__bf16": bf16, "training__eval_samples": 8}
+    changes |= {"training__eval_steps": 2, "training__save_steps": 2, "training__residual_dropout": 0.1}
+    lines = []
+    for name, faults in (("plain", []), ("rehearsed", [{"kind": "rehearse"}, {"kind": "other_kernel", "on_rank": 1}])):
+        words = overrides(tmp_path / name, **STEPS | changes)
+        finished = runs.run(["--config", QUICKSTART, *words], ranks=2, faults=faults)
+        assert finished.codes == [0, 0], finished.output
+        kept = ("step", "train/loss", "train/grad_norm", "eval/loss")
+        lines.append([{key: line.get(key) for key in kept} for line in metrics(tmp_path / name)])
+    assert lines[0] == lines[1]
+    assert all(line["train/loss"] is not None for line in lines[0] if "eval/loss" not in line)
+    for rank in range(2):
+        staged = re.findall(rf"rank {rank} stages (\d+) bytes after (\d+) data steps", finished.output)
+        assert [int(steps) > 0 for _, steps in staged] == [False, True, True]
+        assert len({num_bytes for num_bytes, _ in staged}) == 1, staged
+    assert verify_checkpoints(tmp_path / "rehearsed")
+    assert finished.output.count("attention in another row on rank 1, elsewhere in one call per document") == 1
 
 
 def assert_can_be_continued_with(proposed: list[str], settings: list[str]) -> None:
