@@ -299,6 +299,7 @@ def _wire(
         engine=engine,
         loader=data.loader,
         eval_batches=data.eval_batches,
+        eval_sets=data.eval_sets,
         collectives=collectives,
         recorder=_begin_recording(run, state, expected),
         checkpoints=checkpoints,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -101,6 +101,7 @@ class Trainer:
     engine: Engine
     loader: LaneLoader
     eval_batches: Callable[[], Sequence[Batch]]
+    eval_sets: Mapping[str, Callable[[], Sequence[Batch]]] = field(default_factory=dict, kw_only=True)
     collectives: HostCollectives
     recorder: Recorder
     checkpoints: CheckpointManager
@@ -348,16 +349,20 @@ def evaluate(run: Trainer) -> dict[str, float]:
     """Mean loss on the held-out split (nats per target token) and perplexity, in all and for each denoiser that occurs.
 
     It is weighted like the training loss: per target token, over all ranks. Every rank must bring equally many batches
-    (empty ones where it has no data): the engine's collectives are per module call. Returns {} where no rank has a
-    target token.
+    (empty ones where it has no data): the engine's collectives are per module call. So is each of `data.eval_sets`, as
+    `eval/NAME/…`. There are no figures of a set of which no rank has a target token.
     """
-    sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=run.engine.device)
-    for batch in copied_ahead(run.eval_batches(), run.engine.device):
-        run.stop.heartbeat.beat()
-        loss = run.engine.evaluate(batch)
-        sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
-    losses, tokens = by_denoiser(torch.stack(run.collectives.gather(sums.cpu())).sum(dim=0))
-    return eval_metrics(losses, tokens) if any(tokens.values()) else {}
+    metrics: dict[str, float] = {}
+    for name, batches in {"": run.eval_batches, **run.eval_sets}.items():
+        sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=run.engine.device)
+        for batch in copied_ahead(batches(), run.engine.device):
+            run.stop.heartbeat.beat()
+            loss = run.engine.evaluate(batch)
+            sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
+        losses, tokens = by_denoiser(torch.stack(run.collectives.gather(sums.cpu())).sum(dim=0))
+        if any(tokens.values()):
+            metrics |= eval_metrics(losses, tokens, name)
+    return metrics
 
 
 def _tell(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:

@@ -115,6 +115,9 @@ def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
     for field, split in (("data.eval_files", "validation"), ("data.test_files", "test")):
         if (own := data.own_split(split)) is not None:
             yield field, own
+    for name in data.eval_sets:
+        if (own := data.of_eval_set(name).own_split("validation")) is not None:
+            yield f"data.eval_sets.{name}.eval_files", own
 
 
 def _files(source: Source) -> Iterator[str]:

@@ -4,6 +4,7 @@ from difflib import SequenceMatcher
 from functools import cache
 
 from ds_encdec.config.rules import fields
+from ds_encdec.config.sections import EvalSet
 from ds_encdec.config.settings import closest, join, unknown_key
 from ds_encdec.config.word_table import by_name
 from ds_encdec.config.words import SECTIONS
@@ -20,6 +21,8 @@ def homes(name: str) -> list[str]:
 def fields_in(path: str) -> list[str]:
     """The names of the fields of the section at `path`."""
     parent = in_schema(path)
+    if parent.rpartition(".")[0] == "data.eval_sets":  # whatever its name
+        return [*EvalSet.model_fields]
     return [name for above, _, name in (known.rpartition(".") for known in fields()) if above == parent]
 
 

@@ -16,7 +16,7 @@ from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.monitor_sections import LARGEST_LOSS, MonitorConfig, PhasesConfig
 from ds_encdec.config.sections import DataConfig, Mark, Section
 from ds_encdec.config.settings import Conflict, Rule, Settings, broken, join
-from ds_encdec.config.training_sections import InfraConfig, TrainingConfig
+from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, TrainingConfig
 from ds_encdec.denoisers import DENOISERS
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
 from ds_encdec.objectives import OBJECTIVES
@@ -123,6 +123,19 @@ def _training(config: Sections) -> Iterable[Rule]:
         " ".join([*(f"data.{name}" for name in objective.split_fields), "training.eval_samples"]),
         f"evaluation needs held-out documents: set {objective.split_advice}, or eval_samples=0",
         training.eval_samples and not has_own and not objective.held_out(data)[0],
+    )
+    yield Rule(
+        "data.eval_sets training.eval_samples",
+        "nothing is evaluated with eval_samples=0: raise it, or remove the sets",
+        data.eval_sets and not training.eval_samples,
+    )
+    best = training.metric_for_best_model
+    eval_set, _, figure = best.rpartition("/")
+    yield Rule(
+        "training.metric_for_best_model data.eval_sets",
+        f"{best} is none of the figures of sets: write NAME/loss or NAME/perplexity with a name of data.eval_sets "
+        f"({', '.join(data.eval_sets) or 'there are none'})",
+        eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES),
     )
     alias = infra.fsdp_activation_checkpointing
     meant = "full" if alias else "none"

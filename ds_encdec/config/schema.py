@@ -230,6 +230,7 @@ def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
         if source.dataset_name in LOCAL_FORMATS
     }
     named |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
+    named |= {f"data.eval_sets.{name}.eval_files": one.eval_files for name, one in data.eval_sets.items()}
     absent = {field: [one for one in patterns or () if not any(named_files(one))] for field, patterns in named.items()}
     return {field: patterns for field, patterns in absent.items() if patterns}
 
@@ -241,7 +242,11 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
         yield "data.converter", partial(load_converter, data.converter)
     sources = {f"data.mixture.{number}.dataset_name": one.dataset_name for number, one in enumerate(data.mixture or ())}
     sources = sources or {"data.dataset_name": data.dataset_name}
-    for field, name in {**sources, "data.eval_dataset_name": data.eval_dataset_name or ""}.items():
+    sources["data.eval_dataset_name"] = data.eval_dataset_name or ""
+    sources |= {
+        f"data.eval_sets.{key}.eval_dataset_name": one.eval_dataset_name or "" for key, one in data.eval_sets.items()
+    }
+    for field, name in sources.items():
         if name.startswith(PYTHON):
             yield field, partial(load_plugin, field, name)
     if training.optimizer not in OPTIMIZERS:
@@ -251,7 +256,7 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
         ("training.report_to", training.report_to, "sinks"),
         ("training.callbacks", training.callbacks, "callbacks"),
         ("training.lr_scheduler_type", [training.lr_scheduler_type], "schedules"),
-        ("training.metric_for_best_model", [training.metric_for_best_model], "metrics"),
+        ("training.metric_for_best_model", [training.best_figure], "metrics"),
     ):
         for name in set(names) - builtin:
             yield field, partial(load_plugin, field, name, kind)

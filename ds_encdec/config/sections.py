@@ -7,6 +7,7 @@ never changed after loading, and run state lives elsewhere.
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from itertools import pairwise
@@ -199,6 +200,19 @@ class MixtureSource(Source):
     """See `data.dataset_name`."""
 
 
+class EvalSet(Section):
+    """A set of texts to evaluate on beside the main one. Fields mean what they mean in `data`."""
+
+    eval_files: DataFiles | None = None
+    """See `data.eval_files`."""
+    eval_dataset_name: str | None = None
+    """See `data.eval_dataset_name`."""
+    eval_dataset_config: str | None = None
+    """See `data.eval_dataset_config`."""
+    eval_split: str | None = None
+    """See `data.eval_split`."""
+
+
 class DataConfig(Source):
     """The documents that are read, how they are denoised, and how they are packed."""
 
@@ -287,6 +301,9 @@ class DataConfig(Source):
     """Configuration (subset) of the data set to evaluate on; None: `dataset_config` where the data set is the same."""
     eval_split: Annotated[str | None, Mark.TEXTS] = None
     """Split to evaluate on (`validation`), where one is named or `eval_dataset_name` is."""
+    eval_sets: dict[str, EvalSet] = Field(default_factory=dict)
+    """More sets to evaluate on, by their names, each with `eval_files`, `eval_dataset_name`, `eval_dataset_config` or
+    `eval_split`. Their figures are `eval/NAME/loss` and so on, of up to `training.eval_samples` examples of each."""
     test_files: Annotated[DataFiles | None, Mark.TEXTS] = None
     """Paths or patterns of local files that are the test split, like `eval_files`."""
     test_split: Annotated[str | None, Mark.TEXTS] = None
@@ -307,6 +324,7 @@ class DataConfig(Source):
             yield Rule(f"mixture {name}", message, is_mixed and is_set)
         yield from self._objective_rules()
         yield from self._split_rules()
+        yield from self._eval_set_rules()
         yield Rule("ul2_task_weights", f"weights of {names} must be >= 0", min(weights) < 0)
         yield Rule("ul2_task_weights", f"at least one of {names} must have a weight > 0", not any(weights))
 
@@ -332,6 +350,23 @@ class DataConfig(Source):
             data_files=files,
             text_column=self.text_column,
         )
+
+    def of_eval_set(self, name: str) -> "DataConfig":
+        """This section with the set `name` of `eval_sets` in the place of the main one to evaluate on."""
+        return self.model_copy(update={**dict(self.eval_sets[name]), "eval_sets": {}})
+
+    def _eval_set_rules(self) -> Iterable[Rule]:
+        for name in self.eval_sets:
+            at = f"eval_sets.{name}"
+            message = "names are of letters, digits, `_`, `-` and `.`"
+            yield Rule(at, message, not re.fullmatch(r"[\w.-]+", name, re.ASCII))
+            alone = self.of_eval_set(name)
+            message = "name what is in it: eval_files, eval_dataset_name or eval_split"
+            yield Rule(at, message, alone.own_split("validation") is None)
+            for rule in alone._split_rules():
+                fields = rule.fields.split()
+                mine = [f"{at}.{field}" if field in EvalSet.model_fields else field for field in fields]
+                yield Rule(" ".join(mine), rule.message, rule.is_broken and "eval_" in rule.fields)
 
     def _objective_rules(self) -> Iterable[Rule]:
         objective = OBJECTIVES[self.objective]

@@ -210,8 +210,9 @@ class TrainingConfig(Section):
     """Steps skipped in a row (not finite, or by a `skip_step` of `monitor`) after which the run stops as diverged."""
     metric_for_best_model: Annotated[str, AfterValidator(_evaluated), Mark.TUNABLE] = "loss"
     """Figure of an evaluation (`eval/…` in its metrics) by which checkpoints are the best, and early stopping decides.
-    Of equal ones the first stays the best. Those of texts need `eval_generate_samples`. A metric of your own:
-    `module:name`, or an entry point of `ds_encdec.metrics` (docs/library.md)."""
+    `NAME/loss`: that of a set of `data.eval_sets`. Of equal ones the first stays the best. Those of texts need
+    `eval_generate_samples`. A metric of your own: `module:name`, or an entry point of `ds_encdec.metrics`
+    (docs/library.md)."""
     greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
     """A greater figure is the better one; None: not so for `loss` and `perplexity`, but for all others."""
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
@@ -245,9 +246,14 @@ class TrainingConfig(Section):
             raise ValueError("must be a whole number >= 1, or `auto`") from None
 
     @property
+    def best_figure(self) -> str:
+        """The figure of `metric_for_best_model`, without the set of `data.eval_sets` that it is of."""
+        return self.metric_for_best_model.rpartition("/")[2]
+
+    @property
     def best_is_greatest(self) -> bool:
         """True if the best evaluation is the one with the greatest `metric_for_best_model`."""
-        given, name = self.greater_is_better, self.metric_for_best_model
+        given, name = self.greater_is_better, self.best_figure
         return TEXT_FIGURES.get(name, name not in LOSS_FIGURES) if given is None else given
 
     @property
@@ -344,7 +350,7 @@ class TrainingConfig(Section):
         yield _plugin_rule("report_to", "sinks", self.report_to, get_args(Tracker))
         yield _plugin_rule("callbacks", "callbacks", self.callbacks, ())
         figures = (*LOSS_FIGURES, *TEXT_FIGURES)
-        best = self.metric_for_best_model
+        best = self.best_figure
         yield (known := _plugin_rule("metric_for_best_model", "metrics", [best], figures))
         yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
         message = f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it"

@@ -12,7 +12,7 @@ from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.examples import ExampleMaker
-from ds_encdec.data.fingerprint import fingerprint, in_todays_form, numbered, require_same, source_facts
+from ds_encdec.data.fingerprint import Facts, fingerprint, in_todays_form, numbered, require_same, source_facts
 from ds_encdec.data.inspect import require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
@@ -51,7 +51,8 @@ class TrainingData:
     """The data of one rank.
 
     `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches. `ratio`: encoder
-    tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`.
+    tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`. `eval_sets`: like
+    `eval_batches`, of each of `data.eval_sets`.
     """
 
     loader: LaneLoader
@@ -61,6 +62,7 @@ class TrainingData:
     fingerprint: dict[str, Any]
     ratio: float
     commits: Mapping[str, str]
+    eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
 
     def saved(self) -> dict[str, Any]:
         """The facts that a checkpoint keeps for `build_data(saved=...)`, beside the records. Equal on all ranks."""
@@ -127,16 +129,20 @@ def build_data(
         require_same(saved["fingerprint"], facts)
     workers = data.preprocessing_num_workers
     loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
-    eval_examples = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache, own))
-    if evaluation_cache and training.eval_samples:
-        eval_examples()
 
-    @cache
-    def eval_batches() -> Sequence[Batch]:
+    def packed(facts: Facts, own: Sequence[OpenSource]) -> tuple[Callable[[], Sequence[Example]], Any]:
+        find = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache, own))
+        if evaluation_cache and training.eval_samples:
+            find()
         budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
-        return pack_examples(eval_examples(), pipeline, budgets, rank, world_size, pin_memory)
+        return find, cache(lambda: pack_examples(find(), pipeline, budgets, rank, world_size, pin_memory))
 
-    return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits)
+    eval_examples, eval_batches = packed(facts, own)
+    eval_sets = {}
+    for name in data.eval_sets:
+        mine = own_split(data.of_eval_set(name), "validation", training.seed, maker, commits, name)
+        eval_sets[name] = packed(fingerprint(config, pipeline, mine), mine)[1]
+    return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets)
 
 
 def open_sources(
@@ -162,15 +168,23 @@ def held_out_shares(data: DataConfig) -> dict[Split, float]:
 
 
 def own_split(
-    data: DataConfig, split: str, seed: int, maker: ExampleMaker, commits: Mapping[str, str]
+    data: DataConfig,
+    split: str,
+    seed: int,
+    maker: ExampleMaker,
+    commits: Mapping[str, str],
+    eval_set: str | None = None,
 ) -> tuple[OpenSource, ...]:
-    """The source of a split that has one of its own, all of whose rows are in it; else none. Raises DataError."""
+    """The source of a split that has one of its own, all of whose rows are in it; else none. Raises DataError.
+
+    `eval_set`: the name of the set of `data.eval_sets` that `data` is of.
+    """
     entry = data.own_split(split)
     if entry is None:
         return ()
     is_test = split == "test"
-    field = "data.test_files" if is_test else "data.eval_files"
-    source = _open(entry, split, data, seed, maker, 1, commits, field)
+    field = "data.test_files" if is_test else f"data.eval_sets.{eval_set}.eval_files" if eval_set else "data.eval_files"
+    source = _open(entry, f"eval-{eval_set}" if eval_set else split, data, seed, maker, 1, commits, field)
     return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 

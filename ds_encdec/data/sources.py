@@ -116,7 +116,9 @@ def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
 def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
     """All sources that `data` names, those of its own validation and test splits too, by names for their folders."""
     trained = {source_name(number): entry for number, entry in enumerate(source_entries(data))}
-    return trained | {split: entry for split in ("validation", "test") if (entry := data.own_split(split))}
+    splits = {split: entry for split in ("validation", "test") if (entry := data.own_split(split))}
+    sets = {f"eval-{name}": data.of_eval_set(name).own_split("validation") for name in data.eval_sets}
+    return trained | splits | {name: entry for name, entry in sets.items() if entry is not None}
 
 
 def source_name(number: int) -> str:

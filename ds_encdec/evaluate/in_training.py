@@ -42,7 +42,7 @@ def usable_metrics(config: FullConfig) -> list[str]:
 
     Raises ConfigError where the package of `training.metric_for_best_model` is not; others are told, once.
     """
-    rows, best = text_metrics(), config.training.metric_for_best_model
+    rows, best = text_metrics(), config.training.best_figure
     if best not in (*LOSS_FIGURES, *FIGURES) and (own := text_metric(best)) is not None:
         rows[best] = own
     names = [name for name, row in rows.items() if not row.needs_model]

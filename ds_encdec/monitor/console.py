@@ -36,7 +36,9 @@ def shown(metrics: Mapping[str, float], best: str = "loss") -> list[str]:
     `best`: the figure of evaluations that chooses the best checkpoint; it stands before all others.
     """
     chosen = f"eval/{best}"
-    rows = sorted(_SHOWN, key=lambda row: row[1] != chosen)
+    of_sets = [name for name in metrics if name.startswith("eval/") and name.endswith("/loss") and name.count("/") > 1]
+    sets = [(f"{name.split('/')[1]} loss", name, "{:.4f}") for name in of_sets]
+    rows = sorted([*_SHOWN, *sets], key=lambda row: row[1] != chosen)
     if all(name != chosen for _, name, _ in rows):
         rows = [(best, chosen, "{:.4g}"), *rows]
     return [

@@ -237,11 +237,16 @@ def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Map
     return {f"{prefix}/loss": mean_loss(loss_sums, target_tokens)} | losses
 
 
-def eval_metrics(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> dict[str, float]:
-    """`eval/loss`, `eval/perplexity`, and both per denoiser (`eval/loss_X1`, `eval/perplexity_X1`)."""
-    losses = loss_metrics("eval", loss_sums, target_tokens)
+def eval_metrics(
+    loss_sums: Mapping[str, float], target_tokens: Mapping[str, float], eval_set: str = ""
+) -> dict[str, float]:
+    """`eval/loss`, `eval/perplexity`, and both per denoiser (`eval/loss_X1`, `eval/perplexity_X1`).
+
+    Those of a set of `data.eval_sets` are `eval/NAME/loss` and so on.
+    """
+    losses = loss_metrics(f"eval/{eval_set}" if eval_set else "eval", loss_sums, target_tokens)
     return losses | {
-        name.replace("/loss", "/perplexity"): math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+        "/perplexity".join(name.rsplit("/loss", 1)): math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
         for name, loss in losses.items()
     }
 

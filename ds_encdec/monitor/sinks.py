@@ -39,7 +39,7 @@ COMPARED = ("training.learning_rate", "training.num_train_steps", "training.seed
 """Fields that TensorBoard's table of hyperparameters has of every run."""
 TENSORBOARD_LAYOUT = {
     "losses": {
-        "training and evaluation": ["Multiline", ["train/loss$", "eval/loss$"]],
+        "training and evaluation": ["Multiline", ["train/loss$", "eval/([^/]+/)?loss$"]],
         "training, by denoiser": ["Multiline", ["train/loss_"]],
         "evaluation, by denoiser": ["Multiline", ["eval/loss_"]],
     },

@@ -165,10 +165,13 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 
     `pictures`: a folder that gets each chart as KEY.png.
     """
-    known = {key: sum(len(run.curve(metric).known) > 0 for metric in plan.metrics) for key, plan in PLANS.items()}
+    sets = {name: name.split("/")[1] for name in run.curves if re.fullmatch(r"eval/[^/]+/loss", name)}  # data.eval_sets
+    of_sets = {"eval_sets": ChartPlan("eval_sets", "Evaluation loss by set", _NATS, sets, log=True)} if sets else {}
+    plans = {**PLANS, **of_sets}
+    known = {key: sum(len(run.curve(metric).known) > 0 for metric in plan.metrics) for key, plan in plans.items()}
     repeats = {"loss_by_denoiser"} if known["loss"] and known["loss_by_denoiser"] == 1 else set()  # the loss itself
-    charts = [_chart(run, plan, pictures) for key, plan in PLANS.items() if known[key] and key not in repeats]
-    return charts, [plan.title for key, plan in PLANS.items() if not known[key]]
+    charts = [_chart(run, plan, pictures) for key, plan in plans.items() if known[key] and key not in repeats]
+    return charts, [plan.title for key, plan in plans.items() if not known[key]]
 
 
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
