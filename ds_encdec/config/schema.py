@@ -32,9 +32,17 @@ from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSo
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.stored_model import read_stored_model
-from ds_encdec.config.training_sections import LOSS_FIGURES, InfraConfig, Schedule, Tracker, TrainingConfig  # noqa: F401
+from ds_encdec.config.training_sections import (  # noqa: F401
+    CROSS_ENTROPY,
+    LOSS_FIGURES,
+    InfraConfig,
+    Schedule,
+    Tracker,
+    TrainingConfig,
+)
 from ds_encdec.config.validation import mention, mention_all, validate
 from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
+from ds_encdec.engines import load
 from ds_encdec.file_patterns import named_files, no_file_matches, odd_spelling
 from ds_encdec.optimizers import OPTIMIZERS, tried
 from ds_encdec.plugins import load_plugin
@@ -199,9 +207,9 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
             yield Conflict((field,), no_file_matches([pattern]))
     yield from _absent_packages(config)
     yield from unusable_rows(data, model)
-    for field, load in _named_code(config):
+    for field, find in _named_code(config):
         try:
-            load()
+            find()
         except ConfigError as error:
             yield Conflict((field,), str(error))
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
@@ -251,6 +259,8 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
             yield field, partial(load_plugin, field, name)
     if training.optimizer not in OPTIMIZERS:
         yield "training.optimizer", partial(tried, training.optimizer, training.optimizer_args)
+    if training.loss != CROSS_ENTROPY:
+        yield "training.loss", lambda: load("ds_encdec.engine.user_loss:load_loss")(training.loss)
     builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
     for field, names, kind in (
         ("training.report_to", training.report_to, "sinks"),

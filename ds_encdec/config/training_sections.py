@@ -61,6 +61,8 @@ def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[st
     return Rule(field, message, wrong)
 
 
+CROSS_ENTROPY = "cross_entropy"
+"""The value of `training.loss` for the package's own."""
 Schedule = Literal[
     "WarmupDecayLR",
     "WarmupLR",
@@ -145,6 +147,9 @@ class TrainingConfig(Section):
     attention_dropout: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
     """Share of the attention weights that is set to zero. `torch.nn.attention.varlen`, in which attention runs on GPUs
     in 16 bits, has none: a run that would need it there is refused when it starts."""
+    loss: Annotated[str, Mark.TUNABLE] = "cross_entropy"
+    """`module:name`: a function of your own that gives each target token's loss in training (docs/library.md). Reported
+    losses stay plain cross-entropy."""
     label_smoothing: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, lt=1)
     """Share of each target that is spread evenly over the vocabulary. Reported losses stay plain cross-entropy."""
     z_loss: Annotated[float, Mark.TUNABLE] = Field(default=0.0, ge=0, le=1)
@@ -341,6 +346,15 @@ class TrainingConfig(Section):
         both = self.warmup_ratio is not None and "warmup_steps" in self.model_fields_set
         yield Rule("warmup_ratio warmup_steps", "the warm-up twice: remove one of the two, or set it to null", both)
         yield _plugin_rule("lr_scheduler_type", "schedules", [schedule], get_args(Schedule))
+        own = self.loss != CROSS_ENTROPY
+        yield _plugin_rule("loss", "losses", [self.loss], [CROSS_ENTROPY])
+        yield Rule(
+            "loss label_smoothing z_loss",
+            "these are parts of the cross-entropy: set them to 0, and add what they do to your own loss",
+            own and bool(self.label_smoothing or self.z_loss),
+        )
+        message = "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy"
+        yield Rule("loss fp16", message, own and self.fp16)
         yield _plugin_rule("optimizer", "optimizers", [self.optimizer], OPTIMIZERS)
         yield Rule(
             "optimizer optimizer_args",

@@ -1,4 +1,4 @@
-"""Dropout, label smoothing and z-loss: settings of a run, given to its model here and saved in no `config.json`.
+"""Dropout and the loss: settings of a run, given to its model here and saved in no `config.json`.
 
 Dropout's masks are torch's own. The generators that they come from are seeded for each micro-batch with the run's seed,
 the micro-batch's lane and its number there, and are afterwards where they were: the masks of a micro-batch are the same
@@ -13,7 +13,8 @@ from contextlib import contextmanager
 import torch
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.training_sections import TrainingConfig
+from ds_encdec.config.training_sections import CROSS_ENTROPY, TrainingConfig
+from ds_encdec.engine.user_loss import load_loss
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.types import Batch
@@ -47,6 +48,7 @@ def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:
     """Give `model` the settings that it follows in training mode and in its packed form."""
     model.attention_dropout = training.attention_dropout
     model.lm_head.label_smoothing, model.lm_head.z_loss = training.label_smoothing, training.z_loss
+    model.lm_head.own_loss = None if training.loss == CROSS_ENTROPY else load_loss(training.loss)
     for layer in (*model.encoder.layers, *model.decoder.layers):
         layer.residual_dropout = training.residual_dropout
 

@@ -10,23 +10,27 @@ are the logits, but for CPUs with instructions for 16 bits: these round each pro
 Training may optimise more than the token losses: label smoothing spreads its share of each target evenly over the
 vocabulary, (1 - share) * -log p(target) + share * mean(-log p), as Hugging Face's does; z-loss adds its coefficient
 times the square of the logarithm of the softmax's normaliser, which keeps it near 0 (PaLM, arXiv 2204.02311, section
-5). The token losses that are reported stay plain cross-entropy.
+5). A loss of the user's own takes the place of all that. The token
+losses that are reported stay plain cross-entropy.
 
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
 
 import logging
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .loss_kernel import Extras, Rows, losses_and_gradients
+from .loss_kernel import IGNORE_INDEX, Extras, Rows, losses_and_gradients
 from .precision import kernels_taken, product_dtype
 
 logger = logging.getLogger(__name__)
+
+OwnLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def linear_cross_entropy(
@@ -34,21 +38,21 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int,
-    *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    own_loss: OwnLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum of what is optimised for `hidden @ weight.T` against `labels`, and the token losses.
 
     hidden: [T, H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `chunk_tokens`: tokens
     whose logits exist at one time. Returns a float32 scalar with gradient to hidden and weight (without smoothing and
     z-loss the sum of the token losses), and float32 [T], detached, in nats, 0 at ignored positions. Under `no_grad` no
-    gradient is computed.
+    gradient is computed. `own_loss`: float32 logits [N, V] and labels [N] → float32 [N], optimised instead.
     """
     extras = Extras(label_smoothing, z_loss)
     with torch.autocast(hidden.device.type, enabled=False):  # which would round logits to 16 bits
         return _LinearCrossEntropy.apply(
-            hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, torch.is_grad_enabled()
+            hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, own_loss, torch.is_grad_enabled()
         )
 
 
@@ -61,6 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk_tokens: int,
         extras: Extras,
+        own_loss: OwnLoss | None,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
@@ -70,7 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
-        extra_losses = torch.empty_like(token_losses) if extras else None
+        extra_losses = torch.empty_like(token_losses) if extras or own_loss else None
         matmul_weight = _matmul_operand(weight)
         gradients_in = matmul_weight.dtype if wants_hidden or wants_weight else None
         for start in range(0, len(labels), chunk_tokens):
@@ -78,11 +83,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             states = _matmul_operand(hidden[chunk])
             extra = None if extra_losses is None else extra_losses[chunk]
             # No name holds the logits: they are gone before the products below need memory.
-            logit_grads = losses_and_gradients(
+            logit_grads = _losses_and_gradients(
                 Rows(_matmul(states, matmul_weight.T).float(), labels[chunk], token_losses[chunk], extra),
                 gradients_in,
                 scale,
                 extras,
+                own_loss,
             )
             if hidden_grad is not None and logit_grads is not None:
                 _multiply_into(hidden_grad[chunk], logit_grads, matmul_weight)
@@ -102,7 +108,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad, weight_grad = ctx.saved_tensors
         grad = grad / ctx.scale
         gradients = zip((hidden_grad, weight_grad), (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
-        return *(held if held is None else held.mul_(grad).to(dtype) for held, dtype in gradients), *[None] * 4
+        return *(held if held is None else held.mul_(grad).to(dtype) for held, dtype in gradients), *[None] * 5
+
+
+def _losses_and_gradients(
+    rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras, own_loss: OwnLoss | None
+) -> Tensor | None:
+    """See `losses_and_gradients`; with `own_loss` the gradients are its, and the extra losses what it adds."""
+    if own_loss is None or rows.extra_losses is None:
+        return losses_and_gradients(rows, gradients_in, scale, extras)
+    has_loss = rows.labels != IGNORE_INDEX
+    leaf = rows.logits.detach().requires_grad_()
+    with torch.enable_grad():
+        own = torch.where(has_loss, own_loss(leaf, rows.labels.clamp(min=0)).float(), 0.0)
+        total = own.sum()
+    gradients = None if gradients_in is None else torch.autograd.grad(total, leaf)[0].to(gradients_in)
+    losses_and_gradients(rows._replace(extra_losses=None), None, scale, extras)
+    rows.extra_losses.copy_(own.detach() - rows.losses)
+    return gradients
 
 
 def _matmul_operand(x: Tensor) -> Tensor:

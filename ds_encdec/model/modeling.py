@@ -36,7 +36,7 @@ from .encoder import (
     embedded,
     refuse_unknown,
 )
-from .loss import linear_cross_entropy
+from .loss import OwnLoss, linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
 from .precision import Linear
 
@@ -115,11 +115,13 @@ class Qwen3Decoder(Qwen3Stack):
 class LanguageModelHead(Linear):
     """The output layer, and with it the training loss: the only reader of its (usually tied) weight.
 
-    `label_smoothing`, `z_loss`: of the loss in training mode, see loss.py. Settings of a run, in no `config.json`.
+    `label_smoothing`, `z_loss`, `own_loss`: of the loss in training mode, see loss.py. Settings of a run, in no
+    `config.json`.
     """
 
     label_smoothing = 0.0
     z_loss = 0.0
+    own_loss: OwnLoss | None = None
 
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, chunk_tokens: int = 0
@@ -127,8 +129,11 @@ class LanguageModelHead(Linear):
         """Logits [..., vocab] without labels; else the loss sum and token losses of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden_states)
-        extras = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss} if self.training else {}
-        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens, **extras)
+        if not self.training:
+            return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens)
+        return linear_cross_entropy(
+            hidden_states, self.weight, labels, chunk_tokens, self.label_smoothing, self.z_loss, self.own_loss
+        )
 
 
 @dataclass

@@ -54,6 +54,25 @@ def test_float32_equals_the_plain_form(chunk_tokens: int) -> None:
     assert not token_losses.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_of_ones_own_is_optimised_and_cross_entropy_reported(dtype: torch.dtype) -> None:
+    """The focal loss (arXiv 1708.02002, equation 4) of gamma 2, by autograd from all logits at once."""
+
+    def focal(logits: Tensor, labels: Tensor) -> Tensor:
+        log_p = logits.log_softmax(dim=-1).gather(-1, labels[:, None])[:, 0]
+        return -((1 - log_p.exp()) ** 2) * log_p
+
+    hidden, weight, labels = inputs(dtype)
+    ours = results(linear_cross_entropy(hidden, weight, labels, 8, own_loss=focal)[0], hidden, weight, scale=0.37)
+    token_losses = linear_cross_entropy(hidden, weight, labels, 8, own_loss=focal)[1]
+    assert torch.equal(token_losses, linear_cross_entropy(hidden, weight, labels, 8)[1])
+    exact, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    has_loss = labels != -100
+    total = focal((exact @ exact_weight.T)[has_loss], labels[has_loss]).sum()
+    for value, expected in zip(ours, results(total, exact, exact_weight, scale=0.37), strict=True):
+        assert relative_error(value, expected) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
 def exact_results(hidden: Tensor, weight: Tensor, labels: Tensor, **extras: float) -> list[Tensor]:
     """The same in float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))

@@ -1,0 +1,51 @@
+"""A loss of the user's own, `training.loss: module:name`: what is optimised for each target token, in training alone.
+
+It is called with logits, float32 [N, vocabulary], and labels, int64 [N], and returns float32 [N], each by its own row
+alone: how many tokens are given at a time, and which, depends on the packing and on what fits into memory. Its gradient
+is autograd's. It is tried on six rows before the model is built.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ds_encdec.model.loss import OwnLoss
+from ds_encdec.plugins import load_plugin, whose_fault
+from ds_encdec.types import ConfigError
+
+_FIELD = "training.loss"
+
+
+def load_loss(name: str) -> OwnLoss:
+    """Import and try the loss `name`. Raises ConfigError where it fails, or is none."""
+    loss = load_plugin(_FIELD, name, "losses")
+    generator = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(6, 11, generator=generator), torch.arange(6)
+    whole = _tried(name, loss, logits, labels)
+    pieces = torch.cat([_tried(name, loss, *some) for some in zip(logits.split(4), labels.split(4), strict=True)])
+    if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-6):
+        raise ConfigError(
+            f"{_FIELD}={name} gives a token another loss, or gradient, by the tokens beside it, which depend on the "
+            "packing. Return each token's loss by its own row, without a mean over them"
+        )
+    return cast(OwnLoss, loss)
+
+
+def _tried(name: str, loss: Any, logits: Tensor, labels: Tensor) -> Tensor:
+    """The losses of these rows, and their gradients."""
+    leaf = logits.clone().requires_grad_()
+    try:
+        found = loss(leaf, labels)
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"{_FIELD}={name} fails: {whose_fault(error)}") from error
+    if not isinstance(found, Tensor) or found.shape != labels.shape or not found.requires_grad:
+        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ConfigError(
+            f"{_FIELD}={name} returns {shape} for {len(labels)} tokens. Return one number for each, [{len(labels)}], "
+            "with its gradient to the logits"
+        )
+    (gradient,) = torch.autograd.grad(found.sum(), leaf)
+    return torch.cat([found.detach().float()[:, None], gradient], dim=1)
