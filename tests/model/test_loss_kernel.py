@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,8 @@ def test_the_kernel_gives_what_the_operators_give(number: int, interpreted: dict
 
 @needs_triton
 def test_bfloat16_of_the_kernel_is_as_near_to_the_exact_gradients(interpreted: dict[str, Any]) -> None:
+    """But for one rounding more, in other places: versions of Triton differ in where they round."""
+    rounding = torch.finfo(torch.bfloat16).eps / 2
     number = CASES.index((torch.bfloat16, 0.0, 0.0))
     hidden, weight, labels = (one.detach() for one in inputs(torch.bfloat16))
     hidden, weight = (one.double().requires_grad_() for one in (hidden, weight))
@@ -53,7 +56,7 @@ def test_bfloat16_of_the_kernel_is_as_near_to_the_exact_gradients(interpreted: d
     by_operators = results(CASES[number])
     for index, exact in ((2, hidden.grad), (3, weight.grad)):
         found = relative_error(interpreted["cases"][number][index], exact)
-        assert found <= 1.05 * relative_error(by_operators[index], exact)
+        assert found <= math.hypot(relative_error(by_operators[index], exact), rounding)
 
 
 @needs_triton
