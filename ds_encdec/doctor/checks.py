@@ -10,6 +10,8 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -95,6 +97,8 @@ def _packages(host: Host) -> Answer:
         if not torch.cuda.is_available():
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
+            if host.uses_gpus:
+                import_as_gpu_rank(package)
             importlib.import_module(package)
         except Exception as error:
             return (
@@ -104,6 +108,14 @@ def _packages(host: Host) -> Answer:
     if untested := outside_tested_ranges():
         return f"not tested with {', '.join(untested)}", "install a version of the range, or try the run's first steps"
     return ", ".join(f"{name} {version}" for name, version in versions(ENGINES, nccl=host.uses_gpus).items())
+
+
+def import_as_gpu_rank(package: str) -> None:
+    """Import `package` in a process of its own as ranks on GPUs do. Raises ImportError with its last line."""
+    environment = os.environ | {"DS_ACCELERATOR": "cuda"}
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise ImportError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
 
 
 def _devices(host: Host) -> Answer:
@@ -226,6 +238,33 @@ def _compiler(host: Host) -> Answer:
     return ", ".join(names)
 
 
+def _triton(host: Host) -> Answer:
+    """Triton compiles C against Python's headers at a start on GPUs: without, the loss and the layers are slower."""
+    return compiles_for_python() if host.uses_gpus else None
+
+
+def compiles_for_python() -> Answer:
+    """Compile a C file that includes Python.h, with the compiler that Triton takes."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
+    include = sysconfig.get_path("include")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "one.c")
+        source.write_text("#include <Python.h>\n")
+        command = [compiler, "-c", str(source), "-o", str(source.with_suffix(".o")), f"-I{include}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            problem = done.stderr.strip() if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+    if problem:
+        return (
+            f"{compiler} cannot compile against Python.h, as Triton does: {' '.join(problem.split())[:200]}",
+            "install gcc and python3-dev (or set CC): without them the loss takes about five times as long, and layers "
+            "are not compiled",
+        )
+    return f"{compiler} compiles for Triton"
+
+
 def _locks(_: Host) -> Answer:
     """A build that was killed leaves a lock, for which later ones wait."""
     locks = sorted(build_folder(os.environ).glob("*/lock"))
@@ -269,6 +308,7 @@ CHECKS: dict[str, Callable[[Host], Answer]] = {
     "open files": _descriptors,
     "memory limits": _memory_limits,
     "compiler": _compiler,
+    "Triton's compiler": _triton,
     "build locks": _locks,
     "W&B": _trackers,
     "model": _hub,

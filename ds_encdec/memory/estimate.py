@@ -28,6 +28,7 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.job import Job, with_micro_batch
@@ -111,9 +112,20 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
         sized = replace(job, gradient_accumulation_steps=1)  # there are no earlier gradients
         sized = with_micro_batch(sized, job.config.training.per_device_eval_batch_size)
         yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
-    if job.config.training.eval_generate_samples:  # with a whole copy of the model; its cache is not counted
-        yield "generation", resting + Breakdown(weights=job.compute_bytes * job.parameters)
+    if job.config.training.eval_generate_samples:  # with a whole copy of the model
+        copy = Breakdown(weights=job.compute_bytes * job.parameters, activations=_generation_cache(job))
+        yield "generation", resting + copy
     yield "building of the engine", engine.build
+
+
+def _generation_cache(job: Job) -> float:
+    """Bytes of the keys and values of the largest batch of texts that evaluations generate."""
+    training, sizes = job.config.training, job.sizes
+    settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
+    row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
+    rows = ceil(training.eval_generate_samples / job.world_size)
+    tokens = max(row, min(rows * row, settings.batch_tokens))
+    return 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * tokens * job.compute_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,10 +80,13 @@ def test_activations_at_their_worst(
     assert 0.995 * found < expected < 1.015 * found
 
 
-def test_generating_in_evaluations_takes_a_second_model() -> None:
+def test_generating_in_evaluations_takes_a_second_model_and_a_cache() -> None:
     job = job_of("cuda", "bfloat16", "full", 1.0)
     training = job.config.training.model_copy(update={"eval_generate_samples": 8})
     generating = replace(job, config=job.config.model_copy(update={"training": training}))
     parts = [dict(step_parts(one, engine_memory(one))) for one in (job, generating)]
     added = parts[1].pop("generation").total - engine_memory(job).resting.total
-    assert (parts[0], added) == (parts[1], 2 * job.parameters)
+    row = job.config.data.max_encoder_length + training.generation_max_new_tokens
+    tokens = max(row, min(8 * row, 16_384))
+    cache = 2 * SIZES.num_hidden_layers * SIZES.num_key_value_heads * SIZES.head_dim * tokens * 2
+    assert (parts[0], added) == (parts[1], 2 * job.parameters + cache)
