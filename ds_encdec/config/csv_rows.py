@@ -28,6 +28,7 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
     csv.field_size_limit(sys.maxsize)
     rest = iter(lines)
     head = list(islice(rest, _SNIFFED_LINES))
+    _check_quotes(head, path)
     separator = _SEPARATOR_LINE.fullmatch(head[0]) if head else None
     skipped = 1 if separator else 0
     delimiter = separator[1] if separator else _delimiter(head)
@@ -76,6 +77,13 @@ def _table(head: Sequence[str], delimiter: str) -> list[list[str]]:
     except csv.Error:
         pass
     return rows
+
+
+def _check_quotes(head: Sequence[str], path: str) -> None:
+    """Refuse a file of which every line below the names begins and ends with a single quote."""
+    below = [line.rstrip("\r\n") for line in head[1:] if line.strip()]
+    if len(below) > 1 and all(len(line) > 1 and line[0] == line[-1] == "'" for line in below):
+        raise DataError(f"{path}: its rows are quoted by '. CSV quotes by \": write the file so")
 
 
 def _check_names(names: Sequence[str], path: str) -> None:

@@ -97,6 +97,10 @@ def packing(path: str) -> Opener | None:
             skipped += 8 + int.from_bytes(frame[1], "little")
             file.seek(skipped)
             start = file.read(_LOOKED_AT_BYTES)
+    return _opener(start, path)
+
+
+def _opener(start: bytes, path: str) -> Opener | None:
     found = next((what for pattern, what in _KINDS if re.match(pattern, start, re.DOTALL)), None)
     if isinstance(found, str):
         raise DataError(f"{path}: {found}, or leave it out of data.data_files")
@@ -118,8 +122,11 @@ def first_bytes(path: str, size: int) -> tuple[bytes, bool]:
                     break
         except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise DataError(f"{path}: {UNPACKABLE} ({error})") from error
+        if _opener(content[:_LOOKED_AT_BYTES], f"{path}, unpacked") is not None:
+            raise DataError(f"{path}: {TWICE}")
     return content[:size], len(content) <= size
 
 
+TWICE = "it is compressed twice. Unpack it once, or leave it out of data.data_files"
 UNPACKABLE = "cannot be unpacked: damaged, or cut short"
 """The complaint about a compressed file, before the reason."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from ds_encdec.config.csv_rows import csv_rows
 from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, json_row, not_lines
-from ds_encdec.config.packed_files import UNPACKABLE, Opener, packing
+from ds_encdec.config.packed_files import TWICE, UNPACKABLE, Opener, packing
 from ds_encdec.data.sources import BadRow, Row, field_document
 from ds_encdec.file_patterns import named_files, no_file_matches
 from ds_encdec.launch.disk import atomic_file, cache_folder
@@ -162,7 +162,7 @@ def plain_file(path: str) -> str:
     except DataError as error:  # an archive, or text in another encoding
         raise DataError(str(error).replace(copy, f"{path}, unpacked", 1)) from error
     if inner is not None:
-        raise DataError(f"{path}: it is compressed twice. Unpack it once, or leave it out of data.data_files")
+        raise DataError(f"{path}: {TWICE}")
     return copy
 
 

@@ -29,7 +29,7 @@ def strict_rows(text: str) -> list[list[str]]:
     return [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
 
 
-@given(st.text(alphabet=",\"\n\r ab\\';é\u2028", max_size=60))
+@given(st.text(alphabet=',"\n\r ab\\;é\u2028', max_size=60))
 def test_a_csv_that_a_strict_reader_refuses_never_trains(body: str) -> None:
     """And what it accepts gives equal rows: but for a blank before a quote, which is never meant as it is read."""
     text = f"x,y\n{body}"
@@ -72,6 +72,7 @@ def test_what_a_writer_writes_is_read(rows: list[list[str]], delimiter: str, sty
         ("'x','y'\n", "quotes 'x'"),
         ('x, "y"\n', 'quotes "y"'),
         ("x,\udce9\n", "is not UTF-8 text"),
+        ("x,y\n'a','b'\n'c','d'\n", "its rows are quoted by '"),
         ('x,y\na,"b\nc,d\n', "line 2 to 3: a quote opens a field and is never closed"),
         ('x,y\n\na,b\n"say \\"hi\\"",c\n', r'line 4: text follows the quote .* twice, "" \(\\" is not CSV\)'),
         ('x,y\n"a" ,b\n', "line 2: text follows the quote"),

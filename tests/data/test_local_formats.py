@@ -136,8 +136,10 @@ def test_what_a_compressed_file_holds_is_named(tmp_path: Path) -> None:
         ("text".encode("utf-16"), r"a\.gz, unpacked: UTF-16"),
     ):
         packed.write_bytes(gzip.compress(content))
-        with pytest.raises(DataError, match=told):
+        with pytest.raises(DataError, match=told) as caught:
             opened("json", packed)
+        config = DataConfig(dataset_name="json", data_files=str(packed))
+        assert [problem.message for problem in unusable_rows(config, ModelConfig())] == [str(caught.value)]
     # A window of 2 GiB, in the header of a frame.
     packed.write_bytes(b"\x28\xb5\x2f\xfd\0\xa8" + bytes(100))
     with pytest.raises(DataError, match="its window is above 128 MiB: unpack it with `zstd -d --long=31`"):
