@@ -32,14 +32,16 @@ print(", ".join(f"{name} {version(name)}" for name in sys.argv[1:]))
 END_PYTHON
 }
 
+grep -vE '^(huggingface-hub|pydantic|pydantic-core)==' constraints.txt >"$folders/constraints.txt"
 failed=0
 for which in oldest newest; do
     folder="$folders/$which"
     PYTHONPATH="$own" python scripts/dev/requirements.py "$which" "${libraries[@]}" >"$folders/$which.txt"
     into "$folder" --requirement "$folders/$which.txt"
-    # Its core has to be of exactly one version.
-    python -m pip install --quiet --disable-pip-version-check --no-compile --target "$folder" \
-        "$(PYTHONPATH="$own" python scripts/dev/requirements.py "$which" pydantic)" 2>&1 | grep -v '^WARNING: Target' || true
+    # These two bring what the environment need not have: pydantic's core of the same version, a client for HTTP.
+    PYTHONPATH="$own" python scripts/dev/requirements.py "$which" pydantic huggingface_hub >"$folders/$which.txt"
+    python -m pip install --quiet --disable-pip-version-check --no-compile --target "$folder" --upgrade \
+        --constraint "$folders/constraints.txt" --requirement "$folders/$which.txt"
     echo "=== $which: $(installed "$folder")"
     if [ "$(installed "$folder")" = "$(installed)" ]; then
         echo "left out: these are the environment's own versions"
