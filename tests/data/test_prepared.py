@@ -34,7 +34,7 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.ya
 def rows(count: int) -> list[str]:
     """JSON lines: of each ten one that cannot be read, and one that is empty."""
     lines = [json.dumps({"text": text}) for text in texts(count)]
-    return [("{", '{"text": ""}')[i % 10] if i % 10 < 2 else line for i, line in enumerate(lines)]
+    return [("{]", '{"text": ""}')[i % 10] if i % 10 < 2 else line for i, line in enumerate(lines)]
 
 
 @pytest.fixture
