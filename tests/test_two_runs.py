@@ -73,10 +73,12 @@ print(json.dumps(changed))
 def test_a_run_leaves_its_libraries_as_it_found_them(tmp_path: Path) -> None:
     runs = [[*SETTINGS, *run, f"infra.output_dir={tmp_path}/{number}"] for number, run in enumerate(RUNS)]
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
+    # The allocator reads its setting once in a process: a run that sets it does so for good.
+    given = {"PYTHONPATH": str(ROOT), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM, json.dumps(runs)],
         cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in launched} | {"PYTHONPATH": str(ROOT)},
+        env={name: value for name, value in os.environ.items() if name not in launched} | given,
         capture_output=True,
         text=True,
         timeout=900,
