@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 from ds_encdec.config.schema import MixtureSource
@@ -77,6 +77,15 @@ def no_repeated(path: str, names: Sequence[str]) -> None:
         raise DataError(
             f"{path}: the column {', '.join(repeated):.300} is there more than once. Write the file with a name of its "
             "own for each column"
+        )
+
+
+def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
+    """Raise DataError for CSV whose rows have more fields than names: pandas takes the first ones for row numbers."""
+    if kind == "csv" and "__index_level_0__" in columns:
+        raise DataError(
+            f"data set {name}: the rows of a CSV file have more fields than its first line names, so `datasets` shifts "
+            "them. Name every column, or quote the fields that hold a comma"
         )
 
 

@@ -22,7 +22,15 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ds_encdec.config.schema import DataConfig, MixtureSource
-from ds_encdec.data.hub_errors import content_error, is_of_network, is_remote, no_repeated, readable_errors, status_of
+from ds_encdec.data.hub_errors import (
+    content_error,
+    is_of_network,
+    is_remote,
+    no_repeated,
+    no_shifted,
+    readable_errors,
+    status_of,
+)
 from ds_encdec.data.local_files import CsvFiles, JsonLines, file_digests, local_errors, short_names
 from ds_encdec.data.sources import (
     BadRow,
@@ -200,7 +208,7 @@ def open_hub_data(
             table = datasets.load_from_disk(path)
             _require_split(entry, str(table.split or "train"))
             return HubTable(name, column, table, identity, columns)
-        if not streaming and (reader := _row_reader(builder, files)):
+        if reader := _row_reader(builder, files, streaming=streaming):
             return reader(files, column)
         if not streaming:
             try:
@@ -209,10 +217,14 @@ def open_hub_data(
                 if is_of_network(error) and not os.path.isdir(path):
                     raise
                 raise content_error(name, error, files) from error
-            return HubTable(name, column, builder.as_dataset(split=entry.dataset_split), identity, columns)
+            table = builder.as_dataset(split=entry.dataset_split)
+            no_shifted(builder.name, name, table.column_names)
+            return HubTable(name, column, table, identity, columns)
         if builder.name == "parquet" and files:
             return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
-        return HubStream(name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity, files)
+        return HubStream(
+            name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity, files, builder.name
+        )
 
 
 def folder_files(entry: MixtureSource) -> list[str]:
@@ -242,13 +254,15 @@ def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
     return builder, list(parts.get(entry.dataset_split, []))
 
 
-def _row_reader(builder: datasets.DatasetBuilder, files: Sequence[str]) -> type[JsonLines] | None:
+def _row_reader(builder: datasets.DatasetBuilder, files: Sequence[str], *, streaming: bool) -> type[JsonLines] | None:
     """Our reader of the local files of a folder, row by row, where `datasets` would want the same columns of them all.
 
-    None where the folder's card sets how they are read, and for files of other kinds.
+    None where the folder's card sets how they are read, and for files of other kinds. CSV is never left to `datasets`,
+    which guesses: of rows with more fields than there are names it shifts them.
     """
     kind = type(builder).__module__.rpartition(".")[2]
-    reader = {"json": JsonLines, "csv": CsvFiles}.get(kind)
+    readers: dict[str, type[JsonLines]] = {"csv": CsvFiles} if streaming else {"json": JsonLines, "csv": CsvFiles}
+    reader = readers.get(kind)
     if reader is None or not files or any(is_remote(path) or kind_of_file(path) != kind for path in files):
         return None
     plain, named = vars(type(builder.config)()), ("name", "version", "data_dir", "data_files", "description")
@@ -316,8 +330,10 @@ class HubStream:
         stream: datasets.IterableDataset,
         identity: dict[str, Any],
         files: Sequence[str],
+        kind: str,
     ) -> None:
         self._stream = stream
+        self._kind = kind
         self._types = _arrow_types(stream.features)
         self._name = name
         self._column = column
@@ -325,6 +341,7 @@ class HubStream:
         self.identity = identity
         self._files = files
         for first in self._records(0, 0) if self.num_units else ():
+            no_shifted(kind, name, first)
             _require_column(column, name, list(first))
             break
 
@@ -333,6 +350,7 @@ class HubStream:
         for row, record in enumerate(self._records(unit, first_row), start=first_row):
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
+                no_shifted(self._kind, self._name, record)
                 yield field_document(key, shortened_fields(record, self._types), self._column, key)
 
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:

@@ -88,6 +88,24 @@ def test_files_that_are_not_alike_are_read_row_by_row_or_named(
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+def test_no_fields_of_a_csv_file_are_shifted_nor_guessed(tmp_path: Path, streaming: bool) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train.csv").write_text("text,n\nhello, you,1\nNA,01\n")
+    first, second = sorted(rows_of(folder, streaming=streaming, whole=True), key=lambda row: row.key)
+    assert isinstance(first, BadRow)
+    assert "3 fields, and the first line names 2 columns" in first.problem
+    assert second.record == {"text": "NA", "n": "01"}
+
+    (folder / "train.csv").write_text("text,n\nhello, you,1\nand, me,2\n")  # pandas makes row numbers of `hello`
+    (folder / "README.md").write_text(
+        "---\nconfigs:\n- config_name: default\n  data_files: train.csv\n  sep: ','\n  quotechar: '|'\n---\n"
+    )
+    with pytest.raises(DataError, match="more fields than its first line names"):
+        rows_of(folder, streaming=streaming, whole=True)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
 def test_a_value_that_python_cannot_hold_makes_its_row_a_bad_one(tmp_path: Path, streaming: bool) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
