@@ -3,6 +3,7 @@
 For a run also disks and host memory. Imports no torch.
 """
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from ds_encdec.memory.question import indivisible, planned_checkpointing, planne
 from ds_encdec.memory.variants import Variant
 from ds_encdec.memory.zero import swapped_bytes
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
-from ds_encdec.quantities import count, duration
+from ds_encdec.quantities import count, disk_size, duration, short
 from ds_encdec.types import ConfigError
 
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -129,7 +130,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
     hours = f" ({time['hours']:,.1f} hours)" if time and time["days"] >= DAYS_FROM else ""
     put_aside, at_end = disk["abandoned_checkpoints"], disk["averaged"] + disk["exported"]
-    exports = " or ".join(f"{_gb(size)} in {dtype}" for dtype, size in disk["export"].items())
+    exports = " or ".join(f"{disk_size(size)} in {dtype}" for dtype, size in disk["export"].items())
     lines = [
         f"{plan['steps']:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, "
         f"padding included) are {plan['tokens']:,} tokens, on {_ranks(plan)} in {count(plan['nodes'], 'node')}.",
@@ -139,15 +140,15 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {_how_long(time['days'])}{hours}{money}. {NOT_COUNTED}"
         if time
         else HOW_TO_KNOW_THE_TIME,
-        f"A checkpoint takes {_gb(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']:.3g} bytes for each of "
-        f"{plan['trainable']:,} trained parameters). The run's folder grows to {_gb(disk['total'])}: "
+        f"A checkpoint takes {disk_size(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']:.3g} bytes for "
+        f"each of {plan['trainable']:,} trained parameters). The run's folder grows to {disk_size(disk['total'])}: "
         f"{disk['checkpoints']} checkpoints (those kept, the best, the one being written)"
         + (f", {put_aside} put aside by rollbacks" if put_aside else "")
-        + (f", and the models at its end, {_gb(at_end)}" if at_end else "")
+        + (f", and the models at its end, {disk_size(at_end)}" if at_end else "")
         + ".",
         f"An export takes {exports}.",
         f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{_of_cpus(plan)}.",
-        f"The disk of infra.nvme_path holds {_gb(swapped)} on each node: the optimizer's states and gradients."
+        f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: the optimizer's states and gradients."
         if (swapped := plan["nvme_bytes_per_node"])
         else "",
         *plan["remarks"],
@@ -160,10 +161,6 @@ def _of_cpus(plan: Mapping[str, Any]) -> str:
     if plan["device"] == "cpu":
         return ", all there is: they compute on CPUs"
     return "" if has_gpu() else " beside their GPUs (CPUs alone: infra.device=cpu)"
-
-
-def _gb(number: float) -> str:
-    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"
 
 
 def plan_of_phases(
@@ -208,26 +205,27 @@ def plan_of_phases(
 
 
 def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
-    """The phases as a table, and below it what is not known of them."""
-    columns = {
-        "phase": "phase", "steps": "steps run", "ends_with": "ends with", "num_train_steps": "steps set",
-        "steps_for_tokens": "steps for its tokens", "tokens": "tokens run", "num_tokens": "tokens set", "days": "time",
-        "usd": "USD",
-    }  # fmt: skip
-    rows = [{**phase, "days": phase["time"] and phase["time"]["days"]} for phase in plan["phases"]]
-    rows.append({**dict.fromkeys(columns, ""), "phase": "total", **plan["total"]})
-    for row in rows:
-        row["days"] = None if row["days"] is None else _how_long(row["days"])
-    cells = [[_cell(row[name]) for name in columns] for row in (columns, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    rate = plan["tokens_per_second"]
-    lines += [
+    """The phases as a table of at most 80 columns, and below it what is not known of them."""
+    columns = {"phase": str.ljust, "ends after": str.ljust, "runs": str.rjust, "time": str.rjust, "USD": str.rjust}
+    rows = []
+    for row in [*plan["phases"], {"phase": "total", **plan["total"]}]:
+        days = row["days"] if "days" in row else row["time"] and row["time"]["days"]
+        limits = f"{short(row['num_train_steps'])} steps or {short(row['num_tokens'])}" if "num_tokens" in row else ""
+        runs = f"{short(row['steps'])} steps, {short(row['tokens'])}"
+        usd = "" if row["usd"] is None else short(row["usd"], 2)
+        rows.append((row["phase"], limits, runs, "" if days is None else _how_long(days), usd))
+    cells = [column for column in zip(columns, *rows, strict=True) if any(column[1:])]
+    padded = [[columns[name](cell, max(map(len, (name, *rest)))) for cell in (name, *rest)] for name, *rest in cells]
+    lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+    rate, cut = plan["tokens_per_second"], any(row["ends_with"] == "--steps-per-phase" for row in plan["phases"])
+    remarks = (
+        "A phase ends after its steps or its tokens (M, B, T: millions, billions, trillions), whichever come first"
+        f"{', or after --steps-per-phase' if cut else ''}.",
         f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
         f"{_ranks(plan)} as infra.num_gpus says.",
         HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
-    ]
-    return "\n".join(lines)
+    )
+    return "\n".join([*lines, *(line for remark in remarks for line in textwrap.wrap(remark, 80))])
 
 
 def _ranks(plan: Mapping[str, Any]) -> str:
@@ -235,10 +233,4 @@ def _ranks(plan: Mapping[str, Any]) -> str:
 
 
 def _how_long(days: float) -> str:
-    return f"{days:,.2f} days" if days >= DAYS_FROM else duration(days * 86400)
-
-
-def _cell(value: str | float | None) -> str:
-    if value is None:
-        return "?"
-    return value if isinstance(value, str) else f"{value:,.2f}" if isinstance(value, float) else f"{value:,}"
+    return f"{days:,.{2 if days < 100 else 0}f} days" if days >= DAYS_FROM else duration(days * 86400)

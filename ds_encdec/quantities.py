@@ -9,6 +9,23 @@ def count(things: Sized | float, noun: str) -> str:
     return f"{how_many:,} {noun}" + ("" if how_many == 1 else "es" if noun.endswith("ch") else "s")
 
 
+def short(number: float, decimals: int = 0) -> str:
+    """A number in at most seven places: `9,999`, `100,000`, `1.57 M`, `157 B`. `decimals`: of one below 1,000."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size * 0.9995:
+            figure = number / size
+            return f"{figure:,.0f} {letter}" if figure >= 999.5 else f"{figure:.3g} {letter}"
+    return f"{number:,.{decimals if number < 1_000 else 0}f}"
+
+
+def disk_size(num_bytes: float) -> str:
+    """Bytes as disks are sold: `617.5 KB`, `68.2 GB`."""
+    for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return count(num_bytes, "byte")
+
+
 def duration(seconds: float) -> str:
     """A duration in its two largest units."""
     minutes, hours = int(seconds // 60), int(seconds // 3600)

@@ -87,7 +87,7 @@ Answer = str | tuple[str, str] | None
 def _configuration(host: Host) -> Answer:
     """The files, folders and packages that the configuration names are on this host."""
     load_config(*host.settings, looks_here=True)
-    return "all that it names is on this host"
+    return "the local files, folders and packages that it names were found"
 
 
 def _packages(host: Host) -> Answer:
@@ -211,7 +211,7 @@ def _memory_limits(host: Host) -> Answer:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
         return (
-            f"a process may lock {locked:,} bytes (ulimit -l), and InfiniBand's buffers are locked",
+            f"a process may lock {locked / 2**20:,.1f} MiB (ulimit -l), and InfiniBand's buffers are locked",
             "set memlock to unlimited in /etc/security/limits.conf (containers: --ulimit memlock=-1)",
         )
     if (free := free_bytes(Path("/dev/shm"))) is not None and free < SHARED_MEMORY_BYTES:

@@ -55,7 +55,7 @@ def look_at_hosts(hostfile: Path, files: Sequence[Any]) -> list[Finding]:
     with ThreadPoolExecutor(len(hosts)) as pool:
         answers = dict(zip(hosts, pool.map(lambda host: _by_ssh(host, "hostname -I", 30), hosts), strict=True))
         findings = [
-            Finding("ssh", host, False, _last(answer.stderr) or f"exit code {answer.returncode}", NO_LAUNCHER_BY_SSH)
+            _no_ssh(host, hostfile, _last(answer.stderr) or f"exit code {answer.returncode}")
             if answer.returncode
             else Finding("ssh", host, True, answer.stdout.strip())
             for host, answer in answers.items()
@@ -69,6 +69,12 @@ def look_at_hosts(hostfile: Path, files: Sequence[Any]) -> list[Finding]:
     for host, report in zip(there, reports, strict=True):
         findings += _read(host, report)
     return findings
+
+
+def _no_ssh(host: str, hostfile: Path, why: str) -> Finding:
+    """The finding about a host that ssh did not reach."""
+    unknown = f"write your own hosts into {hostfile} in place of {host}, or make its name known (DNS, /etc/hosts)"
+    return Finding("ssh", host, False, why, unknown if "Could not resolve" in why else NO_LAUNCHER_BY_SSH)
 
 
 def _by_ssh(host: str, command: str, seconds: float) -> "subprocess.CompletedProcess[str]":

@@ -45,6 +45,7 @@ from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.trained import canonical_name, told, trained_shapes
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
+from ds_encdec.quantities import disk_size
 from ds_encdec.resume import RunModel, new_model
 from ds_encdec.types import Batch, CheckpointError, LossSum, TrainingState
 
@@ -330,8 +331,8 @@ def checkpoint_folder(parameters: int) -> Iterator[Path]:
     usage = shutil.disk_usage(where)
     if usage.total and usage.free < needed:  # some network file systems report 0 in all
         raise CheckpointError(
-            f"a checkpoint takes about {needed:,} bytes and {where} has {usage.free:,} free: free space there, or set "
-            "TMPDIR to a folder that has it"
+            f"a checkpoint takes about {disk_size(needed)} and {where} has {disk_size(usage.free)} free: free space "
+            "there, or set TMPDIR to a folder that has it"
         )
     folder = Path(tempfile.mkdtemp(prefix="ds-encdec-sanity-check-"))
 

@@ -15,7 +15,7 @@ import pytest
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.doctor.checks import CHECKS, Finding, Host, compiles_for_python, import_as_gpu_rank
-from ds_encdec.doctor.run import _command, describe
+from ds_encdec.doctor.run import _command, _no_ssh, describe
 from ds_encdec.launch.world import World, free_port
 
 DOCTOR = ("-m", "ds_encdec.cli", "doctor", "--config", "quickstart", "--json")
@@ -106,6 +106,13 @@ def test_the_master_is_an_address_that_others_reach() -> None:
     assert "nowhere.invalid" in look("nowhere.invalid")[0]
 
 
+def test_a_sound_configuration_says_what_was_found(tmp_path: Path) -> None:
+    """Not that all is there: a model on the hub is another check's."""
+    settings = ("quickstart", [f"infra.output_dir={tmp_path}"], None)
+    found = CHECKS["configuration"](Host(FullConfig(), settings, World()))
+    assert found == "the local files, folders and packages that it names were found"
+
+
 def test_hosts_share_a_line() -> None:
     text = describe([Finding("versions", host, True, "all new") for host in ("a", "b")], 80)
     assert text == "✓ versions all new"
@@ -119,8 +126,15 @@ def test_a_host_without_ssh_is_named(tmp_path: Path) -> None:
     (hostfile := tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
     found = findings(*DOCTOR, "--hostfile", str(hostfile), code=10)
     assert found["ssh"][0]["host"] == "nowhere.invalid"
-    assert "--no_ssh_check" in found["ssh"][0]["fix"]
+    assert found["ssh"][0]["fix"]
     assert found["packages"][0]["passed"]  # this host is looked at all the same
+
+
+def test_what_helps_where_ssh_fails(tmp_path: Path) -> None:
+    """A name that nobody knows is mended in the host file, a host that refuses by a server and a key."""
+    unknown = _no_ssh("node0", tmp_path, "ssh: Could not resolve hostname node0: Name or service not known")
+    assert unknown.fix.startswith(f"write your own hosts into {tmp_path} in place of node0")
+    assert "--no_ssh_check" in _no_ssh("node0", tmp_path, "node0: Permission denied (publickey).").fix
 
 
 def test_hosts_get_the_variables_that_deepspeed_would_hand_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,12 +98,23 @@ def test_plan_has_the_same_information(capsys: pytest.CaptureFixture[str]) -> No
             printed.append(capsys.readouterr().out)
     assert printed[:2] == printed[2:]
     table = printed[0].splitlines()
-    headings = "phase; steps run; ends with; steps set; steps for its tokens; tokens run; tokens set; time; USD"
-    assert "; ".join(re.split("  +", table[0].strip())) == headings
+    assert re.split("  +", table[0].strip()) == ["phase", "ends after", "runs", "time", "USD"]
     assert "1 s" in table[1]
     assert "a step, padding included, on 2 ranks as" in printed[0]
     assert main(["plan", "--phases", "--tokens", "5B"]) == 2
     assert "--tokens and --nodes are about a single run" in capsys.readouterr().err
+
+
+def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its numbers are rounded to three places, and what is not known has no column."""
+    assert main(["phases", "--dry-run"]) == 0
+    unpriced = capsys.readouterr().out.splitlines()
+    assert main(["phases", "--dry-run", "--tokens-per-second", "4000", "--price-per-gpu-hour", "300"]) == 0
+    priced = capsys.readouterr().out.splitlines()
+    assert max(map(len, [*unpriced, *priced])) <= 80
+    assert re.split("  +", unpriced[0]) == ["phase", "ends after", "runs"]
+    assert re.split("  +", unpriced[4]) == ["full", "100,000 steps or 500 B", "100,000 steps, 157 B"]
+    assert re.split("  +", priced[5]) == ["total", "150,643 steps, 237 B", "686 days", "39.5 M"]
 
 
 def test_what_belongs_to_the_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

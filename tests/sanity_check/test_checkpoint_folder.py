@@ -63,6 +63,6 @@ def test_it_is_removed_in_the_end_and_handlers_are_what_they_were() -> None:
 
 
 def test_a_checkpoint_without_room_is_not_begun() -> None:
-    wanted = r"takes about 14,000,000,000,000,000,000 bytes and .* free: free space there, or set TMPDIR"
+    wanted = r"takes about 14,000,000,000.0 GB and .* free: free space there, or set TMPDIR"
     with pytest.raises(CheckpointError, match=wanted), checkpoint_folder(parameters=10**18):
         pytest.fail("was begun")
