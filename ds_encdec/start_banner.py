@@ -8,6 +8,7 @@ from ds_encdec.config.schema import InfraConfig, TrainingConfig
 from ds_encdec.engine.select import attention_kernel
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.triton_compiler import triton_lacks
 from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.expected import ExpectedMemory, gib
 from ds_encdec.memory.job import Job
@@ -36,6 +37,8 @@ def start_banner(
         f"into {Path(config.infra.output_dir).absolute()}",
         "memory": str(expected) if expected is not None else "not estimated",
     }
+    if context.device.type == "cuda" and (lacks := triton_lacks()):
+        parts["slower"] = "; ".join(lacks)
     if context.device.type == "cuda" and (found := _faster(job, device_capacity(context.device).total_bytes)):
         parts["faster"] = found
     width = max(map(len, parts))

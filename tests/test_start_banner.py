@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -12,6 +14,8 @@ import torch
 from ds_encdec import build
 from ds_encdec import start_banner as start_banner_module
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.doctor.checks import Host
+from ds_encdec.doctor.checks import _triton as check_triton
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
@@ -88,3 +92,24 @@ def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyP
     assert said(6 * GIB) == []
     (beside_frozen,) = said(80 * GIB, freeze=["encoder.*"])
     assert "take the host about 252 ms" in beside_frozen  # each module by itself
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_on_gpus_it_says_what_no_compiler_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool) -> None:
+    """The compiler is a stand-in, which fails where the header is not there. `doctor` gives the same answer."""
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\n" + ("" if works else "echo 'one.c:1: Python.h: No such file' >&2; exit 1\n"))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setattr(start_banner_module, "attention_kernel", lambda *what: ("flash", None))
+    monkeypatch.setattr(start_banner_module, "device_capacity", lambda device: Capacity(GIB, GIB))
+    config = FullConfig()
+    job = planned_job(config, run_sizes(config), nodes=1)
+    for device in ("cpu", "cuda"):
+        context = RunContext(World(world_size=8), torch.device(device), "deepspeed", cast(HostCollectives, None))
+        lines = start_banner(job, context, None, start_step=0, epochs=None)
+        slower = [line for line in lines if line.startswith("slower")]
+        assert bool(slower) is (device == "cuda" and not works)
+    assert works or re.search("Python.h: No such file; install gcc .* five times as long", slower[0])
+    answer = check_triton(cast(Host, SimpleNamespace(uses_gpus=True)))
+    assert isinstance(answer, str) is works

@@ -32,6 +32,7 @@ from ds_encdec.launch.disk import build_folder, free_bytes
 from ds_encdec.launch.host_collectives import GLOO_GROUPS, OWN_OPEN_FILES
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.run_folder import RunFolder, lock_file
+from ds_encdec.launch.triton_compiler import triton_lacks
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import make_job, run_sizes
 from ds_encdec.monitor.sinks import has_wandb_login
@@ -240,29 +241,7 @@ def _compiler(host: Host) -> Answer:
 
 def _triton(host: Host) -> Answer:
     """Triton compiles C against Python's headers at a start on GPUs: without, the loss and the layers are slower."""
-    return compiles_for_python() if host.uses_gpus else None
-
-
-def compiles_for_python() -> Answer:
-    """Compile a C file that includes Python.h, with the compiler that Triton takes."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
-    include = sysconfig.get_path("include")
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "one.c")
-        source.write_text("#include <Python.h>\n")
-        command = [compiler, "-c", str(source), "-o", str(source.with_suffix(".o")), f"-I{include}"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            problem = done.stderr.strip() if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = str(error)
-    if problem:
-        return (
-            f"{compiler} cannot compile against Python.h, as Triton does: {' '.join(problem.split())[:200]}",
-            "install gcc and python3-dev (or set CC): without them the loss takes about five times as long, and layers "
-            "are not compiled",
-        )
-    return f"{compiler} compiles for Triton"
+    return (triton_lacks() or "C compiles against Python.h") if host.uses_gpus else None
 
 
 def _locks(_: Host) -> Answer:

@@ -119,7 +119,10 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
 
 
 def _generation_cache(job: Job) -> float:
-    """Bytes of the keys and values of the largest batch of texts that evaluations generate."""
+    """Bytes of the keys and values of the largest batch of texts that evaluations generate.
+
+    Batches come one after the other, and only for examples of the main set: `data.eval_sets` have losses alone.
+    """
     training, sizes = job.config.training, job.sizes
     settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
     row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)

@@ -76,6 +76,7 @@ PARTS: tuple[Part, ...] = (
     _engine("zero1 again", "engine fsdp zero2"),
     Part("compile", "engine_parts:compiled", 240, needs=("reference",)),
     Part("memory", "speed_parts:memory", 120),
+    Part("frozen", "frozen_parts:frozen", 90),
     Part("segments", "speed_parts:segments", 40, alone=True),
     *_SPEED[4:],
 )

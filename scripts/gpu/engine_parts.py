@@ -125,6 +125,8 @@ def training_config(
         "warmup_steps": 4,
         "logging_steps": 1,
         "save_steps": steps // 2 if saves else steps,
+        "eval_samples": 8,  # so that a GPU rehearses evaluation and save before its first step
+        "eval_steps": steps,
         "activation_checkpointing": "none",
         "average_checkpoints": 0,
         "export_at_end": False,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ds_encdec.engine.sharded_engine import layout_of
-from ds_encdec.model.loss import linear_cross_entropy
+from ds_encdec.model.loss import linear_cross_entropy, passes_trial
 
 ATTENTION_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 LOSS_BOUNDS = {torch.float32: 3e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -68,7 +68,7 @@ def _whole_loss(
 
 
 def _loss_kernel(kit: Kit) -> None:
-    """Say whether the loss runs in its kernel: on a GPU it must."""
+    """Say whether the loss runs in its kernel, and its products come out in float32: on a GPU both must."""
     if kit.device.type != "cuda":
         kit.omit("the loss's kernel", "there is no GPU; Triton's interpreter runs it in tests/model")
         return
@@ -80,6 +80,9 @@ def _loss_kernel(kit: Kit) -> None:
             kit.row(f"kernel, gradients in {dtype}", ok=error <= 1.0, error_over_rounding=error)
         except Exception as raised:
             kit.row(f"kernel, gradients in {dtype}", ok=False, error=f"{type(raised).__name__}: {raised}"[:500])
+    for dtype, adding in itertools.product((torch.bfloat16, torch.float16), (False, True)):
+        name = f"{'sums of ' * adding}products of {dtype} in float32"
+        kit.row(name, ok=passes_trial(kit.device, dtype, adding))  # the output has why not
 
 
 def attention(kit: Kit) -> None:

@@ -62,9 +62,9 @@ class Kit:
 
     @cached_property
     def device(self) -> torch.device:
-        """The GPU; in a dry run the CPU."""
+        """The GPU, on one of several ranks its own; in a dry run the CPU."""
         torch.backends.cuda.enable_cudnn_sdp(False)  # as `choose_device` has it
-        return torch.device("cpu") if self.dry_run else torch.device("cuda", 0)
+        return torch.device("cpu") if self.dry_run else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
     @property
     def sizes(self) -> dict[str, int]:

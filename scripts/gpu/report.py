@@ -173,7 +173,7 @@ def _parity_lines(found: Found) -> Iterator[str]:
         yield from table("run", engines, {"difference": ("largest_difference", "{:.1e}"), "bound": ("bound", "{:g}")})
         yield ""
     kernels = [*found.rows("attention"), *found.rows("loss")]
-    errors = [(row["name"], max(_errors(row), default=math.nan)) for row in kernels]
+    errors = [(row["name"], max(found)) for row in kernels if (found := [*_errors(row)])]
     if errors:
         yield "Kernels against their references, largest relative error of results and gradients:"
         yield ""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.doctor.checks import CHECKS, Finding, Host, compiles_for_python, import_as_gpu_rank
+from ds_encdec.doctor.checks import CHECKS, Finding, Host, import_as_gpu_rank
 from ds_encdec.doctor.run import _command, _no_ssh, describe
 from ds_encdec.launch.world import World, free_port
 
@@ -147,18 +147,6 @@ def test_hosts_get_the_variables_that_deepspeed_would_hand_on(tmp_path: Path, mo
     words = _command(0, 2, "node0", (None, (), None)).split()
     assert {"WHERE=here", "MORE=a=b", "MASTER_ADDR=node0"} <= set(words)
     assert "WHERE=home" not in words
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_a_compiler_is_tried_on_pythons_header(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool) -> None:
-    """The compiler is a stand-in, which fails where the header is not there."""
-    compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\n" + ("" if works else "echo 'one.c:1: Python.h: No such file' >&2; exit 1\n"))
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CC", str(compiler))
-    answer = compiles_for_python()
-    assert isinstance(answer, str) is works
-    assert works or "Python.h: No such file" in answer[0]  # type: ignore[index]
 
 
 def test_a_package_is_imported_as_a_gpu_rank_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.sections import EvalSet
 from ds_encdec.memory.estimate import engine_memory, step_parts
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.memory.trace import watched_pass
@@ -90,3 +91,7 @@ def test_generating_in_evaluations_takes_a_second_model_and_a_cache() -> None:
     tokens = max(row, min(8 * row, 16_384))
     cache = 2 * SIZES.num_hidden_layers * SIZES.num_key_value_heads * SIZES.head_dim * tokens * 2
     assert (parts[0], added) == (parts[1], 2 * job.parameters + cache)
+    sets = {"law": EvalSet(eval_files=["law.jsonl"]), "code": EvalSet(eval_files=["code.jsonl"])}  # have losses alone
+    data = job.config.data.model_copy(update={"eval_sets": sets})
+    more = replace(generating, config=generating.config.model_copy(update={"data": data}))
+    assert dict(step_parts(more, engine_memory(more)))["generation"].total == engine_memory(job).resting.total + added
