@@ -4,6 +4,7 @@ It stands on the floor, beside the denoisers, so that the configuration's rules 
 without numpy or torch. A function of a row that takes `data` is given the configuration's section.
 """
 
+from collections import ChainMap
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
@@ -11,7 +12,7 @@ from typing import Any
 
 from ds_encdec.denoisers import DENOISERS, expected_ratio
 
-TASKS = (*DENOISERS, "SFT")
+TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
 """The kinds of examples by name, in the order of all sums by kind: the denoisers, and pairs of input and output."""
 
 

@@ -52,7 +52,7 @@ def linear_cross_entropy(
     extras = Extras(label_smoothing, z_loss)
     with torch.autocast(hidden.device.type, enabled=False):  # which would round logits to 16 bits
         return _LinearCrossEntropy.apply(
-            hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, own_loss, torch.is_grad_enabled()
+            hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, torch.is_grad_enabled(), own_loss
         )
 
 
@@ -65,8 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk_tokens: int,
         extras: Extras,
-        own_loss: OwnLoss | None,
         grad_enabled: bool,
+        own_loss: OwnLoss | None = None,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
         # In float16 gradients of hidden states wait in float32 for the loss scale that `backward` brings.

@@ -23,7 +23,7 @@ TUNABLE = (
 TUNABLE += "lr_scheduler_power lr_scheduler_timescale wsd_decay_fraction "
 TUNABLE += "max_consecutive_skipped_steps early_stopping_patience early_stopping_threshold "
 TUNABLE += "metric_for_best_model greater_is_better "
-TUNABLE += "residual_dropout attention_dropout label_smoothing z_loss"
+TUNABLE += "residual_dropout attention_dropout loss label_smoothing z_loss"
 SOURCE = "dataset_name dataset_config dataset_split dataset_revision data_files text_column mixture "
 SOURCE += "mixture_weights_count eval_files eval_dataset_name eval_dataset_config eval_split test_files test_split"
 
