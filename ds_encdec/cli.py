@@ -405,7 +405,7 @@ ARGUMENTS: dict[str, Arguments] = {
     "report": {
         "run_folder": value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
         "--compare": value("runs to draw beside it", Path, nargs="+", default=(), metavar="RUN"),
-        "--out": value("folder to write into (default RUN/report)", Path, metavar="DIR"),
+        "--out": value("folder to write into (default RUN/report, or RUN/report-compared)", Path, metavar="DIR"),
         "--png": flag("also write each chart beside the page as a picture"),
     },
     "stop": {"run_folder": value("the run's folder (infra.output_dir), or that of a phase", metavar="RUN")},
