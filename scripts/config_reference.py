@@ -273,7 +273,10 @@ def _type(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return "block"
     if field["type"] == "array":
-        return f"{field['maxItems']} numbers" if "maxItems" in field else f"list of {_type(field['items'])}"
+        fewest = (
+            f"{field['minItems']} to " if field.get("minItems", field.get("maxItems")) != field.get("maxItems") else ""
+        )
+        return f"{fewest}{field['maxItems']} numbers" if "maxItems" in field else f"list of {_type(field['items'])}"
     names = {"object": "block", "null": "null", "string": "text", "integer": "integer", "number": "number"}
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = [f"{sign} {field[key]:g}" for key, sign in bounds.items() if key in field]

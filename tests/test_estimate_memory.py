@@ -69,8 +69,8 @@ def test_ranks_on_cpus_are_judged_by_their_hosts(capsys: pytest.CaptureFixture[s
     assert f"host {gib(needed)} per node" in str(ExpectedMemory(job, estimate(job)))
     assert plan_run(config)["host_bytes_per_node"] == needed < 2 * GIB
     told = ask(*on_cpus)
-    assert "2 x CPU rank on 1 node(s)" in told
-    assert f"Each host of 2 rank(s) holds {needed / GIB:.1f} GiB, at their worst moment" in told
+    assert "2 x CPU rank on 1 node" in told
+    assert f"Each host of 2 ranks holds {needed / GIB:.1f} GiB, at their worst moment" in told
     assert not {"GPU", "a100-80gb", "Recommended"} & set(re.findall(r"[\w-]+", told))
     for size, fits in (("32GiB", True), ("1GiB", False)):
         found = ask_json(*on_cpus, "--host-memory", size)

@@ -242,8 +242,8 @@ class DataConfig(Source):
     max_decoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=2048, ge=4)
     """Longest decoder sequence of one example, in tokens."""
     ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = _DEFAULT_WEIGHTS
-    """Sampling weights of the denoisers R1, R2, X1, X2, S, per chunk: a list in this order, or a mapping by name, in
-    which those that are left out have weight 0."""
+    """Sampling weights of the denoisers, per chunk: a list in the order of the table in docs/data.md, or a mapping by
+    name, in which those that are left out have weight 0."""
     use_mode_tokens: Annotated[bool, Mark.ORDER, Mark.EXAMPLES] = False
     """Put a token that names the denoiser in front of the encoder sequence."""
     preprocessing_num_workers: Annotated[int, Mark.UNTRAINED] = Field(default=4, ge=0)

@@ -28,6 +28,7 @@ from ds_encdec.memory.variants import (
     smallest_variants,
     variant,
 )
+from ds_encdec.quantities import count
 
 if TYPE_CHECKING:
     from ds_encdec.memory.trace import TracedMemory
@@ -142,7 +143,7 @@ def _about(asked: Question) -> str:
     )
     return (
         f"{job.config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters{trained}\n"
-        f"{job.world_size} x {place} on {job.nodes} node(s)\n"
+        f"{job.world_size} x {place} on {count(job.nodes, 'node')}\n"
         f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
         f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank."
     )
@@ -221,8 +222,8 @@ def _configured(asked: Question) -> str:
         return (
             f"The configured run ({ENGINES[job.engine].title}, {job.config.infra.sharding_stage}, checkpointing "
             f"{job.config.training.activation_checkpointing}) {verdict if known else 'on CPUs'}:\n"
-            f"  Each host of {job.ranks_per_node} rank(s) holds {in_gib(row.node_bytes)} GiB{known or ''}, at their "
-            f"worst moment, the {held.moment}.{'' if known else ' Whether it fits: --host-memory.'}"
+            f"  Each host of {count(job.ranks_per_node, 'rank')} holds {in_gib(row.node_bytes)} GiB{known or ''}, at "
+            f"their worst moment, the {held.moment}.{'' if known else ' Whether it fits: --host-memory.'}"
         )
     on_host = held.host.scaled(job.ranks_per_node)
     parts = (f"{name} {in_gib(part)}" for name, part in zip(_HOST_WORDS, astuple(on_host), strict=True) if part)
@@ -231,7 +232,7 @@ def _configured(asked: Question) -> str:
         f"{_offload_name(job)}, checkpointing {job.config.training.activation_checkpointing}) {verdict}:\n"
         f"  {in_gib(held.peak.total)} of {in_gib(asked.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
         f"{held.moment}; most of it is {_WORDS[_largest(row)]}.\n"
-        f"  Each host of {job.ranks_per_node} rank(s) holds {in_gib(on_host.total)} GiB: {', '.join(parts)}."
+        f"  Each host of {count(job.ranks_per_node, 'rank')} holds {in_gib(on_host.total)} GiB: {', '.join(parts)}."
         f"{_unjudged(asked, row)}"
     )
 

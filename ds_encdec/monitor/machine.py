@@ -251,7 +251,10 @@ class MachineWatch:
             settings.straggler_late_threshold,
         )
         ranks = len(rank_stats)
-        low_speed = f"{speed * ranks:,.0f} tokens/s, over all ranks, are below {least * ranks:,.0f}"
+        low_speed = (
+            f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
+            f"{settings.throughput_drop_threshold:.0%} of the mean"
+        )
         waiting = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
         waited_for = f"rank {latest} is late: others wait for it before the steps, for {lateness:.0%} of the time"
         # What and whose, whether it is beyond its threshold, and the alert. Ranks that wait for data take turns, so it
@@ -262,7 +265,8 @@ class MachineWatch:
         ]
         for rank, ratio in enumerate(_slowness(rank_stats)):
             message = (
-                f"rank {rank} is slow: it takes {ratio:.2f} times as long as the median rank for the same arithmetic"
+                f"rank {rank} is slow: for the same arithmetic it takes {ratio:.2f} times as long as the "
+                f"{'faster' if ranks == 2 else 'median'} rank, and {slow:g} times is the limit"
             )
             rows.append((("slow", rank), ratio > slow, make_alert("straggler", step, ratio, slow, message)))
         rows.append((("late", latest), lateness > late, make_alert("straggler", step, lateness, late, waited_for)))

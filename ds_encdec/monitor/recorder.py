@@ -257,7 +257,7 @@ class Recorder:
             if action != "warn" or self._alerts_in_interval[kind] == 1:
                 self.events.write("alert", data_step=data_step, **alert, action=action)
                 if self.collectives.rank == 0:
-                    logger.warning("%s: data step %d, %s (%s)", kind, data_step, alert["message"], action)
+                    logger.warning("%s: %s (%s)", kind, alert["message"], action)
             if action in ("stop", "rollback"):
                 asked.setdefault("leave" if action == "stop" and kind in MACHINE_ALERTS else action, alert)
         return Actions(**asked)

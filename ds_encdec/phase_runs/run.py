@@ -41,6 +41,7 @@ from ds_encdec.phases import (
     phase_config,
     phase_folder,
 )
+from ds_encdec.quantities import count
 from ds_encdec.terminal import is_quiet, stamped, verbosity
 from ds_encdec.types import (
     CheckpointError,
@@ -291,7 +292,7 @@ def _in_short(verdict: "Verdict") -> str:
     return (
         f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all phases, "
         f"{last} in the mean of the last ones, {held_out} held out; gradient norm {norm['mean'] or 0:.3f} in their "
-        f"mean; {len(alerts)} alert(s)"
+        f"mean; {count(alerts, 'alert')}"
     )
 
 

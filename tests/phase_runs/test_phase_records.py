@@ -70,7 +70,7 @@ def test_a_changed_gate_is_applied_without_training(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().out
     assert "✗ loss_after_warmup" in said
     assert "\n  40 steps, 1,000 tokens; loss 8.3000 at the first step of all phases, 7.1300 in the mean" in said
-    assert ", 5.0000 held out; gradient norm 1.000 in their mean; 0 alert(s)\n" in said
+    assert ", 5.0000 held out; gradient norm 1.000 in their mean; 0 alerts\n" in said
     result = records_of(planned).read_result()
     assert (result["passed"], result["phase_config"]["max_loss_after_warmup"]) == (False, 0.1)
     assert {check["name"]: check["passed"] for check in result["checks"]}["loss_decrease"]
