@@ -24,7 +24,9 @@ class KeptState:
         """Make the state of `weights` before the first step."""
         state: dict[str, Any] = {}
         if self.counter is not None:
-            state["step"] = self.counter.clone() if isinstance(self.counter, Tensor) else self.counter
+            # Not a copy: that of a real tensor is refused where the tensors have no numbers (memory/trace.py).
+            counter, is_tensor = self.counter, isinstance(self.counter, Tensor)
+            state["step"] = torch.zeros((), dtype=counter.dtype, device=counter.device) if is_tensor else counter
         return state | {kind: torch.zeros_like(weights, requires_grad=False) for kind in self.moments}
 
 

@@ -7,6 +7,7 @@ is autograd's. It is tried on six rows before the model is built.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,8 +20,9 @@ from ds_encdec.types import ConfigError
 _FIELD = "training.loss"
 
 
+@cache
 def load_loss(name: str) -> OwnLoss:
-    """Import and try the loss `name`. Raises ConfigError where it fails, or is none."""
+    """Import the loss `name` and try it, once in a process. Raises ConfigError where it fails, or is none."""
     loss = load_plugin(_FIELD, name, "losses")
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(6, 11, generator=generator), torch.arange(6)

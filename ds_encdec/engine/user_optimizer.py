@@ -4,14 +4,15 @@ It is a subclass of `torch.optim.Optimizer`, or a function that returns one, and
 parameters, `lr`, and what `training.optimizer_args` names; each group has its own `weight_decay`. Engines cut
 parameters anywhere, so each number must be stepped by its own gradient and state alone, as AdamW, Lion and SGD do it,
 and Muon, LAMB and Adafactor do not. Of what it keeps for a parameter, checkpoints hold `exp_avg` and `exp_avg_sq`,
-shaped as the parameter, and a counter, `step`; it may do without any of them, and keeps nothing else.
+shaped as the parameter and zero at first, and a counter, `step`; it may do without any of them, and keeps nothing else,
+also outside of its states.
 
 All of this is tried on six numbers before the model is built.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,45 +33,81 @@ def build(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.
 
 def try_optimizer(name: str, arguments: Mapping[str, Any], device: str) -> KeptState:
     """Step six numbers on `device` with the optimizer `name`. Raises ConfigError for one that engines cannot have."""
-    whole, kept = _stepped(name, arguments, device, [6])
-    pieces, _ = _stepped(name, arguments, device, [4, 2])
-    if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7, equal_nan=True):
+    (whole,), optimizer = _stepped(name, arguments, [_numbers(device)])
+    kept = _kept(name, optimizer)
+    # DeepSpeed steps flat shards, FSDP2 rows of matrices.
+    for cut in (_numbers(device).split([4, 2]), [_numbers(device).view(2, 3)]):
+        parts, _ = _stepped(name, arguments, cut)
+        if not _same(whole, torch.cat([part.flatten() for part in parts])):
+            raise ConfigError(
+                f"{_FIELD}={name} steps a number by others of its parameter too, or matrices by another rule, and "
+                "engines cut parameters anywhere. Take one that steps each number by its own gradient and state"
+            )
+    (resumed,), _ = _stepped(name, arguments, [_numbers(device)], resumed_with=kept)
+    if not _same(whole, resumed):
         raise ConfigError(
-            f"{_FIELD}={name} steps a number by others of its parameter too, and engines cut parameters anywhere. Take "
-            "one that steps each number by its own gradient and state"
+            f"{_FIELD}={name} steps otherwise from states that are zero at first, or in a new optimizer that is given "
+            "the states of another, as in a resumed run. Begin exp_avg and exp_avg_sq as zeros, step as 0, and keep "
+            "nothing outside of the states"
         )
     return kept
 
 
-def _stepped(name: str, arguments: Mapping[str, Any], device: str, sizes: list[int]) -> tuple[Tensor, KeptState]:
-    """Six numbers after two steps, as parameters of `sizes`; and what is kept for the first of these."""
-    numbers = torch.tensor([0.5, -1.0, 2.0, -0.25, 1.5, -3.0], device=device)
-    parameters = [nn.Parameter(part.clone()) for part in numbers.split(sizes)]
-    optimizer = _make([{"params": parameters, "weight_decay": 0.1}], name, {"lr": 1e-3, **arguments})
-    before = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+def _numbers(device: str) -> Tensor:
+    return torch.tensor([0.5, -1.0, 2.0, -0.25, 1.5, -3.0], device=device)
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def _stepped(
+    name: str, arguments: Mapping[str, Any], numbers: Sequence[Tensor], resumed_with: KeptState | None = None
+) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """Step each of `numbers`, a parameter, twice; `resumed_with`: by a new optimizer each time, with these states."""
+    parameters = [nn.Parameter(part.clone()) for part in numbers]
+
+    def new() -> torch.optim.Optimizer:
+        return _make([{"params": parameters, "weight_decay": 0.1}], name, {"lr": 1e-3, **arguments})
+
+    optimizer = new()
+    before = _settings(optimizer)
+    for parameter in parameters if resumed_with is not None else ():
+        optimizer.state[parameter] = resumed_with.zero(parameter)
     try:
         for shift in (0.2, 0.7):
             for parameter in parameters:
                 parameter.grad = parameter.detach().square() - shift
             optimizer.step()
+            if resumed_with is not None:
+                states, optimizer = optimizer.state, new()
+                optimizer.state.update(states)
     except Exception as error:
         raise ConfigError(f"{_FIELD}={name} does not step: {whose_fault(error)}") from error
-    after = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    if before != after:
+    if before != _settings(optimizer):
         raise ConfigError(
             f"{_FIELD}={name} counts in its groups, which checkpoints do not hold. Keep `step` in its states"
         )
-    state = dict(optimizer.state[parameters[0]])
+    return [parameter.detach() for parameter in parameters], optimizer
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _kept(name: str, optimizer: torch.optim.Optimizer) -> KeptState:
+    """Return what `optimizer` keeps for its first parameter. Raises ConfigError for what checkpoints cannot hold."""
+    parameter = optimizer.param_groups[0]["params"][0]
+    state = dict(optimizer.state[parameter])
     counter = state.pop("step", None)
-    others = [key for key, value in state.items() if not (key in MOMENTS and _is_like(value, parameters[0]))]
+    others = [key for key, value in state.items() if not (key in MOMENTS and _is_like(value, parameter))]
     if others or not _counts(counter):
         raise ConfigError(
             f"{_FIELD}={name} keeps {', '.join(others) or 'a step that is no number'}, and checkpoints hold exp_avg, "
             "exp_avg_sq (float32, shaped as the parameter) and a number, step. Give its states these names"
         )
     zero = torch.zeros_like(counter) if isinstance(counter, Tensor) else None if counter is None else type(counter)(0)
-    kept = KeptState(tuple(kind for kind in MOMENTS if kind in state), zero)
-    return torch.cat([parameter.detach() for parameter in parameters]), kept
+    return KeptState(tuple(kind for kind in MOMENTS if kind in state), zero)
 
 
 def _make(groups: list[dict[str, Any]], name: str, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -34,9 +34,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
+from ds_encdec.config.training_sections import CROSS_ENTROPY
 from ds_encdec.engine import fsdp2
 from ds_encdec.engine.regularization import draws_masks, regularize
 from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
+from ds_encdec.engine.user_loss import load_loss
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.foreign_places import replaced
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -49,6 +51,7 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.optimizers import moments_kept
 from ds_encdec.types import Batch
 
 Category = Literal[
@@ -87,6 +90,11 @@ def trace_memory(job: Job) -> TracedMemory:
     For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch.
     """
     start, traced, remarks = time.monotonic(), ENGINES[job.engine].trace, _remarks(job)
+    training = job.config.training
+    # What is the user's own is tried here: a trial needs numbers, which the tensors below do not have.
+    moments_kept(training.optimizer, training.optimizer_args)
+    if training.loss != CROSS_ENTROPY:
+        load_loss(training.loss)
     if _is_quantized(job):
         assert job.config.model.lora is not None
         lora = job.config.model.lora.model_copy(update={"quantize": "none"})

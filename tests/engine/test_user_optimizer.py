@@ -23,6 +23,7 @@ import torch
 class Own(torch.optim.Optimizer):
     def __init__(self, groups, lr, kind="", keeps=(), count=None):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "steps": 0})
+        self.taken = 0
         self.kind, self.keeps, self.count = kind, keeps.split() if keeps else [], count
 
     @torch.no_grad()
@@ -37,8 +38,13 @@ class Own(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros(())
                 if self.count is not None:
                     state["step"] = state.get("step", type(self.count)(0)) + 1
+                if self.kind == "begins with gradients":
+                    parameter.grad.add_(state.setdefault("exp_avg", parameter.grad.clone()))
                 scale = parameter.grad.norm() if self.kind == "by norm" else 1.0
+                scale = scale + self.taken if self.kind == "counts in itself" else scale
+                scale = 2.0 if self.kind == "by shape" and parameter.ndim > 1 else scale
                 parameter.sub_(parameter.grad / scale, alpha=group["lr"])
+        self.taken += 1
         if self.kind == "raises":
             raise ValueError("my own bug")
 
@@ -90,7 +96,10 @@ def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], k
         ("own_optimizer:Own", {"keeps": "momentum_buffer"}, "keeps momentum_buffer, and checkpoints hold exp_avg"),
         ("own_optimizer:Own", {"kind": "other shape"}, "keeps exp_avg, and checkpoints hold exp_avg"),
         ("own_optimizer:Own", {"kind": "counts in groups"}, "counts in its groups"),
-        ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:24\)"),
+        ("own_optimizer:Own", {"kind": "by shape"}, "or matrices by another rule, and engines cut parameters"),
+        ("own_optimizer:Own", {"kind": "begins with gradients"}, "steps otherwise from states that are zero at first"),
+        ("own_optimizer:Own", {"kind": "counts in itself"}, "keep nothing outside of the states"),
+        ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:30\)"),
         ("own_optimizer:Own", {"speed": 1}, r"cannot be made of \(groups, lr, speed\): TypeError"),
         ("own_optimizer:nothing", {}, "makes no torch.optim.Optimizer but a str"),
         ("own_optimizer:absent", {}, "cannot be imported"),

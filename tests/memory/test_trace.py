@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,13 +33,14 @@ WIDE = Sizes(
     intermediate_size=1022,
     tie_word_embeddings=True,
 )
+OF_TRAINING = ("bf16", "activation_checkpointing", "loss", "optimizer")
 ENGINE = ("weights", "master_weights", "gradients", "optimizer", "communication")
 
 
 def job_of(*, world_size: int = 1, device: Any = "cuda", micro_batches: int = 2, **fields: Any) -> Job:
     """A job of `WIDE`, with micro-batches of 192 tokens. `fields`: of `training` and `infra`."""
     training = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 1}
-    training |= {name: fields.pop(name) for name in ("bf16", "activation_checkpointing") if name in fields}
+    training |= {name: fields.pop(name) for name in OF_TRAINING if name in fields}
     infra = {
         "sharding_stage": "zero3",
         "offload_optimizer": "none",
@@ -118,3 +120,17 @@ def test_remarks_name_what_is_left_out() -> None:
     assert "DeepSpeed's engine cannot be traced" in traced.remark
     assert traced.categories == ("activations", "logits")
     assert traced.peak == Breakdown(activations=traced.peak.activations, logits=traced.peak.logits)
+
+
+def test_a_loss_and_an_optimizer_of_the_users_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are tried with real numbers, of which the tensors of a trace have none."""
+    (tmp_path / "traced_loss.py").write_text(
+        "from torch.nn.functional import cross_entropy\n"
+        "def squared(logits, labels):\n    return cross_entropy(logits, labels, reduction='none') ** 2\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    plain, own = (
+        trace_memory(job_of(**fields)).peak
+        for fields in ({}, {"loss": "traced_loss:squared", "optimizer": "torch.optim:Adam"})
+    )
+    assert own == plain  # the most is held in the backward pass, and Adam keeps what AdamW does
