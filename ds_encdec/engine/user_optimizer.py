@@ -72,8 +72,8 @@ def _stepped(
 
     optimizer = new()
     before = _settings(optimizer)
-    for parameter in parameters if resumed_with is not None else ():
-        optimizer.state[parameter] = resumed_with.zero(parameter)
+    if resumed_with is not None:
+        optimizer.state.update({parameter: resumed_with.zero(parameter) for parameter in parameters})
     try:
         for shift in (0.2, 0.7):
             for parameter in parameters:
