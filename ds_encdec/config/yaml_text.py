@@ -177,11 +177,14 @@ def apply_overrides(
         name, equals, text = argument.removeprefix("--").partition("=")
         parts = name.split(".")
         message = "not a setting; write `section.field=value`"
+        spelt = name.replace("-", "_")
+        if equals and spelt != name and len(parts) < MAX_DEPTH and all(map(str.isidentifier, spelt.split("."))):
+            message = f"not a setting; its words are joined by underscores: {spelt}"
         if not equals and os.path.isfile(argument):  # a shell's list of what a pattern matches
             files = [field, *takewhile(os.path.isfile, remaining)]
             del remaining[: len(files) - 1]
             field = f"{argument} and {len(files) - 1:,} more" if files[1:] else argument
-            message = "a file, and not a setting: put commas between files, or the pattern between quotes"
+            message = "a file, and not a setting: write [FILE,FILE] for several, or the pattern between quotes"
             if argument.endswith((".yaml", ".yml")):
                 message = f"a file, and not a setting: a configuration is named by --config {argument}"
         if equals and len(parts) <= MAX_DEPTH and all(part.isidentifier() and is_name(part) for part in parts):

@@ -297,6 +297,8 @@ class PairMaker:
             return as_text(value)
         except TypeError as error:
             raise _UnusableError(f"its field {column} is of type {error}; needed is text or a number") from error
+        except ValueError as error:  # more digits than Python writes
+            raise _UnusableError(f"its field {column} cannot be written as text ({error})") from error
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """The conversation up to the last turn of the assistant that is learnt, or to each, and what that one says.

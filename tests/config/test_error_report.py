@@ -186,6 +186,7 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
         ("--training.seed", "command line: --training.seed\n      not a setting;"),
         ("hub-token=hf_0123", "command line: hub-token\n      not a setting;"),
         ("--hub-token=hf_0123", "command line: --hub-token\n      not a setting;"),
+        ("--training.learning-rate=1", "not a setting; its words are joined by underscores: training.learning_rate"),
         ("=3", "command line: =3\n      not a setting;"),
         ("training.seed=[1", 'command line: training.seed\n      "[1" is not a YAML value; quote it'),
         ("seed=x", 'command line: training.seed = "x"\n      must be a whole number'),

@@ -103,7 +103,9 @@ def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path
     assert cli.main(["validate", QUICKSTART, "data.dataset_name=text", f"data.data_files={files[0]}", *files[1:]]) == 2
     told = capsys.readouterr().err
     assert "has 1 problem" in told
-    assert f"command line: {files[1]} and 1 more\n      a file, and not a setting: put commas between files" in told
+    assert (
+        f"command line: {files[1]} and 1 more\n      a file, and not a setting: write [FILE,FILE] for several" in told
+    )
     assert cli.main(["train", QUICKSTART]) == 2
     assert f"a configuration is named by --config {QUICKSTART}" in " ".join(capsys.readouterr().err.split())
 

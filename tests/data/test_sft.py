@@ -108,6 +108,7 @@ def test_a_field_may_have_another_column_be_nested_and_be_a_number() -> None:
             {"instruction": "a", "input": "b", "output": ["c"]},
             "its field output is of type list; needed is text or a number",
         ),
+        ({"instruction": "a", "input": "b", "output": 10**5000}, "its field output cannot be written as text"),
         ({"instruction": "a", "input": "b", "output": " \n"}, "its output is empty"),
         ({"messages": []}, "no turn of the assistant"),
         ({"messages": "no json"}, "its messages are no JSON"),
