@@ -32,13 +32,27 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError with argparse's `message`: the argument, its value, and what is allowed."""
         raise ConfigError(f"command line: {message}\n      `{self.prog} --help` lists what it takes")
 
+    def explain(self, example: str, *, takes_settings: bool) -> None:
+        """Let the help, once the arguments are there, show an example, and where settings go."""
+        if takes_settings:
+            usage = self.format_usage().partition("usage: ")[2].rstrip().replace("%", "%%")
+            indent = " " * len(f"usage: {self.prog} ")
+            self.usage = f"{usage}\n{indent}[section.field=value ...]"
+        self.epilog = f"example:\n  {example}"
+        self.formatter_class = argparse.RawDescriptionHelpFormatter
+
 
 def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
     """Give `parser` the arguments of a table."""
     group = parser.add_mutually_exclusive_group() if any("only_one" in how for how in arguments.values()) else parser
     for names, how in arguments.items():
-        parent = group if "only_one" in how else parser
-        action = parent.add_argument(*names.split(), **{key: value for key, value in how.items() if key != "only_one"})
+        parent, kind = group if "only_one" in how else parser, how.get("type")
+        keywords = {key: value for key, value in how.items() if key != "only_one"}
+        if names.startswith("-") and kind in _VALUES and not how.get("choices"):
+            keywords.setdefault("metavar", _VALUES[kind])
+        action = parent.add_argument(*names.split(), **keywords)
+        # Underscores are for who is used to them: help and completion have one spelling.
+        action.option_strings[:] = [name for name in action.option_strings if "_" not in name]  # type: ignore[index]
         if how.get("type") is Path:
             action.complete = FILES  # type: ignore[attr-defined]
 
@@ -69,6 +83,35 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 
 
 COUNT, RATE = positive(int), positive(float)
+_VALUES: dict[Any, str] = {Path: "FILE", COUNT: "N", int: "N", RATE: "X", float: "X"}
+"""How help calls a value of each type, where its argument has no better name."""
+
+
+EXAMPLES = {
+    "train": "ds-encdec train --config my.yaml --resume auto training.num_train_steps=2000",
+    "validate": "ds-encdec validate my.yaml --hostfile hosts infra.num_gpus=16",
+    "estimate-memory": "ds-encdec estimate-memory my.yaml --gpus 8 --gpu h100-80gb",
+    "plan": "ds-encdec plan my.yaml --tokens 5B --measured output --price-per-gpu-hour 2.5",
+    "schema": "ds-encdec schema > configuration.schema.json",
+    "phases": "ds-encdec phases my.yaml --to validation --dry-run",
+    "inspect-data": "ds-encdec inspect-data my.yaml -n 5 data.use_mode_tokens=true",
+    "prepare": "ds-encdec prepare my.yaml --out prepared --num-proc 16",
+    "init": "ds-encdec init quickstart --out my.yaml",
+    "init-model": "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start",
+    "export": "ds-encdec export output/checkpoints/final exported --dtype bfloat16",
+    "average": "ds-encdec average output --last 3",
+    "convert": "ds-encdec convert output/checkpoints/final converted --to dcp",
+    "verify": "ds-encdec verify output",
+    "sanity-check": "ds-encdec sanity-check my.yaml training.micro_batch_size=1",
+    "doctor": "ds-encdec doctor my.yaml --hostfile hosts",
+    "report": "ds-encdec report output --compare output2 --out compared",
+    "stop": "ds-encdec stop output",
+    "push-to-hub": "ds-encdec push-to-hub output/export/final me/my-model --private",
+    "completion": 'eval "$(ds-encdec completion bash)"',
+    "generate": "ds-encdec generate --model output/export/final --text 'Paris is <extra_id_0>.'",
+    "evaluate": "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
+}
+"""A call of each verb, for its help."""
 
 
 @contextmanager
@@ -108,10 +151,10 @@ def language(text: str) -> str:
     return text
 
 
-JSON: Arguments = {"--json": flag("as one JSON object")}
+JSON: Arguments = {"--json": flag("print one JSON object")}
 CONFIG: Arguments = {
     "config": value("YAML file, or a shipped one's name (ds-encdec init lists them)", Path, nargs="?"),
-    "--config": value("YAML file", Path, dest="config_option"),
+    "--config": value("the same, as an option", Path, dest="config_option"),
 }
 """A configuration that may be named without `--config`; `read_arguments` in config/command_line.py makes them one."""
 
@@ -142,4 +185,4 @@ def grouped(groups: Mapping[str, Sequence[str]], summaries: Mapping[str, str]) -
         for name in names:
             start = f"    {name}".ljust(indent)
             lines += textwrap.wrap(summaries[name], width, initial_indent=start, subsequent_indent=" " * indent)
-    return "\n".join([*lines, "", "Each has a --help of its own."])
+    return "\n".join([*lines, "", "`ds-encdec VERB --help` lists what a verb takes."])

@@ -20,6 +20,7 @@ from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.arguments import (
     CONFIG,
     COUNT,
+    EXAMPLES,
     JSON,
     RATE,
     Arguments,
@@ -124,13 +125,13 @@ def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.
         dest="verb", prog=parser.prog, required=True, help=None if lists_verbs else argparse.SUPPRESS
     )
     for name, (run, accepts_overrides, summary) in VERBS.items():
-        epilog = "further arguments: section.field=value" if accepts_overrides else None
         listed: dict[str, Any] = {"help": summary} if lists_verbs else {}
-        verb = verbs.add_parser(name, description=summary, epilog=epilog, **listed)
+        verb = verbs.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.", **listed)
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
         if name in of:
             add(verb, ARGUMENTS.get(name, {}))
             add(verb, VERBOSITY)
+            verb.explain(EXAMPLES[name], takes_settings=accepts_overrides)
     return parser
 
 
@@ -334,7 +335,7 @@ def _rates(remark: str = "") -> Arguments:
     return {
         "--tokens-per-second": value(f"throughput of all ranks{remark}", RATE, metavar="T", only_one=True),
         "--measured": value(f"take the throughput from this run{remark}", Path, metavar="RUN", only_one=True),
-        "--price-per-gpu-hour": value(f"for the money{remark}", RATE, metavar="USD"),
+        "--price-per-gpu-hour": value(f"say what it costs at this price{remark}", RATE, metavar="USD"),
     }
 
 
@@ -352,11 +353,11 @@ ARGUMENTS: dict[str, Arguments] = {
         **_FILES,
         "--phases": flag("plan the phases instead, as `phases --dry-run` does"),
         "--scale": flag("a table from 8 to 1,024 GPUs instead: memory, step time, communication, control traffic"),
-        "--gpu": value("its kind (--scale; default a100-80gb)", default="a100-80gb"),
+        "--gpu": value("kind of GPU (--scale; default a100-80gb)", default="a100-80gb", metavar="NAME|SIZE"),
         "--mfu": value("share of the GPU's peak that is reached (--scale; default 0.4)", RATE, default=0.4),
         "--link-gbs": value("GB/s from a GPU to others of its node (--scale; default 250)", RATE, default=250.0),
         "--network-gbs": value("GB/s from a node to others (--scale; default 50)", RATE, default=50.0),
-        "--tokens": value("to train on (default: the run's steps)", tokens, metavar="N"),
+        "--tokens": value("tokens to train on (default: the run's steps)", tokens, metavar="N"),
         "--gpus": value("GPUs in total (default infra.num_gpus)", COUNT, metavar="N"),
         "--nodes": value("machines they are in (default 1)", COUNT, default=1, metavar="N"),
         **_rates(),
@@ -364,11 +365,11 @@ ARGUMENTS: dict[str, Arguments] = {
     },
     "phases": {
         **_FILES,
-        "--only": value("this phase: sanity_check, validation, medium or full", metavar="P"),
-        "--from": value("first phase (default sanity_check)", dest="first", metavar="P"),
-        "--to": value("last phase (default full)", dest="last", metavar="P"),
+        "--only": value("run this phase: sanity_check, validation, medium or full", metavar="PHASE"),
+        "--from": value("first phase (default sanity_check)", dest="first", metavar="PHASE"),
+        "--to": value("last phase (default full)", dest="last", metavar="PHASE"),
         "--steps-per-phase": value("at most N optimizer steps a phase", COUNT, metavar="N"),
-        "--launcher": value("what starts the ranks, e.g. 'deepspeed --hostfile hostfiles/8gpu'"),
+        "--launcher": value("what starts the ranks, e.g. 'deepspeed --hostfile hosts'", metavar="COMMAND"),
         "--dry-run": flag("print steps, tokens, days and money, and stop"),
         **_rates(" (dry run)"),
         "--json": flag("the dry run as one JSON object"),
@@ -387,9 +388,9 @@ ARGUMENTS: dict[str, Arguments] = {
     "prepare": prepare.ARGUMENTS,
     "init": shipped.INIT,
     "init-model": {
-        "--from": value("decoder-only Qwen3", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
-        "--out": value("folder to write; must not exist", Path, required=True),
-        "--num-sentinel-tokens": value("sentinels (default 100)", COUNT, default=100),
+        "--from": value("decoder-only Qwen3 to start from", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
+        "--out": value("folder to write; must not exist", Path, required=True, metavar="DIR"),
+        "--num-sentinel-tokens": value("sentinel tokens to add (default 100)", COUNT, default=100),
         "--seed": value("seed of the sentinel rows (default 42)", int, default=42),
     },
     "export": checkpoints.EXPORT,
@@ -403,11 +404,11 @@ ARGUMENTS: dict[str, Arguments] = {
     },
     "report": {
         "run_folder": value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
-        "--compare": value("runs to lay over it", Path, nargs="+", default=(), metavar="RUN"),
-        "--out": value("folder to write into (default RUN/report)", Path),
-        "--png": flag("put each chart beside the page as a picture, too"),
+        "--compare": value("runs to draw beside it", Path, nargs="+", default=(), metavar="RUN"),
+        "--out": value("folder to write into (default RUN/report, or RUN/report-compared)", Path, metavar="DIR"),
+        "--png": flag("also write each chart beside the page as a picture"),
     },
-    "stop": {"run_folder": value("its infra.output_dir, or that of the phase", metavar="RUN")},
+    "stop": {"run_folder": value("the run's folder (infra.output_dir), or that of a phase", metavar="RUN")},
     "push-to-hub": checkpoints.PUSH_TO_HUB,
     "completion": {"shell": value("shell", choices=("bash", "zsh", "tcsh"))},
     "generate": commands.GENERATE,
@@ -445,7 +446,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "sanity-check": (_sanity_check, True, "look at model, data and engine before a long run"),
     "doctor": (_doctor, True, "look at each host before a run: versions, devices, folders, network"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
-    "stop": (_stop, False, "ask a run to save and end, from any host that sees its folder"),
+    "stop": (_stop, False, "ask a running job to save and stop, from any host that sees its folder"),
     "push-to-hub": (
         checkpoints.run_push_to_hub,
         False,
@@ -461,7 +462,7 @@ GROUPS = {
     "prepare": ("init", "schema", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
     "run": ("doctor", "sanity-check", "train", "phases", "stop"),
     "look": ("report", "verify", "generate", "evaluate"),
-    "hand out": ("export", "average", "convert", "push-to-hub"),
+    "publish": ("export", "average", "convert", "push-to-hub"),
     "shell": ("completion",),
 }
 """The verbs as `--help` lists them, in the order of the work."""

@@ -34,7 +34,7 @@ ARGUMENTS: Arguments = {
     "--gpus": value("GPUs in total (default infra.num_gpus)", int, metavar="N"),
     "--nodes": value("machines they are in (default 1)", int, default=1, metavar="N"),
     "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", metavar="NAME|SIZE"),
-    "--host-memory": value("of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
+    "--host-memory": value("memory of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
     "--lora-rank": value("as if adapters of this rank were trained alone", int, metavar="R"),
     "--all": flag("show every setting of both engines, and each part of the figures"),
     "--trace": flag("also trace the configured run's step (needs torch)"),
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m ds_encdec.estimate_memory",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="further arguments: section.field=value",
     )
     add(parser, ARGUMENTS)
+    parser.explain(f"{parser.prog} my.yaml --gpus 8 --gpu h100-80gb", takes_settings=True)
     try:
         given = sys.argv[1:] if arguments is None else arguments
         options, overrides = read_arguments(parser, ARGUMENTS, given)

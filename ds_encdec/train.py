@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add(parser, ARGUMENTS)
     add(parser, VERBOSITY)
+    parser.explain("deepspeed --num_gpus 8 ds_encdec/train.py --config my.yaml --resume auto", takes_settings=True)
     given, in_sagemaker = list(sys.argv[1:] if arguments is None else arguments), is_container(os.environ)
     try:
         if in_sagemaker:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ds_encdec import cli, train
+from ds_encdec import cli, estimate_memory, train
+from ds_encdec.arguments import EXAMPLES
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.run_folder import RunFolder
@@ -32,6 +36,36 @@ def test_help_names_every_verb_once_within_the_terminal(
     assert max(map(len, lines)) <= 60
     named = [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "]
     assert sorted(named) == sorted(cli.VERBS)
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_help_of_a_verb_explains_its_values(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No value is called by its option's name alone, each option stands once, and the example is one that is read."""
+    with pytest.raises(SystemExit):
+        cli.main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert "CONFIG_OPTION" not in shown
+    assert "_config" not in shown.partition("example:")[0]
+    unexplained = re.findall(r"--(\w[\w-]*) (?=[A-Z])([A-Z_-]+)\b", shown)
+    assert [name for name, called in unexplained if called == name.upper().replace("-", "_")] in ([], ["text", "text"])
+    assert ("[section.field=value ...]" in shown) is cli.VERBS[verb][1]
+    *_, example = shown.rstrip().splitlines()
+    assert example == f"  {EXAMPLES[verb]}"
+    assert len(example) <= 80
+    words = shlex.split(EXAMPLES[verb].removeprefix('eval "$(').removesuffix(')"').partition(" >")[0])
+    assert words[:2] == ["ds-encdec", verb]
+    cli._read(cli._parser(of=[verb]), words[1:])
+
+
+@pytest.mark.parametrize("main", [train.main, estimate_memory.main])
+def test_programs_have_an_example_and_take_settings(
+    main: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert "[section.field=value ...]" in shown
+    assert "\nexample:\n" in shown
 
 
 def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:

@@ -375,7 +375,7 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
             ["--model", "Qwen/Qwen3-7B"],
             ["Qwen/Qwen3-7B is not a local folder", "Did you mean Qwen/Qwen3-", "architecture"],
         ),
-        (["--model", "/nowhere"], ["/nowhere is not a local folder"]),
+        (["--model", "/nowhere"], ["/nowhere is not a local folder", "Only Qwen3 decoders can be used."]),
         (["training.batch=4"], ["training.batch", "unknown key"]),
         (
             ["infra.sharding_stage=zero0", "infra.offload_optimizer=cpu"],

@@ -34,9 +34,9 @@ def test_the_default_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     disk = found["disk"]
     assert disk["checkpoint"] == 12 * PARAMETERS  # ZeRO-3
     assert disk["checkpoints"] == 5 + 1 + 1  # kept, best, being written
-    assert disk["averaged"] == 4 * PARAMETERS
+    assert disk["averaged"] == 0  # a model that no run evaluates is made on request only
     assert disk["exported"] == 4 * PARAMETERS
-    assert disk["total"] == 7 * 12 * PARAMETERS + 2 * 4 * PARAMETERS
+    assert disk["total"] == 7 * 12 * PARAMETERS + 4 * PARAMETERS
     assert disk["export"] == {"float32": 4 * PARAMETERS, "bfloat16": 2 * PARAMETERS}
 
 
@@ -102,7 +102,7 @@ def test_bytes_of_a_checkpoint(overrides: list[str], expected: int) -> None:
 def test_how_many_checkpoints(
     capsys: pytest.CaptureFixture[str], overrides: list[str], checkpoints: int, abandoned: int, averages: bool
 ) -> None:
-    disk = plan(capsys, *overrides)["disk"]
+    disk = plan(capsys, "training.average_checkpoints=5", *overrides)["disk"]
     assert (disk["checkpoints"], disk["abandoned_checkpoints"], bool(disk["averaged"])) == (
         checkpoints,
         abandoned,

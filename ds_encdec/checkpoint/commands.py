@@ -19,29 +19,34 @@ from ds_encdec.types import CheckpointError, ConfigError
 
 _CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
 _WEIGHTS: Arguments = {
-    "--dtype": value("(default float32)", choices=("float32", "bfloat16"), default="float32"),
+    "--dtype": value("precision of the weights (default float32)", choices=("float32", "bfloat16"), default="float32"),
     "--max-shard-gb": value("largest file, in GB (default 5)", RATE, default=5.0),
 }
-_LORA: Arguments = {
+_BASE: Arguments = {
     "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
-    "--adapter": flag("the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
 }
 
 EXPORT: Arguments = {
     **_CHECKPOINT,
     "out": value("folder to write; must not exist", Path),
-    "--encoder-only": flag("the encoder alone, as a text embedding model, also for sentence-transformers"),
+    "--encoder-only": flag("write the encoder alone, as a text embedding model, also for sentence-transformers"),
     "--language": value(
-        "for the card, such as en (repeatable)", language, action="append", default=[], dest="languages"
+        "language for the card, e.g. en (repeatable)",
+        language,
+        action="append",
+        default=[],
+        dest="languages",
+        metavar="CODE",
     ),
-    **_LORA,
+    "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+    **_BASE,
     **_WEIGHTS,
 }
 AVERAGE: Arguments = {
     "run_folder": value("a run, e.g. output", Path, metavar="run"),
     "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
     "--last": value("newest checkpoints to average (default 5)", int, default=5),
-    **_LORA,
+    **_BASE,
     **_WEIGHTS,
 }
 CONVERT: Arguments = {
@@ -54,9 +59,9 @@ VERIFY: Arguments = {"path": value("a checkpoint, a run (e.g. output), or prepar
 PUSH_TO_HUB: Arguments = {
     "folder": value("exported folder", Path),
     "repo_id": value("OWNER/NAME of the repository, made where there is none"),
-    "--private": flag("make it one that only you see"),
+    "--private": flag("create a private repository"),
     "--revision": value("branch (default main)", metavar="BRANCH"),
-    "--message": value("of the commit"),
+    "--message": value("message of the commit", metavar="TEXT"),
 }
 
 
@@ -79,11 +84,6 @@ def run_export(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 def run_average(options: argparse.Namespace, _: Sequence[str]) -> None:
     """Write the mean of a run's last checkpoints."""
-    if options.adapter:
-        raise ConfigError(
-            "--adapter: a mean of adapters is not the mean of the models: leave it out, and the mean of the merged "
-            "models is written"
-        )
     from ds_encdec.checkpoint.folder import refuse_existing
     from ds_encdec.launch.run_folder import RunFolder
 

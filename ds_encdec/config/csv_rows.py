@@ -109,6 +109,8 @@ def _check_names(names: Sequence[str], path: str) -> None:
 
 def _wrong(row: Sequence[str], names: Sequence[str], taken: Sequence[str], delimiter: str) -> str | None:
     """Why a row cannot be read, or None."""
+    if len(row) > 1 and [field.removeprefix("\ufeff") for field in row] == names:
+        return "the names of the columns once more, as where files were joined; remove that line"
     if len(row) != len(names):
         return (
             f"{len(row)} fields, and the first line names {len(names)} columns; a field with the delimiter "

@@ -20,11 +20,11 @@ class GenerationSettings:
 
     max_new_tokens: int = _setting(512, "new tokens of a text at most; 0: no text")
     num_beams: int = _setting(1, "beams of the search")
-    temperature: float = _setting(0.0, "of sampling; 0 takes the likeliest token")
+    temperature: float = _setting(0.0, "temperature of sampling; 0 takes the likeliest token")
     top_p: float = _setting(1.0, "sample from the likeliest tokens that have this share")
     top_k: int = _setting(0, "sample from so many of the likeliest tokens; 0: from all")
     repetition_penalty: float = _setting(1.0, "above 1: tokens that were generated are less likely")
-    seed: int = _setting(0, "of sampling")
+    seed: int = _setting(0, "seed of sampling")
     batch_tokens: int = _setting(16_384, "tokens of a batch at most, input and new ones")
 
     def __post_init__(self) -> None:

@@ -77,6 +77,7 @@ _KINDS: tuple[tuple[bytes, Opener | str], ...] = (
     (rb"ORC.{0,9}\x08", "an ORC file: convert it to parquet"),
     (rb"SQLite format 3\0", "an SQLite database: write its rows as JSON lines"),
     (rb"\x80[\x02-\x05][\x95}\]c(]", "a pickle: write its rows as JSON lines"),
+    (rb"version https://git-lfs\.github\.com/spec/", "a pointer of Git LFS, and not the file: run `git lfs pull`"),
     (rb"(\xff\xfe\0\0|\0\0\xfe\xff)", "UTF-32 text: convert it, `iconv -f utf-32 -t utf-8`"),
     (rb"(\xff\xfe|\xfe\xff)", "UTF-16 text: convert it, `iconv -f utf-16 -t utf-8`"),
     (rb"([^\0]\0\0\0){4}", "UTF-32 text: convert it, `iconv -f utf-32le -t utf-8`"),

@@ -357,9 +357,11 @@ class DataConfig(Source):
 
     def _eval_set_rules(self) -> Iterable[Rule]:
         for name in self.eval_sets:
+            is_name = re.fullmatch(r"[\w-]+", name, re.ASCII) is not None
+            yield Rule("eval_sets", f"{name!r}: names are of letters, digits, `_` and `-`", not is_name)
+            if not is_name:
+                continue
             at = f"eval_sets.{name}"
-            message = "names are of letters, digits, `_`, `-` and `.`"
-            yield Rule(at, message, not re.fullmatch(r"[\w.-]+", name, re.ASCII))
             alone = self.of_eval_set(name)
             message = "name what is in it: eval_files, eval_dataset_name or eval_split"
             yield Rule(at, message, alone.own_split("validation") is None)
@@ -408,6 +410,7 @@ class DataConfig(Source):
         for files, split in (("eval_files", "eval_split"), ("test_files", "test_split")):
             both = getattr(self, files) is not None and getattr(self, split) is not None
             yield Rule(f"{files} {split}", "files have no splits: remove one of the two", both)
+            yield Rule(files, "no file is named: name one, or remove the field", getattr(self, files) == ())
             given = next((field for field in (files, split) if getattr(self, field) is not None), None)
             message = "say with eval_dataset_name what this is of: a mixture is of several"
             yield Rule(f"mixture {given} eval_dataset_name", message, given and self.mixture and name is None)

@@ -51,6 +51,14 @@ def similar_shipped(path: Path) -> str:
     return next((f"; did you mean {name}?" for name in get_close_matches(path.name, names, 1, 0.7)), "")
 
 
+def shipped_instead(path: Path) -> str:
+    """The end of a sentence about a configuration that is not there: the similar file, or for a bare name all names."""
+    if (similar := similar_shipped(path)) or len(path.parts) != 1 or path.suffix == ".json":
+        return similar
+    names = ", ".join(_name(file) for file in shipped_files() if file.suffix == ".yaml")
+    return f"; configurations that come with the program are found by name: {names}"
+
+
 def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
     """`ds-encdec init`: write a shipped file, or list them."""
     if options.name is None:

@@ -183,9 +183,9 @@ class TrainingConfig(Section):
     torch rounds pinned buffers up to powers of two (infra.pin_memory=false avoids it). False: training waits until the
     files are written; FSDP2 on GPUs then still passes each rank's whole part through host memory. With
     `offload_optimizer: nvme` the default is false."""
-    average_checkpoints: Annotated[int, Mark.UNTRAINED] = Field(default=5, ge=0)
-    """Newest checkpoints whose weights are averaged into `export/averaged` at the end of a run that has at least 3;
-    0: none."""
+    average_checkpoints: Annotated[int, Mark.UNTRAINED] = Field(default=0, ge=0)
+    """Newest checkpoints whose weights are averaged into `export/averaged` at the end of a run that has at least 3, a
+    model that the run does not evaluate (docs/checkpoints.md); 0: none."""
     eval_steps: Annotated[int, Mark.UNTRAINED] = Field(default=500, ge=1)
     """Optimizer steps between evaluations; each checkpoint of `save_steps` is evaluated too."""
     eval_samples: Annotated[int, Mark.EXAMPLES, Mark.UNTRAINED] = Field(default=1000, ge=0)

@@ -18,7 +18,7 @@ import yaml
 
 from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_given
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, masked, show
-from ds_encdec.config.shipped import similar_shipped
+from ds_encdec.config.shipped import shipped_instead
 
 
 def whole_number(digits: str) -> int | Unreadable:
@@ -241,7 +241,7 @@ def read_text(path: Path, problems: list[Problem], named_by: Mention | None = No
         return read_given(path, MAX_CONFIG_BYTES)
     except FileNotFoundError:
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
-        message = f"no such file{looked}{similar_shipped(path)}"
+        message = f"no such file{looked}{shipped_instead(path)}"
     except (OSError, ValueError) as error:
         message = f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
     problem = file_problem(path, message)

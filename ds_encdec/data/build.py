@@ -140,8 +140,11 @@ def build_data(
     eval_examples, eval_batches = packed(facts, own)
     eval_sets = {}
     for name in data.eval_sets:
-        mine = own_split(data.of_eval_set(name), "validation", training.seed, maker, commits, name)
-        eval_sets[name] = packed(fingerprint(config, pipeline, mine), mine)[1]
+        try:
+            mine = own_split(data.of_eval_set(name), "validation", training.seed, maker, commits, name)
+            eval_sets[name] = packed(fingerprint(config, pipeline, mine), mine)[1]
+        except DataError as error:
+            raise DataError(f"data.eval_sets.{name}: {error}") from error
     return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets)
 
 

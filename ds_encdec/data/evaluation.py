@@ -54,7 +54,7 @@ def evaluation_examples(
         if told := _why_none(pipeline, own):
             raise DataError(told)
         raise DataError(
-            "there is no example in the files or the split to evaluate on (data.eval_files, data.eval_split)"
+            "there is no example in the files or the split to evaluate on (eval_files, eval_split)"
             if own
             else "no document is held out for evaluation: raise data.eval_fraction (for sft lower "
             "data.train_split_ratio), add documents (two at least), or turn evaluation off with training.eval_samples=0"

@@ -311,7 +311,8 @@ class PairMaker:
         said, learnt = zip(*map(read_turn, map(self._break, messages)), strict=True) if messages else ((), ())
         turns = [number for number, message in enumerate(said) if message["role"] == "assistant"]
         if not turns:
-            raise _UnusableError("its messages have no turn of the assistant")
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in said)) or "there are none"
+            raise _UnusableError(f"its messages have no turn of the assistant (role: {roles:.100})")
         turns = [turn for turn in turns if learnt[turn]]
         if not turns:
             return
@@ -335,7 +336,7 @@ def _list(value: Any, name: str) -> list[Any]:
     """A list, maybe one written as JSON."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _UnusableError(f"its {name} are no JSON ({error})") from error
     if not isinstance(found, list):
         raise _UnusableError(f"its {name} are of type {type(found).__name__}; needed is a list")

@@ -28,14 +28,14 @@ def _settings(defaults: GenerationSettings, **others: str) -> Arguments:
             f"{field.metadata['meaning']} (default {others.get(field.name, default)})",
             type(default),
             default=None if field.name in others else default,
-            metavar="X",
+            metavar="N" if isinstance(default, int) else "X",
         )
         for field, default in found.items()
     }
 
 
 GENERATE: Arguments = {
-    "--model": value("exported folder", Path, required=True),
+    "--model": value("exported folder", Path, required=True, metavar="DIR"),
     "--text": value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
     "--raw": flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
     "--stream": flag("print tokens as they come"),
@@ -44,11 +44,11 @@ GENERATE: Arguments = {
 
 EVALUATE: Arguments = {
     "--model": value("exported folder", Path, required=True, metavar="DIR"),
-    "--config": value("what the data is (default: that of the run whose export/ the model lies in)", Path),
-    "--split": value("(default test)", choices=("train", "validation", "test"), default="test"),
+    "--config": value("YAML file with the data (default: that of the run whose export/ the model lies in)", Path),
+    "--split": value("split to generate for (default test)", choices=("train", "validation", "test"), default="test"),
     "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
     "--metrics": value(
-        f"(default: all that need no model) some of {','.join(TEXT_METRICS)}, or `module:name`",
+        f"metrics to compute (default: all that need no model): some of {','.join(TEXT_METRICS)}, or `module:name`",
         nargs="+",
         metavar="M",
     ),
@@ -60,8 +60,11 @@ EVALUATE: Arguments = {
         metavar="DIR",
     ),
     **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
-    "--device": value("(default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
-    "--dtype": value("(default: as stored on a GPU, float32 on a CPU)", choices=("float32", "bfloat16", "float16")),
+    "--device": value("where to compute (default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
+    "--dtype": value(
+        "precision of the weights (default: as stored on a GPU, float32 on a CPU)",
+        choices=("float32", "bfloat16", "float16"),
+    ),
     **JSON,
 }
 

@@ -18,7 +18,7 @@ from ds_encdec.launch.memory_errors import is_of_device, is_of_driver, is_out_of
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.memory.breakdown import GIB, Breakdown, HostBreakdown
 from ds_encdec.memory.device_stats import GB, device_capacity, get_memory_stats
-from ds_encdec.memory.estimate import RANK_PROCESS_BYTES, engine_memory, estimate
+from ds_encdec.memory.estimate import RANK_PROCESS_BYTES, estimate
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.variants import (
     BATCH_FIELDS,
@@ -34,8 +34,8 @@ from ds_encdec.types import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 
-KERNEL_CACHE_BYTES = 0.5 * GIB
-"""Kernels that oneDNN makes and keeps for each shape on a CPU. Measured: up to 0.55 GB."""
+LOADED_BYTES = 0.1 * GIB
+"""Libraries and kernels that a CPU rank loads with its engine and its first steps. Quickstart: 0.12 GB measured."""
 SETTINGS = 3
 """How many settings are proposed."""
 _PAGE_LOCKED = (
@@ -46,29 +46,30 @@ _PAGE_LOCKED = (
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory(Variant):
-    """A run's job, and the estimate of it. `resident_bytes`: what the rank's process held when that was made."""
+    """A run's job, and the estimate of it.
+
+    `resident_bytes`: what the rank's process held when that was made, before its engine was built.
+    """
 
     resident_bytes: float = RANK_PROCESS_BYTES["cpu"]
 
     @property
     def peak_bytes(self) -> float:
-        """The value that `mem/peak_bytes` should come to, asked once the engine has been built.
+        """The value that `mem/peak_bytes` should come to.
 
         On a GPU that is what torch's allocator has given out, so without the `framework`'s share. On a CPU it is one
-        process's resident memory: what it holds by now, libraries and the engine's states included, and what the steps
-        add. Data workers are not in it.
+        process's resident memory: what it held before the engine was built, and all that comes on top. Data workers
+        are not in it.
         """
         peak, host = self.estimate.peak, self.estimate.host
         tensors = peak.total - peak.framework
         if self.job.device == "cuda":
             return tensors
-        added = tensors - engine_memory(self.job).resting.total + host.activations + host.save
-        return psutil.Process().memory_info().rss + max(added, 0.0) + KERNEL_CACHE_BYTES
+        return self.resident_bytes + LOADED_BYTES + tensors + host.total - host.process
 
     def __str__(self) -> str:
-        peak, host = self.estimate.peak, self.estimate.host
-        of_process = self.resident_bytes + peak.total - peak.framework + host.total - host.process
-        per = f"GPU {gib(peak.total)}" if self.job.device == "cuda" else f"rank {gib(of_process)}"
+        on_gpu = self.job.device == "cuda"
+        per = f"GPU {gib(self.estimate.peak.total)}" if on_gpu else f"rank {gib(self.peak_bytes)}"
         return f"estimated peak per {per} ({self.estimate.moment}), host {gib(self.node_bytes)} per node"
 
 

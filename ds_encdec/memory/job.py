@@ -336,7 +336,8 @@ def _cached_config(name: str) -> Path:
     meant = closest(name, PUBLISHED)
     raise ConfigError(
         f"model.model_name_or_path: {name} is not a local folder, not in the Hugging Face cache, and not one of the "
-        f"models whose sizes are known here ({', '.join(PUBLISHED)}); nothing is downloaded for an estimate."
+        f"models whose sizes are known here ({', '.join(PUBLISHED)}); nothing is downloaded for an estimate. "
+        "Only Qwen3 decoders can be used."
         f"{f' Did you mean {meant}?' if meant else ''} Give a folder that holds its config.json, or its sizes: "
         "model.architecture.hidden_size=… and so on, with model.tokenizer_name_or_path=builtin"
     )

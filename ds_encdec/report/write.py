@@ -57,14 +57,15 @@ def write_report(
 ) -> tuple[Path, list[str]]:
     """Write the report of the run in `path`, or of the phases in it; returns the page and what to warn of.
 
-    `compare`: further runs, whose curves are laid over this one's. `out`: the folder of the page, RUN/report by
-    default; an earlier report in it is replaced. `png`: each chart lies beside the page as a picture, too.
+    `compare`: further runs, whose curves are laid over this one's. `out`: the folder of the page, by default
+    RUN/report, or RUN/report-compared beside other runs; an earlier report in it is replaced. `png`: each chart lies
+    beside the page as a picture, too.
 
     Raises ConfigError for a path that is no run or a folder that cannot be written, DataError for a run without
     metrics and for runs that cannot be compared.
     """
     paths = [one.expanduser() for one in (path, *compare)]
-    folder = (paths[0] / "report" if out is None else out).expanduser()
+    folder = (paths[0] / ("report-compared" if compare else "report") if out is None else out).expanduser()
     pipelines = [one for one in paths if phase_folders(one) and not (one / "metrics.jsonl").exists()]
     if pipelines and compare:
         raise ConfigError(

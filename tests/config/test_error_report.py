@@ -173,6 +173,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str
 
 def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
     assert "nowhere.yaml\n      no such file" in report(tmp_path / "nowhere.yaml")
+    assert "found by name: quickstart, quickstart_sft, qwen3" in report(Path("nothere"))
     assert "cannot be read: a folder, not a plain file" in report(tmp_path)
     binary = tmp_path / "model.safetensors"
     binary.write_bytes(b"\xff\xfe\x00\x80")

@@ -95,6 +95,9 @@ def test_a_bad_row_of_a_csv_file_says_why_and_where() -> None:
         {"x": "a\nb", "y": '  "c'},
     ]
     assert rows_of("") == rows_of("x,y\n") == []
+    (again, row) = rows_of("x,y\n\ufeffx,y\n1,2\n")
+    assert again.startswith("the names of the columns once more")
+    assert row == {"x": "1", "y": "2"}
 
 
 @pytest.mark.parametrize(

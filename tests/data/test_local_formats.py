@@ -334,6 +334,7 @@ def test_a_binary_text_file_is_refused_when_it_is_opened(tmp_path: Path, content
     [
         ("json", "a.csv", b"text\nx", "a.csv: a CSV file: set data.dataset_name=csv"),
         ("text", "a.parquet", b"PAR1 and more", "a.parquet: a parquet file: set data.dataset_name=parquet"),
+        ("text", "a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "a.txt: a pointer of Git LFS"),
         ("csv", "a.zip", b"PK\x03\x04 and more", "a.zip: a zip archive: unpack it"),
         ("json", "folder/file", b"{}", "folder: a folder; add /.. for its files$"),
     ],

@@ -111,6 +111,8 @@ def test_a_field_may_have_another_column_be_nested_and_be_a_number() -> None:
         ({"instruction": "a", "input": "b", "output": 10**5000}, "its field output cannot be written as text"),
         ({"instruction": "a", "input": "b", "output": " \n"}, "its output is empty"),
         ({"messages": []}, "no turn of the assistant"),
+        ({"messages": [{"role": "Assistant", "content": "x"}]}, r"no turn of the assistant \(role: Assistant\)"),
+        ({"messages": "[" * 100_000}, "its messages are no JSON"),
         ({"messages": "no json"}, "its messages are no JSON"),
         ({"messages": {"role": "user"}}, "its messages are of type dict; needed is a list"),
         ({"messages": [{"content": "hi"}]}, "no objects with a role each"),
@@ -122,6 +124,16 @@ def test_a_row_of_which_nothing_can_be_made_is_bad_and_says_why(record: dict[str
     row = maker_of().read(Document("data.jsonl:7", "", record=record))
     assert isinstance(row, BadRow)
     assert re.match(rf"data\.jsonl:7: .*{problem}", row.problem)
+
+
+def test_a_set_that_cannot_be_evaluated_on_is_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    sets = {"hard": {"eval_files": str(tmp_path / "empty.jsonl")}}
+    with pytest.raises(DataError, match=r"data\.eval_sets\.hard: there is no example in the files"):
+        build_data(
+            sft_config(write(tmp_path / "a.jsonl", ROWS), on_long_row="skip", eval_sets=sets), TOKENIZER, VOCABULARY,
+            rank=0, world_size=1, num_lanes=4, evaluation_cache=tmp_path,
+        )  # fmt: skip
 
 
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:

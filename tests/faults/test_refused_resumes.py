@@ -30,6 +30,7 @@ def arguments(folder: Path, *options: str, **changes: Any) -> list[str]:
         "training__save_steps": 2,
         "training__eval_steps": 2,
         "training__save_total_limit": 5,
+        "training__average_checkpoints": 5,
         "training__report_to": "none",
     }
     return ["--config", QUICKSTART, *overrides(folder, **settings | changes), *options]

@@ -82,6 +82,8 @@ def config_with(**fields: Any) -> FullConfig:
     [
         ({"data__eval_sets": "{a: {}}"}, "name what is in it"),
         ({"data__eval_sets": "{a/b: {eval_split: test}}"}, "names are of letters"),
+        ({"data__eval_sets": "{a b: {eval_split: test}}"}, r"data.eval_sets = .*\n.*'a b': names are of letters"),
+        ({"data__eval_sets": "{a: {eval_files: []}}"}, r"data.eval_sets.a.eval_files = \[\]\n.*no file is named"),
         ({"data__eval_sets": "{a: {eval_files: x, eval_split: test}}"}, "files have no splits"),
         ({"data__eval_sets__a__eval_file": "x"}, "did you mean `eval_files`"),
         ({"data__eval_sets": "{a: {eval_split: test}}", "training__eval_samples": 0}, "nothing is evaluated"),

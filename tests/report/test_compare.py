@@ -47,7 +47,10 @@ def test_curves_over_steps_and_tokens_and_what_differed_beside_what_came_out(tmp
 
 def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name / "run", only=("train/loss",), seed=len(name)) for name in ("a", "bb")]
+    own = write_report(runs[0])[0]
+    before = own.read_bytes()
     page = Page(write_report(runs[0], compare=runs[1:])[0])
+    assert own.read_bytes() == before, "a comparison has a page of its own"
     assert "Their configurations are the same." in page.text
     assert page.tables["What came out, and what differed"][0] == ["", "a/run", "bb/run"]
     assert "Training loss over tokens" not in page.charts
@@ -74,7 +77,7 @@ def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pyte
         "cannot be compared."
     )
     assert f"warning: {warning}" in capsys.readouterr().err
-    assert warning in Page(one / "report" / "index.html").text
+    assert warning in Page(one / "report-compared" / "index.html").text
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["by config", "by checkpoint"])
