@@ -130,7 +130,11 @@ def _train_on_ranks(
     if world.is_main and (untested := outside_tested_ranges()):
         logger.warning("not tested with %s: what follows may be wrong in places", ", ".join(untested))
     folder = RunFolder(config.infra.output_dir)
-    folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
+    try:
+        folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
+    except BaseException:
+        context.undo.close()
+        raise
     stop.stop_file = folder.stop_file if world.is_main else None
     uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
     stop.before_end = lambda why: record(

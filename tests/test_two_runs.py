@@ -1,4 +1,7 @@
-"""One process that trains twice, under DeepSpeed and under FSDP2: each run leaves the libraries as it found them."""
+"""One process that trains twice, under DeepSpeed and under FSDP2: each run leaves the libraries as it found them.
+
+So does a start that is refused, because its folder holds a run.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,7 @@ import ds_encdec.engine.deepspeed_zero, ds_encdec.engine.fsdp2, ds_encdec.model.
 from deepspeed.runtime.zero import partition_parameters, stage3
 from ds_encdec import load_config, run_training
 from ds_encdec.foreign_places import _layers
+from ds_encdec.types import OutputLockedError
 del os.environ["DS_ACCELERATOR"]
 
 MODULES = (torch, torch.nn, torch.nn.functional, torch.distributed, partition_parameters, stage3)
@@ -64,6 +68,11 @@ for settings in json.loads(sys.argv[1]):
     after = state()
     # DeepSpeed leaves names of its own behind in torch's classes; nothing that was there is another.
     changed.append({name: [before[name], after.get(name)] for name in before if before[name] != after.get(name)})
+before = dict(os.environ)
+try:
+    run_training(load_config("ds_configs/quickstart.yaml", settings))
+except OutputLockedError:  # the folder holds a run by now
+    changed.append({name: value for name, value in os.environ.items() if before.get(name) != value})
 changed.append(len(_layers))
 print(json.dumps(changed))
 """
@@ -84,4 +93,4 @@ def test_a_run_leaves_its_libraries_as_it_found_them(tmp_path: Path) -> None:
         timeout=900,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert json.loads(result.stdout.splitlines()[-1]) == [{}, {}, {}, 0]
+    assert json.loads(result.stdout.splitlines()[-1]) == [{}, {}, {}, {}, 0]
