@@ -47,8 +47,8 @@ def try_optimizer(name: str, arguments: Mapping[str, Any], device: str) -> KeptS
     if not _same(whole, resumed):
         raise ConfigError(
             f"{_FIELD}={name} steps otherwise from states that are zero at first, or in a new optimizer that is given "
-            "the states of another, as in a resumed run. Begin exp_avg and exp_avg_sq as zeros, step as 0, and keep "
-            "nothing outside of the states"
+            "the states of another, as in a resumed run. Begin exp_avg and exp_avg_sq as zeros, step as 0, keep "
+            "nothing outside of the states, and step what is in param_groups"
         )
     return kept
 
@@ -64,11 +64,19 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 def _stepped(
     name: str, arguments: Mapping[str, Any], numbers: Sequence[Tensor], resumed_with: KeptState | None = None
 ) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """Step each of `numbers`, a parameter, twice; `resumed_with`: by a new optimizer each time, with these states."""
+    """Step each of `numbers`, a parameter, twice; `resumed_with`: by a new optimizer each time, with these states.
+
+    Those are also made of other parameters than they step.
+    """
     parameters = [nn.Parameter(part.clone()) for part in numbers]
 
     def new() -> torch.optim.Optimizer:
-        return _make([{"params": parameters, "weight_decay": 0.1}], name, {"lr": 1e-3, **arguments})
+        first = [nn.Parameter(part.clone()) for part in numbers] if resumed_with is not None else parameters
+        made = _make([{"params": first, "weight_decay": 0.1}], name, {"lr": 1e-3, **arguments})
+        now = dict(zip(first, parameters, strict=True))
+        for group in made.param_groups:  # DeepSpeed, too, puts others into the groups of an optimizer that it is given
+            group["params"] = [now[parameter] for parameter in group["params"]]
+        return made
 
     optimizer = new()
     before = _settings(optimizer)

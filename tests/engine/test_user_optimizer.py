@@ -23,14 +23,16 @@ import torch
 class Own(torch.optim.Optimizer):
     def __init__(self, groups, lr, kind="", keeps=(), count=None):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "steps": 0})
-        self.taken = 0
+        self.taken, self.first = 0, [list(group["params"]) for group in self.param_groups]
         self.kind, self.keeps, self.count = kind, keeps.split() if keeps else [], count
 
     @torch.no_grad()
     def step(self, closure=None):
-        for group in self.param_groups:
+        for group, first in zip(self.param_groups, self.first):
             group["steps"] += self.kind == "counts in groups"
-            for parameter in group["params"]:
+            for parameter in first if self.kind == "keeps parameters" else group["params"]:
+                if parameter.grad is None:
+                    continue
                 state = self.state[parameter]
                 for name in self.keeps:
                     state.setdefault(name, torch.zeros_like(parameter))
@@ -99,7 +101,8 @@ def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], k
         ("own_optimizer:Own", {"kind": "by shape"}, "or matrices by another rule, and engines cut parameters"),
         ("own_optimizer:Own", {"kind": "begins with gradients"}, "steps otherwise from states that are zero at first"),
         ("own_optimizer:Own", {"kind": "counts in itself"}, "keep nothing outside of the states"),
-        ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:30\)"),
+        ("own_optimizer:Own", {"kind": "keeps parameters"}, "and step what is in param_groups"),
+        ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:32\)"),
         ("own_optimizer:Own", {"speed": 1}, r"cannot be made of \(groups, lr, speed\): TypeError"),
         ("own_optimizer:nothing", {}, "makes no torch.optim.Optimizer but a str"),
         ("own_optimizer:absent", {}, "cannot be imported"),
