@@ -5,6 +5,7 @@ Gathered for good, they take the memory that sharding saves, and no loss shows i
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -24,7 +25,10 @@ STEPS, ACCUMULATION, LAYERS = 3, 2, 4
 
 
 def frozen(kit: Kit) -> None:
-    """Steps of adapters under ZeRO-3 with recomputed layers: on one rank, and on two where there are two GPUs."""
+    """Steps of adapters under ZeRO-3 with recomputed layers: on one rank, and on two where there are two GPUs.
+
+    Without peft the layers' matrices are frozen instead, which are gathered and released in the same way.
+    """
     ranks(kit, 2) if kit.dry_run or torch.cuda.device_count() > 1 else kit.omit("two ranks", "there is one GPU")
     train(kit, "one rank")
 
@@ -48,15 +52,17 @@ def train(kit: Kit, name: str) -> None:
     rank = int(os.environ.get("RANK", "0"))
     sizes = {**(TINY if kit.dry_run else QWEN), "num_hidden_layers": LAYERS}
     small = {"zero_optimization": {"stage3_param_persistence_threshold": 0}} if kit.dry_run else {}
+    has_peft = importlib.util.find_spec("peft") is not None
     config = run_config(
         kit,
         sizes,
-        model={"lora": {"r": 8}},
+        model={"lora": {"r": 8} if has_peft else None},
         data={"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128},
         training={
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": ACCUMULATION,
             "activation_checkpointing": "full",
+            "freeze": [] if has_peft else ["*_proj.weight"],
             "torch_compile": False,
         },
         infra={
