@@ -134,7 +134,7 @@ def test_the_estimate_of_the_quickstart_is_near_its_peak(tmp_path: Path) -> None
 
 
 def assert_near(line: dict[str, float]) -> None:
-    """The estimate is near what was measured: by 6 % here, and further off where a CPU's libraries keep other kernels."""
+    """The estimate is near what was measured: by 6 % on one machine; libraries of other CPUs keep more."""
     assert 0.6 < line["mem/estimated_bytes"] / line["mem/peak_bytes"] < 1.4
 
 
