@@ -11,7 +11,7 @@ import time
 import timeit
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from statistics import median_low
@@ -139,7 +139,14 @@ def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, 
 
 
 def peak_host_bytes() -> int:
-    """The most resident memory that this process has had."""
+    """The most resident memory that this program has had.
+
+    Linux's `ru_maxrss` begins with that of the process that started this one, which may be larger; VmHWM does not.
+    """
+    with suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     import resource  # Unix only, and only here
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

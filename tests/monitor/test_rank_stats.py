@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -69,3 +71,14 @@ def test_a_rank_without_a_core_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     used = time.thread_time()
     measured = measure_arithmetic(torch.device("cpu"))
     assert measured >= 0.02 > time.thread_time() - used
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
+    """Launchers and test runners may hold more than a small run does."""
+    read = "m.peak_host_bytes() / psutil.Process().memory_info().rss"
+    child = f"import psutil, ds_encdec.monitor.machine as m; print({read})"
+    parent = (
+        f"import subprocess, sys\nheld = b'1' * 2**30\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    printed = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True).stdout
+    assert 0.9 < float(printed) < 2

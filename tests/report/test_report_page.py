@@ -59,7 +59,7 @@ def test_charts_are_pictures_too_where_they_are_asked_for(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", only=("train/loss", "perf/mfu"))
     for option, names in (([], set()), (["--png"], {"loss.png", "mfu.png"})):
         assert cli.main(["report", str(run), "--compare", str(run), *option]) == 0
-        pictures = {path.name: path for path in (run / "report").glob("*.png")}
+        pictures = {path.name: path for path in (run / "report-compared").glob("*.png")}
         assert {name for name in pictures if not name.startswith("compare_")} == names
         assert len(pictures) == 0 or "compare_loss_by_steps.png" in pictures
     for path in pictures.values():
