@@ -19,10 +19,8 @@ if not __package__:
     sys.path.append(sys.path.pop(0))
 
 import argparse
-import faulthandler
 import json
 import logging
-import signal
 import time
 import traceback
 from collections.abc import Sequence
@@ -123,7 +121,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
             error.common = False  # this process's environment is wrong, and maybe no other's
             raise
         log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
-        faulthandler.register(signal.SIGUSR2, file=2)  # shows the stacks of all threads, and the run goes on
         with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
             with absence_told(world):

@@ -15,6 +15,7 @@ the others answers no signal: there the watch ends the process.
 
 from __future__ import annotations
 
+import faulthandler
 import itertools
 import logging
 import math
@@ -160,6 +161,8 @@ class StopRequest:
             # nohup: the run is meant to outlive its terminal
             if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN)
         }
+        self._previous_handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        signal.siginterrupt(signal.SIGUSR2, False)  # native code goes on as if nothing had come
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         threading.Thread(target=self._look_for_file, name="stop-file", daemon=True).start()
         return self
@@ -231,7 +234,10 @@ class StopRequest:
         return next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
 
     def _arrived(self) -> list[signal.Signals]:
-        """The stop signals that have come since the last call.
+        """Return the stop signals that have come since the last call; at a SIGUSR2, print the stacks of all threads.
+
+        The stacks are printed here, under the interpreter's lock: a handler that printed them at once would read the
+        frames of a thread that runs meanwhile, which has ended a process with SIGSEGV.
 
         Python calls a handler only once the main thread is back from native code. One that waits in a collective does
         not come back; the interpreter's own handler has written the number down nevertheless.
@@ -240,6 +246,8 @@ class StopRequest:
             numbers = self._arrivals.recv(4096)
         except BlockingIOError:
             return []
+        if signal.SIGUSR2 in numbers:
+            faulthandler.dump_traceback(file=2)
         return [number for number in STOP_SIGNALS if number in numbers]
 
     def _end(self, why: str) -> None:
