@@ -24,7 +24,7 @@ from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, check_room
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
-from ds_encdec.config.schema import FullConfig, require_packages
+from ds_encdec.config.schema import FullConfig, require_here
 from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,
@@ -103,7 +103,7 @@ def run_training(
     world = discover(os.environ)  # now: a port that is free, where none is given
     grow_segments(os.environ)
     with absence_told(world):
-        require_packages(config)
+        require_here(config, new=resume is None)
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
         try:
             return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks, profile)

@@ -129,7 +129,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
                 starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
                 if world.is_main and world.num_nodes == 1 and starts_anew:
                     _refuse_absent(config, options.resume)
-                _refuse_machine(config)
+                _refuse_machine(config, options.resume)
                 if not has_gpu() and world.local_rank == 0 and (busy := others_at_work(world.local_world_size)):
                     logging.getLogger(__name__).warning("%s", busy)
                 grow_segments(os.environ)
@@ -171,13 +171,18 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
         raise
 
 
-def _refuse_machine(config: FullConfig) -> None:
-    """Raise ConfigError for a GPU or a package that this machine lacks, as far as can be seen without torch."""
-    from ds_encdec.config.schema import require_packages
+def _refuse_machine(config: FullConfig, resume: str | None) -> None:
+    """Raise ConfigError for what every rank finds without torch, before the run's folder is made.
+
+    That is a GPU or a package that this machine lacks, or a new run's tokenizer that needs more rows.
+    """
+    from ds_encdec.config.schema import require_here
+    from ds_encdec.launch.run_folder import RunFolder
 
     if config.infra.device == "cuda" and not has_gpu():
         raise no_gpu("no GPU")
-    require_packages(config)
+    has_none = resume == "auto" and not RunFolder(config.infra.output_dir).is_used()
+    require_here(config, new=resume is None or has_none)
 
 
 def _find_named(config: FullConfig) -> None:

@@ -32,6 +32,7 @@ from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSo
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.stored_model import read_stored_model
+from ds_encdec.config.stored_tokenizer import tokenizer_lacks_rows
 from ds_encdec.config.training_sections import (  # noqa: F401
     CROSS_ENTROPY,
     LOSS_FIGURES,
@@ -206,6 +207,7 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
         for pattern in patterns:
             yield Conflict((field,), no_file_matches([pattern]))
     yield from _absent_packages(config)
+    yield from _lacking_rows(config)
     yield from unusable_rows(data, model)
     for field, find in _named_code(config):
         try:
@@ -272,10 +274,19 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
             yield field, partial(load_plugin, field, name, kind)
 
 
-def require_packages(config: FullConfig) -> None:
-    """Raise ConfigError where an optional package is not installed that a run of `config` needs."""
+def require_here(config: FullConfig, *, new: bool) -> None:
+    """Raise ConfigError for an optional package that a run of `config` needs and that is not installed.
+
+    `new`: also for too few rows for the tokenizer; a run that is resumed has its checkpoint's.
+    """
     settings = Settings(config.model_dump(mode="json"))
-    raise_if_any([mention_all(settings, conflict) for conflict in _absent_packages(config)])
+    found = [*_absent_packages(config), *(_lacking_rows(config) if new else ())]
+    raise_if_any([mention_all(settings, conflict) for conflict in found])
+
+
+def _lacking_rows(config: Sections) -> Iterator[Conflict]:
+    if (wrong := tokenizer_lacks_rows(config)) is not None:
+        yield Conflict(("model.architecture.vocab_size", "model.tokenizer_name_or_path"), wrong)
 
 
 def _absent_packages(config: FullConfig) -> Iterator[Conflict]:

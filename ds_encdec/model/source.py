@@ -10,6 +10,7 @@ from typing import Any
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.config.stored_model import COUNTS, read_stored_model
+from ds_encdec.config.stored_tokenizer import too_few_rows
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
@@ -44,11 +45,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
     Raises ConfigError for an impossible architecture, CheckpointError for a model that cannot be reached, read or used.
     """
     if (sizes := section.architecture) is not None:
-        if vocabulary.vocab_size > sizes.vocab_size:
-            raise ConfigError(
-                f"model.architecture.vocab_size is {sizes.vocab_size}, but the tokenizer's ids reach "
-                f"{vocabulary.vocab_size - 1}: set it to at least {vocabulary.vocab_size}"
-            )
+        if wrong := too_few_rows(sizes.vocab_size, vocabulary.vocab_size):
+            raise ConfigError(f"model.architecture.vocab_size is {sizes.vocab_size}, but {wrong}")
         rope = {"rope_type": "default", "rope_theta": sizes.rope_theta}
         try:
             config = _config(section, sizes.model_dump(exclude={"rope_theta"}) | {"rope_parameters": rope}, vocabulary)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ds_encdec.types import DENOISERS, CheckpointError
+from ds_encdec.config.stored_tokenizer import MODE_TOKENS as MODE_TOKENS
+from ds_encdec.config.stored_tokenizer import sentinel as sentinel
+from ds_encdec.types import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
-"""Optional tokens that name the denoiser of an example, in the order of `DENOISERS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +27,6 @@ class Vocabulary:
     pad_id: int
     mode_token_ids: tuple[int, ...]
     vocab_size: int
-
-
-def sentinel(index: int) -> str:
-    """The text of sentinel number `index`, counted from 0."""
-    return f"<extra_id_{index}>"
 
 
 def add_sentinels(tokenizer: PreTrainedTokenizerFast, num_sentinels: int, *, mode_tokens: bool) -> Vocabulary:

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 from qwen3_vocabulary import oracle, qwen3_tokenizer
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Unigram, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from ds_encdec.config.schema import ModelConfig
+from ds_encdec import cli
+from ds_encdec.build import run_training
+from ds_encdec.config.schema import ModelConfig, load_config
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, add_sentinels
-from ds_encdec.types import CheckpointError
+from ds_encdec.types import CheckpointError, ConfigError
 
 TEXTS = (
     "The quick brown fox doesn't jump over 12345 lazy dogs.",
@@ -79,3 +81,35 @@ def test_a_tokenizer_without_an_end_token_is_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()))
     with pytest.raises(CheckpointError, match="eos_token"):
         add_sentinels(bare, 4, mode_tokens=False)
+
+
+MODELS = {
+    "in order": WordLevel({"<eos>": 0, "<extra_id_1>": 1, "a": 2}),
+    "with a gap": WordLevel({"<eos>": 0, "a": 400}),
+    "a list": Unigram([("<eos>", 0.0), ("a", -1.0)], unk_id=0, byte_fallback=False),
+}
+QUICKSTART = Path(__file__).parents[2] / "ds_configs" / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_too_few_rows_are_refused_before_anything_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """By the file alone, `validate` counts the same ids as a run with the tokenizer, to the last one."""
+    stored = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(MODELS[kind]), eos_token="<eos>")
+    stored.add_tokens([f"word{number}" for number in range(300)])
+    stored.save_pretrained(tmp_path / "tokenizer")
+    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path / "tokenizer")
+    needed = add_sentinels(loaded, 32, mode_tokens=True).vocab_size
+    run, rows = tmp_path / "run", "model.architecture.vocab_size"
+    settings = [f"model.tokenizer_name_or_path={tmp_path / 'tokenizer'}", f"infra.output_dir={run}"]
+    settings += ["data.use_mode_tokens=true", "infra.device=cpu"]
+    assert cli.main(["validate", str(QUICKSTART), *settings, f"{rows}={needed}"]) == 0
+    short = [*settings, f"{rows}={needed - 1}"]
+    capsys.readouterr()
+    for verb in (["validate"], ["train"], ["train", "--resume", "auto"]):
+        assert cli.main([*verb, "--config", str(QUICKSTART), *short]) == 2
+        assert f"the tokenizer's ids reach {needed - 1}: set it to at least {needed}" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=f"at least {needed}"):
+        run_training(load_config(QUICKSTART, short))
+    assert not run.exists()

@@ -1,0 +1,78 @@
+"""How many ids a tokenizer takes, from its `tokenizer.json` alone, so that too few rows are reported at once.
+
+Neither torch nor transformers is needed. The special tokens that this package adds are named here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_encdec.config.model_folder import is_hub_name
+from ds_encdec.config.plain_files import read_json
+from ds_encdec.denoisers import DENOISERS
+
+if TYPE_CHECKING:
+    from ds_encdec.config.rules import Sections
+
+MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
+"""Optional tokens that name the denoiser of an example, in the order of `DENOISERS`."""
+
+
+def sentinel(index: int) -> str:
+    """The text of sentinel number `index`, counted from 0."""
+    return f"<extra_id_{index}>"
+
+
+def too_few_rows(rows: int, ids: int) -> str | None:
+    """Say what is wrong with an embedding of `rows` for a tokenizer of `ids`; None where it has room."""
+    return None if ids <= rows else f"the tokenizer's ids reach {ids - 1}: set it to at least {ids}"
+
+
+def tokenizer_lacks_rows(config: Sections) -> str | None:
+    """Say what is wrong with `model.architecture.vocab_size` for the tokenizer, as far as that is on this machine."""
+    section = config.model
+    name = section.tokenizer_name_or_path
+    if section.architecture is None or name is None or (file := _file_of(name)) is None:
+        return None
+    wanted = [sentinel(index) for index in range(section.num_sentinel_tokens)]
+    wanted += MODE_TOKENS if config.data.use_mode_tokens else ()
+    ids = _ids_with(file, wanted)
+    return None if ids is None else too_few_rows(section.architecture.vocab_size, ids)
+
+
+def _file_of(name: str) -> Path | None:
+    """The `tokenizer.json` in a folder, or of a repository that is in the Hugging Face cache."""
+    folder = Path(os.path.expanduser(name))
+    if folder.is_dir():
+        return folder / "tokenizer.json"
+    if not is_hub_name(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache  # few ask
+
+    found = try_to_load_from_cache(name, "tokenizer.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def _ids_with(file: Path, wanted: list[str]) -> int | None:
+    """One past the largest id once the `wanted` tokens are added behind the others; None where the file does not say.
+
+    A run, which loads the tokenizer, says what is wrong with such a file.
+    """
+    try:
+        stored = read_json(file)
+        own = _vocabulary(stored["model"]["vocab"])
+        added = {token["content"]: int(token["id"]) for token in stored.get("added_tokens") or ()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    ids = own | added
+    following = max([len(own), *(number + 1 for number in added.values())])  # as tokenizers counts on
+    return max([following + sum(token not in ids for token in wanted), *(number + 1 for number in ids.values())])
+
+
+def _vocabulary(vocab: Any) -> dict[str, int]:
+    """The ids of a model's tokens: BPE, WordPiece and WordLevel map them, Unigram lists pairs with scores."""
+    if isinstance(vocab, dict):
+        return {token: int(number) for token, number in vocab.items()}
+    return {token: number for number, (token, _) in enumerate(vocab)}
