@@ -20,6 +20,16 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 
+_CALLED_WITH = {
+    "metrics": ("predictions", "references"),
+    "losses": ("logits", "labels"),
+    "schedules": ("update_index", "training"),
+    "sinks": ("config", "logging_dir", "start_step"),
+    "callbacks": ("config",),
+}
+"""What each kind of part is called with, in this order (docs/library.md)."""
+
+
 @cache
 def installed(kind: str) -> dict[str, EntryPoint]:
     """The entry points of the group `ds_encdec.{kind}` by their names; nothing of theirs is imported."""
@@ -43,20 +53,41 @@ def unknown(names: Iterable[str], known: Iterable[str], kind: str) -> list[str]:
 def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
     """The object that `name` means as the value of `field`: `module:name`, or an entry point of the `kind`.
 
-    The working folder comes last: a module in it hides none of a library. Raises ConfigError.
+    The working folder comes last: a module in it hides none of a library. Raises ConfigError, also for what cannot be
+    called as a part of the `kind` is.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, attribute = name.removeprefix(PYTHON).partition(":")
     try:
         if kind is not None and name in installed(kind):
-            return installed(kind)[name].load()
-        return getattr(importlib.import_module(module), attribute)
+            found = installed(kind)[name].load()
+        else:
+            found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ConfigError(
             f"{field}={name} cannot be imported from {os.getcwd()} or an installed package "
             f"({type(error).__name__}: {error}){_which(module)}. Write `module:function`"
         ) from error
+    if given := _CALLED_WITH.get(kind or ""):
+        _require_call(f"{field}={name}", found, given)
+    return found
+
+
+def _require_call(what: str, found: Any, given: tuple[str, ...]) -> None:
+    """Raise ConfigError where `found` cannot be called with the arguments that are called `given` here."""
+    import inspect
+
+    if not callable(found):
+        raise ConfigError(f"{what} is of type {type(found).__name__}, and no function of ({', '.join(given)})")
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise ConfigError(f"{what} is called with ({', '.join(given)}), and takes {signature}: {error}") from error
 
 
 def _which(module: str) -> str:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec import cli
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.evaluate.in_training import usable_metrics
 from ds_encdec.plugins import load_plugin
 from ds_encdec.types import ConfigError
 
@@ -38,3 +41,35 @@ def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shadowed = rf"tabnanny is .*/tabnanny.py, and {tmp_path}/tabnanny.py is hidden by it: give that another name"
     with pytest.raises(ConfigError, match=shadowed):
         load_plugin(field, "python:tabnanny:source")
+
+
+@pytest.mark.parametrize(
+    ("setting", "given"),
+    [
+        ("metric_for_best_model", "(predictions, references)"),
+        ("lr_scheduler_type", "(update_index, training)"),
+        ("callbacks", "(config)"),
+        ("report_to", "(config, logging_dir, start_step)"),
+    ],
+)
+def test_what_cannot_be_called_as_it_will_be_is_refused_by_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], setting: str, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "parts_called.py").write_text("number = 3\ndef part(one, two, three, four): ...\n")
+    for name, complaint in (
+        ("part", f"is called with {given}, and takes (one, two"),
+        ("number", f"is of type int, and no function of {given}"),
+    ):
+        settings = [f"training.{setting}=parts_called:{name}", "training.eval_generate_samples=4"]
+        assert cli.main(["validate", "quickstart", *settings]) == 2
+        assert f"training.{setting}=parts_called:{name} {complaint}" in capsys.readouterr().err
+
+
+def test_a_run_that_is_judged_by_such_a_metric_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "metric_called.py").write_text("def overlap(predictions): ...\n")
+    training = {"metric_for_best_model": "metric_called:overlap", "eval_generate_samples": 4}
+    with pytest.raises(ConfigError, match="training.metric_for_best_model=metric_called:overlap is called with"):
+        usable_metrics(FullConfig.model_validate({"training": training}))

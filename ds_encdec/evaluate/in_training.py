@@ -47,7 +47,8 @@ def usable_metrics(config: FullConfig) -> list[str]:
         rows[best] = own
     names = [name for name, row in rows.items() if not row.needs_model]
     usable = [name for name in names if not list(not_installed([name]))]
-    check_metrics([name for name, row in rows.items() if best in row.figures])
+    chosen = [name for name, row in rows.items() if best in row.figures]
+    check_metrics(chosen, field="training.metric_for_best_model")
     if left_out := [name for name in names if name not in usable]:
         extras = ",".join(sorted({rows[name].extra or "" for name in left_out}))
         logger.info("texts are judged without %s: pip install 'ds_encdec[%s]' adds them", ", ".join(left_out), extras)

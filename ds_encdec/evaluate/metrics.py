@@ -57,15 +57,20 @@ class BertScoreModel:
         return layer
 
 
-def check_metrics(names: Iterable[str], bertscore_model: BertScoreModel | None = None) -> None:
-    """Raise ConfigError where a metric is unknown, or a package or model that it needs is missing."""
+def check_metrics(
+    names: Iterable[str], bertscore_model: BertScoreModel | None = None, *, field: str = "--metrics"
+) -> None:
+    """Raise ConfigError where a metric is unknown or cannot be called, or a package or model that it needs is missing.
+
+    `field`: where the user has named it.
+    """
     names = list(names)
     rows = {name: row for name in names if (row := text_metric(name)) is not None}
     if unknown := [name for name in names if name not in rows]:
         known = ", ".join(text_metrics())
         raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {known}, and `module:name` of your own")
     for name in set(names) - text_metrics().keys():
-        load_plugin("--metrics", name)
+        load_plugin(field, name, "metrics")
     if problems := list(not_installed(names)):
         raise ConfigError("\n".join(problems))
     if needs_model := [name for name in names if rows[name].needs_model]:
@@ -93,7 +98,7 @@ def score_texts(
     for name in names:
         if name not in TEXT_METRICS:
             try:
-                function = load_plugin("--metrics", getattr(text_metric(name), "compute", name))
+                function = load_plugin("--metrics", getattr(text_metric(name), "compute", name), "metrics")
                 figures[name] = float(function(predictions, references))
             except Exception as error:  # whatever the user's function raises
                 if left_out is None:
