@@ -71,5 +71,5 @@ def test_a_run_that_is_judged_by_such_a_metric_does_not_begin(tmp_path: Path, mo
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "metric_called.py").write_text("def overlap(predictions): ...\n")
     training = {"metric_for_best_model": "metric_called:overlap", "eval_generate_samples": 4}
-    with pytest.raises(ConfigError, match="training.metric_for_best_model=metric_called:overlap is called with"):
+    with pytest.raises(ConfigError, match=r"metric_for_best_model=metric_called:overlap is called with"):
         usable_metrics(FullConfig.model_validate({"training": training}))

@@ -21,7 +21,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.first_rows import misread_files, unusable_rows
-from ds_encdec.config.hostfile import check_hostfile
+from ds_encdec.config.hostfile import check_hostfile, read_hosts
 from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
@@ -41,7 +41,7 @@ from ds_encdec.config.training_sections import (  # noqa: F401
     Tracker,
     TrainingConfig,
 )
-from ds_encdec.config.validation import mention, mention_all, validate
+from ds_encdec.config.validation import Checked, mention, mention_all, validate
 from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
 from ds_encdec.engines import load
 from ds_encdec.file_patterns import named_files, no_file_matches, odd_spelling
@@ -144,15 +144,16 @@ def load_config(
     if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
         settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
     imply(settings)
-    sections = validate(settings, problems, unread)
+    checked = validate(settings, problems, unread)
     # What is valid is not validated again, which would take a schema that takes its time to build.
-    config = FullConfig.model_construct(None, **dict(sections or ()))
-    if sections is not None:
-        if hostfile is not None:
-            check_hostfile(hostfile, config, problems, looks_here=looks_here)
-        if looks_here:
-            problems.extend(mention_all(settings, conflict) for conflict in _find_absent(config))
-        problems.extend(mention_all(settings, conflict) for conflict in further(config))
+    config = FullConfig.model_construct(None, **dict(checked.sections))
+    if hostfile is not None and checked.is_sound:
+        check_hostfile(hostfile, config, problems, looks_here=looks_here)
+    elif hostfile is not None:
+        read_hosts(hostfile, problems)
+    absent = _find_absent(config, checked) if looks_here else ()
+    beyond = further(config) if checked.is_sound else ()
+    problems.extend(mention_all(settings, conflict) for conflict in (*absent, *beyond))
     raise_if_any(problems)
     if notes is not None:
         notes += [*reading.notes, *misread_files(config.data)]
@@ -195,8 +196,15 @@ def _find_json(
     return (found, named_by) if argument is None else (argument, None)
 
 
-def _find_absent(config: FullConfig) -> Iterator[Conflict]:
-    """The files and folders that `config` names and that a run of it would not find, or could not make."""
+def _find_absent(config: FullConfig, checked: Checked) -> Iterator[Conflict]:
+    """What a run of `config` would not find here, or could not make, but for what the mistakes in it leave open."""
+    yield from (conflict for conflict in _absent(config) if checked.knows(conflict.fields))
+    if checked.is_sound_in("data", "model"):
+        yield from unusable_rows(config.data, config.model)
+
+
+def _absent(config: FullConfig) -> Iterator[Conflict]:
+    """The files, folders, packages and code that `config` names and a run of it would not find, or could not make."""
     data, model, infra = config.data, config.model, config.infra
     if data.prepared_dir is not None and not os.path.isfile(
         os.path.join(os.path.expanduser(data.prepared_dir), "source-0", "index.json")
@@ -208,7 +216,6 @@ def _find_absent(config: FullConfig) -> Iterator[Conflict]:
             yield Conflict((field,), no_file_matches([pattern]))
     yield from _absent_packages(config)
     yield from _lacking_rows(config)
-    yield from unusable_rows(data, model)
     for field, find in _named_code(config):
         try:
             find()

@@ -1,7 +1,8 @@
 """From nested settings to a validated configuration, or to a list of everything that is wrong with them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -39,8 +40,33 @@ _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
 
 
-def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Sections | None:
-    """Return the sections of a sound configuration, or None and append what is wrong with `settings` to `problems`.
+@dataclass(frozen=True)
+class Checked:
+    """The sections of a configuration, of which nothing is to be believed within the fields `broken`.
+
+    `conflicts`: the fields that contradict each other.
+    """
+
+    sections: Sections
+    broken: Set[str]
+    conflicts: Set[str]
+
+    @property
+    def is_sound(self) -> bool:
+        """True if this is a configuration."""
+        return not self.broken and not self.conflicts
+
+    def knows(self, fields: Iterable[str]) -> bool:
+        """Return whether all `fields` are what somebody meant."""
+        return not any(within(field, path) for field in fields for path in self.broken)
+
+    def is_sound_in(self, *names: str) -> bool:
+        """Return whether nothing is wrong in the sections `names`."""
+        return not any(within(path, name) for path in (*self.broken, *self.conflicts) for name in names)
+
+
+def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Checked:
+    """Return the sections of a configuration, and append what is wrong with `settings` to `problems`.
 
     Fields are checked against each other only when each is valid by itself. To report both at once,
     invalid fields and unknown keys are taken out, stand-ins are put where a required field is lacking, and the
@@ -74,7 +100,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
         if not any(within(field, path) for field in conflict.fields for path in (*broken, *unread))
     ]
     problems.extend(mention_all(settings, conflict) for conflict in conflicts)
-    return None if broken or conflicts else config
+    return Checked(config, broken, {field for conflict in conflicts for field in conflict.fields})
 
 
 def wrong_value(path: str, value: Any) -> str | None:

@@ -84,6 +84,28 @@ def test_what_is_not_there(
     load_config(None, overrides)
 
 
+@pytest.mark.parametrize(
+    ("mistakes", "leaves_open"),
+    [
+        (["trainning.x=1", "infra.num_gpus=0"], False),
+        (["training.warmup_steps=500", "training.num_train_steps=300"], False),
+        (["data.num_epochs_=1", "data.max_seq_length=-1"], False),
+        (["data.eval_files=3"], False),
+        (["data.dataset_name=7.5"], True),  # nobody knows whether it has files
+    ],
+)
+def test_what_is_not_there_is_reported_beside_mistakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output, mistakes: list[str], leaves_open: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = ["data.dataset_name=json", "data.data_files=absent.json", "infra.output_dir=/proc/run"]
+    assert cli.main(["validate", QUICKSTART, "--hostfile", "no-hosts", *files, *mistakes]) == 2
+    shown = capsys.readouterr().err
+    assert ("no file matches absent.json" in shown) is not leaves_open
+    assert all(said in shown for said in ("/proc cannot be written to", "no-hosts\n      no such file"))
+    assert all(mistake.partition("=")[0].split(".")[0] in shown for mistake in mistakes)
+
+
 def test_rows_that_would_be_read_as_plain_text_are_told(tmp_path: Path, capsys: Output) -> None:
     for name in ("a.txt", "b.JSONL.gz"):
         (tmp_path / name).touch()
