@@ -27,7 +27,7 @@ _CALLED_WITH = {
     "sinks": ("config", "logging_dir", "start_step"),
     "callbacks": ("config",),
 }
-"""What each kind of part is called with, in this order (docs/library.md)."""
+"""The arguments of each kind of part, in their order (docs/library.md)."""
 
 
 @cache

@@ -197,7 +197,7 @@ def _find_json(
 
 
 def _find_absent(config: FullConfig, checked: Checked) -> Iterator[Conflict]:
-    """What a run of `config` would not find here, or could not make, but for what the mistakes in it leave open."""
+    """Yield what a run of `config` would not find here, or could not make, but for what its mistakes leave open."""
     yield from (conflict for conflict in _absent(config) if checked.knows(conflict.fields))
     if checked.is_sound_in("data", "model"):
         yield from unusable_rows(config.data, config.model)
