@@ -71,6 +71,7 @@ from ds_encdec.resume import (
     restore_data,
     run_tokenizer,
     saved_model,
+    warn_of_another_optimizer,
     with_steps,
 )
 from ds_encdec.start_banner import start_banner
@@ -378,6 +379,7 @@ def _first_state(run: _Run, data: TrainingData) -> TrainingState:
     """A new run's state, or that of the checkpoint; `data` is put where it was then."""
     if run.found is None:
         return TrainingState(best_by=run.config.training.best_by)
+    warn_of_another_optimizer(run.found, run.config.training, is_main=run.context.world.is_main)
     state = restore_choice(run.found, run.found.training_state(), run.config.training)
     return restore_data(run.found, data, state, is_main=run.context.world.is_main)
 

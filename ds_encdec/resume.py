@@ -174,6 +174,21 @@ def restore_choice(found: Checkpoint, state: TrainingState, training: TrainingCo
     return state.choosing_by(training.best_by)
 
 
+def warn_of_another_optimizer(found: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
+    """Warn where the states of `found` are another optimizer's: those of the same name are taken for this run's."""
+    theirs = load_saved(found.path / "config.yaml").training
+    then, now = ((one.optimizer, one.optimizer_args) for one in (theirs, training))
+    if is_main and then != now:
+        words = [" with ".join([name, *([str(arguments)] if arguments else [])]) for name, arguments in (then, now)]
+        logger.warning(
+            "%s was saved with training.optimizer=%s, and this run has %s: it goes on from the states of the same "
+            "names, which may mean other things, and begins without the rest. Start a new run from the export to begin "
+            "with states of zeros.",
+            found.path,
+            *words,
+        )
+
+
 def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives) -> None:
     """Fill the engine of every rank from the files of `found`. Where one rank cannot open them, all raise its error."""
     engine.load(collectives.on_every_rank(lambda: open_saved_state(found.path, verified=True)))

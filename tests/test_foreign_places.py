@@ -17,6 +17,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 
 from ds_encdec import foreign_places
+from ds_encdec.config.schema import MixtureSource
+from ds_encdec.data.tables import folder_files
 from ds_encdec.engine import deepspeed_private
 from ds_encdec.foreign_places import PLACES, Place, check, replaced, write
 from ds_encdec.types import ConfigError
@@ -40,6 +42,15 @@ def test_a_start_names_the_place_that_a_library_has_no_more(owner: str, monkeypa
     check("torch")
     with pytest.raises(ConfigError, match=rf"deepspeed \d.*: {owner} has no renamed_of_late, which .*{user}.*>=0.19.8"):
         check("deepspeed")
+
+
+def test_a_place_of_datasets_is_looked_for_before_it_opens_anything(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    place = Place("datasets:DatasetBuilder", "renamed_of_late", "read", "data/tables.py")
+    monkeypatch.setattr(foreign_places, "PLACES", [place])
+    with pytest.raises(ConfigError, match=r"datasets \d.*: datasets:DatasetBuilder has no renamed_of_late, which"):
+        folder_files(MixtureSource(dataset_name=str(tmp_path), weight=1))
 
 
 def test_a_method_counts_as_there_only_where_it_is() -> None:

@@ -101,7 +101,8 @@ def _rope(stored: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"not supported: rope type {kind!r} ({name})")
         bases[f"{name}.rope_theta"] = rope.get("rope_theta")
     if bases["rope_theta"] is None and bases.get("rope_scaling.rope_theta", 0) is None:
-        bases["rope_scaling.rope_theta"] = 10_000.0 if "rope_parameters.rope_theta" in bases else None
+        beside = bases.get("rope_parameters.rope_theta")
+        bases["rope_scaling.rope_theta"] = None if beside is None else 10_000.0
     given = {name: base for name, base in bases.items() if base is not None}
     for name, base in given.items():
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < inf:

@@ -301,19 +301,24 @@ class TrainingConfig(Section):
         return {name: value for name, value in values.items() if value is not None or name not in unset}
 
     def _without_effect(self) -> Iterable[Rule]:
-        """Numbers that the schedule would ignore. Defaults pass: every run's own config.yaml has them."""
+        """Numbers that the schedule would ignore. Defaults pass: every run's own config.yaml has them.
+
+        `min_lr_ratio` alone is refused at its default, too, where a person gave it: that is a value people choose.
+        """
         schedule, end = self.lr_scheduler_type, float(self.lr_scheduler_type in ENDLESS_SCHEDULES)
         defaults = {name: info.default for name, info in type(self).model_fields.items()}
+        given, of_runs = self.model_fields_set, {"min_lr_ratio", "lr_scheduler_power", "wsd_decay_fraction"}
+        ends_elsewhere = self.min_lr_ratio != defaults["min_lr_ratio"] or of_runs & given == {"min_lr_ratio"}
         yield Rule(
             "lr_scheduler_type min_lr_ratio",
             f"{schedule} always ends at {end:g} times the peak: set lr_scheduler_type=cosine or wsd, or remove "
             "min_lr_ratio",
-            schedule in _SCHEDULES_WITH_ONE_END and self.min_lr_ratio not in (defaults["min_lr_ratio"], end),
+            schedule in _SCHEDULES_WITH_ONE_END and self.min_lr_ratio != end and ends_elsewhere,
         )
         yield Rule(
             "lr_scheduler_type min_lr_ratio",
             "inverse_sqrt falls on and has no lowest rate: set lr_scheduler_type=polynomial, or remove min_lr_ratio",
-            schedule == "inverse_sqrt" and self.min_lr_ratio != defaults["min_lr_ratio"],
+            schedule == "inverse_sqrt" and ends_elsewhere,
         )
         for field, owner in (("lr_scheduler_power", "polynomial"), ("lr_scheduler_timescale", "inverse_sqrt")):
             yield Rule(

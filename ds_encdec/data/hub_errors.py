@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from ds_encdec.config.schema import MixtureSource
 from ds_encdec.source_kinds import kind_of_file
-from ds_encdec.types import DataError
+from ds_encdec.types import DataError, DsEncDecError
 
 _LOOSE_FILES = (
     ". In a folder, files with train, dev, valid or test in their names are read as those splits; loose files are read "
@@ -25,7 +25,7 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
     is_folder = os.path.isdir(entry.dataset_name)
     try:
         yield
-    except DataError:
+    except DsEncDecError:
         raise
     except ValueError as error:  # an unknown configuration or split; the message lists the known ones
         raise DataError(

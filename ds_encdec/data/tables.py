@@ -43,6 +43,7 @@ from ds_encdec.data.sources import (
     text_document,
 )
 from ds_encdec.data.stored_floats import shortened, shortened_fields
+from ds_encdec.foreign_places import check
 from ds_encdec.source_kinds import kind_of_file, local_kind
 from ds_encdec.types import DataError
 
@@ -237,6 +238,7 @@ def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
     """The builder of a data set, and the files of the split, as far as it has some."""
     import datasets
 
+    check("datasets")
     if os.path.isdir(entry.dataset_name) and has_magic(entry.dataset_name):
         raise DataError(
             f"{entry.dataset_name}: the datasets library takes brackets, * and ? in a folder's path for a pattern. "

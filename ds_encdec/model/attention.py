@@ -150,9 +150,12 @@ class PaddedLayout:
         """Derive both masks from Hugging Face's attention masks.
 
         `encoder_valid`: [B, encoder_length], `decoder_valid`: [B, past_length + decoder_length], non-zero on real
-        tokens; None: all are. A position always sees itself, so that no row of a softmax is empty. Decoder positions
-        count real tokens: keys from the encoder are not rotated, so padding on the left must not shift them.
+        tokens; None: all are. Raises ValueError for other shapes. A position always sees itself, so that no row of a
+        softmax is empty. Decoder positions count real tokens: keys from the encoder are not rotated, so padding on the
+        left must not shift them.
         """
+        _check_mask("attention_mask", encoder_valid, encoder_length)
+        _check_mask("decoder_attention_mask", decoder_valid, past_length + decoder_length)
         encoder_positions = torch.arange(encoder_length, device=device)
         queries = torch.arange(past_length, past_length + decoder_length, device=device)
         keys = torch.arange(past_length + decoder_length, device=device)
@@ -194,6 +197,15 @@ class PaddedLayout:
 
 
 Layout = PackedLayout | PaddedLayout
+
+
+def _check_mask(name: str, mask: Tensor | None, length: int) -> None:
+    """Raise ValueError for a mask of another length, which might fit by broadcasting, or of more dimensions."""
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] != length):
+        raise ValueError(
+            f"{name} has shape {list(mask.shape)}: needed is [batch, {length}], a column for each token, those in the "
+            "cache included"
+        )
 
 
 def _merge_index(encoder_cu: Tensor, decoder_cu: Tensor, encoder_tokens: int, decoder_tokens: int) -> Tensor:

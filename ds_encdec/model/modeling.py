@@ -148,6 +148,17 @@ class PackedLossOutput(ModelOutput):
     token_losses: Tensor | None = None
 
 
+def _one_cache(past_key_values: object, cache: object) -> Cache:
+    """The cache that a call hands over by either name. Raises TypeError for two, and for one of another class."""
+    given = [one for one in (past_key_values, cache) if one is not None]
+    if not all(one is given[0] and isinstance(one, EncoderDecoderCache) for one in given):
+        raise TypeError(
+            "past_key_values, cache: needed is one EncoderDecoderCache, such as EncoderDecoderCache(DynamicCache(), "
+            f"DynamicCache()), not {' and '.join(type(one).__name__ for one in given)}"
+        )
+    return given[0] if given else None
+
+
 class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     """The encoder-decoder with its language-model head.
 
@@ -224,7 +235,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         for_loss = self._for_loss(kwargs)
         if packing is not None:
             return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
-        past_key_values = cache if past_key_values is None else past_key_values
+        past_key_values = _one_cache(past_key_values, cache)
         asked = self._asked(output_hidden_states, output_attentions)
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,9 +376,19 @@ def test_the_engines_that_a_configuration_leaves_the_choice_of(settings: dict[st
     assert [row.name for row in engine_candidates(load(settings))] == engines
 
 
-@pytest.mark.parametrize(("schedule", "end"), [("linear", 0.0), ("constant", 1.0), ("wsd", 0.3), ("linear", 0.1)])
-def test_an_end_that_the_schedule_has_and_a_default_are_taken(schedule: str, end: float) -> None:
+@pytest.mark.parametrize(("schedule", "end"), [("linear", 0.0), ("constant", 1.0), ("wsd", 0.1)])
+def test_an_end_that_the_schedule_has_is_taken(schedule: str, end: float) -> None:
     load_config(None, [f"training.lr_scheduler_type={schedule}", f"training.min_lr_ratio={end}"])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "constant", "inverse_sqrt"])
+def test_the_default_of_an_end_is_refused_where_a_person_gave_it(schedule: str, tmp_path: Path) -> None:
+    settings = [f"training.lr_scheduler_type={schedule}"]
+    with pytest.raises(ConfigError, match=r"(?s)training\.min_lr_ratio = 0\.1.*or remove min_lr_ratio"):
+        load_config(None, [*settings, "training.min_lr_ratio=0.1"])
+    file = tmp_path / "config.yaml"
+    load_config(None, settings).to_yaml(file)  # a run writes all fields
+    assert load_config(file, ["training.seed=3"]).training.lr_scheduler_type == schedule
 
 
 def test_a_limit_of_null_clips_nothing() -> None:

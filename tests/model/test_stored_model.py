@@ -91,6 +91,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         (NEW | {"rope_scaling": {"rope_theta": 1e4}}, "keep the one that the model was trained with"),
         (NEW | {"rope_scaling": {"type": "default"}}, "rope_scaling.rope_theta is 10000"),  # as transformers takes it
         (without(OLD, "rope_theta"), "lacks rope_theta: write the base"),
+        (
+            without(OLD, "rope_theta") | {"rope_scaling": {"factor": 2.0}, "rope_parameters": {"factor": 4.0}},
+            "lacks rope",
+        ),
         (OLD | {"rope_theta": "1e6"}, "rope_theta is '1e6': needed is a number above 0"),
         (OLD | SLIDING | {"max_window_layers": 2}, "not supported: use_sliding_window"),
         (OLD | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "use_sliding_window"),
