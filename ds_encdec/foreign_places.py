@@ -166,7 +166,6 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("torch", "read", "model/attention_kernels.py", "_dynamo"),
     ("torch._dynamo", "call", "model/attention_kernels.py", "graph_break"),
     ("torch.distributed.checkpoint.utils", "call", "checkpoint/saved_state.py", "_ReaderView"),
-    ("torch._C", "call", "checkpoint/saved_state.py", "PyTorchFileReader"),
     ("torch", "read", "checkpoint/saved_state.py", "_C"),
     ("torch.distributed._tools.common_utils", "call", "memory/storage_log.py", "get_untyped_storages"),
     ("torch:UntypedStorage", "read", "memory/storage_log.py", "_cdata"),

@@ -11,7 +11,9 @@ DeepSpeed's files are read by zero_state.py.
 
 from __future__ import annotations
 
+import os
 import pickle
+import struct
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +21,8 @@ from enum import Enum
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch import Tensor
@@ -30,6 +33,9 @@ from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, read_record
 from ds_encdec.engines import STATE_FORMATS, load
 from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind, WeightSource
+
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+"""Before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""
 
 
 class _Chunk(NamedTuple):
@@ -181,7 +187,7 @@ class DcpState(FragmentedState):
                 file.seek(self._data_offset(chunk) + read.itemsize * first)
                 if file.readinto(memoryview(read.view(torch.uint8).numpy())) != read.nbytes:  # type: ignore[arg-type]
                     raise EOFError("it is too short")
-        except (OSError, EOFError, RuntimeError) as error:
+        except (OSError, EOFError, BadZipFile, struct.error) as error:
             raise CheckpointError(f"{chunk.path}: a tensor in it is not readable: {error}") from error
         if read is not out:
             out.copy_(read)
@@ -228,14 +234,24 @@ def _member(enumeration: type[Enum], name: str) -> Enum:
     return enumeration[name]
 
 
-def _data_offset(chunk: _Chunk) -> int:
-    """The byte of its file at which a chunk's elements begin. Raises OSError, EOFError or RuntimeError for others.
+class _Archive(_ReaderView):
+    """A part of a file, as torch has it, whose positions may also be counted from its end."""
 
-    For its record of a tensor's memory `torch.save` has no compression, so what has its size is it.
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return super().seek(*(offset, whence) if whence != os.SEEK_END else (self.len + offset, os.SEEK_SET))
+
+
+def _data_offset(chunk: _Chunk) -> int:
+    """Return the byte of its file at which a chunk's elements begin. Raises OSError, EOFError or BadZipFile for others.
+
+    An entry's memory follows its local header, whose last two numbers are the lengths of a name and of an extra field.
     """
     with open(chunk.path, "rb") as file:
-        view = _ReaderView(file, chunk.offset, chunk.num_bytes)
-        archive = torch._C.PyTorchFileReader(view)  # type: ignore[call-overload]
-        if archive.get_record_size("data/0") != chunk.dtype.itemsize * chunk.numel:
+        view = cast(IO[bytes], _Archive(file, chunk.offset, chunk.num_bytes))
+        entries = [entry for entry in ZipFile(view).infolist() if entry.filename.endswith("/data/0")]
+        sizes = [(entry.compress_type, entry.file_size) for entry in entries]
+        if sizes != [(ZIP_STORED, chunk.dtype.itemsize * chunk.numel)]:
             raise EOFError("not one plain contiguous tensor")
-        return chunk.offset + int(archive.get_record_offset("data/0"))
+        view.seek(entries[0].header_offset)
+        *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(view.read(_LOCAL_HEADER.size))
+        return chunk.offset + entries[0].header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
