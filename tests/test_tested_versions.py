@@ -73,9 +73,12 @@ def test_newest_installs_within_the_ranges_or_beyond(tmp_path: Path) -> None:
         assert done.returncode == code, done.stderr
         return done.stdout + done.stderr
 
-    within, beyond = dry(str(tmp_path)), dry("--beyond", str(tmp_path), "--", "-x")
+    within, oldest = dry(str(tmp_path)), dry("--oldest", str(tmp_path))
+    beyond = dry("--beyond", str(tmp_path), "--", "-x")
     assert f"torch{range_of('torch')}\n" in within
     assert f"--editable {script.parents[2]}[dev]\n" in within
+    assert "torch==2.11\n" in oldest
+    assert "transformers==5.3 " in oldest
     assert "transformers>=5.3 " in beyond
     assert "<" not in beyond
     assert beyond.endswith("tests/data -x\n")

@@ -2,20 +2,21 @@
 # The newest release of everything, in an environment of its own, and the tests of model, evaluate, checkpoint, engine and
 # data on it: a green run may raise the upper ends in pyproject.toml. Gigabytes are downloaded.
 #
-#   scripts/dev/newest.sh [--beyond] [--dry-run] [FOLDER] [-- PYTEST_ARGUMENT...]
+#   scripts/dev/newest.sh [--beyond | --oldest] [--dry-run] [FOLDER] [-- PYTEST_ARGUMENT...]
 #
 # FOLDER: where the environment is made or brought up to date, outside of the repository (default: a temporary one, which
-# is removed). --beyond: the upper ends are ignored. --dry-run: prints what would be installed and run.
+# is removed). --beyond: the upper ends are ignored. --oldest: the lower ends instead, of what has an upper one.
+# --dry-run: prints what would be installed and run.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu # also named in scripts/venv.sh
-beyond="" dry="" folder=""
+end=newest dry="" folder=""
 while [ $# -gt 0 ]; do
     case "$1" in
-        --beyond) beyond=yes ;;
+        --beyond | --oldest) end=${1#--} ;;
         --dry-run) dry=yes ;;
         --) shift && break ;;
-        -*) echo "error: $1 is no option of this script (--beyond, --dry-run)" >&2 && exit 2 ;;
+        -*) echo "error: $1 is no option of this script (--beyond, --oldest, --dry-run)" >&2 && exit 2 ;;
         *) [ -z "$folder" ] || { echo "error: one folder, not $folder and $1" >&2 && exit 2; }; folder="$1" ;;
     esac
     shift
@@ -40,20 +41,27 @@ requirements() { # WHICH NAME...
     PYTHONPATH="$ROOT" "$([ -x "$python" ] && echo "$python" || echo "${PYTHON:-python3}")" \
         "$ROOT/scripts/dev/requirements.py" "$@"
 }
-wanted=()
-while IFS= read -r line; do wanted+=("$line"); done < <(requirements beyond)
+wanted=("${pip[@]}")
 torch=$(requirements newest torch)
-[ -z "$beyond" ] || torch=torch
+case "$end" in
+    beyond) torch=torch ;;
+    oldest)
+        torch=$(requirements oldest torch)
+        # triton 3.6, which torch 2.11 brings, interprets kernels on no newer numpy.
+        wanted+=('numpy<2.4')
+        ;;
+esac
+[ "$end" = newest ] || while IFS= read -r line; do wanted+=("$line"); done < <(requirements "$end")
 if [ -n "$dry" ] || curl --silent --fail --max-time 5 --output /dev/null "$TORCH_CPU_INDEX/torch/"; then
     step "${pip[@]}" --index-url "$TORCH_CPU_INDEX" "$torch"
 else
     echo "$TORCH_CPU_INDEX does not answer: torch comes from where pip looks, and may bring CUDA"
 fi
-if [ -n "$beyond" ]; then
-    step "${pip[@]}" "${wanted[@]}"
+if [ "$end" = beyond ]; then
+    step "${wanted[@]}"
     step "${pip[@]}" --no-deps --editable "$ROOT"
 else
-    step "${pip[@]}" --editable "$ROOT[dev]"
+    step "${wanted[@]}" --editable "$ROOT[dev]"
 fi
 step "$python" -m pip freeze --exclude-editable
 cd "$ROOT"

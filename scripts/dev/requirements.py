@@ -1,7 +1,7 @@
 """Prints what pip is to install, from the ranges in pyproject.toml, one requirement a line.
 
-`oldest NAME...` and `newest NAME...`: these packages, at the lower end of their ranges or within them. `beyond`: every
-package, extras of developers as well, without the upper ends.
+`oldest NAME...` and `newest NAME...`: these packages, at the lower end of their ranges or within them. `oldest` alone:
+every package whose range has an upper end. `beyond`: every package, extras of developers as well, without the upper ends.
 """
 
 import platform
@@ -18,6 +18,7 @@ def lines(which: str, names: list[str]) -> list[str]:
     if which == "newest":
         return [f"{name}{range_of(name)}" for name in names]
     if which == "oldest":
+        names = names or [name for name, one in ranges.items() if "<" in str(one.specifier)]
         return [f"{name}=={_lowest(ranges[name])}" for name in names]
     left_out = {"flash-attn"} | ({"triton"} if platform.system() != "Linux" else set())  # the first is built on GPUs
     return [_without_upper_end(one) for name, one in ranges.items() if name not in left_out]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers_for_gpu import machine_code
 from torch._dynamo.backends.common import aot_autograd
 
 from ds_encdec.config.schema import FullConfig
@@ -19,6 +20,7 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.compiled_layers import GRAPHS, compiled, uncompiled
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.loss_kernel import triton
 from ds_encdec.types import ConfigError
 
 MODEL = Qwen3Seq2SeqConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -180,3 +182,12 @@ def test_an_engine_takes_back_how_many_graphs_it_lets_torch_make() -> None:
     assert torch._dynamo.config.recompile_limit == max(before, GRAPHS)
     engine.close()
     assert torch._dynamo.config.recompile_limit == before
+
+
+@pytest.mark.skipif(triton is None, reason="triton is not installed")
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"])
+def test_layers_of_shipped_sizes_compile_for_an_h100(name: str) -> None:
+    """To machine code, of a GPU that is not there; what it computes is not seen."""
+    graphs = machine_code(name)
+    assert len(graphs) == 4  # encoder and decoder, forward and backward
+    assert all(kernels and min(kernels) > 4096 for kernels in graphs), graphs
