@@ -185,9 +185,8 @@ def test_an_engine_takes_back_how_many_graphs_it_lets_torch_make() -> None:
 
 
 @pytest.mark.skipif(triton is None, reason="triton is not installed")
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B"])
-def test_layers_of_shipped_sizes_compile_for_an_h100(name: str) -> None:
+def test_layers_of_the_shipped_size_compile_for_an_h100() -> None:
     """To machine code, of a GPU that is not there; what it computes is not seen."""
-    graphs = machine_code(name)
+    graphs = machine_code("Qwen/Qwen3-0.6B")
     assert len(graphs) == 4  # encoder and decoder, forward and backward
     assert all(kernels and min(kernels) > 4096 for kernels in graphs), graphs
