@@ -1,7 +1,7 @@
 """Prints what pip is to install, from the ranges in pyproject.toml, one requirement a line.
 
 `oldest NAME...` and `newest NAME...`: these packages, at the lower end of their ranges or within them. `oldest` alone:
-every package whose range has an upper end. `beyond`: every package, extras of developers as well, without the upper ends.
+all whose ranges have upper ends. `beyond`: every package, extras of developers as well, without the upper ends.
 """
 
 import platform
