@@ -1,12 +1,18 @@
 """Numbers of things, and durations, in words. It stands on the floor: every room says some."""
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 
 def count(things: Sized | float, noun: str) -> str:
     """`1 step`, `2 steps`, `2 batches`."""
     how_many = round(things) if isinstance(things, int | float) else len(things)
     return f"{how_many:,} {noun}" + ("" if how_many == 1 else "es" if noun.endswith("ch") else "s")
+
+
+def listed(words: Sequence[str], most: int = 6) -> str:
+    """The `words`, each on a line of its own; of more than `most` those, and how many there are beyond."""
+    beyond = len(words) - most
+    return "".join(f"\n  {line}" for line in [*words[:most], *([f"and {beyond} more"] if beyond > 0 else [])])
 
 
 def short(number: float, decimals: int = 0) -> str:

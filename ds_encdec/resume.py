@@ -28,6 +28,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.source import architecture, base_model, resolve_model
 from ds_encdec.model.trained import trained_shapes
 from ds_encdec.monitor.recorder import Alert, Recorder
+from ds_encdec.quantities import listed
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, DivergedError, DsEncDecError, TrainingState, WeightSource
@@ -123,9 +124,10 @@ def with_steps(
 
 
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
-    """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
+    """Raise CheckpointError where `config` trains another model, or by another optimizer; reads the small files only.
 
-    A moved folder is still the same model: the weights come from the checkpoint.
+    The states of one optimizer mean something else, or nothing, to another. A moved folder is still the same model: the
+    weights come from the checkpoint.
     """
     theirs, ours = _model_settings(load_saved(found.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)
@@ -138,8 +140,8 @@ def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
             return
         differing += contents
     raise CheckpointError(
-        f"{found.path} was made with another model or tokenizer: {'; '.join(differing)}. Give the checkpoint's "
-        "values, or start a new run from its export."
+        f"{found.path} was made with another model, tokenizer or optimizer:{listed(differing)}\n"
+        "Give the checkpoint's values, or start a new run from its export."
     )
 
 
@@ -283,6 +285,7 @@ def _model_settings(config: FullConfig) -> dict[str, Any]:
     return {
         "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
         "training.freeze": config.training.freeze,
+        "training.optimizer": config.training.optimizer,
         _MODEL_NAME: section.model_name_or_path,
         _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
         "model.num_sentinel_tokens": section.num_sentinel_tokens,

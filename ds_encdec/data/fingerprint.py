@@ -17,6 +17,7 @@ from ds_encdec.config.schema import FullConfig, Mark, marked
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.sources import OpenSource, source_positions
 from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.quantities import listed
 from ds_encdec.types import CheckpointError, Document
 
 Facts = dict[str, Any]
@@ -72,10 +73,10 @@ def require_same(saved: Facts, now: Facts) -> None:
     saved = _comparable(saved, now)
     if saved == now:
         return
-    differing = "; ".join(_differences(saved, now)) or "the order of the sources"
+    differing = [*_differences(saved, now)] or ["the order of the sources"]
     raise CheckpointError(
         "the checkpoint was made on other data than this run reads, so it cannot continue where it was. With "
-        f"--allow-data-change: {told(saved, now)}. What differs: {differing}. Restore this, "
+        f"--allow-data-change: {told(saved, now)}. What differs:{listed(differing)}\nRestore this, "
         f"start a new run, or insist with --allow-data-change (fingerprint {digest(saved)} there, {digest(now)} now)"
     )
 
@@ -103,8 +104,9 @@ def _source_differences(what: str, saved: Sequence[Facts], now: Sequence[Facts])
         said = [
             f"{label}: {of(there)} there, {of(here)} now" for label, of in _SETTINGS.items() if of(there) != of(here)
         ]
-        if said or _identity(there) != _identity(here):
-            yield whose + ("; ".join(said) or f"the content of {_words(there)}")
+        if not said and _identity(there) != _identity(here):
+            said = [f"the content of {_words(there)}"]
+        yield from (whose + one for one in said)
     if len(saved) != len(now):
         yield f"{what}: {len(saved)} there, {len(now)} now"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +18,7 @@ from ds_encdec.checkpoint.export import export_hf
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import read_manifest
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import ArchitectureConfig, FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.resume import new_model, saved_model
 from ds_encdec.types import CheckpointError, DsEncDecError
@@ -32,11 +33,14 @@ def qwen3_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def run_config(model: Path | str, *, sentinels: int = 4, mode_tokens: bool = False) -> FullConfig:
+def run_config(
+    model: Path | str, *, sentinels: int = 4, mode_tokens: bool = False, optimizer: str = "adamw"
+) -> FullConfig:
     return FullConfig.model_validate(
         {
             "model": {"model_name_or_path": str(model), "num_sentinel_tokens": sentinels},
             "data": {"use_mode_tokens": mode_tokens},
+            "training": {"optimizer": optimizer},
         }
     )
 
@@ -90,12 +94,33 @@ def exported(checkpoint: Checkpoint) -> Path:
 
 def test_another_model_is_refused_by_what_differs(checkpoint: Checkpoint, tmp_path: Path) -> None:
     wider = qwen3_folder(tmp_path / "wider", intermediate_size=64)
-    words = f"model_name_or_path is .*source' there and '{wider}' here; .*intermediate_size is 48 there and 64 here"
+    words = f"model_name_or_path is .*source' there and '{wider}' here\n.*\n  intermediate_size is 48 there and 64 here"
     with pytest.raises(CheckpointError, match=words):
         resume.refuse_other_model(checkpoint, run_config(wider))
     missing = tmp_path / "missing"
-    with pytest.raises(CheckpointError, match=f"'{missing}' here; .*cannot be seen here: .* does not exist"):
+    with pytest.raises(CheckpointError, match=f"'{missing}' here\n.*cannot be seen here: .* does not exist"):
         resume.refuse_other_model(checkpoint, run_config(missing))
+
+
+def test_another_optimizer_is_refused(checkpoint: Checkpoint, source: Path) -> None:
+    """Its states are not those of the saved one, though they may have their names."""
+    changed = run_config(source, optimizer="own_parts:Lion")
+    with pytest.raises(CheckpointError, match=r"training.optimizer is 'adamw' there and 'own_parts:Lion' here"):
+        resume.refuse_other_model(checkpoint, changed)
+
+
+def test_of_many_differences_the_first_are_shown(checkpoint: Checkpoint, source: Path) -> None:
+    sizes = dict.fromkeys(("hidden_size", "head_dim", "intermediate_size", "vocab_size", "num_hidden_layers"), 512)
+    shape = ArchitectureConfig(num_attention_heads=1, num_key_value_heads=1, **sizes)
+    named = run_config(source).model.model_copy(update={"architecture": shape})
+    with pytest.raises(CheckpointError) as refused:
+        resume.refuse_other_model(checkpoint, run_config(source).model_copy(update={"model": named}))
+    first, *lines, beyond, last = str(refused.value).splitlines()
+    assert first.endswith("another model, tokenizer or optimizer:")
+    assert len(lines) == 6
+    assert all(line.startswith("  model.architecture.") for line in lines)
+    assert re.fullmatch(r"  and \d+ more", beyond)
+    assert last.startswith("Give the checkpoint's values")
 
 
 def test_another_tokenizer_is_refused(checkpoint: Checkpoint, source: Path, tmp_path: Path) -> None:

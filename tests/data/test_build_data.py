@@ -62,12 +62,13 @@ def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
     other = make_config(dataset_name="json", data_files=path, max_encoder_length=80, training={"seed": 7})
     with pytest.raises(
         CheckpointError,
-        match=r"With --allow-data-change: source 0 \(json a\.jsonl\): starts over .*"
-        r"data.max_encoder_length: 96 there, 80 now; training.seed: 42 there, 7 now\..*fingerprint \w+ there, \w+ now",
+        match=r"With --allow-data-change: source 0 \(json a\.jsonl\): starts over .*\n"
+        r"  data.max_encoder_length: 96 there, 80 now\n  training.seed: 42 there, 7 now\n"
+        r".*fingerprint \w+ there, \w+ now",
     ):
         make_data(other, saved=saved)
     with pytest.raises(
-        CheckpointError, match=r"What differs: data\.dataset_name: json there, builtin now; "
+        CheckpointError, match=r"What differs:\n  data\.dataset_name: json there, builtin now\n"
     ) as refused:
         make_data(make_config(dataset_name="builtin"), saved=saved)
     assert "source 1 (builtin): new; source 0 (json a.jsonl): dropped. " in str(refused.value)
@@ -75,7 +76,7 @@ def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
     assert make_data(other, saved=saved, accept_other_data=True).ratio == saved["encoder_decoder_ratio"]
 
     write_json_lines(Path(path), texts(301))
-    with pytest.raises(CheckpointError, match="What differs: documents: 300 there, 301 now"):
+    with pytest.raises(CheckpointError, match="What differs:\n  documents: 300 there, 301 now"):
         make_data(config, saved=saved)
 
 
@@ -202,7 +203,7 @@ def test_a_file_that_changes_without_growing_is_other_data(path: str) -> None:
     config = make_config(dataset_name="json", data_files=path)
     saved = make_data(config).saved()
     Path(path).write_text(Path(path).read_text().replace("the", "teh"))
-    with pytest.raises(CheckpointError, match=r"What differs: the content of source 0 \(json a.jsonl\)\."):
+    with pytest.raises(CheckpointError, match=r"What differs:\n  the content of source 0 \(json a.jsonl\)\n"):
         make_data(config, saved=saved)
 
 
