@@ -29,7 +29,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)  # an abbreviation may be a misspelt setting
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's `message`: the argument, its value, and what is allowed."""
+        """Raise ConfigError with argparse's `message`: the argument, its value, what is allowed, and the nearest."""
+        if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
+            message += f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"command line: {message}\n      `{self.prog} --help` lists what it takes")
 
     def explain(self, example: str, *, takes_settings: bool) -> None:
@@ -123,12 +126,18 @@ def options_meant(table: Arguments, settings: Sequence[str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        known = {name.strip("-"): name for names in table for name in names.split() if name.startswith("--")}
         for name in {word.partition("=")[0].strip("-") for word in settings}:
-            if near := difflib.get_close_matches(name, known, 1, 0.8):
+            if near := near_option(name, table):
                 complaint = rf"(command line: (--)?{re.escape(name)}\b.*\n *(unknown key|not a setting).*)"
-                error.args = (re.sub(complaint, rf"\1 (or was {known[near[0]]} meant?)", str(error)),)
+                error.args = (re.sub(complaint, rf"\1 (or was {near} meant?)", str(error)),)
         raise
+
+
+def near_option(name: str, table: Arguments) -> str | None:
+    """The option of `table` that `name`, with or without dashes, most likely stands for; None where none is near."""
+    known = {option.strip("-"): option for names in table for option in names.split() if option.startswith("-")}
+    near = difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8)
+    return known[near[0]] if near else None
 
 
 def tokens(text: str) -> int:

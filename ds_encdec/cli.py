@@ -88,13 +88,7 @@ def _read(parser: argparse.ArgumentParser, given: list[str]) -> tuple[argparse.N
         guess = next((f": did you mean {name}?" for name in get_close_matches(given[0], VERBS, 1)), "")
         parser.error(f"there is no verb {given[0]}{guess}")
     takes_settings = given[0] in VERBS and VERBS[given[0]][1]
-    if takes_settings:
-        return read_arguments(parser, ARGUMENTS.get(given[0], {}), given)
-    options, rest = parser.parse_known_args(given)
-    if rest:
-        named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
-        parser.error(f"unrecognized arguments: {' '.join(named or rest)}")
-    return options, rest
+    return read_arguments(parser, ARGUMENTS.get(given[0], {}), given, takes_settings=takes_settings)
 
 
 def _place() -> dict[str, int]:
@@ -166,7 +160,8 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if hostfile is None and (wrong := unevenness(config, ranks)):
         notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")
     if looks_here and config.infra.device == "cuda" and not has_gpu():
-        notes.append("warning: infra.device=cuda (the default), and this machine has no GPU: auto would take its CPU")
+        whose = "" if "device" in config.infra.model_fields_set else " (the default)"
+        notes.append(f"warning: infra.device=cuda{whose}, and this machine has no GPU: auto would take its CPU")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 

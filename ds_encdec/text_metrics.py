@@ -64,3 +64,15 @@ def not_installed(names: Iterable[str]) -> Iterator[str]:
         row = text_metric(name)
         if row is not None and row.package is not None and find_spec(row.package) is None:
             yield f"{name} needs {row.package}, which is not installed: pip install 'ds_encdec[{row.extra}]'"
+
+
+def usable(names: Iterable[str]) -> tuple[list[str], str]:
+    """Return those of the metrics `names` whose packages are here, and the others with the command that adds them.
+
+    The second is empty where there are no others.
+    """
+    rows = {name: text_metric(name) for name in names}
+    found = [name for name in rows if not any(not_installed([name]))]
+    absent = {name: row.extra or "" for name, row in rows.items() if row is not None and name not in found}
+    extras = ",".join(sorted(set(absent.values())))
+    return found, f"{', '.join(absent)}: pip install 'ds_encdec[{extras}]' adds them" if absent else ""

@@ -180,7 +180,8 @@ def _refuse_machine(config: FullConfig, resume: str | None) -> None:
     from ds_encdec.launch.run_folder import RunFolder
 
     if config.infra.device == "cuda" and not has_gpu():
-        raise no_gpu("no GPU")
+        is_set = "device" in config.infra.model_fields_set
+        raise no_gpu("no GPU", f"infra.device=cuda{'' if is_set else ' (the default)'}")
     has_none = resume == "auto" and not RunFolder(config.infra.output_dir).is_used()
     require_here(config, new=resume is None or has_none)
 

@@ -27,7 +27,8 @@ while [ $# -gt 0 ]; do
         infra.output_dir=* | --infra.output_dir=* | output_dir=* | --output_dir=*)
             output="${1#*=}" output="${output/#\~\//$HOME/}" ;;
         --profile=* | -q | --quiet | -v | --verbose) options+=("$1") ;;
-        --resume=* | --resume_from=* | --resume_from_checkpoint=* | --allow-data-change) resume+=("$1") ;;
+        --resume=* | --resume_from=* | --resume_from_checkpoint=*) resume+=("$1") ;;
+        --allow-data-change | --allow_data_change) resume+=("--allow-data-change") ;;
         --config | --hostfile | --output_dir | --infra.output_dir | --resume | --resume_from | --resume_from_checkpoint | --profile)
             [ $# -ge 2 ] || { echo "error: $1 needs a value" >&2; exit 2; }
             set -- "$1=$2" "${@:3}"; continue ;;

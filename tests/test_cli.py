@@ -91,13 +91,40 @@ def test_a_bad_value_is_told_as_those_of_fields_are(capsys: pytest.CaptureFixtur
 
 @pytest.mark.parametrize(
     ("verb", "given", "meant"),
-    [("train", "--resum auto", "--resume"), ("train", "--confg=x.yaml", "--config"), ("plan", "--jsn", "--json")],
+    [
+        ("train", "--resum auto", "--resume"),
+        ("train", "--confg=x.yaml", "--config"),
+        ("plan", "--jsn", "--json"),
+        ("inspect-data", "--n 2", "-n"),
+    ],
 )
 def test_a_misspelt_option_is_not_only_an_unknown_setting(
     capsys: pytest.CaptureFixture[str], verb: str, given: str, meant: str
 ) -> None:
     assert cli.main([verb, *given.split()]) == 2
     assert capsys.readouterr().err.endswith(f" (or was {meant} meant?)\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("generate --model . --text x --max_new_token 3", "--max-new-tokens"),
+        ("report output --compar y", "--compare"),
+        ("stop output --quit", "--quiet"),
+        ("evaluate --model . --split valid", "validation"),
+        ("export a b --dtype bfloat", "bfloat16"),
+    ],
+)
+def test_a_misspelt_option_or_choice_is_answered_with_its_neighbour(
+    capsys: pytest.CaptureFixture[str], given: str, meant: str
+) -> None:
+    assert cli.main(given.split()) == 2
+    assert capsys.readouterr().err.splitlines()[0].endswith(f"; did you mean {meant}?")
+
+
+def test_options_of_every_verb_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "--model", "nowhere", "--text", "x_y", "--max_new_tokens", "3"]) == 5
+    assert capsys.readouterr().err.startswith("error: --model: nowhere")
 
 
 def test_a_word_of_another_tool_is_no_misspelt_option(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from ds_encdec.arguments import Arguments
+from ds_encdec.arguments import Arguments, near_option
 from ds_encdec.terminal import VERBOSITY
 from ds_encdec.types import ConfigError
 
@@ -16,14 +16,18 @@ _ASSIGNED = re.compile(r"[^/]*=")
 
 
 def read_arguments(
-    parser: argparse.ArgumentParser, table: Arguments, given: Sequence[str]
+    parser: argparse.ArgumentParser, table: Arguments, given: Sequence[str], *, takes_settings: bool = True
 ) -> tuple[argparse.Namespace, list[str]]:
     """The options in `given`, of which `table` has the verb's own, and the settings, each one argument.
 
-    Raises ConfigError.
+    `takes_settings`: False for a verb that knows none. Raises ConfigError, also for what is then left.
     """
-    own, settings = _divided(given, table)
+    own, settings = _divided(given, table, takes_settings)
     options, rest = parser.parse_known_args(own)
+    if rest and not takes_settings:
+        named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
+        guesses = [f"; did you mean {near}?" for name in named if (near := near_option(name, {**table, **VERBOSITY}))]
+        parser.error(f"unrecognized arguments: {' '.join(named or rest)}{''.join(guesses[:1])}")
     if (by_option := vars(options).pop("config_option", None)) is not None:
         if options.config is not None:
             raise ConfigError(f"{options.config} and --config {by_option}: both name a configuration; give only one")
@@ -31,7 +35,7 @@ def read_arguments(
     return options, [*settings, *rest]
 
 
-def _divided(given: Sequence[str], table: Arguments) -> tuple[list[str], list[str]]:
+def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tuple[list[str], list[str]]:
     """The arguments for argparse, and the settings. An option may be written with underscores."""
     named = {name: how for names, how in {**table, **VERBOSITY}.items() for name in names.split()}
     options = {name: how for name, how in named.items() if name.startswith("-")}
@@ -44,6 +48,8 @@ def _divided(given: Sequence[str], table: Arguments) -> tuple[list[str], list[st
             own.append(f"{option}{equals}{text}")
             for _ in range(0 if equals else _values_of(options[option], remaining)):
                 own.append(remaining.pop(0))
+        elif not takes_settings:
+            own.append(word)
         elif word.startswith("--") and word not in ("--help", "--version"):
             if not equals:
                 from ds_encdec.config.rewording import with_value  # not for --help

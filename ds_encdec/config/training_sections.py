@@ -46,8 +46,11 @@ LOSS_FIGURES = ("loss", "perplexity")
 
 
 def _evaluated(name: str) -> str:
-    """The name of a figure of evaluations, without Hugging Face's prefix."""
-    return name.removeprefix("eval_").removeprefix("eval/")
+    """The name of a figure of evaluations here; Hugging Face has `eval_loss`, and of a set `eval_NAME_loss`."""
+    plain = name.removeprefix("eval_").removeprefix("eval/")
+    of_set, _, figure = plain.rpartition("_")
+    is_theirs = name.startswith("eval_") and of_set and figure in LOSS_FIGURES
+    return f"{of_set}/{figure}" if is_theirs and plain not in installed("metrics") else plain
 
 
 def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[str]) -> Rule:
@@ -215,9 +218,9 @@ class TrainingConfig(Section):
     """Steps skipped in a row (not finite, or by a `skip_step` of `monitor`) after which the run stops as diverged."""
     metric_for_best_model: Annotated[str, AfterValidator(_evaluated), Mark.TUNABLE] = "loss"
     """Figure of an evaluation (`eval/…` in its metrics) by which checkpoints are the best, and early stopping decides.
-    `NAME/loss`: that of a set of `data.eval_sets`. Of equal ones the first stays the best. Those of texts need
-    `eval_generate_samples`. A metric of your own: `module:name`, or an entry point of `ds_encdec.metrics`
-    (docs/library.md)."""
+    `NAME/loss` (or `eval_NAME_loss`): that of a set of `data.eval_sets`. Of equal ones the first stays the best. Those
+    of texts need `eval_generate_samples`. A metric of your own: `module:name`, or an entry point of
+    `ds_encdec.metrics` (docs/library.md)."""
     greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
     """A greater figure is the better one; None: not so for `loss` and `perplexity`, but for all others."""
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)

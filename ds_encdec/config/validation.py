@@ -44,25 +44,26 @@ _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "l
 class Checked:
     """The sections of a configuration, of which nothing is to be believed within the fields `broken`.
 
-    `conflicts`: the fields that contradict each other.
+    `conflicts`: the fields that contradict each other, or the one that is wrong by itself.
     """
 
     sections: Sections
     broken: Set[str]
-    conflicts: Set[str]
+    conflicts: Set[tuple[str, ...]]
 
     @property
     def is_sound(self) -> bool:
         """True if this is a configuration."""
         return not self.broken and not self.conflicts
 
-    def knows(self, fields: Iterable[str]) -> bool:
-        """Return whether all `fields` are what somebody meant."""
-        return not any(within(field, path) for field in fields for path in self.broken)
+    def knows(self, fields: tuple[str, ...]) -> bool:
+        """Return whether all `fields` are what somebody meant, and not one that was reported by itself."""
+        return fields not in self.conflicts and not any(within(field, path) for field in fields for path in self.broken)
 
     def is_sound_in(self, *names: str) -> bool:
         """Return whether nothing is wrong in the sections `names`."""
-        return not any(within(path, name) for path in (*self.broken, *self.conflicts) for name in names)
+        wrong = [*self.broken, *(field for fields in self.conflicts for field in fields)]
+        return not any(within(path, name) for path in wrong for name in names)
 
 
 def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Checked:
@@ -100,7 +101,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
         if not any(within(field, path) for field in conflict.fields for path in (*broken, *unread))
     ]
     problems.extend(mention_all(settings, conflict) for conflict in conflicts)
-    return Checked(config, broken, {field for conflict in conflicts for field in conflict.fields})
+    return Checked(config, broken, {conflict.fields for conflict in conflicts})
 
 
 def wrong_value(path: str, value: Any) -> str | None:

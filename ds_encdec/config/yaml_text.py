@@ -180,6 +180,8 @@ def apply_overrides(
         spelt = name.replace("-", "_")
         if equals and spelt != name and len(parts) < MAX_DEPTH and all(map(str.isidentifier, spelt.split("."))):
             message = f"not a setting; its words are joined by underscores: {spelt}"
+        if not equals and argument.startswith("--") and all(map(str.isidentifier, parts)):
+            message = f"not a setting: its value is missing; write `{argument} VALUE`"
         if not equals and os.path.isfile(argument):  # a shell's list of what a pattern matches
             files = [field, *takewhile(os.path.isfile, remaining)]
             del remaining[: len(files) - 1]

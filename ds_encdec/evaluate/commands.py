@@ -15,8 +15,10 @@ from typing import Any
 from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.folders import is_ours, require_ours, run_config
+from ds_encdec.gpus import has_gpu
+from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.world import discover
-from ds_encdec.text_metrics import TEXT_METRICS, not_installed, text_metrics
+from ds_encdec.text_metrics import TEXT_METRICS, text_metrics, usable
 from ds_encdec.types import ConfigError, DsEncDecError
 
 
@@ -102,9 +104,11 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name))
     if not names and settings.max_new_tokens:
         names = [name for name, row in text_metrics().items() if options.bertscore_model or not row.needs_model]
-        for problem in not_installed(names):
-            print(f"left out: {problem}", file=sys.stderr)
-        names = [name for name in names if not list(not_installed([name]))]
+        names, left_out = usable(names)
+        if left_out:
+            print(f"texts are judged without {left_out}", file=sys.stderr)
+    if options.device == "cuda" and not has_gpu():
+        raise no_gpu("no GPU", "--device cuda")
     from ds_encdec.config.schema import load_config
     from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics
 
@@ -135,11 +139,11 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         print(json.dumps(found, indent=2))
     else:
         _show(options, settings, out, found)
-    asked, left_out = options.metrics or (), found.get("metrics_left_out", {})
-    for name, why in left_out.items():
+    asked, failed = options.metrics or (), found.get("metrics_left_out", {})
+    for name, why in failed.items():
         print(f"warning: the metric {name} has no figure: {why}", file=sys.stderr)
-    if asked and left_out:
-        raise DsEncDecError(f"--metrics: {', '.join(left_out)} failed; the other figures are in {out}")
+    if asked and failed:
+        raise DsEncDecError(f"--metrics: {', '.join(failed)} failed; the other figures are in {out}")
 
 
 def _show(options: argparse.Namespace, settings: GenerationSettings, out: Path, found: Mapping[str, Any]) -> None:

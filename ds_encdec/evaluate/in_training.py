@@ -22,7 +22,7 @@ from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.text_metrics import FIGURES, not_installed, text_metric, text_metrics
+from ds_encdec.text_metrics import FIGURES, text_metric, text_metrics, usable
 from ds_encdec.types import ConfigError, Example
 
 if TYPE_CHECKING:
@@ -46,13 +46,12 @@ def usable_metrics(config: FullConfig) -> list[str]:
     if best not in (*LOSS_FIGURES, *FIGURES) and (own := text_metric(best)) is not None:
         rows[best] = own
     names = [name for name, row in rows.items() if not row.needs_model]
-    usable = [name for name in names if not list(not_installed([name]))]
+    found, left_out = usable(names)
     chosen = [name for name, row in rows.items() if best in row.figures]
     check_metrics(chosen, field="training.metric_for_best_model")
-    if left_out := [name for name in names if name not in usable]:
-        extras = ",".join(sorted({rows[name].extra or "" for name in left_out}))
-        logger.info("texts are judged without %s: pip install 'ds_encdec[%s]' adds them", ", ".join(left_out), extras)
-    return usable
+    if left_out:
+        logger.info("texts are judged without %s", left_out)
+    return found
 
 
 def figures_of(

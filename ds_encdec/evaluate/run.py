@@ -75,7 +75,7 @@ def evaluate(
         raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
     tokenizer, vocabulary = _tokenizer(model, config)
     world = discover(os.environ)
-    place = choose_device(device, world)
+    place = choose_device(device, world, named="--device cuda")
     if world.world_size > 1:
         init_process_group(world, place, _TIMEOUT, "fsdp", meeting="evaluation")
     collectives = HostCollectives(_TIMEOUT)

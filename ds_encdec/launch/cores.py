@@ -35,10 +35,11 @@ def others_at_work(ranks: int) -> str | None:
     )
 
 
-def no_gpu(what: str) -> ConfigError:
-    """The error of a run that wants a GPU on a machine that has `what`, in words."""
+def no_gpu(what: str, named: str = "infra.device=cuda") -> ConfigError:
+    """The error of who wants a GPU, as is `named`, on a machine that has `what`, in words."""
+    if named.startswith("--"):
+        return ConfigError(f"{named}: this machine has {what}. Leave it out: then a GPU is taken where there is one")
     return ConfigError(
-        f"infra.device=cuda (the default), but this machine has {what}. To run this configuration on the CPU: "
-        "infra.device=cpu, or auto, which takes a GPU where there is one; to try ds_encdec here with a small model: "
-        "--config ds_configs/quickstart.yaml."
+        f"{named}, but this machine has {what}. To run this configuration on the CPU: infra.device=cpu, or auto, which "
+        "takes a GPU where there is one; to try ds_encdec here with a small model: --config ds_configs/quickstart.yaml."
     )

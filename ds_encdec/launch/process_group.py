@@ -32,8 +32,10 @@ from ds_encdec.types import ConfigError
 logger = logging.getLogger(__name__)
 
 
-def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> torch.device:
-    """The device of this rank for `infra.device`.
+def choose_device(
+    requested: Literal["cuda", "cpu", "auto"], world: World, *, named: str = "infra.device=cuda"
+) -> torch.device:
+    """The device of this rank for what is `requested`, by a field or option that reads `named`.
 
     Where a launcher shows each rank one device of its own, that is it; `init_process_group` checks that no two have the
     same. Raises ConfigError when the configuration needs accelerators that this machine does not have, or fewer than
@@ -43,7 +45,7 @@ def choose_device(requested: Literal["cuda", "cpu", "auto"], world: World) -> to
     if requested == "cpu" or (requested == "auto" and not available):
         return torch.device("cpu")
     if not available:
-        raise no_gpu("no CUDA device that torch can use")
+        raise no_gpu("no CUDA device that torch can use", named)
     if 1 < available <= world.local_rank:
         raise ConfigError(
             f"LOCAL_RANK={world.local_rank}: more ranks were started on a machine with {available} CUDA devices. Start "

@@ -184,7 +184,11 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
     ("argument", "message"),
     [
         ("foo", "command line: foo\n      not a setting; write `section.field=value`"),
-        ("--training.seed", "command line: --training.seed\n      not a setting;"),
+        (
+            "--training.seed",
+            "command line: --training.seed\n      not a setting: its value is missing; write `--training.seed",
+        ),
+        ("--lr", "command line: --lr\n      not a setting: its value is missing; write `--lr VALUE`"),
         ("hub-token=hf_0123", "command line: hub-token\n      not a setting;"),
         ("--hub-token=hf_0123", "command line: --hub-token\n      not a setting;"),
         ("--training.learning-rate=1", "not a setting; its words are joined by underscores: training.learning_rate"),

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec import cli, text_metrics
+from ds_encdec import cli, text_metrics, train
 from ds_encdec.config import schema
 from ds_encdec.config.schema import load_config
+from ds_encdec.evaluate import commands
 
 Output = pytest.CaptureFixture[str]
 
@@ -142,7 +143,24 @@ def test_a_machine_without_the_gpu_that_is_asked_for(
     assert (
         cli.main(["validate", QUICKSTART, "infra.device=cuda", f"infra.output_dir={tmp_path / 'run'}", *options]) == 0
     )
-    assert ("warning: infra.device=cuda" in capsys.readouterr().out) is warns
+    assert ("warning: infra.device=cuda, and" in capsys.readouterr().out) is warns
+    assert cli.main(["validate", f"infra.output_dir={tmp_path / 'run'}", *options]) == 0
+    assert ("warning: infra.device=cuda (the default), and" in capsys.readouterr().out) is warns
+
+
+def test_who_asked_for_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path) -> None:
+    for module in (commands, train):
+        monkeypatch.setattr(module, "has_gpu", lambda: False)
+    assert cli.main(["evaluate", "--model", str(tmp_path), "--device", "cuda"]) == 2
+    assert capsys.readouterr().err.startswith("error: --device cuda: this machine has no GPU. ")
+    for given, named in ((["infra.device=cuda"], "infra.device=cuda"), ([], "infra.device=cuda (the default)")):
+        assert cli.main(["train", *given, f"infra.output_dir={tmp_path / 'run'}"]) == 2
+        assert f"error: {named}, but this machine has no GPU." in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_part_is_one_problem(capsys: Output) -> None:
+    assert cli.main(["validate", QUICKSTART, "training.metric_for_best_model=easy_loss"]) == 2
+    assert "has 1 problem:" in capsys.readouterr().err
 
 
 def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

@@ -14,7 +14,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, score_texts
-from ds_encdec.text_metrics import FIGURES, TEXT_METRICS
+from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, usable
 from ds_encdec.types import ConfigError
 
 PREDICTIONS = ["the cats sat on a mat", " Paris\n is  big "]
@@ -89,6 +89,9 @@ def test_what_a_metric_lacks_is_said_with_the_command_that_brings_it(
     with pytest.raises(ConfigError, match="model_max_length"):
         score_texts(["bertscore"], REFERENCES, REFERENCES, bertscore_model=BertScoreModel(bert))
     monkeypatch.setitem(sys.modules, "rouge_score", None)
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    one_line = "rouge, bleu: pip install 'ds_encdec[eval]' adds them"
+    assert usable(["rouge", "exact_match", "bleu"]) == (["exact_match"], one_line)
     with pytest.raises(ConfigError, match=r"rouge needs rouge_score, .*: pip install 'ds_encdec\[eval\]'"):
         check_metrics(["exact_match", "rouge"])
 

@@ -97,6 +97,7 @@ def test_sets_that_cannot_be(fields: dict[str, Any], message: str) -> None:
 
 def test_the_best_checkpoint_may_be_by_a_set_and_lines_show_all() -> None:
     assert not TrainingConfig(metric_for_best_model="hard/loss").best_is_greatest
-    assert TrainingConfig(metric_for_best_model="eval/hard/loss").metric_for_best_model == "hard/loss"
+    for theirs in ("eval/hard/loss", "eval_hard_loss"):  # the second as Hugging Face names it
+        assert TrainingConfig(metric_for_best_model=theirs).metric_for_best_model == "hard/loss"
     metrics = {"eval/loss": 2.0, "eval/easy/loss": 1.0, "eval/hard/loss": 3.0, "eval/hard/loss_S": 3.0}
     assert shown(metrics, "hard/loss") == ["hard loss 3.0000", "eval loss 2.0000", "easy loss 1.0000"]

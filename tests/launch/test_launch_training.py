@@ -58,9 +58,10 @@ def test_one_host_that_is_this_one_needs_no_ssh(scripts: Path) -> None:
 def test_other_hosts_get_variables_but_no_secrets(scripts: Path) -> None:
     (scripts / "hosts").write_text("localhost slots=1\n127.0.0.1\tslots=1\n")
     (scripts / ".deepspeed_env").write_text("MINE=1")
-    result = launch(scripts, "--hostfile=hosts", "--output_dir", "run", "--resume", "auto")
+    result = launch(scripts, "--hostfile=hosts", "--output_dir", "run", "--resume", "auto", "--allow_data_change")
     assert result.returncode == 0, result.stderr
-    assert re.search(r"deepspeed --hostfile hosts --master_port \d+ \S+train.py .*=run --resume=auto\n", result.stdout)
+    given = r"\S+train.py .*=run --resume=auto --allow-data-change\n"
+    assert re.search(rf"deepspeed --hostfile hosts --master_port \d+ {given}", result.stdout)
     handed_on = (scripts / "run" / "deepspeed_env").read_text().splitlines()
     expected = {"MINE=1", "NCCL_DEBUG=INFO", "WANDB_PROJECT=qwen3-encoder-decoder"}
     assert expected <= set(handed_on)
