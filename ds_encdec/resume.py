@@ -124,10 +124,9 @@ def with_steps(
 
 
 def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
-    """Raise CheckpointError where `config` trains another model, or by another optimizer; reads the small files only.
+    """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
 
-    The states of one optimizer mean something else, or nothing, to another. A moved folder is still the same model: the
-    weights come from the checkpoint.
+    A moved folder is still the same model: the weights come from the checkpoint.
     """
     theirs, ours = _model_settings(load_saved(found.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)
@@ -140,7 +139,7 @@ def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
             return
         differing += contents
     raise CheckpointError(
-        f"{found.path} was made with another model, tokenizer or optimizer:{listed(differing)}\n"
+        f"{found.path} was made with another model or tokenizer:{listed(differing)}\n"
         "Give the checkpoint's values, or start a new run from its export."
     )
 
@@ -285,7 +284,6 @@ def _model_settings(config: FullConfig) -> dict[str, Any]:
     return {
         "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
         "training.freeze": config.training.freeze,
-        "training.optimizer": config.training.optimizer,
         _MODEL_NAME: section.model_name_or_path,
         _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
         "model.num_sentinel_tokens": section.num_sentinel_tokens,
