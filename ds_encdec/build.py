@@ -62,6 +62,7 @@ from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.profiling import StepProfiler
 from ds_encdec.progress import is_over
+from ds_encdec.quantities import count
 from ds_encdec.resume import (
     RunModel,
     load_engine,
@@ -193,7 +194,7 @@ def _train_and_close(
         training = trainer.config.training
         if state is not trainer.state and state.global_step < training.num_train_steps:
             message = (
-                f"{state.evaluations_since_leading} evaluations have not been better by more than "
+                f"{count(state.evaluations_since_leading, 'evaluation')} in a row without a figure better by more than "
                 f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value:.6g}"
             )
             logger.info("early stopping at step %d: %s", state.global_step, message)

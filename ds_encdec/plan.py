@@ -142,7 +142,7 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         else HOW_TO_KNOW_THE_TIME,
         f"A checkpoint takes {disk_size(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']:.3g} bytes for "
         f"each of {plan['trainable']:,} trained parameters). The run's folder grows to {disk_size(disk['total'])}: "
-        f"{disk['checkpoints']} checkpoints (those kept, the best, the one being written)"
+        f"{count(disk['checkpoints'], 'checkpoint')} (those kept, the best, the one being written)"
         + (f", {put_aside} put aside by rollbacks" if put_aside else "")
         + (f", and the models at its end, {disk_size(at_end)}" if at_end else "")
         + ".",

@@ -6,7 +6,7 @@ from collections.abc import Sequence, Sized
 def count(things: Sized | float, noun: str) -> str:
     """`1 step`, `2 steps`, `2 batches`."""
     how_many = round(things) if isinstance(things, int | float) else len(things)
-    return f"{how_many:,} {noun}" + ("" if how_many == 1 else "es" if noun.endswith("ch") else "s")
+    return f"{how_many:,} {noun}" + ("" if how_many == 1 else "es" if noun.endswith(("ch", "ss")) else "s")
 
 
 def listed(words: Sequence[str], most: int = 6) -> str:

@@ -53,6 +53,7 @@ from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
+from ds_encdec.quantities import count
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 
@@ -201,10 +202,10 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
         if len(found) < MIN_AVERAGED:
             if run.averaged.exists():
                 logger.warning(
-                    "%s is the mean of an earlier end of this run: %d checkpoints in a row are left, too few for "
+                    "%s is the mean of an earlier end of this run: %s in a row cannot give "
                     "another. `ds-encdec average` takes 2.",
                     run.averaged,
-                    len(found),
+                    count(found, "checkpoint"),
                 )
             return
         logger.info(

@@ -40,7 +40,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import StagedSave, read_record
 from ds_encdec.launch.disk import DiskRefusedError, Writing, flush_folder, free_bytes, unused_path
 from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once, saves_at_most
-from ds_encdec.quantities import disk_size
+from ds_encdec.quantities import count, disk_size
 from ds_encdec.types import CheckpointError, TrainingState
 
 if TYPE_CHECKING:  # it imports torch, which a report of a run does without
@@ -289,9 +289,9 @@ def lacking_room(folder: Path, config: FullConfig, job: Job) -> str | None:
         return None
     return (
         f"infra.output_dir: {folder} has {disk_size(free)} free, but {disk_size(needed)} are needed: the run has up to "
-        f"{most} checkpoints of {disk_size(size)} at a time (training.save_total_limit={training.save_total_limit}, "
-        "the best, and the one that is written). Free space there, lower training.save_total_limit, or choose another "
-        "folder."
+        f"{count(most, 'checkpoint')} of {disk_size(size)} at a time (training.save_total_limit="
+        f"{training.save_total_limit}, the best, and the one that is written). Free space there, lower "
+        "training.save_total_limit, or choose another folder."
     )
 
 

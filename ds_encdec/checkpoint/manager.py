@@ -293,8 +293,9 @@ def find_checkpoint(
             if collectives.rank == 0:
                 logger.warning("Passing over a damaged checkpoint: %s", error)
     if candidates:
+        which = f"none of its {len(candidates)} checkpoints is" if candidates[1:] else "its only checkpoint is not"
         raise CheckpointError(
-            f"{folder}: none of its {len(candidates)} checkpoints is whole (the warnings above say why). "
+            f"{folder}: {which} whole (the warnings above say why). "
             "Restore one, or start a new run in another infra.output_dir."
         )
     return None

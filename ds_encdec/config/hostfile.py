@@ -18,6 +18,7 @@ from ds_encdec.config.settings import Problem
 from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.yaml_text import file_problem, read_text
+from ds_encdec.quantities import count
 from ds_encdec.types import ConfigError
 
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
@@ -75,7 +76,7 @@ def check_hostfile(path: Path, config: Sections, problems: list[Problem], *, loo
     here = [host for host in hosts if any(map(_is_mine, _addresses(host)))]
     asked, devices = sum(hosts[host][0] for host in here), 0 if config.infra.device == "cpu" else _count_gpus()
     if 0 < devices < asked:
-        message = f"slots={asked}, but this machine has {devices} GPUs: write slots={devices}"
+        message = f"slots={asked}, but this machine has {count(devices, 'GPU')}: write slots={devices}"
         problems.append(file_problem(path, message, hosts[here[-1]][1], field=", ".join(here)))
     if len(hosts) > 1:
         read_variables(problems)

@@ -9,15 +9,19 @@ from typing import Any, TypeGuard
 
 from ds_encdec.config.settings import Settings, show, unusable
 from ds_encdec.config.training_sections import ENDLESS_SCHEDULES, FSDP_STRATEGIES
-from ds_encdec.config.validation import default_of
+from ds_encdec.config.validation import default_of, mention
 
 
-def imply(settings: Settings) -> None:
-    """Put into `settings` what its fields decide about fields that are not set."""
+def imply(settings: Settings) -> list[str]:
+    """Put into `settings` what its fields decide about fields that are not set; return what nobody would expect."""
+    notes = []
     for source, field, value in _decided(settings):
         if settings.get(field) is None:
             said = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
             settings.put(field, value, f"{settings.place_of(source)} ({said})")
+            if source == "training.fp16":  # Hugging Face has neither by default
+                notes.append(f"{mention(settings, source)} sets {field} = {show(value)}, which is true by default")
+    return notes
 
 
 def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:

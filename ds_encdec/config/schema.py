@@ -143,7 +143,7 @@ def load_config(
         settings.put(_JSON_FIELD, None, "")
     if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
         settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
-    imply(settings)
+    implied = imply(settings)
     checked = validate(settings, problems, unread)
     # What is valid is not validated again, which would take a schema that takes its time to build.
     config = FullConfig.model_construct(None, **dict(checked.sections))
@@ -156,7 +156,7 @@ def load_config(
     problems.extend(mention_all(settings, conflict) for conflict in (*absent, *beyond))
     raise_if_any(problems)
     if notes is not None:
-        notes += [*reading.notes, *misread_files(config.data)]
+        notes += [*reading.notes, *implied, *misread_files(config.data)]
     return config
 
 

@@ -147,7 +147,7 @@ def inspect_data(
     for (name, drawn), weight in zip(statistics["denoisers"].items(), weights, strict=True):
         lines.append(f"{name:<10}{drawn:11,}{drawn / statistics['examples']:8.1%}{weight / sum(weights):12.1%}")
     lines += [f"{count(skipped, 'document')} that were read gave no example"] if skipped else []
-    return "\n".join([*lines, *([f"{long} examples that were read were too long"] if long else [])])
+    return "\n".join([*lines, *([f"{count(long, 'example')} of those read exceeded the lengths"] if long else [])])
 
 
 def _statistics(pipeline: LanePipeline, batches: int, examples: Sequence[Example]) -> dict[str, Any]:

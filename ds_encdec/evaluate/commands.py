@@ -18,6 +18,7 @@ from ds_encdec.evaluate.folders import is_ours, require_ours, run_config
 from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.world import discover
+from ds_encdec.quantities import count
 from ds_encdec.text_metrics import TEXT_METRICS, text_metrics, usable
 from ds_encdec.types import ConfigError, DsEncDecError
 
@@ -147,11 +148,11 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _show(options: argparse.Namespace, settings: GenerationSettings, out: Path, found: Mapping[str, Any]) -> None:
-    print(f"{found['examples']:,} examples of {options.split}; predictions and figures are in {out}")
+    print(f"{count(found['examples'], 'example')} of {options.split}; predictions and figures are in {out}")
     for name, figure in found["figures"].items():
         print(f"{name:20} {figure:10.4f}  {_UNITS.get(name, '')}".rstrip())
     if cut := found["cut_at_max_new_tokens"]:
-        print(f"{cut:,} predictions were cut off at --max-new-tokens ({settings.max_new_tokens})")
+        print(f"{count(cut, 'prediction')} cut off at --max-new-tokens ({settings.max_new_tokens})")
 
 
 def _chosen(options: argparse.Namespace) -> GenerationSettings:

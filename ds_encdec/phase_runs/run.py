@@ -376,7 +376,7 @@ def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None
         wrong = f"{bad[0]} ({len(bad)} such values)"
     elif not logged:
         wrong = f"{path}: no line has train/loss"
-    message = wrong or f"{logged} logged losses and {len(evaluations)} evaluations, all finite"
+    message = wrong or f"{count(logged, 'logged loss')} and {count(evaluations, 'evaluation')}, all finite"
     last = evaluations[-1] if evaluations else {}
     check = {"name": "logged_losses", "passed": not wrong, "message": message}
     return check, {name: value for name, value in last.items() if name.startswith("eval/")}

@@ -279,6 +279,17 @@ def test_a_value_behind_its_name_is_no_file(capsys: pytest.CaptureFixture[str]) 
     assert cli.main(["validate", "--max_steps", "30", "--lr", "nowhere.yaml"]) == 2
 
 
+def test_float16_of_a_trainers_file_says_what_it_takes_the_place_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, "max_steps: 30\nfp16: true\n")
+    assert cli.main(["validate", "--elsewhere", str(path)]) == 0
+    note = f"{path}:2 (fp16): training.fp16 = true sets training.bf16 = false, which is true by default\n"
+    assert note in capsys.readouterr().out
+    assert cli.main(["validate", "--elsewhere", str(path), "bf16=false"]) == 0
+    assert "by default" not in capsys.readouterr().out
+
+
 def test_what_was_read_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "lr: 1e-4\ntf32: true\nremove_unused_columns: false\n")
     assert train.main(["--config", str(path), "--print-config"]) == 0

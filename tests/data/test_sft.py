@@ -532,7 +532,7 @@ def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
     text = inspect_data(data.pipeline, TOKENIZER, (1,), num_examples=1, as_json=False)
     assert "SFT · a.jsonl:" in text
     assert report["statistics"]["long_rows"] > 0
-    assert text.endswith(f"\n{report['statistics']['long_rows']} examples that were read were too long")
+    assert text.endswith(f"\n{report['statistics']['long_rows']} examples of those read exceeded the lengths")
 
 
 @pytest.mark.parametrize(

@@ -284,7 +284,7 @@ def test_the_configuration_is_that_of_the_run_that_has_exported_it(
     _, setting = settings_for(tmp_path / "rows.jsonl")
     (tmp_path / "rows.yaml").rename(tmp_path / "run" / "config.yaml")
     assert main(["evaluate", "--model", str(model), *HOW, setting]) == 0
-    assert f"1 examples of test; predictions and figures are in {model}-test" in capsys.readouterr().out
+    assert f"1 example of test; predictions and figures are in {model}-test" in capsys.readouterr().out
     model = model.rename(tmp_path / "model")
     assert main(["evaluate", "--model", str(model), *HOW, setting]) == 2
     assert "--config: " in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path,
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: ForkedRuns, tmp_path: Path) -> None:
     """A billion of them. With the answer that the run refuses, and without."""
     endless = {"training__num_train_steps": 10**9, "training__save_steps": 1, "training__save_total_limit": "null"}
-    told = "has up to 1000000000 checkpoints of 617.5 KB at a time (training.save_total_limit=None"
+    told = "has up to 1,000,000,000 checkpoints of 617.5 KB at a time (training.save_total_limit=None"
     refused = runs.run(arguments(tmp_path / "refused", **endless, infra__require_disk_space="true"), ranks=2)
     assert refused.codes == [5, 5], refused.output
     assert told in refused.output
