@@ -36,8 +36,8 @@ class Objective:
     that no other objective reads; `read_fields`: of them, those that decide the token ids of a document. `held_out`:
     the shares of the documents that are for validation and for test, which `split_fields` decide; with `split_advice`
     there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed before data is
-    looked at. For the model card `described`: rows, `tag`: a tag, `taught_by`: words, `prompt`: an input to show,
-    `prompt_is`: what that means.
+    looked at. For the model card `described`: rows, which also depend on the forms of the inputs, `tag`: a tag,
+    `taught_by`: words, `prompt`: an input to show, `prompt_is`: what that means.
     """
 
     maker: str
@@ -48,7 +48,7 @@ class Objective:
     split_advice: str
     held_out: Callable[[Any], tuple[float, float]]
     expected_ratio: Callable[[Any], float]
-    described: Callable[[Any], dict[str, str]]
+    described: Callable[[Any, Sequence[str]], dict[str, str]]
     tag: str
     taught_by: str
     prompt: Callable[[Any], str]
@@ -62,7 +62,16 @@ class Objective:
         return self.columns is not None
 
 
-def _described_mixture(data: Any) -> dict[str, str]:
+TEMPLATES, CHAT = "templates", "chat template"
+"""Forms of the inputs of fine-tuning: a row's fields in `input_template`, and a conversation."""
+
+
+def is_chat_alone(forms: Sequence[str]) -> bool:
+    """Whether all inputs were conversations; of no known forms none has to be one."""
+    return [*forms] == [CHAT]
+
+
+def _described_mixture(data: Any, _: Sequence[str]) -> dict[str, str]:
     weights = ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)
     return {f"UL2 weights ({', '.join(DENOISERS)})": weights}
 
@@ -72,10 +81,11 @@ def _held_out_of_records(data: Any) -> tuple[float, float]:
     return rest * data.val_test_split_ratio, rest * (1 - data.val_test_split_ratio)
 
 
-def _described_templates(data: Any) -> dict[str, str]:
-    names = ("input_template", "output_template")
+def _described_inputs(data: Any, forms: Sequence[str]) -> dict[str, str]:
+    names = () if is_chat_alone(forms) else ("input_template", "output_template")
+    conversations = {"Conversations": "through the tokenizer's chat template"} if CHAT in forms else {}
     templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
-    return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates}
+    return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates, **conversations}
 
 
 def _shown_template(data: Any) -> str:
@@ -156,7 +166,7 @@ OBJECTIVES = {
         split_advice="train_split_ratio < 1 and val_test_split_ratio > 0",
         held_out=_held_out_of_records,
         expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
-        described=_described_templates,
+        described=_described_inputs,
         tag="sft",
         taught_by="supervised fine-tuning",
         prompt=_shown_template,

@@ -179,17 +179,27 @@ def _export_trained(
     `field`: the argument that named it. `how`: for `export_hf`.
     """
     config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
-    state = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state()
+    saved = Checkpoint(checkpoint, read_manifest(checkpoint))
+    state = saved.training_state()
     run = load_saved(checkpoint / "config.yaml")
     export_hf(
         weights,
         Qwen3EncoderConfig.of(config) if encoder_only else config,
         pretrained_tokenizer(str(checkpoint / "model"), field=field),
         out,
-        card=model_card(run, state, described, encoder_only=encoder_only, languages=languages),
+        card=model_card(
+            run, state, described, encoder_only=encoder_only, languages=languages, forms=_input_forms(saved)
+        ),
         longest_text=run.data.max_encoder_length,
         **how,
     )
+
+
+def _input_forms(saved: Checkpoint) -> list[str]:
+    """The forms of the inputs that the run was fine-tuned on; empty in checkpoints that do not say them."""
+    data = saved.read_json("trainer.json").get("data")
+    forms = data.get("input_forms") if isinstance(data, dict) else None
+    return forms if isinstance(forms, list) else []
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.objectives import OBJECTIVES, is_chat_alone
 from ds_encdec.tested_versions import range_of
 from ds_encdec.types import TrainingState
 
@@ -34,11 +34,12 @@ def model_card(
     *,
     encoder_only: bool = False,
     languages: Sequence[str] = (),
+    forms: Sequence[str] = (),
 ) -> str:
     """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
 
-    `weights`: where in the run they are from, in words. The encoder's shows the code that pools its states into
-    embeddings.
+    `weights`: where in the run they are from, in words. `forms`: of the inputs that it was fine-tuned on, as far as
+    they are known: `objectives.TEMPLATES`, `CHAT`. The encoder's shows the code that pools its states into embeddings.
     """
     model, data, training = config.model, config.data, config.training
     sources = data.mixture or [data]
@@ -56,7 +57,7 @@ def model_card(
         if best is None
         else f"{state.best_by}, {best:.4f}",
         "Data": ", ".join(shares or names),
-        **objective.described(data),
+        **objective.described(data, forms),
         "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
         "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
@@ -64,7 +65,7 @@ def model_card(
         "Seed": str(training.seed),
         "Loads under": _tried(),
     }
-    return _card(rows, config, encoder_only, languages)
+    return _card(rows, config, encoder_only, languages, is_chat=is_chat_alone(forms))
 
 
 def _tried() -> str:
@@ -93,7 +94,12 @@ def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
 
 
 def _card(
-    rows: Mapping[str, str], config: FullConfig | None, encoder_only: bool = False, languages: Sequence[str] = ()
+    rows: Mapping[str, str],
+    config: FullConfig | None,
+    encoder_only: bool = False,
+    languages: Sequence[str] = (),
+    *,
+    is_chat: bool = False,
 ) -> str:
     objective = OBJECTIVES["ul2" if config is None else config.data.objective]
     return str(
@@ -103,6 +109,7 @@ def _card(
             rows=rows,
             encoder=encoder_only,
             objective=objective,
+            is_chat=is_chat,
             prompt=json.dumps(objective.prompt(config and config.data), ensure_ascii=False),
         )
     )

@@ -52,7 +52,7 @@ class TrainingData:
 
     `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches. `ratio`: encoder
     tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`. `eval_sets`: like
-    `eval_batches`, of each of `data.eval_sets`.
+    `eval_batches`, of each of `data.eval_sets`. `forms`: see `SampleStatistics`.
     """
 
     loader: LaneLoader
@@ -63,6 +63,7 @@ class TrainingData:
     ratio: float
     commits: Mapping[str, str]
     eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
+    forms: Sequence[str] = ()
 
     def saved(self) -> dict[str, Any]:
         """The facts that a checkpoint keeps for `build_data(saved=...)`, beside the records. Equal on all ranks."""
@@ -70,6 +71,7 @@ class TrainingData:
             "fingerprint": self.fingerprint,
             "encoder_decoder_ratio": self.ratio,
             "dataset_commits": dict(self.commits),
+            "input_forms": [*self.forms],
         }
 
 
@@ -106,10 +108,10 @@ def build_data(
     sources = open_sources(data, training.seed, maker, num_lanes, commits)
     if saved is None:
         found = sample_statistics(sources, maker, data.bad_row_limit)
-        ratio = found.ratio
+        ratio, forms = found.ratio, found.forms
         require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
     else:
-        ratio = saved["encoder_decoder_ratio"]
+        ratio, forms = saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ()))
         earlier = in_todays_form(saved["fingerprint"], source_facts(sources))
         sources = numbered(sources, earlier["sources"])
     pipeline = LanePipeline(
@@ -145,7 +147,7 @@ def build_data(
             eval_sets[name] = packed(fingerprint(config, pipeline, mine), mine)[1]
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
-    return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets)
+    return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets, forms)
 
 
 def open_sources(

@@ -157,6 +157,9 @@ class ChunkMaker:
         """The document's tokens, int32 [n]."""
         return self.tokenize(document)
 
+    def form(self, document: Document) -> None:
+        """None: all inputs are texts."""
+
     def size(self, ids: np.ndarray) -> int:
         """Tokens before denoising; 0 for a text that is too short for it."""
         return len(ids) if len(ids) >= MIN_RAW_TOKENS else 0

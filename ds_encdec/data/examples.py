@@ -62,6 +62,10 @@ class ExampleMaker(Protocol):
         """The ids that `examples` takes; a bad row where none can be made of the document."""
         ...
 
+    def form(self, document: Document) -> str | None:
+        """`objectives.TEMPLATES` or `CHAT`, as the input is made of the document; None where there is but one form."""
+        ...
+
     def size(self, ids: Any) -> int:
         """Tokens of a document that was read, on both sides; 0 where nothing is to be learnt from it."""
         ...

@@ -35,11 +35,13 @@ class SampleStatistics:
 
     `ratio`: encoder tokens per decoder token after denoising. `documents` and `tokens`: in the whole training
     split, before denoising (tokens extrapolated from the sample); infinite where a stream is longer than the sample.
+    `forms`: those that the maker gives to the documents' inputs, sorted.
     """
 
     ratio: float
     documents: float
     tokens: float
+    forms: tuple[str, ...] = ()
 
 
 def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_row_limit: int = 0) -> SampleStatistics:
@@ -50,10 +52,12 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
     total_weight = sum(opened.weight for opened in sources)
     all_read: list[Any] = []
     documents = tokens = 0.0
+    forms: set[str | None] = set()
     for opened in sources:
         count = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
         rows = with_ids(all_rows(opened.source, "sample"), maker)
         read = list(islice(usable_documents(rows, bad_row_limit), count + 1))
+        forms |= {maker.form(document) for document, ids in read[:count] if maker.size(ids)}
         trained = [ids for document, ids in read[:count] if not opened.holds_out(document.key)]
         there: float = len(trained)
         if len(read) > count:
@@ -75,7 +79,7 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
             f"the data set is empty: none of {len(all_read)} documents looked at has text to train on. All were "
             f"{maker.barren}"
         )
-    return SampleStatistics(maker.ratio(usable), documents, tokens)
+    return SampleStatistics(maker.ratio(usable), documents, tokens, tuple(sorted(filter(None, forms))))
 
 
 def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:

@@ -29,7 +29,7 @@ from ds_encdec.data.conversations import is_learnt, read_turn
 from ds_encdec.data.examples import ALL, Made
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
-from ds_encdec.objectives import columns_by_field, conversation_column, template_parts
+from ds_encdec.objectives import CHAT, TEMPLATES, columns_by_field, conversation_column, template_parts
 from ds_encdec.types import ConfigError, DataError, Document, Example
 
 if TYPE_CHECKING:
@@ -128,6 +128,13 @@ class PairMaker:
             (given, wanted if len(wanted) and wanted[-1] == eos else np.append(wanted, np.int32(eos)))
             for given, wanted in pairs
         ]
+
+    def form(self, document: Document) -> str | None:
+        """Of a row that `read` has made pairs of; None where it was tokenized earlier."""
+        if document.record is None:
+            return None
+        is_chat = any(self._messages(record)[1] is not None for record in self._converted(document.record))
+        return CHAT if is_chat else TEMPLATES
 
     def size(self, ids: Sequence[Pair]) -> int:
         """Tokens of both sides."""
@@ -253,8 +260,7 @@ class PairMaker:
         weight = None if self._weight_column is None else present(record.get(self._weight_column))
         if weight is not None and not self._is_learnt(weight):
             return
-        column = conversation_column(self.data, record)
-        messages = None if column is None else present(record.get(column))
+        column, messages = self._messages(record)
         if messages is None:
             given, wanted = (self._filled(parts, record) for parts in self._templates)
             fields = [self._value(record, name) for _, name in self._templates[1] if name is not None]
@@ -267,6 +273,11 @@ class PairMaker:
             )
         else:
             yield from self._turns(self.chat, _list(messages, "messages"), record)
+
+    def _messages(self, record: Mapping[str, Any]) -> tuple[str | None, Any]:
+        """The column of the row's conversation, and what it holds; None for rows of fields."""
+        column = conversation_column(self.data, record)
+        return column, None if column is None else present(record.get(column))
 
     def _is_learnt(self, weight: Any) -> bool:
         try:

@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.types import CheckpointError, ConfigError
@@ -45,13 +46,26 @@ def require_ours(folder: Path) -> None:
         raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
 
 
-def input_template(folder: Path) -> str | None:
-    """The template of the inputs that a fine-tuned model was trained on, as its card says; None for any other model."""
+class Inputs(NamedTuple):
+    """What a fine-tuned model was taught to read: `template`, None where it was conversations alone.
+
+    `has_chat`: there were conversations.
+    """
+
+    template: str | None
+    has_chat: bool
+
+
+def taught_inputs(folder: Path) -> Inputs | None:
+    """The inputs of a fine-tuned model's training, as its card says; None for any other model."""
     try:
-        row = re.search(r"^\| input_template \| `(.+)` \|$", (folder / "README.md").read_text("utf-8"), re.MULTILINE)
-        return row and str(ast.literal_eval(row[1].replace("\\|", "|")))
+        card = (folder / "README.md").read_text("utf-8")
+        row = re.search(r"^\| input_template \| `(.+)` \|$", card, re.MULTILINE)
+        template = row and str(ast.literal_eval(row[1].replace("\\|", "|")))
     except (OSError, ValueError, SyntaxError):  # somebody has written another card
         return None
+    has_chat = re.search(r"^\| Conversations \| .+ \|$", card, re.MULTILINE) is not None
+    return Inputs(template, has_chat) if has_chat or template is not None else None
 
 
 def default_outs(model: Path, split: str) -> Iterator[Path]:

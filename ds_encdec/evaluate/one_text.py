@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import TextStreamer
 
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.folders import input_template, require_ours
+from ds_encdec.data.sft import ChatTemplate
+from ds_encdec.evaluate.folders import Inputs, require_ours, taught_inputs
 from ds_encdec.evaluate.generation import generate_batch, text_of
 from ds_encdec.evaluate.models import open_model, open_tokenizer
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
 from ds_encdec.objectives import template_parts
-from ds_encdec.types import DENOISERS
+from ds_encdec.types import DENOISERS, CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -35,16 +36,18 @@ def generate_text(
     `folder`: an exported one or one of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
     text. What is filled in has blanks for its runs of white space, and a continuation has no sentinels and one empty
     line at most where there are several; standard error says where this changed anything. `raw`: what the model writes,
-    and nothing else, as is always shown of a fine-tuned one; standard error says where its input is not of the form
-    that it was trained on. `stream`: print that while it is made; None where there is nothing more to show. Raises
+    and nothing else, as is always shown of a fine-tuned one. What a model of conversations reads is `text` as the
+    user's turn of its chat template, unless `raw`; standard error says so, and where the input is not of the form that
+    another one was trained on. `stream`: print that while it is made; None where there is nothing more to show. Raises
     CheckpointError for a folder that is not such a model.
     """
     require_ours(folder)
-    if (template := input_template(folder)) is not None:
-        raw = True
-        if not _is_of(text, template):
-            print(f"The model was fine-tuned on inputs of another form: {json.dumps(template)}", file=sys.stderr)
     tokenizer = open_tokenizer(folder)
+    if (taught := taught_inputs(folder)) is not None:
+        text, note = _as_taught(text, taught, tokenizer, is_raw=raw)
+        raw = True
+        if note:
+            print(note, file=sys.stderr)
     model = open_model(folder, choose_device("auto", discover(os.environ)))
     continues = not raw and not _SENTINEL.search(text)
     if stream and continues:
@@ -66,10 +69,38 @@ def generate_text(
     return fill_sentinels(text, shown)
 
 
+def _as_taught(text: str, taught: Inputs, tokenizer: PreTrainedTokenizerFast, *, is_raw: bool) -> tuple[str, str]:
+    """What the model reads for `text`, and what there is to say of that. Raises CheckpointError."""
+    chat = ChatTemplate.of(tokenizer)
+    if chat is not None and _is_rendered(text, chat, tokenizer):
+        return text, ""
+    if taught.template is None and chat is not None and not is_raw:
+        return _of_user(text, chat), "The text is the user's turn in the model's chat template (--raw: it is all)."
+    if taught.template is not None and _is_of(text, taught.template):
+        return text, ""
+    forms = [] if taught.template is None else [json.dumps(taught.template)]
+    forms += ["conversations in its chat template"] * taught.has_chat
+    return text, f"The model was fine-tuned on inputs of another form: {', or '.join(forms)}"
+
+
+def _of_user(text: str, chat: ChatTemplate) -> str:
+    """The prompt of a conversation in which the user has said `text`."""
+    try:
+        return chat.render([{"role": "user", "content": text}], None, is_prompt=True)
+    except ValueError as error:
+        raise CheckpointError(f"--model: {error} for a user's turn alone; --raw takes a text of any form") from error
+
+
+def _is_rendered(text: str, chat: ChatTemplate, tokenizer: PreTrainedTokenizerFast) -> bool:
+    """Return whether `text` has special tokens that are no sentinels: those that begin and end turns."""
+    marks = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return any(mark in text and any(mark in one for one in chat.templates.values()) for mark in marks)
+
+
 def _is_of(text: str, template: str) -> bool:
-    """Return whether the parts of a template that are no fields are in `text`, or it is a chat template's."""
+    """Return whether the parts of a template that are no fields are in `text`."""
     words = (part.strip() for part, _ in template_parts(template))
-    return "<|im_start|>" in text or re.search(".*".join(map(re.escape, words)), text, re.DOTALL) is not None
+    return re.search(".*".join(map(re.escape, words)), text, re.DOTALL) is not None
 
 
 def readable(target: str, continues: bool) -> str:

@@ -29,6 +29,7 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
+from ds_encdec.objectives import CHAT, TEMPLATES
 from ds_encdec.types import CheckpointError, TrainingState
 
 
@@ -396,6 +397,41 @@ def test_a_fine_tuned_model_answers_alone_and_says_where_its_template_is_missing
         )
     assert generate(tmp_path / "out", 'Say: hello|"\\', max_new_tokens=4) is not None
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `generate` makes of a text, and the card's own code, are what training made of a user's turn."""
+    out, marks = tmp_path / "out", "{% for one in messages %}{{ one.content }} <extra_id_0>{% endfor %}"
+    export(out, config())
+    (out / "chat_template.jinja").write_text(marks + "{{ ' world' if add_generation_prompt }}")
+    written = {text: generate(out, text, raw=True, max_new_tokens=4) for text in ("hello", "hello <extra_id_0> world")}
+    trained = FullConfig.model_validate({"data": {"objective": "sft"}})
+    for forms, notes in (
+        (
+            [CHAT],
+            ["The text is the user's turn in the model's chat template (--raw: it is all).\n", "of another form: conv"],
+        ),
+        ([CHAT, TEMPLATES], ['of another form: "###', "of another form: "]),
+        ([TEMPLATES], ['of another form: "###', "of another form: "]),
+    ):
+        card = model_card(trained, TrainingState(global_step=1), "x", forms=forms)
+        (out / "README.md").write_text(card)
+        assert ("### Instruction" in card) == (TEMPLATES in forms)
+        assert ("through the tokenizer's chat template |" in card) == (CHAT in forms)
+        read = "hello <extra_id_0> world" if forms == [CHAT] else "hello"
+        assert generate(out, "hello", max_new_tokens=4) == written[read]
+        assert generate(out, "hello", raw=True, max_new_tokens=4) == written["hello"]
+        errors = capsys.readouterr().err.splitlines(keepends=True)
+        assert all(note in error for note, error in zip(notes, errors, strict=True)), errors
+        assert generate(out, "hello <extra_id_0> world", max_new_tokens=4) == written["hello <extra_id_0> world"]
+        assert capsys.readouterr().err == ""
+    (out / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x", forms=[CHAT]))
+    names: dict[str, Any] = {"folder": str(out)}
+    exec(card_code(out), names)
+    said = names["tokenizer"]("Hello! <extra_id_0> world").input_ids
+    assert names["inputs"]["input_ids"].tolist() == [said]
 
 
 def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

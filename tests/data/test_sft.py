@@ -285,6 +285,18 @@ def test_a_weight_or_a_speaker_that_is_unknown_makes_a_bad_row(record: dict[str,
     assert re.search(problem, row.problem), row.problem
 
 
+def test_a_checkpoint_says_whether_rows_were_conversations(tmp_path: Path) -> None:
+    """The model card and `generate` show the form of the input that was trained on."""
+    chats = [{"messages": [turn("user", f"u{i}"), turn("assistant", "A")]} for i in range(400)]
+    unlearnt = [{**row, "weight": 0} for row in ROWS]
+    for rows, forms in (
+        (ROWS, ["templates"]), (chats, ["chat template"]), (unlearnt + chats, ["chat template"]),
+        (ROWS + chats, ["chat template", "templates"]),
+    ):  # fmt: skip
+        saved = data_of(sft_config(write(tmp_path / "a.jsonl", rows), on_long_row="skip")).saved()
+        assert saved["input_forms"] == forms
+
+
 def test_sharegpt_rows_are_read_as_they_are(tmp_path: Path) -> None:
     said = [("system", "be kind"), ("human", "u"), ("gpt", "A"), ("human", "v"), ("gpt", "B")]
     theirs = {"conversations": [{"from": speaker, "value": text} for speaker, text in said], "id": "x"}
