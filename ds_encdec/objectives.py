@@ -67,7 +67,7 @@ TEMPLATES, CHAT = "templates", "chat template"
 
 
 def is_chat_alone(forms: Sequence[str]) -> bool:
-    """Whether all inputs were conversations; of no known forms none has to be one."""
+    """Return whether all inputs were conversations; false where their forms are not known."""
     return [*forms] == [CHAT]
 
 

@@ -130,7 +130,7 @@ class PairMaker:
         ]
 
     def form(self, document: Document) -> str | None:
-        """Of a row that `read` has made pairs of; None where it was tokenized earlier."""
+        """The form of a row that `read` has made pairs of; None where it was tokenized earlier."""
         if document.record is None:
             return None
         is_chat = any(self._messages(record)[1] is not None for record in self._converted(document.record))

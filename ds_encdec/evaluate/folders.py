@@ -47,7 +47,7 @@ def require_ours(folder: Path) -> None:
 
 
 class Inputs(NamedTuple):
-    """What a fine-tuned model was taught to read: `template`, None where it was conversations alone.
+    """The inputs that a fine-tuned model was taught to read: `template`, None where it was conversations alone.
 
     `has_chat`: there were conversations.
     """

@@ -70,7 +70,7 @@ def generate_text(
 
 
 def _as_taught(text: str, taught: Inputs, tokenizer: PreTrainedTokenizerFast, *, is_raw: bool) -> tuple[str, str]:
-    """What the model reads for `text`, and what there is to say of that. Raises CheckpointError."""
+    """Return what the model reads for `text`, and a note where there is one to print. Raises CheckpointError."""
     chat = ChatTemplate.of(tokenizer)
     if chat is not None and _is_rendered(text, chat, tokenizer):
         return text, ""
