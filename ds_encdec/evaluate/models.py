@@ -38,10 +38,10 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run: `launch.process_group.choose_device` says why
     wanted = getattr(torch, dtype) if dtype else ("auto" if device.type == "cuda" else torch.float32)
-    if is_ours(folder):
-        check_cache(Qwen3Seq2SeqConfig.from_pretrained(folder))
     kind = Qwen3ForSeq2SeqLM if is_ours(folder) else AutoModelForSeq2SeqLM
     try:
+        if is_ours(folder):
+            check_cache(Qwen3Seq2SeqConfig.from_pretrained(folder))
         return kind.from_pretrained(folder, dtype=wanted).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"--model: {folder} could not be loaded: {error}") from error

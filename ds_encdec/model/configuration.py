@@ -60,9 +60,13 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             )
         if head_dim % 2:
             raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
+        _refuse_other_rotations(rope_parameters, kwargs)
         # Set here, since Hugging Face looks for the rotary parameters before it sets fields, and drops `use_cache`.
         self.use_cache = use_cache
-        self.rope_parameters = rope_parameters or {"rope_type": "default", "rope_theta": 1e6}
+        self.rope_parameters = rope_parameters or {
+            "rope_type": "default",
+            "rope_theta": kwargs.get("rope_theta") or 1e6,
+        }
         own = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
@@ -90,6 +94,17 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             "loss_type": "ForMaskedLM",
         }
         super().__init__(**kwargs | own)
+
+
+def _refuse_other_rotations(rope_parameters: dict[str, Any] | None, others: dict[str, Any]) -> None:
+    """Raise ValueError for a rotary embedding that the model would not compute: it has a base, and nothing else."""
+    blocks = {"rope_parameters": rope_parameters or {}, "rope_scaling": others.get("rope_scaling") or {}}
+    for name, rope in blocks.items():
+        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+            raise ValueError(f"{name} has the rope type {kind!r}, which this model does not compute: remove it")
+    given = [base for base in (others.get("rope_theta"), *(rope.get("rope_theta") for rope in blocks.values())) if base]
+    if any(base != given[0] for base in given):
+        raise ValueError(f"rope_theta, rope_parameters, rope_scaling: bases {given} differ, keep that of the training")
 
 
 class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):

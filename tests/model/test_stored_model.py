@@ -14,7 +14,9 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
 from ds_encdec.config.schema import ModelConfig, load_config
 from ds_encdec.config.stored_model import read_stored_model
+from ds_encdec.evaluate.models import open_model
 from ds_encdec.memory.job import run_sizes
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.source import resolve_model
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import CheckpointError, ConfigError
@@ -141,3 +143,26 @@ def test_a_single_file_goes_before_an_index_that_is_left_over(tmp_path: Path) ->
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path).state_dict()[name]
     ours = resolve(tmp_path).weights(name.replace("model.", "decoder."))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters has the rope type 'linear'"),
+        ({"rope_scaling": YARN}, "rope_scaling has the rope type 'yarn', which this model does not compute"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling has the rope type 'dynamic'"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, r"bases \[10000.0, 1000000.0\] differ"),
+    ],
+)
+def test_a_rotation_that_an_export_does_not_compute_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    """As from a file that somebody edited for longer texts: the models were silently the same as before."""
+    Qwen3Seq2SeqConfig(**SIZES).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(ValueError, match=message):
+        Qwen3Seq2SeqConfig.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(tmp_path, torch.device("cpu"))
+    assert Qwen3Seq2SeqConfig(rope_theta=5e5).rope_parameters["rope_theta"] == 5e5
