@@ -265,7 +265,9 @@ TRAINING_WORDS: tuple[Word, ...] = (
     Word("data_seed", "hf", why="everything random follows from training.seed"),
     Word("eval_on_start", "hf", values={"false": {}}, why=CADENCE + "training.eval_steps"),
     Word("optim_args optim_target_modules", "hf", why="optimizers have fields of `training`: remove it"),
-    Word("trackio_space_id trackio_bucket_id trackio_static_space_id", "hf", why="set training.report_to"),
+    # "trackio" is what transformers 5.3 writes where nothing was given.
+    Word("trackio_space_id", "hf", values={"trackio": {}}, why="set training.report_to"),
+    Word("trackio_bucket_id trackio_static_space_id", "hf", why="set training.report_to"),
     Word("generation_config", "hf", why="set training.generation_max_new_tokens and training.generation_num_beams"),
     left_out(
         "average_tokens_across_devices prediction_loss_only eval_do_concat_batches eval_use_gather_object "

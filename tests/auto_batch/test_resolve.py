@@ -33,7 +33,7 @@ def world(rank: int, size: int) -> World:
 
 def settled(config: FullConfig, ranks: int, saved: Path | None = None) -> tuple[int | str, int, int | None]:
     context = RunContext(world(0, ranks), torch.device("cpu"), "fsdp", HostCollectives())
-    stop, model = StopRequest(world(0, ranks)), Qwen3Seq2SeqConfig.from_dict(MODEL)
+    stop, model = StopRequest(world(0, ranks)), Qwen3Seq2SeqConfig.from_dict(dict(MODEL))
     found = Checkpoint(saved, Manifest(1, 2, "fsdp", ())) if saved else None
     training = resolve_batch_size(config, context, stop, model, found).training
     return training.per_device_train_batch_size, training.gradient_accumulation_steps, training.global_batch_size

@@ -25,6 +25,7 @@ from ds_encdec.model import precision
 from ds_encdec.types import Batch
 
 CPU = torch.device("cpu")
+OLD_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")  # on torch 2.11
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
@@ -55,7 +56,9 @@ def ended_collectives(log: StorageLog[Any]) -> Iterator[None]:
 
         return call
 
-    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")  # those that FSDP2 calls
+    has_new_names = hasattr(dist, "all_gather_single")
+    moved = ("all_gather_single", "reduce_scatter_single") if has_new_names else OLD_NAMES
+    names = (*moved, "all_reduce")  # those that FSDP2 calls
     originals = {name: getattr(dist, name) for name in names}
     for name, original in originals.items():
         setattr(dist, name, ended(original))

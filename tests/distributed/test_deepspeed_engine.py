@@ -40,6 +40,7 @@ from engine_plan import (
     cases,
 )
 from gloo_ranks import RankFailure, run_ranks
+from packaging.version import Version
 from small_run import SHORT_ACCUMULATION, SHORT_MODEL, generating_weights, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
@@ -102,9 +103,10 @@ def test_recomputation_changes_nothing_to_the_bit(engine_results: Results) -> No
 
 
 def test_zero3_compiles_layers_between_its_hooks(engine_results: Results) -> None:
-    """One graph for each kind of layer, which keeps no gathered weights for the backward pass."""
+    """One graph for each kind of layer (torch 2.11: two), which keeps no gathered weights for the backward pass."""
+    graphs = 4 if Version(torch.__version__) < Version("2.12") else 2
     for plain, found in zip(engine_results(2, "compiled False"), engine_results(2, "compiled True"), strict=True):
-        assert (plain["graphs"], found["graphs"], found["breaks"], found["kept"]) == (0, 2, {}, 0)
+        assert (plain["graphs"], found["graphs"], found["breaks"], found["kept"]) == (0, graphs, {}, 0)
         for mine, expected in zip(found["steps"], plain["steps"], strict=True):
             assert mine["loss"] == pytest.approx(expected["loss"], abs=1e-5)
             assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
