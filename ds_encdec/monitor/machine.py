@@ -260,10 +260,17 @@ class MachineWatch:
         ranks = len(rank_stats)
         low_speed = (
             f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
-            f"{settings.throughput_drop_threshold:.0%} of the mean"
+            f"monitor.throughput_drop_threshold={settings.throughput_drop_threshold:g} times the mean of the "
+            "intervals before"
         )
-        waiting = f"rank {shares.index(share)} waits for its next batch for {share:.0%} of the time"
-        waited_for = f"rank {latest} is late: others wait for it before the steps, for {lateness:.0%} of the time"
+        waiting = (
+            f"rank {shares.index(share)} waits for its next batch for {share:.1%} of the time, more than the share "
+            f"monitor.data_wait_threshold={waits:g} in {PERSISTENT_INTERVALS} logging intervals in a row"
+        )
+        waited_for = (
+            f"rank {latest} is late: others wait for it before the steps for {lateness:.1%} of the time, more than the "
+            f"share monitor.straggler_late_threshold={late:g}"
+        )
         # What and whose, whether it is beyond its threshold, and the alert. Ranks that wait for data take turns, so it
         # does not count which one does.
         rows = [
@@ -273,7 +280,7 @@ class MachineWatch:
         for rank, ratio in enumerate(_slowness(rank_stats)):
             message = (
                 f"rank {rank} is slow: for the same arithmetic it takes {ratio:.2f} times as long as the "
-                f"{'faster' if ranks == 2 else 'median'} rank, and {slow:g} times is the limit"
+                f"{'faster' if ranks == 2 else 'median'} rank, more than monitor.straggler_threshold={slow:g} times"
             )
             rows.append((("slow", rank), ratio > slow, make_alert("straggler", step, ratio, slow, message)))
         rows.append((("late", latest), lateness > late, make_alert("straggler", step, lateness, late, waited_for)))
@@ -297,7 +304,8 @@ class MachineWatch:
         worst = max(grown, key=lambda rank: growth[rank])
         message = (
             f"{place} memory of rank {worst} has grown from {_gib(levels[worst])} to {_gib(now[worst])}; "
-            f"that of {len(grown)} of {len(now)} ranks by more than {threshold:.0%}"
+            f"that of {len(grown)} of {len(now)} ranks by more than the share "
+            f"monitor.memory_growth_threshold={threshold:g}"
         )
         for rank in grown:
             levels[rank] = now[rank]

@@ -232,8 +232,14 @@ class TrainingMonitor:
         is_finite = math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scaling)
         culprit = grad_norm if math.isfinite(loss) else loss
         not_finite = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
-        spike = f"loss {loss:.4f} is above {largest:.4f}"
-        explosion = f"gradient norm {grad_norm:.4f} is above {steepest:.4f}"
+        spike = (
+            f"loss {loss:.4f} is above {largest:.4f}, monitor.loss_spike_threshold={self.loss_spike_threshold:g} times "
+            f"the mean of the {len(self.loss_window)} losses before it"
+        )
+        explosion = (
+            f"gradient norm {grad_norm:.4f} before clipping is above the largest one allowed, "
+            f"monitor.grad_norm_threshold={steepest:g}"
+        )
         rows = [
             (not is_finite, make_alert("non_finite", step, culprit, math.inf, not_finite)),
             (enough and largest < loss < math.inf, make_alert("loss_spike", step, loss, largest, spike)),
@@ -253,7 +259,8 @@ class TrainingMonitor:
         self.plateau_said = True
         message = (
             f"the mean of the last {len(self.loss_window)} losses is {mean:.4f}; since it was {self.plateau_mean:.4f} "
-            f"at step {self.plateau_step}, it has not fallen by {decrease:g}"
+            f"at step {self.plateau_step}, it has not fallen by monitor.loss_plateau_min_decrease={decrease:g} nats in "
+            f"monitor.loss_plateau_steps={self.loss_plateau_steps}"
         )
         return [make_alert("loss_plateau", step, mean, self.plateau_mean - decrease, message)]
 
@@ -268,7 +275,10 @@ class TrainingMonitor:
             return []
         # Against the larger of the two, as in isclose: a rate of 0 is a number like any other.
         difference = abs(rate - planned) / max(abs(rate), abs(planned))
-        message = f"learning rate {rate:.4e} where the schedule has {planned:.4e}"
+        message = (
+            f"learning rate {rate:.4e} where the schedule has {planned:.4e}: they differ by more than "
+            f"monitor.learning_rate_tolerance={tolerance:g} of the larger one"
+        )
         return [make_alert("learning_rate_off", step, difference, tolerance, message)]
 
 

@@ -44,6 +44,10 @@ def test_loss_spike_is_above_twice_the_window_mean(loss: float, expected: int) -
         alert = monitor.alerts[0]
         assert set(alert) == {"type", "step", "value", "threshold", "message"}
         assert (alert["type"], alert["step"], alert["value"], alert["threshold"]) == ("loss_spike", 11, loss, 4.0)
+        assert alert["message"] == (
+            "step 11: loss 4.0000 is above 4.0000, monitor.loss_spike_threshold=2 times the mean of the 10 losses "
+            "before it"
+        )
 
 
 @pytest.mark.parametrize(("values_before", "expected"), [(9, 0), (10, 1)])
@@ -63,7 +67,13 @@ def test_spike_is_measured_against_the_window_only() -> None:
 def test_grad_explosion_is_above_ten(norm: float, expected: int) -> None:
     monitor = TrainingMonitor()
     monitor.update(1, 2.0, norm, 1e-4, 0.0)
-    assert [alert["type"] for alert in monitor.alerts] == ["grad_explosion"] * expected
+    assert [(alert["type"], alert["message"]) for alert in monitor.alerts] == [
+        (
+            "grad_explosion",
+            "step 1: gradient norm 10.0000 before clipping is above the largest one allowed, "
+            "monitor.grad_norm_threshold=10",
+        )
+    ] * expected
 
 
 def test_thresholds_can_be_set() -> None:
@@ -240,7 +250,10 @@ def test_plateau_is_said_once_per_stretch() -> None:
     assert monitor.alerts[0] | {"message": ""} == {
         "type": "loss_plateau", "step": 10, "value": 8.0, "threshold": 7.5, "message": ""
     }  # fmt: skip
-    assert "step 10: the mean of the last 4 losses is 8.0000" in monitor.alerts[0]["message"]
+    assert monitor.alerts[0]["message"] == (
+        "step 10: the mean of the last 4 losses is 8.0000; since it was 8.0000 at step 4, it has not fallen by "
+        "monitor.loss_plateau_min_decrease=0.5 nats in monitor.loss_plateau_steps=6"
+    )
 
 
 def test_a_loss_that_falls_slowly_is_no_plateau_but_one_that_falls_slower_is() -> None:
@@ -336,7 +349,10 @@ def test_a_wrong_rate_is_said_once_until_it_is_right_again() -> None:
     ]  # fmt: skip
     assert monitor.alerts[0]["value"] == pytest.approx(0.002, rel=0.01)
     assert monitor.alerts[0]["threshold"] == 1e-3
-    assert monitor.alerts[0]["message"] == "step 5: learning rate 4.0080e-03 where the schedule has 4.0000e-03"
+    assert monitor.alerts[0]["message"] == (
+        "step 5: learning rate 4.0080e-03 where the schedule has 4.0000e-03: they differ by more than "
+        "monitor.learning_rate_tolerance=0.001 of the larger one"
+    )
 
 
 @pytest.mark.parametrize(
