@@ -122,7 +122,9 @@ def _losses_and_gradients(
     with torch.enable_grad():
         own = torch.where(has_loss, own_loss(leaf, rows.labels.clamp(min=0)).float(), 0.0)
         total = own.sum()
-    gradients = None if gradients_in is None else torch.autograd.grad(total, leaf)[0].to(gradients_in)
+    gradients = None
+    if gradients_in is not None:  # its backward pass may multiply the 0 of an ignored row by an infinity
+        gradients = torch.autograd.grad(total, leaf)[0].masked_fill_(~has_loss[:, None], 0.0).to(gradients_in)
     losses_and_gradients(rows._replace(extra_losses=None), None, scale, extras)
     rows.extra_losses.copy_(own.detach() - rows.losses)
     return gradients

@@ -73,6 +73,27 @@ def test_a_loss_of_ones_own_is_optimised_and_cross_entropy_reported(dtype: torch
         assert relative_error(value, expected) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
+def test_what_a_loss_of_ones_own_makes_of_ignored_positions_does_not_leak() -> None:
+    """It sees label 0 there, and may have a value, or a slope, that is not finite; 0 times that is NaN."""
+
+    def steep(logits: Tensor, labels: Tensor) -> Tensor:
+        distance = logits[:, 0] * (labels != 0)  # 0 at ignored positions: its root has an infinite slope
+        return distance.abs().sqrt() + torch.where(labels == 0, torch.nan, 0.0)
+
+    hidden, weight, labels = inputs(torch.float32)
+    labels = torch.where(labels == 0, 1, labels)
+    loss, token_losses = linear_cross_entropy(hidden, weight, labels, 8, own_loss=steep)
+    has_loss = labels != -100
+    assert 0 < has_loss.sum() < len(labels)
+    ours = results(loss, hidden, weight, scale=0.37)
+    assert (ours[1][~has_loss] == 0).all()
+    assert (token_losses[~has_loss] == 0).all()
+    exact, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    total = steep((exact @ exact_weight.T)[has_loss], labels[has_loss]).sum()
+    for value, expected in zip(ours, results(total, exact, exact_weight, scale=0.37), strict=True):
+        assert relative_error(value, expected) < 1e-5
+
+
 def exact_results(hidden: Tensor, weight: Tensor, labels: Tensor, **extras: float) -> list[Tensor]:
     """The same in float64."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
