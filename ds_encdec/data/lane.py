@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,12 @@ BARREN_DOCUMENTS = 10_000
 
 READY_BATCHES_PER_LANE = 2
 """Micro-batches of each lane that a worker prepares in advance."""
+
+LANE_STAGGER_SECONDS = 0.125
+"""Where data is streamed over a network, the first request for a lane comes so much after that for the lane before:
+a hub refuses clients that all begin at once."""
+LONGEST_STAGGER_SECONDS = 4.0
+"""The most by which the last lane begins after the first one, however many there are."""
 
 _BOOTSTRAP = (
     "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
@@ -273,7 +280,7 @@ class WorkerLanes:
         self, pipeline: LanePipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
     ) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._lanes = {} if num_workers else {lane: Lane(pipeline, lane, records.get(lane)) for lane in lanes}
+        self._lanes = {} if num_workers else _opened(pipeline, lanes, records)
         for worker in range(num_workers):
             mine = list(lanes[worker::num_workers])
             process = start_worker(__name__)
@@ -304,6 +311,13 @@ class WorkerLanes:
             process.kill()
             process.wait()
             pipe(process.stdout).close()
+
+
+def _opened(pipeline: LanePipeline, numbers: Sequence[int], records: Mapping[int, dict[str, Any]]) -> dict[int, Lane]:
+    """The lanes of a process, by their numbers, when its turn has come; each process of a run has other numbers."""
+    if any(getattr(opened.source, "is_remote", False) for opened in pipeline.sources):
+        time.sleep(min(LANE_STAGGER_SECONDS, LONGEST_STAGGER_SECONDS / pipeline.num_lanes) * numbers[0])
+    return {number: Lane(pipeline, number, records.get(number)) for number in numbers}
 
 
 def start_worker(module: str) -> subprocess.Popen[bytes]:
@@ -350,9 +364,9 @@ def serve(task_stream: IO[bytes]) -> None:
     writer = threading.Thread(target=_write_all, args=(ready, out))
     writer.start()
     try:
-        lanes = [Lane(pipeline, number, records.get(number)) for number in numbers]
+        lanes = _opened(pipeline, numbers, records)
         while True:
-            for lane in lanes:
+            for lane in lanes.values():
                 ready.put(pickle.dumps(LaneBatch(next(lane), lane.record)))
     except DsEncDecError as error:
         ready.put(pickle.dumps(error))

@@ -15,6 +15,7 @@ import os
 import socket
 import time
 import zlib
+from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -193,7 +194,7 @@ def _write_csv(name: str, path: str, out: IO[bytes]) -> None:
             out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
 
 
-class _FileRanges:
+class _FileRanges(ABC):
     """Documents that are byte ranges of local files, compressed ones included. A `MapSource`.
 
     `plain`: for each of `files` the plain file with the same documents. `edges`: where the documents of a plain file
@@ -239,9 +240,9 @@ class _FileRanges:
         file = int(np.searchsorted(self._first, index, side="right")) - 1
         return file, index - self._first[file]
 
+    @abstractmethod
     def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
         """The document of the bytes of number `row` of the file `name`."""
-        raise NotImplementedError
 
 
 class TextFiles(_FileRanges):

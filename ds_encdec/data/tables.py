@@ -87,6 +87,7 @@ class ParquetFiles:
         identity: dict[str, Any] | None = None,
     ) -> None:
         self._files = files
+        self.is_remote = any(map(is_remote, files))
         self._columns = columns
         self._names = short_names(files)
         self._text_column = text_column
@@ -108,11 +109,7 @@ class ParquetFiles:
     @property
     def num_rows(self) -> int | None:
         """Rows of all files, from their footers; None where reading these takes a network."""
-        return (
-            None
-            if any(map(is_remote, self._files))
-            else sum(self._open(file).metadata.num_rows for file in range(len(self._files)))
-        )
+        return None if self.is_remote else sum(self._open(file).metadata.num_rows for file in range(len(self._files)))
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of `unit` from row `first_row` on; one row group is in memory at a time.
@@ -342,6 +339,7 @@ class HubStream:
         self.num_units = stream.num_shards
         self.identity = identity
         self._files = files
+        self.is_remote = not files or any(map(is_remote, files))
         for first in self._records(0, 0) if self.num_units else ():
             no_shifted(kind, name, first)
             _require_column(column, name, list(first))
@@ -358,8 +356,7 @@ class HubStream:
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
         where = self._files[unit] if len(self._files) == self.num_units else f"{self._name}, shard {unit}"
-        is_local = bool(self._files) and not any(map(is_remote, self._files))
-        return _retry_rows(lambda row: islice(shard, row, None), first_row, where, is_local=is_local)
+        return _retry_rows(lambda row: islice(shard, row, None), first_row, where, is_local=not self.is_remote)
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:

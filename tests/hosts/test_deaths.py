@@ -68,8 +68,8 @@ def die(rig: Rig, name: str, pairs: Pairs) -> End:
     return End(codes, seconds, left, told(folder), folder, logs)
 
 
-def lose_a_host(rig: Rig, pairs: Pairs) -> None:
-    """Let torchrun go on without a host that it has lost, until the run is asked to stop."""
+def lose_a_host(rig: Rig, pairs: Pairs) -> dict[str, Any]:
+    """Let torchrun go on without a host that it has lost, until the run is asked to stop; returns its `run.json`."""
     first, second = pairs.get()
     folder = rig.folder / "elastic"
     own = [*arguments(folder, **ENDLESS), "--resume", "auto"]
@@ -84,7 +84,7 @@ def lose_a_host(rig: Rig, pairs: Pairs) -> None:
     assert started[0].poll() is None
     rig.run(first, "ds-encdec", "stop", str(folder))
     started[0].wait(timeout=180)  # the agent starts a rank as often as it may, which leaves at once
-    assert (told(folder)["state"], told(folder)["exit_code"]) == ("preempted", 75)
+    return told(folder)
 
 
 @pytest.fixture(scope="module")
@@ -124,4 +124,5 @@ def test_a_run_ends_and_goes_on(name: str, rig: Rig, forked: ForkedRuns, ends: d
 
 
 def test_torchrun_goes_on_without_a_lost_host(rig: Rig, ends: dict[str, Future[Any]]) -> None:
-    ends["elastic"].result()
+    status = ends["elastic"].result()
+    assert (status["state"], status["exit_code"], status["world_size"]) == ("preempted", 75, 1)
