@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,19 @@ def test_the_default_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert disk["exported"] == 4 * PARAMETERS
     assert disk["total"] == 7 * 12 * PARAMETERS + 4 * PARAMETERS
     assert disk["export"] == {"float32": 4 * PARAMETERS, "bfloat16": 2 * PARAMETERS}
+
+
+@pytest.mark.parametrize(("command", "block"), [("--tokens-per-second 400000", 1), ("--scale --gpu h100-80gb", 2)])
+def test_the_page_shows_what_is_printed(command: str, block: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page may leave lines out."""
+    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
+    (arguments,) = re.findall(rf"ds-encdec plan ({command}[^`\n]*)", page)
+    assert main(["plan", *arguments.split()]) == 0
+    shown = re.findall(r"^```\n(.*?)^```$", page, re.M | re.S)[block].splitlines()
+    at_end = " beside their GPUs (CPUs alone: infra.device=cpu)."  # on machines without one
+    printed = capsys.readouterr().out.replace(at_end, ".").splitlines()
+    assert len(shown) > 3
+    assert {line.replace(at_end, ".") for line in shown} <= set(printed)
 
 
 def test_steps_for_tokens_are_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,9 @@ from ds_encdec.types import CheckpointError, ConfigError
 
 _CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
 _WEIGHTS: Arguments = {
-    "--dtype": value("precision of the weights (default float32)", choices=("float32", "bfloat16"), default="float32"),
+    "--dtype": value(
+        "dtype of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"
+    ),
     "--max-shard-gb": value("largest file, in GB (default 5)", RATE, default=5.0),
 }
 _BASE: Arguments = {

@@ -22,6 +22,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.engine.deepspeed_private import optimizer_state
 from ds_encdec.launch.disk import free_bytes
+from ds_encdec.quantities import disk_size
 from ds_encdec.types import ConfigError
 
 SWAPPED_BYTES = 16
@@ -45,8 +46,8 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
     held = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # a killed start's, which are written over
     if free is not None and free + held < needed:
         raise ConfigError(
-            f"{field}: {folder} has {free + held:,} bytes free, but the optimizer's states on this machine take "
-            f"{needed:,}, {SWAPPED_BYTES} a trained parameter"
+            f"{field}: {folder} has {disk_size(free + held)} free, but the optimizer's states on this machine take "
+            f"{disk_size(needed)}, {SWAPPED_BYTES} bytes for each trained parameter. Name a folder on a larger disk"
         )
     try:
         AsyncIOBuilder().load()

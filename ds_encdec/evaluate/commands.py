@@ -65,7 +65,7 @@ EVALUATE: Arguments = {
     **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
     "--device": value("where to compute (default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
     "--dtype": value(
-        "precision of the weights (default: as stored on a GPU, float32 on a CPU)",
+        "dtype that the model's weights are loaded in (default: the stored one on a GPU, float32 on a CPU)",
         choices=("float32", "bfloat16", "float16"),
     ),
     **JSON,

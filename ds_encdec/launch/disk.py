@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 import psutil
 
+from ds_encdec.quantities import disk_size
 from ds_encdec.types import CheckpointError, DsEncDecError
 
 logger = logging.getLogger(__name__)
@@ -101,9 +102,9 @@ class Writing:
 
     def _refused(self, cause: str, advice: str) -> DiskRefusedError:
         """The error, with the space that is free now: some more will be when what was written is removed."""
-        takes = f"takes about {self.num_bytes:,} bytes and " if self.num_bytes else ""
+        takes = f"takes about {disk_size(self.num_bytes)} and " if self.num_bytes else ""
         free = free_bytes(self.folder)
-        has = "an unknown amount" if free is None else f"{free:,}"
+        has = "an unknown amount" if free is None else disk_size(free)
         return DiskRefusedError(f"{cause}. {self.what} {takes}has {has} free in {self.folder}. {advice}")
 
 

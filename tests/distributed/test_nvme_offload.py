@@ -90,10 +90,10 @@ def test_a_disk_that_cannot_hold_them_is_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         swapped_states.prepare_folder(tmp_path / "file", 1000)
-    monkeypatch.setattr(swapped_states, "free_bytes", lambda folder: 15_999)
-    with pytest.raises(ConfigError, match=r"15,999 bytes free, but .* take 16,000, 16 a trained parameter"):
+    monkeypatch.setattr(swapped_states, "free_bytes", lambda folder: 14_999)
+    with pytest.raises(ConfigError, match=r"15.0 KB free, but .* take 16.0 KB, 16 bytes for each trained"):
         swapped_states.prepare_folder(tmp_path / "run", 1000)
-    (tmp_path / "run" / "0_9.tensor.swp").write_bytes(b"x")
+    (tmp_path / "run" / "0_9.tensor.swp").write_bytes(b"x" * 1001)
     swapped_states.prepare_folder(tmp_path / "run", 1000)
 
 

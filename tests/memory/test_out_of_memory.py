@@ -12,8 +12,10 @@ import torch
 
 from ds_encdec.config.schema import load_config
 from ds_encdec.engines import EngineName
+from ds_encdec.memory import expected as expected_memory
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.device_stats import device_capacity
+from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import (
     LOADED_BYTES,
     ExpectedMemory,
@@ -108,6 +110,30 @@ def test_a_run_that_has_a_checkpoint_goes_on_with_its_batches(tmp_path: Path) ->
     assert in_order == sorted(in_order)
     assert set(in_order) == {False, True}
     assert [". in a new run only: " in line for line in lines] == in_order
+
+
+def test_the_page_shows_what_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny run of `tests/faults/test_memory_runs_out.py` behind a checkpoint; what the machine has is given."""
+    tiny = {"vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
+    tiny |= {"num_key_value_heads": 1, "intermediate_size": 64}
+    settings = [*(f"model.architecture.{name}={value}" for name, value in tiny.items()), "data.num_lanes=4"]
+    settings += ["data.max_encoder_length=64", "data.max_decoder_length=64", "training.per_device_train_batch_size=16"]
+    settings += ["training.activation_checkpointing=none", "data.preprocessing_num_workers=0"]
+    settings += ["infra.distributed_type=fsdp", "infra.offload_optimizer=none", f"infra.output_dir={tmp_path}"]
+    config = load_config(QUICKSTART, settings)
+    job = make_job(config, run_sizes(config), "fsdp", world_size=2, ranks_per_node=2, device="cpu")
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    host = dataclasses.replace(device_capacity(torch.device("cpu")), total_bytes=47 * GIB // 2)
+    monkeypatch.setattr(expected_memory, "device_capacity", lambda device: host)
+    monkeypatch.setattr(expected_memory, "get_memory_stats", lambda device: {"max_allocated_gb": 0.547 * GIB / 1e9})
+    found = ExpectedMemory(job, estimate(job), resident_bytes=0.45 * GIB)
+    printed = explanation(found, torch.device("cpu"), 1, of_device=False).splitlines()
+    page = (Path(__file__).parents[2] / "docs" / "out-of-memory.md").read_text()
+    shown = page.split("```")[1].strip().splitlines()[1:]  # behind the allocator's own words
+    assert len(shown) == len(printed)
+    assert [line[: len(part.rstrip("…"))] for line, part in zip(printed, shown, strict=True)] == [
+        part.rstrip("…") for part in shown
+    ]
 
 
 def _proposed(expected: ExpectedMemory) -> tuple[list[str], list[dict[str, Any]]]:
