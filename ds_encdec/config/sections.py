@@ -124,8 +124,11 @@ class Section(BaseModel):
 
     @classmethod
     def docstrings(cls) -> dict[str, str]:
-        """Return what is written below each field. Pydantic would read the source of every class at every start."""
-        found = dict[str, str]()
+        """Return what is written below each field, or is its description where a table makes that.
+
+        Pydantic would read the source of every class at every start.
+        """
+        found = {name: field.description for name, field in cls.model_fields.items() if field.description}
         for base in cls.__mro__[-3::-1]:  # without BaseModel and object
             (tree,) = ast.parse(inspect.getsource(base)).body
             assert isinstance(tree, ast.ClassDef)
@@ -241,9 +244,11 @@ class DataConfig(Source):
     """Longest encoder sequence of one example, in tokens."""
     max_decoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=2048, ge=4)
     """Longest decoder sequence of one example, in tokens."""
-    ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = _DEFAULT_WEIGHTS
-    """Sampling weights of the denoisers, per chunk: a list in the order of the table in docs/data.md, or a mapping by
-    name, in which those that are left out have weight 0."""
+    ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = Field(
+        default=_DEFAULT_WEIGHTS,
+        description=f"Sampling weights of the denoisers, per chunk: a list in the order {', '.join(DENOISERS)}, or a "
+        "mapping by name, in which those that are left out have weight 0.",
+    )
     use_mode_tokens: Annotated[bool, Mark.ORDER, Mark.EXAMPLES] = False
     """Put a token that names the denoiser in front of the encoder sequence."""
     preprocessing_num_workers: Annotated[int, Mark.UNTRAINED] = Field(default=4, ge=0)

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, is_number
-from ds_encdec.report.page import number
+from ds_encdec.report.page import number, power_of_ten
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
 from ds_encdec.types import TASKS
 
@@ -314,9 +314,10 @@ def draw(
             axes.yaxis.set_minor_locator(NullLocator())
         elif plan.from_zero:
             axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
-        # The labels are written as other numbers of the page are.
+        # The labels are written as other numbers of the page are, and all in one way.
+        written = power_of_ten if np.abs(known).max() < 0.01 else number
         large = EngFormatter(sep="")
-        axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: number(value))
+        axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: written(value))
         _add_legend(figure, axes)
         # More ticks than intervals between points would be where nothing was logged.
         intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])

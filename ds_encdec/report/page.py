@@ -17,7 +17,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import leaves, show
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
-from ds_encdec.quantities import count, duration
+from ds_encdec.quantities import count, disk_size, duration
 from ds_encdec.report.read_run import Entry, Run, read_time
 
 NOTHING = "–"
@@ -26,6 +26,8 @@ MAX_EVENTS = 200
 """Rows of the table of events, the newest ones; all are in ledger.jsonl."""
 MAX_EXCERPT = 1500
 """Characters of a generated text that are shown."""
+_KEPT_NAMES = ("ds_encdec",)
+"""Names of packages, whose underscores are no spaces."""
 _LAST = itemgetter(-1)
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
@@ -36,8 +38,9 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, count, when, cause, excerpt, flat, outcomes, events, changes)
+    filters = (number, count, disk_size, when, cause, excerpt, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
+    environment.globals["nothing"] = NOTHING
     # JSON may hold halves of surrogate pairs, which no encoding has.
     content = environment.get_template(template).render(values).encode("utf-8", "replace")
     write_atomically(folder / "index.html", content)
@@ -50,10 +53,17 @@ def number(value: object, unit: str = "", digits: int = 4) -> str:
         return ("" if value is None else str(value)) or NOTHING
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
     if 0 < abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
-        raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-        text = f"{float(mantissa):g}×10{raised}"
+        text = power_of_ten(value, digits)
     return f"{text}{'' if unit in ('', '%') else ' '}{unit}"
+
+
+def power_of_ten(value: float, digits: int = 4) -> str:
+    """A number as `5×10⁻⁴`; 0 as it is."""
+    if value == 0:
+        return "0"
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    raised = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    return f"{float(mantissa):g}×10{raised}"
 
 
 def when(written: object) -> str:
@@ -75,11 +85,13 @@ def excerpt(text: object) -> str:
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """The values of nested mappings by readable names, times and sizes as one reads them."""
     for name, value in values.items():
-        label = f"{prefix}{name}".replace("_", " ")
+        label = f"{prefix}{name if name in _KEPT_NAMES else name.replace('_', ' ')}"
         if isinstance(value, Mapping):
             yield from flat(value, f"{label} ")
         elif label.endswith(" bytes") and is_number(value):
             yield label.removesuffix(" bytes"), number(value / 2**30, "GiB")
+        elif isinstance(value, bool):
+            yield label, "yes" if value else "no"
         elif value not in (None, ""):
             yield label, when(value) or str(value)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts
 
+from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.chunks import denoise, reconstruct
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.denoisers import DENOISERS, Denoiser, expected_ratio
@@ -46,6 +49,15 @@ def test_a_kind_of_source_is_a_class_and_a_row(numbered: None) -> None:
     assert documents <= {f"numbered/{index}" for index in range(60)}
     assert data.fingerprint["sources"] == [{"number": 0, "size": 60, "kind": "numbered", "seed": 42}]
     assert data.commits == {}  # the hub was not asked for it
+
+
+def test_the_pages_name_every_denoiser_in_the_order_of_its_weight() -> None:
+    """The configuration's page has it from the table itself; that on data is written by hand."""
+    description = DataConfig.model_fields["ul2_task_weights"].description or ""
+    assert f"in the order {', '.join(DENOISERS)}, or" in description
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| ([\w ]+) \| (0\.\d+) \| ", page, re.M)
+    assert rows == [(name, str(row.mean_span or "the rest"), f"{row.density:.2f}") for name, row in DENOISERS.items()]
 
 
 def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) -> None:

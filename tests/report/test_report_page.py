@@ -100,7 +100,7 @@ def test_drawings_take_the_colours_of_the_page(page: Page) -> None:
 def test_the_verdict_tells_what_happened(page: Page) -> None:
     assert "Failed after step 100,000 of 100,000, exit code 7" in page.text
     assert "3 rollbacks, which took back 14,000 steps." in page.text
-    assert "303 alerts: loss_spike 36" in page.text
+    assert "303 alerts: 36 × loss_spike" in page.text
     assert "Stopped at step 100,000: diverged after 3 rollbacks" in page.text
     assert "values are not finite and are gaps in the curves: train/grad_norm, train/loss." in page.text
 
@@ -348,7 +348,7 @@ UNREADABLE = [
     ("metrics.jsonl", '{"step": 300, "train/loss": null}\n', "1 values are not finite and are gaps"),
     ("metrics.jsonl", '{"step": 300, "train/loss": NaN, "train/grad_norm": "x"}\n', "1 values are not finite"),
     ("run.json", "}", "run.json cannot be read"),
-    ("ledger.jsonl", '{"kind": ["x"], "step": 1}\n{"kind": "alert", "step": 7, "type": {}}\n', "1 alert: {} 1."),
+    ("ledger.jsonl", '{"kind": ["x"], "step": 1}\n{"kind": "alert", "step": 7, "type": {}}\n', "1 alert: 1 × {}."),
     ("config.yaml", ": [", "config.yaml: not valid YAML"),
     ("result.json", "[]", "result.json cannot be read: it holds no JSON object."),
 ]
@@ -489,6 +489,18 @@ def test_numbers_have_one_form(value: object, unit: str, text: str) -> None:
     assert number(value, unit) == text
 
 
+def test_the_numbers_of_an_axis_are_written_in_one_way(tmp_path: Path) -> None:
+    """A learning rate of 0.001 stands above ones that are written as powers of ten."""
+    run = write_run(tmp_path / "run", only=("train/loss",))
+    lines = [{"step": step, "train/learning_rate": 1e-5 * step} for step in range(1, 101)]
+    write_lines(run / "metrics.jsonl", lines)
+    source = Page(write_report(run)[0]).source
+    chart = source[source.index('aria-label="Learning rate') :].partition("</svg>")[0]
+    labels = re.findall(r">([^<>]+)</text>", chart)
+    assert {"0", "2×10⁻⁴", "1×10⁻³"} <= set(labels), labels
+    assert "0.001" not in labels
+
+
 def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", only=("train/loss", "train/tokens_seen"))
     status = json.loads((run / "run.json").read_text())
@@ -506,5 +518,7 @@ def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
     assert facts["git commit"] == "0123456789ab, changed since"
     assert (facts["device"], facts["host memory"]) == ("8 × H200", "1,024 GiB")
     assert facts["last eval loss"] == "–"
+    assert facts["git dirty"] == "yes"
+    assert "examples that were too long" not in facts  # nothing was counted
     (run / "run.json").write_text(json.dumps(status | {"parameters": 51_456}))  # counted where the model was at hand
     assert Page(write_report(run)[0]).facts["parameters"] == "51,456"
