@@ -57,8 +57,8 @@ READY_BATCHES_PER_LANE = 2
 """Micro-batches of each lane that a worker prepares in advance."""
 
 LANE_STAGGER_SECONDS = 0.125
-"""Where data is streamed over a network, the first request for a lane comes so much after that for the lane before:
-a hub refuses clients that all begin at once."""
+"""A lane whose data is streamed over a network begins so much after the lane before: a hub refuses clients that all
+begin at once."""
 LONGEST_STAGGER_SECONDS = 4.0
 """The most by which the last lane begins after the first one, however many there are."""
 
