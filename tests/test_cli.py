@@ -76,8 +76,9 @@ def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFi
 
 def test_of_an_argument_that_nothing_takes_only_the_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["push-to-hub", "folder", "me/model", "--token", "hf_0123", "--api-key=sk-1"]) == 2
-    first, *_ = capsys.readouterr().err.splitlines()
+    first, help_of, *_ = capsys.readouterr().err.splitlines()
     assert first == "error: command line: unrecognized arguments: --token --api-key"
+    assert help_of == "      `ds-encdec push-to-hub --help` lists what it takes"
 
 
 @pytest.mark.parametrize("given", ["x", "0", "1.5"])

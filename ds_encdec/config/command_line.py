@@ -27,6 +27,7 @@ def read_arguments(
     if rest and not takes_settings:
         named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
         guesses = [f"; did you mean {near}?" for name in named if (near := near_option(name, {**table, **VERBOSITY}))]
+        parser.prog += "" if given[0].startswith("-") else f" {given[0]}"  # whose help it is
         parser.error(f"unrecognized arguments: {' '.join(named or rest)}{''.join(guesses[:1])}")
     if (by_option := vars(options).pop("config_option", None)) is not None:
         if options.config is not None:

@@ -31,8 +31,8 @@ from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F40
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shipped import find_shipped
-from ds_encdec.config.stored_model import read_stored_model
-from ds_encdec.config.stored_tokenizer import tokenizer_lacks_rows
+from ds_encdec.config.stored_model import OF_OUR_OWN, read_stored_model, untrained_rows
+from ds_encdec.config.stored_tokenizer import MODE_TOKENS, tokenizer_lacks_rows
 from ds_encdec.config.training_sections import (  # noqa: F401
     CROSS_ENTROPY,
     LOSS_FIGURES,
@@ -224,7 +224,7 @@ def _absent(config: FullConfig) -> Iterator[Conflict]:
     named, tokenizer = "model.model_name_or_path", model.tokenizer_name_or_path or model.model_name_or_path
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
     for field, wrong in (
-        (named, _lacking(model.model_name_or_path, "config.json") or _not_trained(model.model_name_or_path)),
+        (named, _lacking(model.model_name_or_path, "config.json") or _not_trained(model, data)),
         (
             named if model.tokenizer_name_or_path is None else "model.tokenizer_name_or_path",
             _lacking(None if tokenizer == "builtin" else tokenizer, "tokenizer.json"),
@@ -343,15 +343,20 @@ def _lacking(name: str | None, needed: str) -> str | None:
     return odd_spelling(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
 
 
-def _not_trained(name: str | None) -> str | None:
+def _not_trained(model: ModelConfig, data: DataConfig) -> str | None:
     """Say why a model in a local folder is refused by its config.json."""
+    name = model.model_name_or_path
     folder = None if name is None else _expanded(name)
+    if name is None or folder is None or not folder.is_dir():
+        return None
     try:
-        if folder is not None and folder.is_dir():
-            read_stored_model(folder / "config.json")
+        stored = read_stored_model(folder / "config.json")
     except CheckpointError as error:
         return str(error)
-    return None
+    asked = model.num_sentinel_tokens, len(MODE_TOKENS) * data.use_mode_tokens
+    there = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
+    lacks = stored["model_type"] == OF_OUR_OWN and any(wanted > has for wanted, has in zip(asked, there, strict=True))
+    return untrained_rows(name, stored, asks_for_modes=data.use_mode_tokens) if lacks and model.lora else None
 
 
 def _no_folder(name: str | None) -> str | None:

@@ -3,7 +3,7 @@
 Without torch and without transformers: an estimate and a run read the same sizes by the same rules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,16 @@ def read_stored_model(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: {error}") from None
     kept = {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")}
     return kept | {"rope_parameters": rope}
+
+
+def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool) -> str:
+    """Say that the encoder-decoder `name` lacks special tokens that adapters would not train, and what to set."""
+    sentinels, modes = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
+    return (
+        f"{name} has {sentinels} sentinels and {modes} mode tokens, and model.lora does not train rows of further "
+        f"ones: set model.num_sentinel_tokens={sentinels}"
+        + (" and data.use_mode_tokens=false" if asks_for_modes and not modes else "")
+    )
 
 
 def _is_count(value: Any) -> bool:

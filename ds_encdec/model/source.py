@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.config.stored_model import COUNTS, read_stored_model
+from ds_encdec.config.stored_model import COUNTS, read_stored_model, untrained_rows
 from ds_encdec.config.stored_tokenizer import too_few_rows
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
@@ -131,12 +131,8 @@ def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Voc
         )
     if section.lora is None or not lacking:
         return
-    raise ConfigError(
-        f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {section.model_name_or_path} has "
-        f"{len(sentinels)} sentinels and {len(modes)} mode tokens, and model.lora does not train rows of further ones: "
-        f"set model.num_sentinel_tokens={len(sentinels)}"
-        + ("" if modes or not vocabulary.mode_token_ids else " and data.use_mode_tokens=false")
-    )
+    lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=bool(vocabulary.mode_token_ids))
+    raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
 
 
 def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:

@@ -200,6 +200,17 @@ def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert cli.main(["validate", *found, "infra.output_dir=new/run"]) == 2
 
 
+def test_adapters_beside_a_model_with_fewer_special_tokens(tmp_path: Path, capsys: Output) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    stored = {"model_type": "qwen3_seq2seq", "vocab_size": 97, "num_hidden_layers": 2, "rope_theta": 1e6, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"sentinel_token_ids": [90, 91, 92, 93]}))
+    (tmp_path / "tokenizer.json").touch()
+    given = [f"model.model_name_or_path={tmp_path}", f"infra.output_dir={tmp_path / 'run'}", "model.lora.r=4"]
+    for wanted, code in ((["model.num_sentinel_tokens=4"], 0), (["model.num_sentinel_tokens=6"], 2)):
+        assert cli.main(["validate", *given, *wanted]) == code
+    assert "has 4 sentinels and 0 mode tokens, and model.lora does not train rows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
