@@ -22,6 +22,11 @@ FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 """A completion that shtab knows, by shell; it is looked for in the attribute `complete` of an argument."""
 
 
+def mistake(message: str, program: str) -> ConfigError:
+    """The error of a command line of `program`, whose help lists what it takes."""
+    return ConfigError(f"command line: {message}\n      `{program} --help` lists what it takes")
+
+
 class Parser(argparse.ArgumentParser):
     """Reads a command line, abbreviates nothing, and tells what is wrong with it as the fields' report does."""
 
@@ -33,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
             message += f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"command line: {message}\n      `{self.prog} --help` lists what it takes")
+        raise mistake(message, self.prog)
 
     def explain(self, example: str, *, takes_settings: bool) -> None:
         """Let the help, once the arguments are there, show an example, and where settings go."""

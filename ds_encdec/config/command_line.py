@@ -7,7 +7,7 @@ import argparse
 import re
 from collections.abc import Sequence
 
-from ds_encdec.arguments import Arguments, near_option
+from ds_encdec.arguments import Arguments, mistake, near_option
 from ds_encdec.terminal import VERBOSITY
 from ds_encdec.types import ConfigError
 
@@ -27,8 +27,8 @@ def read_arguments(
     if rest and not takes_settings:
         named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
         guesses = [f"; did you mean {near}?" for name in named if (near := near_option(name, {**table, **VERBOSITY}))]
-        parser.prog += "" if given[0].startswith("-") else f" {given[0]}"  # whose help it is
-        parser.error(f"unrecognized arguments: {' '.join(named or rest)}{''.join(guesses[:1])}")
+        message = f"unrecognized arguments: {' '.join(named or rest)}{''.join(guesses[:1])}"
+        raise mistake(message, parser.prog if given[0].startswith("-") else f"{parser.prog} {given[0]}")
     if (by_option := vars(options).pop("config_option", None)) is not None:
         if options.config is not None:
             raise ConfigError(f"{options.config} and --config {by_option}: both name a configuration; give only one")
