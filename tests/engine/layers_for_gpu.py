@@ -34,6 +34,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import compilation
 from ds_encdec.memory.job import PUBLISHED
+from ds_encdec.model import precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 GPU = torch.device("cuda", 0)
@@ -87,6 +88,7 @@ def captured_graphs(name: str) -> list[Graph]:
         return compile_by(forward, backend=backend)
 
     torch.compile = compile_to_capture
+    precision._EMULATED_ON_CPU = frozenset()  # a GPU has no float32 copies of the weights
     published = PUBLISHED[name]
     sizes = Qwen3Seq2SeqConfig(
         vocab_size=8,
