@@ -104,7 +104,10 @@ def test_a_start_outside_of_the_ranges_logs_one_warning(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_key_value_heads": 1}, {"num_key_value_heads": 16, "hidden_act": "gelu"}, {"tie_word_embeddings": False}],
+    [
+        *({}, {"num_key_value_heads": 1}, {"num_key_value_heads": 16, "hidden_act": "gelu"}),
+        *({"tie_word_embeddings": False}, {"output_hidden_states": True}),
+    ],
     ids=str,
 )
 def test_generation_is_checked_with_and_without_the_cache(

@@ -4,6 +4,8 @@ transformers fills and hands over the cache, by names and rules that its version
 an unknown name generated garbage, and nothing failed.
 """
 
+from typing import Any
+
 import torch
 import transformers
 
@@ -24,7 +26,8 @@ def check_cache(config: Qwen3Seq2SeqConfig) -> None:
     weights, on the CPU in float32: that takes 30 ms for a model of any size, and rounding changes no token.
     """
     ids = torch.arange(2, 2 + 6 * INPUTS).view(INPUTS, 6)
-    options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    options["return_dict_in_generate"] = False  # which a configuration with output_hidden_states sets
     try:
         model = _tiny(config)
         with_cache, without = (
