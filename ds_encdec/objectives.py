@@ -103,6 +103,10 @@ _MESSAGES, _SHAREGPT = "messages", "conversations"
 """Columns of conversations in the formats of OpenAI, which is the default of `messages_column`, and of ShareGPT."""
 
 
+SYSTEM = "system"
+"""Column of the system's turn beside a conversation, as LLaMA-Factory and ms-swift have it."""
+
+
 def conversation_column(data: Any, existing: Container[str]) -> str | None:
     """The column of the conversation in a row with these columns; None for a row of the templates' fields."""
     if data.messages_column in existing:
@@ -119,7 +123,8 @@ def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
     """All where a converter may read any, or where neither a template's columns nor conversations are there."""
     filling, conversation = _filling(data, existing), conversation_column(data, existing)
     needs_all = data.converter is not None or not (filling <= {*existing} or conversation)
-    read = {*filling, conversation, data.tools_column, data.weight_column}
+    beside = {conversation, data.tools_column, SYSTEM} if conversation else {data.tools_column}
+    read = {*filling, *beside, data.weight_column}
     return [name for name in existing if needs_all or name in read]
 
 

@@ -282,7 +282,7 @@ class DataConfig(Source):
     """Column of a conversation, a list of objects with `role` and `content`, or ShareGPT's with `from` and `value`
     (`sft`). A row that has it goes through the tokenizer's chat template, and any other through the templates above,
     but for one that lacks their columns and has `conversations`. A turn of the assistant with a `weight` (`train`,
-    `trainable`) of 0 is read and not learnt."""
+    `trainable`, `training`, `loss`, `loss_scale`) of 0 is read and not learnt. The row's `system` is its first turn."""
     tools_column: Annotated[str, Mark.EXAMPLES] = "tools"
     """Column of the tools that a conversation may use, a list of JSON schemas (`sft`)."""
     weight_column: Annotated[str | None, Mark.EXAMPLES] = "weight"

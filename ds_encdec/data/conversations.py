@@ -1,19 +1,22 @@
 """Conversations as data sets write them: the turns of a row with their roles, and which of them are to be learnt.
 
 Turns are objects with `role` and `content`, or ShareGPT's with `from` and `value`. A turn or a row may have a weight of
-0 or 1. With 0 it is never learnt; a turn is still read by the model.
+0 or 1. With 0 it is never learnt; a turn is still read by the model. A row's `system` is its first turn.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_encdec.config.row_values import as_text, present
 
-TURN_WEIGHTS = ("weight", "train", "trainable")
-"""The names under which data sets say of a turn whether it is learnt."""
+TURN_WEIGHTS = ("weight", "train", "trainable", "training", "loss", "loss_scale")
+"""The names under which data sets (of OpenAI, axolotl, ms-swift) say of a turn whether it is learnt."""
+
+_OTHER_MASKS = ("train_detail", "training_detail", "loss_mask", "mask", "masked")
+"""Fields that say it in another way: of parts of a turn, or of those that are not learnt."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -48,6 +51,8 @@ def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
     # Tables fill in null where a message has no such field.
     fields = message.items() if isinstance(message, Mapping) else ()
     turn = {name: held for name, part in fields if (held := present(part)) is not None}
+    if masks := [name for name in _OTHER_MASKS if name in turn]:
+        raise UnusableError(f"a turn has `{masks[0]}`, which is not read; write `weight` 0 (not learnt) or 1")
     weights = [is_learnt(turn.pop(name), f"`{name}` of a turn") for name in TURN_WEIGHTS if name in turn]
     if "role" not in turn and {"from", "value"} <= turn.keys():
         turn = _from_sharegpt(str(turn["from"]), turn["value"])
@@ -59,6 +64,22 @@ def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
     if isinstance(turn.get("content"), int | float):
         turn["content"] = as_text(turn["content"])
     return turn, all(weights)
+
+
+def read_conversation(messages: Sequence[Any], system: Any) -> list[tuple[dict[str, Any], bool]]:
+    """The turns of `messages` as `read_turn` gives them, behind one of the row's `system`, null or empty for none.
+
+    Raises `UnusableError`, also where both have a system turn and these differ.
+    """
+    turns = [read_turn(message) for message in messages]
+    if present(system) is None or system == "":
+        return turns
+    if not isinstance(system, str):
+        raise UnusableError(f"its system is of type {type(system).__name__}; needed is text")
+    own = next((turn.get("content") for turn, _ in turns[:1] if turn["role"] == "system"), None)
+    if own is not None and own != system:
+        raise UnusableError("its field `system` and the system turn of its conversation differ; remove one of them")
+    return turns if own is not None else [({"role": "system", "content": system}, True), *turns]
 
 
 def _from_sharegpt(speaker: str, said: Any) -> dict[str, Any]:

@@ -25,11 +25,11 @@ from ds_encdec.config.converters import load_converter
 from ds_encdec.config.row_values import as_text, field_value, present
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.conversations import UnusableError as _UnusableError
-from ds_encdec.data.conversations import is_learnt, read_turn
+from ds_encdec.data.conversations import is_learnt, read_conversation
 from ds_encdec.data.examples import ALL, Made
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
-from ds_encdec.objectives import CHAT, TEMPLATES, columns_by_field, conversation_column, template_parts
+from ds_encdec.objectives import CHAT, SYSTEM, TEMPLATES, columns_by_field, conversation_column, template_parts
 from ds_encdec.types import ConfigError, DataError, Document, Example
 
 if TYPE_CHECKING:
@@ -319,7 +319,8 @@ class PairMaker:
         """
         tools = record.get(self.data.tools_column)
         tools = None if tools is None else self._break(_list(tools, "tools"))
-        said, learnt = zip(*map(read_turn, map(self._break, messages)), strict=True) if messages else ((), ())
+        read = read_conversation(self._break(messages), self._break(record.get(SYSTEM)))
+        said, learnt = zip(*read, strict=True) if read else ((), ())
         turns = [number for number, message in enumerate(said) if message["role"] == "assistant"]
         if not turns:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in said)) or "there are none"

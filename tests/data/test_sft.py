@@ -241,7 +241,10 @@ def test_turns_and_rows_of_weight_0_are_not_learnt() -> None:
 
     user, first, last = turn("user", "u", weight=1), turn("assistant", "A"), turn("assistant", "B")
     assert learnt(user, first, user, last) == ["A" + EOS, "B" + EOS]
-    for no in ({"weight": 0}, {"weight": 0.0}, {"train": False}, {"trainable": 0}, {"weight": 1, "train": "false"}):
+    for no in (
+        {"weight": 0}, {"weight": 0.0}, {"train": False}, {"trainable": 0}, {"weight": 1, "train": "false"},
+        {"loss": False}, {"training": False}, {"loss_scale": 0.0},
+    ):  # fmt: skip
         assert learnt(user, first, user, last | no) == learnt(user, first, user, last | no, every=False) == ["A" + EOS]
         assert learnt(user, first | no, user, last) == ["B" + EOS]
         assert learnt(user, first | no, user, last | no) == []
@@ -268,6 +271,9 @@ def test_turns_and_rows_of_weight_0_are_not_learnt() -> None:
             "`weight` of a turn is 0.5; needed is 0",
         ),
         ({"messages": [turn("user", "u"), turn("assistant", "A", train="no")]}, "`train` of a turn is 'no'"),
+        ({"messages": [turn("user", "u"), turn("assistant", "A", loss_mask=0)]}, "has `loss_mask`, which is not read"),
+        ({"messages": [turn("system", "s"), turn("assistant", "A")], "system": "t"}, "and the system turn of .* differ"),
+        ({"messages": [turn("assistant", "A")], "system": 3}, "its system is of type int; needed is text"),
         (
             {"messages": [turn("user", "u"), turn("assistant", "A")], "weight": 2},
             "its weight is 2;.*weight_column=null",
@@ -305,6 +311,10 @@ def test_sharegpt_rows_are_read_as_they_are(tmp_path: Path) -> None:
     expected = texts_of(maker_of(chat_targets="every"), ours)
     assert texts_of(maker_of(chat_targets="every"), theirs) == expected
     assert texts_of(maker_of(chat_targets="every", messages_column="conversations"), theirs) == expected
+    beside = {"conversations": theirs["conversations"][1:], "system": "be kind"}
+    assert texts_of(maker_of(chat_targets="every"), beside) == expected
+    assert texts_of(maker_of(chat_targets="every"), theirs | {"system": "be kind"}) == expected
+    assert texts_of(maker_of(chat_targets="every"), theirs | {"system": None}) == expected
     theirs["conversations"][2]["weight"] = 0
     assert texts_of(maker_of(chat_targets="every"), theirs) == expected[1:]
     call = {"name": "add", "arguments": {"a": 1}}
