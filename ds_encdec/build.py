@@ -232,11 +232,17 @@ def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool, wi
     tokenizer, vocabulary = run_tokenizer(config)
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks that would have to divide them
-    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes)
+    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes, may_be_short=True)
     try:
         weights = OBJECTIVES[config.data.objective].weights(config.data)
         return inspect_data(
-            data.pipeline, tokenizer, weights, num_examples=num_examples, as_json=as_json, with_ids=with_ids
+            data.pipeline,
+            tokenizer,
+            weights,
+            num_examples=num_examples,
+            as_json=as_json,
+            with_ids=with_ids,
+            too_short=data.too_short,
         )
     finally:
         data.loader.close()

@@ -135,9 +135,12 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
         return
     try:
         if kind == "parquet":
-            from pyarrow.parquet import read_schema  # 0.2 s
+            from pyarrow.parquet import read_metadata  # 0.2 s
 
-            names = read_schema(path).names
+            filled = next((found for found in map(read_metadata, _files(source)) if found.num_rows), None)
+            if filled is None:
+                raise DataError(f"{path}: none of the files has a row. Name some that have")
+            names = filled.schema.to_arrow_schema().names
             if twice := [name for name, count in Counter(names).items() if count > 1]:
                 has = f"the first file has the column {', '.join(twice):.300} more than once"
                 raise DataError(f"{has}: give each a name of its own")

@@ -2,8 +2,10 @@
 
 import bz2
 import lzma
+import os
 import re
 import zlib
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -89,6 +91,14 @@ _KINDS: tuple[tuple[bytes, Opener | str], ...] = (
 are not read. Of UTF-16 without a mark, four Latin characters in a row are known."""
 
 
+_NAMED = {
+    ".br": "compressed by brotli: unpack it with `brotli -d`",
+    **dict.fromkeys((".snappy", ".sz"), "compressed by snappy: unpack it with `python -m snappy -d`"),
+    ".lzo": "compressed by LZO: unpack it with `lzop -d`",
+}
+"""Compressions without first bytes of their own, by the ends of files' names, which count where there is no text."""
+
+
 def packing(path: str) -> Opener | None:
     """The function that unpacks the file; None for a plain one. Raises OSError, and DataError for what is not read."""
     with open(path, "rb") as file:
@@ -103,9 +113,19 @@ def packing(path: str) -> Opener | None:
 
 def _opener(start: bytes, path: str) -> Opener | None:
     found = next((what for pattern, what in _KINDS if re.match(pattern, start, re.DOTALL)), None)
+    if found is None and (named := _NAMED.get(os.path.splitext(path)[1].lower())) and not _is_text(start):
+        found = named
     if isinstance(found, str):
         raise DataError(f"{path}: {found}, or leave it out of data.data_files")
     return found
+
+
+def _is_text(start: bytes) -> bool:
+    """Return whether the first bytes of a file are UTF-8, the last character maybe cut."""
+    try:
+        return b"\0" not in getincrementaldecoder("utf-8")().decode(start).encode()
+    except UnicodeDecodeError:
+        return False
 
 
 def first_bytes(path: str, size: int) -> tuple[bytes, bool]:

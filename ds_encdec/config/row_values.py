@@ -29,6 +29,16 @@ def present(value: Any) -> Any:
     return None if isinstance(value, datetime.date) and value != value else value  # pandas' NaT
 
 
+def not_unicode(text: str) -> str | None:
+    """Say where `text` has half of a surrogate pair, which JSON can hold and UTF-8 cannot; None for sound texts."""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        return f"half of a surrogate pair, {half}, is no character (character {error.start + 1} of the text)"
+    return None
+
+
 def as_text(value: Any) -> str:
     """The text of a value, of numbers and truth values as JSON spells them. Raises TypeError for lists and objects."""
     if not isinstance(value, _PLAIN):

@@ -53,6 +53,7 @@ class TrainingData:
     `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches. `ratio`: encoder
     tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`. `eval_sets`: like
     `eval_batches`, of each of `data.eval_sets`. `forms`: see `SampleStatistics`.
+    `too_short`: why there is no run of this data, where that was asked for.
     """
 
     loader: LaneLoader
@@ -64,6 +65,7 @@ class TrainingData:
     commits: Mapping[str, str]
     eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
     forms: Sequence[str] = ()
+    too_short: str | None = None
 
     def saved(self) -> dict[str, Any]:
         """The facts that a checkpoint keeps for `build_data(saved=...)`, beside the records. Equal on all ranks."""
@@ -88,13 +90,15 @@ def build_data(
     accept_other_data: bool = False,
     evaluation_cache: Path | None = None,
     pin_memory: bool = False,
+    may_be_short: bool = False,
 ) -> TrainingData:
     """Open the sources and wire the loader. Starts no process and reads a few hundred documents at most.
 
     `saved`: what an earlier `TrainingData.saved()` of the run returned. `commits`: what `resolve_commits` found on one
     rank for all of them; None: looked up here. `evaluation_cache`: a folder; the evaluation examples are found now
     and kept in it, or read from it. None: they are found at the first evaluation, by every rank. `pin_memory`: batches
-    are in page-locked memory, for a GPU.
+    are in page-locked memory, for a GPU. `may_be_short`: data that is too short for
+    one step is no error; `too_short` says so.
 
     Raises DataError for sources that are missing, unreadable or too small, ConfigError for lanes that ranks do not
     divide, and CheckpointError when the data is not that of `saved` (unless `accept_other_data`).
@@ -106,10 +110,16 @@ def build_data(
     maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
     own = own_split(data, "validation", training.seed, maker, commits)
     sources = open_sources(data, training.seed, maker, num_lanes, commits)
+    too_short = None
     if saved is None:
         found = sample_statistics(sources, maker, data.bad_row_limit)
         ratio, forms = found.ratio, found.forms
-        require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
+        try:
+            require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
+        except DataError as error:
+            if not may_be_short:
+                raise
+            too_short = str(error)
     else:
         ratio, forms = saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ()))
         earlier = in_todays_form(saved["fingerprint"], source_facts(sources))
@@ -147,7 +157,9 @@ def build_data(
             eval_sets[name] = packed(fingerprint(config, pipeline, mine), mine)[1]
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
-    return TrainingData(loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets, forms)
+    return TrainingData(
+        loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets, forms, too_short
+    )
 
 
 def open_sources(

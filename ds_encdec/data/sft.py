@@ -16,13 +16,14 @@ import re
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from ds_encdec.config.converters import load_converter
-from ds_encdec.config.row_values import as_text, field_value, present
+from ds_encdec.config.row_values import as_text, field_value, not_unicode, present
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.conversations import UnusableError as _UnusableError
 from ds_encdec.data.conversations import is_learnt, read_conversation
@@ -122,6 +123,8 @@ class PairMaker:
             texts = [pair for record in self._converted(document.record) for pair in self._texts(record)]
         except _UnusableError as error:
             return BadRow(document.key, f"{document.key}: {error}")
+        if broken := next(filter(None, map(not_unicode, chain.from_iterable(texts))), None):
+            return BadRow(document.key, f"{document.key}: {broken}")
         eos = self.vocabulary.eos_id
         pairs = [(self._encode(given), self._encode(wanted)) for given, wanted in texts]
         return [

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice, zip_longest
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from ds_encdec.config.row_values import not_unicode
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, keyed_generator, unit_hash
 from ds_encdec.quantities import count
@@ -184,7 +185,8 @@ def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
     except _UNREADABLE as error:
         return BadRow(key, f"{where}: {_unreadable(error)}")
     if value is None or isinstance(value, str):
-        return Document(key, value or "")
+        reason = not_unicode(value or "")
+        return Document(key, value or "") if reason is None else BadRow(key, f"{where}: {reason}")
     return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
 
 

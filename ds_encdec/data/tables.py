@@ -183,7 +183,8 @@ class ParquetFiles:
         with nullcontext() if is_remote(path) else local_errors(path, "cannot be read as parquet"):
             parquet = ParquetFile(fsspec.open(path, "rb").open() if is_remote(path) else path)
         no_repeated(path, parquet.schema_arrow.names)
-        _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
+        if parquet.metadata.num_rows:  # one without rows may have no columns either
+            _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
         return parquet
 
 

@@ -215,3 +215,16 @@ def test_texts_are_no_such_format(tmp_path: Path) -> None:
         (tmp_path / "a").write_text(text)
         assert packing(str(tmp_path / "a")) is None
         assert first_bytes(str(tmp_path / "a"), 9) == (text.encode()[:9], len(text.encode()) <= 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("a.jsonl.br", "brotli -d"), ("a.SNAPPY", "snappy -d"), ("a.lzo", "lzop -d")]
+)
+def test_compressions_without_first_bytes_are_told_by_the_files_name(tmp_path: Path, name: str, advice: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\x1b\x10\x00\xf8\x8d\x94\x6e\xdb")
+    for read in (packing, lambda path: first_bytes(path, 100)):
+        with pytest.raises(DataError, match=rf"{name}: compressed by .*`.*{advice}`, or leave it out"):
+            read(str(path))
+    path.write_bytes("é".encode() * 256 + b"\xc3")  # a text, cut within a character
+    assert packing(str(path)) is None

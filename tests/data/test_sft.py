@@ -110,6 +110,7 @@ def test_a_field_may_have_another_column_be_nested_and_be_a_number() -> None:
         ),
         ({"instruction": "a", "input": "b", "output": 10**5000}, "its field output cannot be written as text"),
         ({"instruction": "a", "input": "b", "output": " \n"}, "its output is empty"),
+        ({"instruction": "a", "input": "b", "output": "c \ud83d"}, r"half of a surrogate pair, \\ud83d,"),
         ({"messages": []}, "no turn of the assistant"),
         ({"messages": [{"role": "Assistant", "content": "x"}]}, r"no turn of the assistant \(role: Assistant\)"),
         ({"messages": "[" * 100_000}, "its messages are no JSON"),
@@ -272,8 +273,15 @@ def test_turns_and_rows_of_weight_0_are_not_learnt() -> None:
         ),
         ({"messages": [turn("user", "u"), turn("assistant", "A", train="no")]}, "`train` of a turn is 'no'"),
         ({"messages": [turn("user", "u"), turn("assistant", "A", loss_mask=0)]}, "has `loss_mask`, which is not read"),
-        ({"messages": [turn("system", "s"), turn("assistant", "A")], "system": "t"}, "and the system turn of .* differ"),
+        (
+            {"messages": [turn("system", "s"), turn("assistant", "A")], "system": "t"},
+            "and the system turn of .* differ",
+        ),
         ({"messages": [turn("assistant", "A")], "system": 3}, "its system is of type int; needed is text"),
+        (
+            {"messages": [turn("user", "u"), turn("assistant", "A")], "weight": "nan"},
+            "its weight is 'nan'; needed is 0",
+        ),
         (
             {"messages": [turn("user", "u"), turn("assistant", "A")], "weight": 2},
             "its weight is 2;.*weight_column=null",

@@ -246,11 +246,13 @@ def test_special_tokens_in_a_text_stay_text() -> None:
     assert vocabulary.sentinel_ids[0] in tokenizer.encode(text)  # unchanged afterwards
 
 
-def test_half_a_surrogate_pair_does_not_end_a_run(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d pair"}\n')
-    document = JsonLines([str(tmp_path / "a.jsonl")], "text").document(0)
-    tokenizer, _ = byte_tokenizer()
-    assert tokenizer.decode(TextTokenizer(tokenizer.backend_tokenizer)(document)) == "half ? pair"
+def test_half_a_surrogate_pair_makes_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "half \\ud83d pair"}\n{"text": "\\ud83d\\ude00", "other": "\\ud83d"}\n')
+    files = JsonLines([str(tmp_path / "a.jsonl")], "text")
+    row = files.document(0)
+    assert isinstance(row, BadRow)
+    assert row.problem.startswith("a.jsonl, line 1: half of a surrogate pair, \\ud83d, is no character (character 6 of")
+    assert files.document(1) == Document("a.jsonl:1", "😀")
 
 
 def test_workers_do_not_import_torch() -> None:

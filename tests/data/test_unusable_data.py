@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import pytest
-from data_parts import byte_tokenizer
+import json
+from functools import partial
+from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
+
+from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.chunks import Chunker, documents_ratio
-from ds_encdec.data.inspect import SampleStatistics, require_one_step
+from ds_encdec.data.inspect import SampleStatistics, inspect_data, require_one_step
 from ds_encdec.types import DataError
 
 BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
@@ -40,3 +48,41 @@ def test_the_look_at_a_huge_document_is_short() -> None:
     ratio = documents_ratio([6_000_000], chunker)
     assert drawn < 40_000  # 2 times 6,000,000 tokens, not 32 times
     assert ratio == pytest.approx(documents_ratio([500_000], chunker), rel=0.03)
+
+
+def test_parquet_files_without_rows_are_passed_over(tmp_path: Path) -> None:
+    """A library writes none of the columns where there is no row."""
+    pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "a.parquet")
+    config = make_config(dataset_name="parquet", data_files=str(tmp_path / "*.parquet"))
+    (found,) = unusable_rows(config.data, config.model)
+    assert "a.parquet: none of the files has a row" in found.message
+    write_parquet(tmp_path / "b.parquet", texts(120), row_group_size=20)
+    assert list(unusable_rows(config.data, config.model)) == []
+    data = make_data(config)
+    assert {key.partition(":")[0] for batch in next(data.loader) for key in batch.documents} == {"b.parquet"}
+
+
+def test_an_inspection_shows_data_that_is_too_short_for_a_run_and_counts_its_bad_rows(tmp_path: Path) -> None:
+    path = write_json_lines(tmp_path / "a.jsonl", [*texts(12), 5])
+    config = make_config(dataset_name="json", data_files=path, on_bad_row="skip", eval_fraction=0.0)
+    tokenizer, vocabulary = byte_tokenizer()
+
+    def data(**options: bool) -> TrainingData:
+        return build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=40, **options)
+
+    with pytest.raises(DataError, match=r"12 documents to train on: too few for 40 lanes") as refused:
+        data()
+    looked = data(may_be_short=True)
+    show = partial(inspect_data, looked.pipeline, tokenizer, (1, 1, 1, 1, 4), too_short=looked.too_short)
+    found = json.loads(show(num_examples=99, as_json=True))
+    assert {one["document"] for one in found["examples"]} == {f"a.jsonl:{i}" for i in range(12)}
+    assert found["statistics"]["too_short"] == str(refused.value)
+    assert found["statistics"]["bad_rows"] == 1
+    lines = show(num_examples=2, as_json=False).splitlines()
+    assert lines[-2:] == [
+        "1 row of those read cannot be used, and passed over",
+        f"These are all examples. A run refuses this data: {refused.value}",
+    ]
+    run = make_data(config, num_lanes=1)
+    report = json.loads(inspect_data(run.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=30, as_json=True))
+    assert report["statistics"]["bad_rows"] >= 1
