@@ -148,9 +148,8 @@ def inspect_data(
     lines += [f"{count(skipped, 'document')} that were read gave no example"] if skipped else []
     lines += [f"{count(bad, 'bad row')} among those read"] if bad else []
     lines += [f"{count(long, 'example')} of those read exceeded the lengths"] if long else []
-    return "\n".join(
-        [*lines, *([f"These are all examples. A run refuses this data: {too_short}"] if too_short else [])]
-    )
+    lines += [f"All examples of the data are counted. A run refuses it: {too_short}"] if too_short else []
+    return "\n".join(lines)
 
 
 Looked: TypeAlias = tuple[list[Example], int, dict[str, int]]
