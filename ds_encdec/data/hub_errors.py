@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from ds_encdec.config.schema import MixtureSource
@@ -86,6 +86,19 @@ def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
         raise DataError(
             f"data set {name}: the rows of a CSV file have more fields than its first line names, so `datasets` shifts "
             "them. Name every column, or quote the fields that hold a comma"
+        )
+
+
+def no_dates(kind: str, name: str, types: Mapping[str, object], read: Collection[str]) -> None:
+    """Raise DataError where `datasets` has made timestamps of JSON's texts in columns that are read.
+
+    `types`: the Arrow types of the columns. What was written is lost: of "2024-01-01" it makes "2024-01-01 00:00:00".
+    """
+    dates = [column for column, one in types.items() if column in read and "timestamp[" in str(one)]
+    if kind == "json" and dates:
+        raise DataError(
+            f"data set {name}: `datasets` makes timestamps of the texts of {', '.join(dates)}, so they would read "
+            "otherwise. Download its files and name them: data.dataset_name=json data.data_files=FILES"
         )
 
 

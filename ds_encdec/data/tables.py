@@ -26,6 +26,7 @@ from ds_encdec.data.hub_errors import (
     content_error,
     is_of_network,
     is_remote,
+    no_dates,
     no_repeated,
     no_shifted,
     readable_errors,
@@ -218,12 +219,17 @@ def open_hub_data(
                 raise content_error(name, error, files) from error
             table = builder.as_dataset(split=entry.dataset_split)
             no_shifted(builder.name, name, table.column_names)
-            return HubTable(name, column, table, identity, columns)
+            rows = HubTable(name, column, table, identity, columns)
+            no_dates(builder.name, name, rows.types, rows.types)
+            return rows
         if builder.name == "parquet" and files:
             return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
-        return HubStream(
+        stream = HubStream(
             name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity, files, builder.name
         )
+        read = [column] if column else stream.types if columns is None else columns(list(stream.types))
+        no_dates(builder.name, name, stream.types, read)
+        return stream
 
 
 def folder_files(entry: MixtureSource) -> list[str]:
@@ -300,7 +306,7 @@ class HubTable:
             [column] if column is not None else table.column_names if columns is None else columns(table.column_names)
         )
         self._table = table.select_columns(list(read))
-        self._types = _arrow_types(self._table.features)
+        self.types = _arrow_types(self._table.features)
         self._name = name
         self._column = column
         self.identity = {**identity, "rows": len(table)}
@@ -316,7 +322,7 @@ class HubTable:
         """Row `index`."""
         key, column = self.key(index), self._column
         if column is None:
-            return record_document(key, lambda: shortened_fields(self._table[index], self._types), key)
+            return record_document(key, lambda: shortened_fields(self._table[index], self.types), key)
         return text_document(key, lambda: self._table[index][column], key)
 
 
@@ -334,7 +340,7 @@ class HubStream:
     ) -> None:
         self._stream = stream
         self._kind = kind
-        self._types = _arrow_types(stream.features)
+        self.types = _arrow_types(stream.features)
         self._name = name
         self._column = column
         self.num_units = stream.num_shards
@@ -352,7 +358,7 @@ class HubStream:
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
                 no_shifted(self._kind, self._name, record)
-                yield field_document(key, shortened_fields(record, self._types), self._column, key)
+                yield field_document(key, shortened_fields(record, self.types), self._column, key)
 
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
         shard = self._stream.shard(num_shards=self.num_units, index=unit)

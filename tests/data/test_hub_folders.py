@@ -131,3 +131,15 @@ def test_an_empty_folder_is_no_matter_of_the_hub(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="loose files are read by") as caught:
         rows_of(tmp_path, streaming=True)
     assert "hub" not in str(caught.value).replace("huggingface", "")
+
+
+def test_texts_of_json_that_become_timestamps_are_not_read_as_others(tmp_path: Path) -> None:
+    """Row by row they stay as they are; where `datasets` reads them they are refused, unless nothing reads them."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    rows = [{"text": "a", "when": {"day": day}} for day in ("2024-01-01", "2024-01-02")]
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert all(row.record in rows for row in rows_of(folder, streaming=False, whole=True))  # type: ignore[union-attr]
+    with pytest.raises(DataError, match="timestamps of the texts of when"):
+        rows_of(folder, streaming=True, whole=True)
+    assert len(rows_of(folder, streaming=True)) == 2
