@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -428,10 +430,16 @@ def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
         assert generate(out, "hello <extra_id_0> world", max_new_tokens=4) == written["hello <extra_id_0> world"]
         assert capsys.readouterr().err == ""
     (out / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x", forms=[CHAT]))
-    names: dict[str, Any] = {"folder": str(out)}
-    exec(card_code(out), names)
-    said = names["tokenizer"]("Hello! <extra_id_0> world").input_ids
-    assert names["inputs"]["input_ids"].tolist() == [said]
+    program = (
+        f"folder = {str(out)!r}\n{card_code(out)}"
+        + """
+print(inputs["input_ids"].tolist() == [tokenizer("Hello! <extra_id_0> world").input_ids])"""
+    )
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert done.stdout.endswith("True\n")
 
 
 def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

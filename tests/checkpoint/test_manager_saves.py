@@ -20,6 +20,7 @@ from small_disk import with_small_disk
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.quantities import disk_size
 from ds_encdec.types import TrainingState
 
 BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
@@ -109,7 +110,7 @@ def test_a_full_disk_fails_the_save_and_nothing_else(tmp_path: Path, in_backgrou
     problem = collect(manager).problem
     assert problem is not None
     assert "rank 0: [Errno 28] No space left on device: 'shard.bin'" in problem
-    assert "about 4,321 bytes" in problem
+    assert "about 4.3 KB" in problem
     assert f"free in {tmp_path}" in problem
     assert "training.save_total_limit" in problem
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "latest", earlier.name]
@@ -164,7 +165,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path: Path) 
     begin(manager, 1, stage=engine(before_writing=lambda: written.append(1), num_bytes=1 << 60))
     problem = collect(manager).problem
     assert problem is not None
-    assert problem.startswith(f"too little space is free. The checkpoint takes about {1 << 60:,} bytes and has ")
+    assert problem.startswith(f"too little space is free. The checkpoint takes about {disk_size(1 << 60)} and has ")
     assert not written
     assert not list(tmp_path.iterdir())
 
