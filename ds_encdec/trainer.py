@@ -40,6 +40,7 @@ from ds_encdec.types import (
     TASKS,
     Batch,
     CheckpointError,
+    ConfigError,
     DataError,
     DivergedError,
     Preempted,
@@ -161,7 +162,11 @@ def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
         actions = _observe(run, state, due)
         state, due = _react(run, state, due, actions)
         skipped_in_a_row = 0 if due.rolled_back else skipped_in_a_row
-        state, value = _evaluate(run, state, due)
+        try:
+            state, value = _evaluate(run, state, due)
+        except ConfigError:  # on all ranks: the user's metric that judges the run has no figure; no step is lost
+            _save(run, state, Due(judge=True, leave=True), None)
+            raise
         if due.save or is_over(state, training) or (training.saves_best and is_best(state, value, training)):
             state = _save(run, state, due, value)
             last_save = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,8 +90,8 @@ def score_texts(
 ) -> dict[str, float]:
     """All figures of the metrics `names` over the pairs of texts, of which there must be one at least.
 
-    A user's own metric that raises, or yields no number, is named in `left_out` with the error and its place; without
-    that the error is raised. Raises ConfigError as `check_metrics` does.
+    A user's own metric that raises, or returns no finite number, is named in `left_out` with the error and its place;
+    without that the error is raised. Raises ConfigError as `check_metrics` does.
     """
     names = list(names)
     check_metrics(names, bertscore_model)
@@ -99,7 +100,7 @@ def score_texts(
         if name not in TEXT_METRICS:
             try:
                 function = load_plugin("--metrics", getattr(text_metric(name), "compute", name), "metrics")
-                figures[name] = float(function(predictions, references))
+                figures[name] = _finite(function(predictions, references))
             except Exception as error:  # whatever the user's function raises
                 if left_out is None:
                     raise
@@ -109,6 +110,13 @@ def score_texts(
         model = {"bertscore_model": bertscore_model} if row.needs_model else {}
         figures |= load(row.compute)(predictions, references, **model)
     return figures
+
+
+def _finite(figure: object) -> float:
+    """Raise ValueError for what is not finite, by which nothing can be judged."""
+    if not math.isfinite(value := float(figure)):  # type: ignore[arg-type]
+        raise ValueError(f"it returned {value}")
+    return value
 
 
 def _place(error: Exception) -> str:

@@ -118,11 +118,14 @@ def test_a_function_named_by_its_module_chooses_the_best_and_is_named_where_it_r
 ) -> None:
     (tmp_path / "own_metrics.py").write_text(
         "def length(predictions, references):\n    return len(predictions)\n\n"
-        "def wrong(predictions, references):\n    return predictions[9]\n"
+        "def wrong(predictions, references):\n    return predictions[9]\n\n"
+        "def nothing(predictions, references):\n    return float('nan')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     names = usable_metrics(config_of(metric_for_best_model="own_metrics:length", eval_generate_samples=4))
     assert figures_of(names, ["a"], ["a"], best="own_metrics:length")["own_metrics:length"] == 1.0
     assert figures_of(["own_metrics:wrong"], ["a"], ["a"], best="loss") == {}
+    with pytest.raises(ConfigError, match="own_metrics:nothing has no figure: ValueError: it returned nan"):
+        figures_of(["own_metrics:nothing"], ["a"], ["a"], best="own_metrics:nothing")
     place = tmp_path / "own_metrics.py"
     assert f"the metric own_metrics:wrong has no figure: IndexError: list index out of range ({place}:5)" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from tiny_run import QUICKSTART, environment, launcher, overrides
 
+from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig, load_config
 from ds_encdec.data.sources import named_sources
 from ds_encdec.monitor.console import shown
@@ -101,3 +103,20 @@ def test_the_best_checkpoint_may_be_by_a_set_and_lines_show_all() -> None:
         assert TrainingConfig(metric_for_best_model=theirs).metric_for_best_model == "hard/loss"
     metrics = {"eval/loss": 2.0, "eval/easy/loss": 1.0, "eval/hard/loss": 3.0, "eval/hard/loss_S": 3.0}
     assert shown(metrics, "hard/loss") == ["hard loss 3.0000", "eval loss 2.0000", "easy loss 1.0000"]
+
+
+@pytest.mark.launch
+def test_a_metric_without_a_figure_that_judges_the_run_ends_it_and_no_step_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "own_metric.py").write_text("def nothing(predictions, references):\n    return float('nan')\n")
+    chosen = "own_metric:nothing"
+    words = overrides(
+        tmp_path / "run", training__num_train_steps=4, training__warmup_steps=1, training__eval_steps=1,
+        training__eval_generate_samples=1, training__metric_for_best_model=chosen, infra__num_gpus=2,
+        infra__distributed_type="fsdp",
+    )  # fmt: skip
+    where = environment() | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [*launcher("torchrun"), "--config", QUICKSTART, *words]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=600, check=False)
+    assert f"metric_for_best_model={chosen} has no figure: ValueError: it returned nan" in done.stderr, done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_code"] == ConfigError.exit_code
+    assert list(committed_steps(tmp_path / "run" / "checkpoints")) == [1]
