@@ -162,11 +162,7 @@ def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
         actions = _observe(run, state, due)
         state, due = _react(run, state, due, actions)
         skipped_in_a_row = 0 if due.rolled_back else skipped_in_a_row
-        try:
-            state, value = _evaluate(run, state, due)
-        except ConfigError:  # on all ranks: the user's metric that judges the run has no figure; no step is lost
-            _save(run, state, Due(judge=True, leave=True), None)
-            raise
+        state, value = _evaluate(run, state, due)
         if due.save or is_over(state, training) or (training.saves_best and is_best(state, value, training)):
             state = _save(run, state, due, value)
             last_save = time.monotonic()
@@ -336,10 +332,14 @@ def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingSta
     """Evaluate if it is due; returns its `metric_for_best_model` too, None where no held-out example has a target."""
     if not due.evaluate or (run.ahead is not None and run.ahead.brought().stop):  # no evaluation in a hurry
         return state, None
-    with run.recorder.clock.spent_on("pause"):
-        metrics = evaluate(run)
-        with run.stop.heartbeat.busy():  # each rank generates as long as its texts are, and waits for the others
-            figures, samples = run.judge()
+    try:
+        with run.recorder.clock.spent_on("pause"):
+            metrics = evaluate(run)
+            with run.stop.heartbeat.busy():  # each rank generates as long as its texts are, and waits for the others
+                figures, samples = run.judge()
+    except ConfigError:  # on all ranks: the user's metric that judges the run has no figure; no step is lost
+        _save(run, state, Due(judge=True, leave=True), None)
+        raise
     metrics |= figures
     run.recorder.show(state, samples)
     if metrics:
