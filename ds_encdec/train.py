@@ -208,7 +208,9 @@ def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str
     config = load_config(options.config, overrides, options.deepspeed_config, notes=found)
     if notes is None:
         for note in found:
-            logging.getLogger(__name__).info("%s", note)
+            text = note.removeprefix("warning: ")
+            level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks find the same
+            logging.getLogger(__name__).log(level, "%s", text)
     return config
 
 

@@ -106,12 +106,40 @@ def misread_files(data: DataConfig) -> Iterator[str]:
             yield f"warning: {field}: {path} is read as plain text, as {name}=text says; its rows are read by {kind}"
 
 
+def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
+    """Warn of each field whose files, or whose split of a data set, are also trained on, and name the first of them."""
+    own = [*_own_sources(data)]
+    trained = {text for _, source in _training_sources(data) for text in _texts(source)} if own else set()
+    for field, source in own:
+        if (both := next((text for text in _texts(source) if text in trained), None)) is not None:
+            named = field if source.data_files else field.replace("_files", "_split")
+            told = "it is also trained on, so its figures do not show how the model does on other texts"
+            yield f"warning: {named}: {both}: {told}"
+
+
+def _texts(source: Source) -> Iterator[str]:
+    """Yield what identifies the texts of a source: the real paths of local files, or a split of a data set."""
+    if local_kind(source.dataset_name) is not None:
+        yield from sorted(map(os.path.realpath, _files(source)))
+    elif source.data_files is None:
+        config = "" if source.dataset_config is None else f" ({source.dataset_config})"
+        yield f"the split {source.dataset_split} of {source.dataset_name}{config}"
+
+
 def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
     """Every source of a run that reads them, and the field that names its files."""
-    if data.prepared_dir is not None:
-        return
+    if data.prepared_dir is None:
+        yield from _training_sources(data)
+        yield from _own_sources(data)
+
+
+def _training_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
     for number, source in enumerate(data.mixture or [data]):
         yield (f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"), source
+
+
+def _own_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
+    """The sources that are evaluated or tested on alone."""
     for field, split in (("data.eval_files", "validation"), ("data.test_files", "test")):
         if (own := data.own_split(split)) is not None:
             yield field, own

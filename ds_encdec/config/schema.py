@@ -20,7 +20,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 
 from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
-from ds_encdec.config.first_rows import misread_files, unusable_rows
+from ds_encdec.config.first_rows import evaluated_and_trained_on, misread_files, unusable_rows
 from ds_encdec.config.hostfile import check_hostfile, read_hosts
 from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
@@ -156,7 +156,7 @@ def load_config(
     problems.extend(mention_all(settings, conflict) for conflict in (*absent, *beyond))
     raise_if_any(problems)
     if notes is not None:
-        notes += [*reading.notes, *implied, *misread_files(config.data)]
+        notes += [*reading.notes, *implied, *misread_files(config.data), *evaluated_and_trained_on(config.data)]
     return config
 
 

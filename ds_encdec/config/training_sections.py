@@ -111,7 +111,7 @@ class TrainingConfig(Section):
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon's decay of a matrix's momentum."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Adam's first-moment decay."""
+    """Adam's first-moment decay. An optimizer of your own takes it, as the next two, by `optimizer_args`."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
     """Adam's second-moment decay."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
@@ -337,6 +337,25 @@ class TrainingConfig(Section):
             and self.wsd_decay_fraction != defaults["wsd_decay_fraction"],
         )
 
+    def _unread_by_optimizer(self) -> Iterable[Rule]:
+        """Numbers that the optimizer would ignore. Defaults pass beside each other: every run's config.yaml has all."""
+        readers = dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), tuple(OPTIMIZERS))
+        readers["muon_momentum"] = ("muon",)
+        is_of_run = readers.keys() <= self.model_fields_set
+        meant = (
+            "remove these, or set training.optimizer=muon"
+            if self.optimizer in OPTIMIZERS
+            else "name what it takes in training.optimizer_args, and remove these"
+        )
+        ignored = [
+            name
+            for name, optimizers in readers.items()
+            if self.optimizer not in optimizers
+            and name in self.model_fields_set
+            and (not is_of_run or getattr(self, name) != type(self).model_fields[name].default)
+        ]
+        yield Rule(" ".join(["optimizer", *ignored]), f"{self.optimizer} does not read them: {meant}", ignored)
+
     def _rules(self) -> Iterable[Rule]:
         size, steps, schedule = self.per_device_train_batch_size, self.num_train_steps, self.lr_scheduler_type
         ends, decay_steps = "warmup_steps num_train_steps lr_scheduler_type", round(self.wsd_decay_fraction * steps)
@@ -363,7 +382,9 @@ class TrainingConfig(Section):
         )
         message = "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy"
         yield Rule("loss fp16", message, own and self.fp16)
-        yield _plugin_rule("optimizer", "optimizers", [self.optimizer], OPTIMIZERS)
+        yield (own_optimizer := _plugin_rule("optimizer", "optimizers", [self.optimizer], OPTIMIZERS))
+        if not own_optimizer.is_broken:
+            yield from self._unread_by_optimizer()
         yield Rule(
             "optimizer optimizer_args",
             "these are for an optimizer of your own, `module:name`: remove them, and set adam_* or muon_momentum",

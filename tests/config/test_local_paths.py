@@ -119,6 +119,24 @@ def test_rows_that_would_be_read_as_plain_text_are_told(tmp_path: Path, capsys: 
     assert "warning" not in capsys.readouterr().out
 
 
+def test_evaluating_on_training_files_is_warned_of_once(tmp_path: Path, capsys: Output) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text('{"instruction": "a", "input": "", "output": "b"}\n')
+    (tmp_path / "link.json").symlink_to(tmp_path / "b.json")
+    files = [f"infra.output_dir={tmp_path}/run", "data.dataset_name=json", f"data.data_files={tmp_path}/[ab].json"]
+    for field, name, verb in [
+        ("data.eval_files", f"{tmp_path}/*.json", ["validate"]),
+        ("data.eval_sets.mine.eval_files", f"{tmp_path}/link.json", ["train", "--print-config"]),
+    ]:
+        assert cli.main([*verb, "--config", "quickstart_sft.yaml", *files, f"{field}={name}"]) == 0
+        shown, first = capsys.readouterr().out, "b" if "link" in name else "a"
+        assert shown.count("warning: data.eval") == 1
+        assert f"warning: {field}: {tmp_path.resolve()}/{first}.json: it is also trained on" in shown
+    others = [*files[:2], f"data.data_files={tmp_path}/a.json", f"data.eval_files={tmp_path}/b.json"]
+    assert cli.main(["validate", "--config", "quickstart_sft.yaml", *others]) == 0
+    assert "also trained on" not in capsys.readouterr().out
+
+
 def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path, capsys: Output) -> None:
     files = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.txt")]
     for name in files:

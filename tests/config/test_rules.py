@@ -391,5 +391,18 @@ def test_the_default_of_an_end_is_refused_where_a_person_gave_it(schedule: str, 
     assert load_config(file, ["training.seed=3"]).training.lr_scheduler_type == schedule
 
 
+def test_numbers_of_adam_are_refused_where_the_optimizer_ignores_them(tmp_path: Path) -> None:
+    own = "training.optimizer=my_parts:Lion"
+    ways = [("beta1=0.8", "= 0.8"), ("beta2=0.999", "= 0.999"), ("epsilon=1e-6", "= 1e-06")]  # one is the default
+    for setting, value in ways:
+        with pytest.raises(ConfigError, match=rf"(?s)training\.adam_\w+ {value}.*in training\.optimizer_args"):
+            load_config(None, [own, f"training.adam_{setting}"])
+    with pytest.raises(ConfigError, match=r"(?s)muon_momentum = 0\.9.*adamw does not read .*training\.optimizer=muon"):
+        load_config(None, ["training.muon_momentum=0.9"])
+    load(FSDP | {"training.optimizer": "muon", "training.muon_momentum": 0.9, "training.adam_beta1": 0.8})
+    load_config(None, [own]).to_yaml(tmp_path / "config.yaml")  # a run writes all fields
+    assert load_config(tmp_path / "config.yaml", ["training.seed=3"]).training.adam_beta1 == 0.9
+
+
 def test_a_limit_of_null_clips_nothing() -> None:
     assert load_config(None, ["training.max_grad_norm=null"]).training.max_grad_norm == 0
