@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.plugins import load_plugin
+from ds_encdec.plugins import load_plugin, whose_fault
 from ds_encdec.types import ConfigError, DsEncDecError, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
@@ -59,5 +59,5 @@ def call(callback: Callback, moment: str, state: TrainingState, fact: object) ->
     except Exception as error:
         name = f"{type(callback).__qualname__}.{moment}"
         logger.exception("%s failed:", name)
-        what = f"{type(error).__name__}: {error}"
+        what = whose_fault(error, or_library=False)
         raise DsEncDecError(f"the callback {name} failed at step {state.global_step}: {what}") from error

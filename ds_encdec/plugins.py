@@ -105,13 +105,20 @@ def _which(module: str) -> str:
     return f"; {module} is {found}, and {file} is hidden by it: give that another name"
 
 
-def whose_fault(error: BaseException) -> str:
-    """`TypeError: what it says (file.py:12)`: an error of the user's code, and the last line of it that was running."""
+def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
+    """`TypeError: what it says (file.py:12)`: an error, and the last line of the user's code that was running.
+
+    Where none was, the place is the library's, or with `or_library=False` none: then the error may be no user's.
+    """
+    from sysconfig import get_paths
     from traceback import extract_tb
 
     ours = os.path.dirname(__file__) + os.sep
-    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
-    theirs = [frame for frame in frames if f"{os.sep}site-packages{os.sep}" not in frame.filename] or frames
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<"))]
+    libraries = ("site-packages", "dist-packages", get_paths()["stdlib"].strip(os.sep))
+    theirs = [frame for frame in frames if not any(f"{os.sep}{name}{os.sep}" in frame.filename for name in libraries)]
+    if or_library and not theirs:
+        theirs = frames
     where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
     return f"{type(error).__name__}: {error}{where}"
 

@@ -10,6 +10,7 @@ import pytest
 from ds_encdec import cli
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.in_training import usable_metrics
+from ds_encdec.launch.peers import named_error
 from ds_encdec.plugins import load_plugin
 from ds_encdec.types import ConfigError
 
@@ -65,6 +66,16 @@ def test_what_cannot_be_called_as_it_will_be_is_refused_by_validate(
         settings = [f"training.{setting}=parts_called:{name}", "training.eval_generate_samples=4"]
         assert cli.main(["validate", "quickstart", *settings]) == 2
         assert f"training.{setting}=parts_called:{name} {complaint}" in capsys.readouterr().err
+
+
+def test_what_ends_a_run_has_the_users_line_and_no_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "late_loss.py").write_text("import json\ndef loss(logits, labels):\n    json.loads('{')\n")
+    with pytest.raises(ValueError, match="Expecting") as raised:
+        load_plugin("training.loss", "late_loss:loss")(None, None)
+    assert str(named_error(raised.value, 3)).endswith(f"({tmp_path}/late_loss.py:3)")
+    raised.value.__traceback__ = raised.tb.tb_next.tb_next  # in json alone
+    assert str(named_error(raised.value, 3)) == f"rank 3: JSONDecodeError: {raised.value}"
 
 
 def test_a_run_that_is_judged_by_such_a_metric_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,15 @@ from ds_encdec.config.words import SECTIONS
 THEIR_SECTIONS = frozenset(SECTIONS.split())
 
 
+def _called(name: str) -> list[str]:
+    """The fields called `name` whose path can be written: the evaluation sets' ones have a name of the user's in it."""
+    return [path for path in fields() if path.endswith("." + name) and not path.startswith("data.eval_sets.")]
+
+
 @cache
 def homes(name: str) -> list[str]:
-    """The fields called `name`, but for those of phases and of sources in a mixture, which have a number or a name."""
-    return [path for path in fields() if path.endswith("." + name) and ".0." not in path and path[:7] != "phases."]
+    """The fields called `name`, but for those of phases, of sources in a mixture, and of evaluation's named sets."""
+    return [path for path in _called(name) if ".0." not in path and not path.startswith("phases.")]
 
 
 def fields_in(path: str) -> list[str]:
@@ -47,7 +52,7 @@ def meant(path: str) -> tuple[str, list[str]]:
     guess = closest(key, ours, {**flat, **words})
     if guess is not None and guess not in beside and not _would_be_accepted(guess, key):
         guess = None
-    elsewhere = [name for name in fields() if name.endswith("." + key)]
+    elsewhere = _called(key)
     if guess in beside:
         return unknown_key(key, [guess]), [join(parent, guess)]
     if elsewhere or (guess in flat and guess not in ours):

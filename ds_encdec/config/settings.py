@@ -217,7 +217,7 @@ def _printable(text: str, length: int = 200) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def closest(word: str, candidates: Iterable[str], others: Iterable[str] = ()) -> str | None:
+def closest(word: str, candidates: Iterable[str], others: Iterable[str] = (), *, cutoff: float = 0.7) -> str | None:
     """The candidate that `word` is most likely a misspelling of, or None; one of `others` only where it is much nearer.
 
     Nothing is nearer than a name of which `word` is the beginning.
@@ -229,7 +229,7 @@ def closest(word: str, candidates: Iterable[str], others: Iterable[str] = ()) ->
     def rank(name: str) -> float:
         return name.startswith(word) + difflib.SequenceMatcher(None, name, word).ratio() + 0.05 * (name in own)
 
-    found = difflib.get_close_matches(word, every, n=len(every) or 1, cutoff=0.7)
+    found = difflib.get_close_matches(word, every, n=len(every) or 1, cutoff=cutoff)
     return every[max(found, key=rank)] if found else None
 
 

@@ -158,7 +158,8 @@ def _allowed(detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         expected = context["expected"]
-        guess = closest(str(detail["input"]), [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")])
+        names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
+        guess = closest(str(detail["input"]), names, cutoff=0.6)  # of few; so near are two letters of three: stf, sft
         return f"allowed: {expected}" + (f"; did you mean `{guess}`?" if guess else "")
     if kind in _BOUNDS:
         limit = next(context[name] for name in ("gt", "ge", "lt", "le") if name in context)

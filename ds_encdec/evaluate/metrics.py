@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.engines import load
-from ds_encdec.plugins import load_plugin
+from ds_encdec.plugins import load_plugin, whose_fault
 from ds_encdec.text_metrics import TEXT_METRICS as TEXT_METRICS
 from ds_encdec.text_metrics import not_installed, text_metric, text_metrics
 from ds_encdec.types import ConfigError
@@ -25,7 +24,6 @@ from ds_encdec.types import ConfigError
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer
 
-_PACKAGE = Path(__file__).parents[1]
 ROUGE_TYPES = TEXT_METRICS["rouge"].figures
 
 
@@ -104,7 +102,7 @@ def score_texts(
             except Exception as error:  # whatever the user's function raises
                 if left_out is None:
                     raise
-                left_out[name] = f"{type(error).__name__}: {error}{_place(error)}"
+                left_out[name] = whose_fault(error)
             continue
         row = TEXT_METRICS[name]
         model = {"bertscore_model": bertscore_model} if row.needs_model else {}
@@ -117,13 +115,6 @@ def _finite(figure: object) -> float:
     if not math.isfinite(value := float(figure)):  # type: ignore[arg-type]
         raise ValueError(f"it returned {value}")
     return value
-
-
-def _place(error: Exception) -> str:
-    """The file and line of the user's code where `error` comes from, in words: the first frame below ours."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = next((frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)), None)
-    return f" ({theirs.filename}:{theirs.lineno})" if theirs else ""
 
 
 def same_words(prediction: str, reference: str) -> bool:

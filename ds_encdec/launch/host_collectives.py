@@ -25,6 +25,7 @@ from torch import Tensor
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
+from ds_encdec.plugins import whose_fault
 from ds_encdec.types import DsEncDecError
 
 logger = logging.getLogger(__name__)
@@ -206,7 +207,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         logger.debug("on this rank alone:", exc_info=True)
         if is_out_of_memory(error):
             return None, out_of_memory(error, dist.get_rank() if dist.is_initialized() else 0)
-        return None, DsEncDecError(f"{type(error).__name__}: {error}")
+        return None, DsEncDecError(whose_fault(error, or_library=False))
 
 
 def allow_connections(world: World) -> None:

@@ -47,6 +47,7 @@ from ds_encdec.launch.network import machine
 from ds_encdec.launch.preemption import StopRequest, awaited, end_process, is_alive
 from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, start_facts
 from ds_encdec.launch.world import World
+from ds_encdec.plugins import whose_fault
 from ds_encdec.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)
@@ -370,4 +371,4 @@ def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> 
         )
     lost = peers.explain(error) if peers is not None else None
     ours = error if isinstance(error, DsEncDecError) else None
-    return lost or ours or DsEncDecError(f"rank {rank}: {type(error).__name__}: {error}")
+    return lost or ours or DsEncDecError(f"rank {rank}: {whose_fault(error, or_library=False)}")

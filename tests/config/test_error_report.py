@@ -219,6 +219,9 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
             "training.colour=red",
             "unknown key; allowed: activation_checkpointing, activation_checkpointing_every_n,",
         ),
+        ("data.objective=stf", "allowed: 'ul2' or 'sft'; did you mean `sft`?"),
+        ("training.eval_files=a.json", "unknown key here; did you mean `data.eval_files`?"),
+        ("--eval_files=3", "command line: data.eval_files = 3\n      must be a list"),
         ("data.data_files=3", "command line: data.data_files = 3\n      must be a list"),
     ],
 )
