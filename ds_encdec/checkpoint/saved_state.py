@@ -36,6 +36,8 @@ from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind, Wei
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """Before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""
+_UNREADABLE = (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError)
+"""What reading a damaged archive raises: the last two for names of no encoding and for later versions of the format."""
 
 
 class _Chunk(NamedTuple):
@@ -187,7 +189,7 @@ class DcpState(FragmentedState):
                 file.seek(self._data_offset(chunk) + read.itemsize * first)
                 if file.readinto(memoryview(read.view(torch.uint8).numpy())) != read.nbytes:  # type: ignore[arg-type]
                     raise EOFError("it is too short")
-        except (OSError, EOFError, BadZipFile, struct.error) as error:
+        except _UNREADABLE as error:
             raise CheckpointError(f"{chunk.path}: a tensor in it is not readable: {error}") from error
         if read is not out:
             out.copy_(read)
@@ -242,7 +244,7 @@ class _Archive(_ReaderView):
 
 
 def _data_offset(chunk: _Chunk) -> int:
-    """Return the byte of its file at which a chunk's elements begin. Raises OSError, EOFError or BadZipFile for others.
+    """Return the byte of its file at which a chunk's elements begin. Raises one of `_UNREADABLE` for others.
 
     An entry's memory follows its local header, whose last two numbers are the lengths of a name and of an extra field.
     """

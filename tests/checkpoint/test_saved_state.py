@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,14 @@ def test_a_file_of_tensors_that_is_cut_short_is_named(tmp_path: Path) -> None:
     saved = DcpState(tmp_path)
     (file,) = (tmp_path / "dcp").glob("*.distcp")
     saved.read("weight", "shared.weight", 0, 1)
-    file.write_bytes(file.read_bytes()[:2000])
+    whole = file.read_bytes()
+    file.write_bytes(whole[:2000])
     for kind in KINDS:
         with pytest.raises(CheckpointError, match=rf"{file.name}: a tensor in it is not readable"):
             saved.read(kind, "shared.weight")
+    name_of_no_encoding = whole.replace(b"data/0", b"dat\xff/0")
+    later_format = re.sub(rb"(?s)(PK\x01\x02..).", b"\\1\xff", whole)
+    for damaged in (name_of_no_encoding, later_format):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"{file.name}: a tensor in it is not readable"):
+            DcpState(tmp_path).read("weight", "shared.weight")
