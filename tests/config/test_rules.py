@@ -378,7 +378,8 @@ def test_the_engines_that_a_configuration_leaves_the_choice_of(settings: dict[st
 
 @pytest.mark.parametrize(("schedule", "end"), [("linear", 0.0), ("constant", 1.0), ("wsd", 0.1)])
 def test_an_end_that_the_schedule_has_is_taken(schedule: str, end: float) -> None:
-    load_config(None, [f"training.lr_scheduler_type={schedule}", f"training.min_lr_ratio={end}"])
+    config = load_config(None, [f"training.lr_scheduler_type={schedule}", f"training.min_lr_ratio={end}"])
+    assert config.training.min_lr_ratio == end
 
 
 @pytest.mark.parametrize("schedule", ["linear", "constant", "inverse_sqrt"])
