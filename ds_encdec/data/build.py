@@ -97,8 +97,8 @@ def build_data(
     `saved`: what an earlier `TrainingData.saved()` of the run returned. `commits`: what `resolve_commits` found on one
     rank for all of them; None: looked up here. `evaluation_cache`: a folder; the evaluation examples are found now
     and kept in it, or read from it. None: they are found at the first evaluation, by every rank. `pin_memory`: batches
-    are in page-locked memory, for a GPU. `may_be_short`: data that is too short for
-    one step is no error; `too_short` says so.
+    are in page-locked memory, for a GPU. `may_be_short`: data that is too short for one step is no error; `too_short`
+    says so.
 
     Raises DataError for sources that are missing, unreadable or too small, ConfigError for lanes that ranks do not
     divide, and CheckpointError when the data is not that of `saved` (unless `accept_other_data`).

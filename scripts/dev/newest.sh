@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The newest release of everything, in an environment of its own, and the tests of model, evaluate, checkpoint, engine and
-# data on it: a green run may raise the upper ends in pyproject.toml. Gigabytes are downloaded.
+# The newest release of everything, in an environment of its own, and the tests of model, evaluate, checkpoint, engine,
+# data and memory on it: a green run may raise the upper ends in pyproject.toml. Gigabytes are downloaded.
 #
 #   scripts/dev/newest.sh [--beyond | --oldest] [--dry-run] [FOLDER] [-- PYTEST_ARGUMENT...]
 #
@@ -67,4 +67,4 @@ step "$python" -m pip freeze --exclude-editable
 cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 step "$python" -m pytest --color=no -n 2 --dist loadfile -p no:cacheprovider \
-    tests/model tests/evaluate tests/checkpoint tests/engine tests/data "$@"
+    tests/memory tests/model tests/evaluate tests/checkpoint tests/engine tests/data "$@"
