@@ -37,7 +37,7 @@ from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind, Wei
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """Before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""
 _UNREADABLE = (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError)
-"""What reading a damaged archive raises: the last two for names of no encoding and for later versions of the format."""
+"""Errors of reading a damaged archive, the last two for names of no encoding and for later versions of the format."""
 
 
 class _Chunk(NamedTuple):
