@@ -1,4 +1,4 @@
-"""Fields that decide others which nobody has set: FSDP's words for ours, and what can be only one way beside them.
+"""Fields that decide others which nobody has set, where these can be only one way beside them.
 
 What is set stays as it is; where it contradicts, the sections' rules say so.
 """
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from ds_encdec.config.settings import Settings, show, unusable
-from ds_encdec.config.training_sections import ENDLESS_SCHEDULES, FSDP_STRATEGIES
+from ds_encdec.config.training_sections import ENDLESS_SCHEDULES
 from ds_encdec.config.validation import default_of, mention
 
 
@@ -26,23 +26,9 @@ def imply(settings: Settings) -> list[str]:
 
 def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
     """Yield which field decides which one, and how. The later ones see what the earlier ones have decided."""
-    strategy, offloads, recomputes = (
-        settings.get(f"infra.fsdp_{name}") for name in ("sharding_strategy", "cpu_offload", "activation_checkpointing")
-    )
-    if isinstance(strategy, str) and strategy in FSDP_STRATEGIES:
-        yield "infra.fsdp_sharding_strategy", "infra.sharding_stage", FSDP_STRATEGIES[strategy]
     if settings.get("infra.distributed_type") == "ddp":
         yield "infra.distributed_type", "infra.sharding_stage", "zero0"
-    if isinstance(recomputes, bool):
-        chosen = "full" if recomputes else "none"
-        yield "infra.fsdp_activation_checkpointing", "training.activation_checkpointing", chosen
-    stage = settings.get("infra.sharding_stage") or default_of("infra.sharding_stage")
-    if isinstance(offloads, bool):
-        place = "cpu" if offloads else "none"
-        yield "infra.fsdp_cpu_offload", "infra.offload_optimizer", place
-        if not offloads or str(stage).startswith("zero3"):
-            yield "infra.fsdp_cpu_offload", "infra.offload_params", place
-    if stage == "zero0":
+    if settings.get("infra.sharding_stage") == "zero0":
         yield "infra.sharding_stage", "infra.offload_optimizer", "none"
     if settings.get("infra.offload_optimizer") == "nvme":  # a copy would be what the host has no memory for
         yield "infra.offload_optimizer", "training.async_save", False

@@ -1,9 +1,9 @@
 """The words of other tools for the machines of a run, and how it is spread over them (`word_table.py` has all)."""
 
-from ds_encdec.config.words import NOTHING, Meaning, Word, deepspeed, fsdp, left_out, seconds, switch
+from ds_encdec.config.words import FSDP_STRATEGIES, NOTHING, Meaning, Word, deepspeed, fsdp, left_out, seconds, switch
 
-FREED: Meaning = {"infra.fsdp_sharding_strategy": "FULL_SHARD"}
-KEPT: Meaning = {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"}
+FREED: Meaning = {"infra.sharding_stage": "zero3"}
+KEPT: Meaning = {"infra.sharding_stage": "zero2"}
 OFFLOAD: dict[str, Meaning] = {"true": "cpu", "false": "none"}
 LAUNCHER = "the launcher says where ranks run: deepspeed --hostfile FILE, or torchrun"
 PARALLEL = "one model is never cut across GPUs but by sharding: infra.sharding_stage is the one way"
@@ -44,7 +44,7 @@ MACHINE_WORDS: tuple[Word, ...] = (
         "fsdp_config",
         "hf accelerate axolotl",
         why="as a mapping at a file's top level it is read: put its entries there, or set "
-        "infra.distributed_type=fsdp and the infra.fsdp_* fields",
+        "infra.distributed_type=fsdp and infra.sharding_stage",
     ),
     Word(
         "fsdp_config.xla fsdp_config.xla_fsdp_v2 fsdp_config.xla_fsdp_grad_ckpt",
@@ -52,15 +52,25 @@ MACHINE_WORDS: tuple[Word, ...] = (
         values={"false": {}},
         why="nothing here runs on TPUs: remove it",
     ),
-    Word("fsdp_offload_params fsdp_config.offload_params cpu_offload", "accelerate", "infra.fsdp_cpu_offload"),
     Word(
-        "infra.fsdp_sharding_strategy",
-        "accelerate",
-        values={
-            str(number): {"infra.fsdp_sharding_strategy": name}
-            for number, name in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"), start=1)
-        },
+        "fsdp_cpu_offload fsdp_offload_params fsdp_config.offload_params cpu_offload",
+        "accelerate other",
+        "infra.offload_optimizer",
+        values=switch(
+            {"infra.offload_optimizer": "cpu"}, {"infra.offload_optimizer": "none", "infra.offload_params": "none"}
+        ),
     ),
+    Word(
+        "fsdp_sharding_strategy",
+        "accelerate other",
+        values={
+            name: {"infra.sharding_stage": stage}
+            for number, (word, stage) in enumerate(FSDP_STRATEGIES.items(), start=1)
+            for name in (word.lower(), str(number))
+        },
+        why="set infra.sharding_stage: zero3, zero2, zero0 or zero3_hybrid",
+    ),
+    Word("fsdp_activation_checkpointing", "accelerate other", "training.activation_checkpointing"),
     Word(
         "fsdp_reshard_after_forward reshard_after_forward",
         "accelerate titan",

@@ -137,13 +137,6 @@ def _training(config: Sections) -> Iterable[Rule]:
         f"({', '.join(data.eval_sets) or 'there are none'})",
         eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES),
     )
-    alias = infra.fsdp_activation_checkpointing
-    meant = "full" if alias else "none"
-    yield Rule(
-        "infra.fsdp_activation_checkpointing training.activation_checkpointing",
-        f"the alias must agree: this is activation_checkpointing={meant}",
-        alias is not None and meant != training.activation_checkpointing,
-    )
     optimizer = row_of(training.optimizer)
     yield Rule(
         "training.optimizer model.lora",

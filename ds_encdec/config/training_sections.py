@@ -27,13 +27,6 @@ from ds_encdec.plugins import installed, unknown
 from ds_encdec.text_metrics import FIGURES
 from ds_encdec.types import ConfigError
 
-FSDP_STRATEGIES = {
-    "FULL_SHARD": "zero3",
-    "SHARD_GRAD_OP": "zero2",
-    "NO_SHARD": "zero0",
-    "HYBRID_SHARD": "zero3_hybrid",
-}
-"""The stage that each of FSDP's words stands for."""
 ENDLESS_SCHEDULES = ("WarmupLR", "constant")
 """Schedules that do not depend on the length of the run."""
 _SCHEDULES_WITH_ONE_END = (*ENDLESS_SCHEDULES, "WarmupDecayLR", "linear")
@@ -479,14 +472,6 @@ class InfraConfig(Section):
     hang_timeout_minutes: float | None = Field(default=None, ge=0)
     """Time without a step after which every rank writes its stacks into the run's folder and ends (exit code 8);
     evaluations and saves count as life. None: two thirds of `distributed_timeout_minutes`; 0: never."""
-    fsdp_sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = None
-    """Alias of `sharding_stage` in FSDP's words: decides it, and must agree with it where both are set."""
-    fsdp_activation_checkpointing: bool | None = None
-    """Alias of `training.activation_checkpointing` (true: full, false: none): decides it, and must agree with it where
-    both are set."""
-    fsdp_cpu_offload: bool | None = None
-    """Alias of `offload_optimizer` = cpu, and with zero3 of `offload_params` = cpu too (false: none): decides them, and
-    must agree with them where both are set."""
     fsdp_reduce_every_micro_batch: bool = False
     """FSDP2: reduce gradients after every micro-batch instead of once per step. Costs communication, and saves the
     4 bytes per parameter that each rank accumulates unsharded gradients in."""
@@ -498,7 +483,7 @@ class InfraConfig(Section):
     """W&B run name; None lets W&B choose."""
 
     def _rules(self) -> Iterable[Rule]:
-        stage, alias, offloads = self.sharding_stage, self.fsdp_sharding_strategy, self.fsdp_cpu_offload
+        stage = self.sharding_stage
         is_ddp = self.distributed_type == "ddp"  # which shards nothing, and which QLoRA asks for
         named, or_shard = ("distributed_type ", "") if is_ddp else ("", ", or zero1 to zero3")
         yield Rule(
@@ -528,15 +513,6 @@ class InfraConfig(Section):
             "only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set one of them, or null",
             self.hybrid_shard_size is not None and not stage.endswith("_hybrid"),
         )
-        cpu = "cpu" if offloads else "none"
-        for field in ("offload_optimizer", "offload_params"):
-            place = getattr(self, field)
-            is_meant = field == "offload_optimizer" or not offloads or stage.startswith("zero3")
-            differs = offloads is not None and is_meant and (place == "cpu") is not offloads
-            yield Rule(f"fsdp_cpu_offload {field}", f"the alias must agree: this is {field}={cpu}", differs)
-        meant = FSDP_STRATEGIES.get(alias or "", stage)
-        message = f"the alias must agree: {alias} is sharding_stage={meant}"
-        yield Rule("fsdp_sharding_strategy sharding_stage", message, meant != stage)
         hang = self.hang_timeout_minutes or 0
         yield Rule(
             "hang_timeout_minutes",

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ds_encdec.config.training_sections import FSDP_STRATEGIES
 from ds_encdec.plugins import installed, is_dotted
 from ds_encdec.source_kinds import kind_of_file
 
@@ -22,6 +21,14 @@ SECTIONS = (
     "hyperparameters lora lora_config peft peft_config dataset tokenizer experiment dist"
 )
 """Sections of other tools, in whose names nothing lies: their entries are read like flat ones."""
+
+FSDP_STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "zero0",
+    "HYBRID_SHARD": "zero3_hybrid",
+}
+"""The stage that each of FSDP's words stands for, in the order of FSDP's own numbers for them."""
 
 Meaning = Mapping[str, Any] | str
 """The fields that a word sets (none: it is left out), or why no field can stand for it."""
@@ -92,17 +99,17 @@ def deepspeed(value: Any) -> Meaning | None:
 
 
 def fsdp(value: Any) -> Meaning | None:
-    """Words like full_shard, auto_wrap and offload are `infra.fsdp_sharding_strategy` and `infra.fsdp_cpu_offload`."""
+    """Words like full_shard, auto_wrap and offload are `infra.sharding_stage` and `infra.offload_optimizer`."""
     words = value.split() if isinstance(value, str) else value if isinstance(value, list) else None
     if words is None:
         return None
     meant: dict[str, Any] = {"infra.distributed_type": "fsdp"} if words else {}
     for word in map(str, words):
-        strategy = word.upper() if word.upper() in FSDP_STRATEGIES else None
-        if not strategy and word not in ("offload", "auto_wrap"):
-            return f"`{word}` is no word of it: set infra.fsdp_sharding_strategy and infra.fsdp_cpu_offload"
-        meant |= {"infra.fsdp_sharding_strategy": strategy} if strategy else {}
-        meant |= {"infra.fsdp_cpu_offload": True} if word == "offload" else {}
+        stage = FSDP_STRATEGIES.get(word.upper())
+        if not stage and word not in ("offload", "auto_wrap"):
+            return f"`{word}` is no word of it: set infra.sharding_stage and infra.offload_optimizer"
+        meant |= {"infra.sharding_stage": stage} if stage else {}
+        meant |= {"infra.offload_optimizer": "cpu"} if word == "offload" else {}
     return meant
 
 

@@ -41,7 +41,6 @@ BATCH_FIELDS = {
 """Any of them decides how many micro-batches a step has."""
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
-_SHARDING_ALIASES = ["infra.fsdp_sharding_strategy", "infra.fsdp_activation_checkpointing", "infra.fsdp_cpu_offload"]
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
 """The words of the table for what is kept in host memory, with `infra.offload_optimizer` and `infra.offload_params`."""
 _DISK_OFFLOADS = {"nvme": ("nvme", "none"), "nvme+params": ("nvme", "cpu")}
@@ -147,7 +146,7 @@ def settings(job: Job) -> Iterator[Change]:
 def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
     """The change that makes `job` shard, offload and recompute so; empty where it does so already.
 
-    It frees the fields that would contradict it: aliases of what it sets, a hybrid's size without one, and the engine.
+    It frees the fields that would contradict it: a hybrid's size without one, and the engine.
     """
     optimizer, params = _offloads(job)[offload]
     wanted: Change = {
@@ -158,7 +157,6 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
     }
     if all(attrgetter(name)(job.config) == value for name, value in wanted.items()):
         return {}
-    wanted |= dict.fromkeys(_SHARDING_ALIASES)
     if stage not in HYBRID_STAGES:
         wanted["infra.hybrid_shard_size"] = None
     # Under `auto` the change may undo what only this engine could do; `ddp` is zero0.

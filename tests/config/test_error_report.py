@@ -213,7 +213,7 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
         ("warmup_step=2", "did you mean `warmup_steps` (here"),
         ("gradient_checkpoint=true", "did you mean `gradient_checkpointing`?"),
         ("training.gradient_checkpoint=true", "did you mean `gradient_checkpointing`?"),
-        ("fsdp_config.fsdp_offload_param=true", "did you mean `fsdp_offload_params` (here `infra.fsdp_cpu_offload`)?"),
+        ("fsdp_config.fsdp_offload_param=true", "did you mean `fsdp_offload_params` (here `infra.offload_optimizer`)?"),
         ("training.max_step=4", "unknown key; did you mean `max_steps` (here `training.num_train_steps`)?"),
         (
             "training.colour=red",

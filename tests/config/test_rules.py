@@ -163,18 +163,20 @@ def load(settings: dict[str, Any]) -> FullConfig:
                 "{bf16_master_weights_and_grads: true, bf16_optimizer_states: true}": {},
             }.items()
         ],
-        (
-            {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP", "infra.sharding_stage": "zero3"},
-            'infra.sharding_stage = "zero3"',
-            "SHARD_GRAD_OP is sharding_stage=zero2",
-        ),
-        (
-            {"infra.fsdp_activation_checkpointing": "false", "training.activation_checkpointing": "full"},
-            '= "full"',
-            "activation_checkpointing=none",
-        ),
-        ({"infra.fsdp_cpu_offload": "true", "infra.offload_params": "none"}, "params = ", "offload_params=cpu"),
-        ({"infra.fsdp_cpu_offload": "false", "infra.offload_optimizer": "cpu"}, '= "cpu"', "offload_optimizer=none"),
+        *[
+            (settings, f'{field} = "', f"both are {field}: make them equal")
+            for settings, field in (
+                (
+                    {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP", "infra.sharding_stage": "zero3"},
+                    "infra.sharding_stage",
+                ),
+                (
+                    {"infra.fsdp_activation_checkpointing": "false", "training.activation_checkpointing": "full"},
+                    "training.activation_checkpointing",
+                ),
+                ({"infra.fsdp_cpu_offload": "false", "infra.offload_optimizer": "cpu"}, "infra.offload_optimizer"),
+            )
+        ],
         (
             {"training.num_train_steps": 9, "training.warmup_steps": 9},
             "warmup_steps = 9",
@@ -278,7 +280,7 @@ def test_contradictions(settings: dict[str, Any], fields: str, message: str) -> 
         AUTO | {"training.fp16": "true", "training.bf16": "false"},
         AUTO | {"training.torch_compile": "true"},
         {"infra.fsdp_activation_checkpointing": "true", "infra.fsdp_sharding_strategy": "FULL_SHARD"},
-        {"infra.fsdp_cpu_offload": "true", "infra.offload_params": "cpu"},
+        {"infra.fsdp_cpu_offload": "true", "infra.offload_optimizer": "cpu"},
         {"training.num_train_steps": 10, "training.lr_scheduler_type": "WarmupLR"},
         {"training.num_train_steps": 10, "training.lr_scheduler_type": "constant"},
         {"training.warmup_steps": 0, "training.lr_scheduler_type": "cosine"},
@@ -298,7 +300,7 @@ def test_what_is_allowed(settings: dict[str, Any]) -> None:
     ("settings", "decided"),
     [
         ({"infra.fsdp_cpu_offload": "false"}, {"infra.offload_optimizer": "none", "infra.offload_params": "none"}),
-        (FSDP | {"infra.fsdp_cpu_offload": "true"}, {"infra.offload_optimizer": "cpu", "infra.offload_params": "cpu"}),
+        (FSDP | {"infra.fsdp_cpu_offload": "true"}, {"infra.offload_optimizer": "cpu"}),
         (
             FSDP | {"infra.fsdp_cpu_offload": "true", "infra.fsdp_sharding_strategy": "SHARD_GRAD_OP"},
             {"infra.sharding_stage": "zero2", "infra.offload_optimizer": "cpu", "infra.offload_params": "none"},
@@ -348,8 +350,8 @@ def test_rules_with_the_same_text_are_each_judged() -> None:
 def test_a_configuration_built_in_python_is_checked_too() -> None:
     with pytest.raises(ValidationError, match="at most one may be true"):
         FullConfig(training=TrainingConfig(fp16=True, bf16=True))
-    story = FullConfig(infra=InfraConfig(distributed_type="fsdp", fsdp_cpu_offload=False))
-    assert (story.infra.offload_optimizer, story.infra.num_gpus) == ("none", 8)
+    story = FullConfig(infra=InfraConfig(distributed_type="ddp"))
+    assert (story.infra.sharding_stage, story.infra.offload_optimizer, story.infra.num_gpus) == ("zero0", "none", 8)
     assert FullConfig(training=TrainingConfig(fp16=True)).training.bf16 is False
 
 

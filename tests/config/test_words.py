@@ -192,9 +192,10 @@ def test_the_command_line_speaks_other_words_too(tmp_path: Path) -> None:
         ("val_set_size=0", "training.eval_samples", 0),
         ("train_file=a.JSON.xz", "data.dataset_name", "json"),
         ("train_file=a.csv.bz2", "data.dataset_name", "csv"),
-        ("fsdp=[full_shard, offload]", "infra.offload_params", "cpu"),
-        ("fsdp=hybrid_shard", "infra.fsdp_sharding_strategy", "HYBRID_SHARD"),
-        ("fsdp_reshard_after_forward=never", "infra.fsdp_sharding_strategy", "SHARD_GRAD_OP"),
+        ("fsdp=[full_shard, offload]", "infra.offload_optimizer", "cpu"),
+        ("fsdp=hybrid_shard", "infra.sharding_stage", "zero3_hybrid"),
+        ("fsdp_reshard_after_forward=never", "infra.sharding_stage", "zero2"),
+        ("infra.fsdp_sharding_strategy=4", "infra.sharding_stage", "zero3_hybrid"),
         ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.seed", 5),
         ("training={lr: 1e-3, seed: 5, bf16: auto}", "training.learning_rate", 1e-3),
     ],
@@ -368,8 +369,4 @@ fsdp_config: {min_num_params: 0, xla: false, xla_fsdp_v2: false, limit_all_gathe
   transformer_layer_cls_to_wrap: [X], activation_checkpointing: true, fsdp_ignored_modules: null}
 """
     infra = load_config(written(tmp_path, text)).infra
-    assert (infra.distributed_type, infra.fsdp_sharding_strategy, infra.fsdp_cpu_offload) == (
-        "fsdp",
-        "FULL_SHARD",
-        True,
-    )
+    assert (infra.distributed_type, infra.sharding_stage, infra.offload_optimizer) == ("fsdp", "zero3", "cpu")

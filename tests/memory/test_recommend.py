@@ -64,7 +64,7 @@ def sequences(asked: Job) -> int:
         ("0.6B", 16, 2, ("infra.sharding_stage=zero3_hybrid", "infra.hybrid_shard_size=4")),
         ("0.6B", 8, 1, ("infra.distributed_type=auto", "training.activation_checkpointing=selective")),
         ("4B", 8, 1, (*FSDP, "training.torch_compile=true", "infra.fsdp_reduce_every_micro_batch=true")),
-        ("4B", 8, 1, (*FSDP, "infra.fsdp_sharding_strategy=FULL_SHARD", "infra.fsdp_cpu_offload=false")),
+        ("4B", 8, 1, FSDP),
         ("0.6B", 16, 2, (*FSDP, "infra.sharding_stage=zero2_hybrid")),
     ],
 )

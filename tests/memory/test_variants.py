@@ -132,13 +132,6 @@ def test_a_configuration_of_its_own_is_a_row_of_its_own() -> None:
     assert rows[0].estimate == estimate(own)
 
 
-def test_aliases_give_way() -> None:
-    aliased = job("infra.distributed_type=fsdp", "infra.fsdp_sharding_strategy=FULL_SHARD")
-    found = row(variants(aliased), "zero2", "optimizer")
-    assert found.overrides == {"infra.sharding_stage": "zero2", "infra.fsdp_sharding_strategy": None}
-    assert not found.reason
-
-
 @pytest.mark.parametrize(
     ("overrides", "batch", "expected"),
     [
