@@ -20,7 +20,7 @@ from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
-from ds_encdec.data.fingerprint import in_todays_form, told, usable_records
+from ds_encdec.data.fingerprint import changes, differing, usable_records
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -149,15 +149,14 @@ def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
     fingerprint = found.read_json("trainer.json")["data"]["fingerprint"]
     lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
     data.loader.load_state(lanes)
-    if data.fingerprint == in_todays_form(fingerprint, data.fingerprint["sources"]):
+    if not differing(fingerprint, data.fingerprint):
         return state
     logger.log(
         logging.WARNING if is_main else logging.DEBUG,
-        "Going on with other data than %s was made on: %s (%s). The best checkpoint is chosen anew, and early stopping "
-        "counts from here.",
+        "Continuing with other data than %s was made on: %s. The best checkpoint is chosen among those from here on, "
+        "and early stopping counts from here.",
         found.path,
-        "the lanes keep their places among the documents" if lanes else "the lanes begin anew",
-        told(fingerprint, data.fingerprint),
+        changes(fingerprint, data.fingerprint),
     )
     return state.choosing_anew()
 

@@ -313,7 +313,6 @@ class Checkpoint:
         return (
             f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {record.sharding_stage} on "
             f"{ranks}, {len(self.manifest.files)} files, {self.manifest.num_bytes / 1e9:.3f} GB"
-            + (f" ({self.manifest.doubt})" if self.manifest.doubt else "")
             + self._saved_in_words()
         )
 

@@ -309,8 +309,6 @@ def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkp
         verify_listing(path, manifest)
         verify_files(path, manifest.descriptions())
         checkpoint = Checkpoint(path, manifest)
-        if manifest.doubt:
-            logger.warning("%s: %s; an earlier version of ds_encdec saved it.", path, manifest.doubt)
         accept(checkpoint)
         return checkpoint
 

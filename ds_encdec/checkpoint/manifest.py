@@ -23,8 +23,6 @@ from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 4
-_UNHASHED_VERSION = 3
-"""The last format in which a manifest has no hash of itself. It is read, and what reads it says so."""
 _STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[StrictInt, Field(ge=0)]
 _DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
@@ -57,11 +55,6 @@ class Manifest:
         """The text of `manifest.json`."""
         content = asdict(self)
         return json.dumps(content | {"sha256": _content_hash(content)}, indent=1) + "\n"
-
-    @property
-    def doubt(self) -> str:
-        """Why step, engine and number of ranks may have been changed unnoticed; empty where they cannot have been."""
-        return "" if self.format_version > _UNHASHED_VERSION else "its manifest is of a format without a hash of itself"
 
     @property
     def num_bytes(self) -> int:
@@ -167,12 +160,9 @@ def _manifest(content: Any) -> Manifest:
     if not isinstance(content, dict):
         raise ValueError(f"it holds a value of type {type(content).__name__}")
     version = content.get("format_version")
-    if version not in (_UNHASHED_VERSION, FORMAT_VERSION):
-        raise ValueError(
-            f"its format version is {version!r:.40}; this version of ds_encdec reads {_UNHASHED_VERSION} and "
-            f"{FORMAT_VERSION}"
-        )
-    if version == FORMAT_VERSION and content.pop("sha256", None) != _content_hash(content):
+    if version != FORMAT_VERSION:
+        raise ValueError(f"its format version is {version!r:.40}; this version of ds_encdec reads {FORMAT_VERSION}")
+    if content.pop("sha256", None) != _content_hash(content):
         raise ValueError("its SHA-256 of itself is another, so it was changed or damaged")
     try:
         return TypeAdapter(Manifest).validate_python(content)

@@ -12,7 +12,7 @@ from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.examples import ExampleMaker
-from ds_encdec.data.fingerprint import Facts, fingerprint, in_todays_form, numbered, require_same, source_facts
+from ds_encdec.data.fingerprint import Facts, fingerprint, numbered, require_same
 from ds_encdec.data.inspect import require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
@@ -122,8 +122,7 @@ def build_data(
             too_short = str(error)
     else:
         ratio, forms = saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ()))
-        earlier = in_todays_form(saved["fingerprint"], source_facts(sources))
-        sources = numbered(sources, earlier["sources"])
+        sources = numbered(sources, saved["fingerprint"]["sources"])
     pipeline = LanePipeline(
         sources=sources,
         maker=maker,

@@ -165,7 +165,7 @@ def _first_of_lanes(pipeline: LanePipeline, num_examples: int) -> Looked:
         made += next(lane(batches % pipeline.num_lanes))
         batches += 1
     read = [lane(number).record for number in range(min(batches, pipeline.num_lanes))]
-    long, bad = (sum(sum(record.get(name, [])) for record in read) for name in ("long_rows", "bad_rows"))
+    long, bad = (sum(sum(record[name]) for record in read) for name in ("long_rows", "bad_rows"))
     skipped = sum(record["skipped_documents"] for record in read)
     return made, batches, {"long_rows": long, "skipped_documents": skipped, "bad_rows": bad}
 

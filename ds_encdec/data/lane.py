@@ -42,7 +42,6 @@ from ds_encdec.data.sources import (
     OpenSource,
     Reference,
     Row,
-    bad_rows_of,
     changed_since,
     check_bad_rows,
 )
@@ -116,6 +115,18 @@ class _Made(NamedTuple):
     next: _Origin | None
 
 
+_NEW_RECORD: dict[str, Any] = {
+    "reader": None,
+    "batches": 0,
+    "skipped_documents": 0,
+    "bad_rows": [],
+    "last_bad_row": None,
+    "long_rows": [],
+    "next_chunk": None,
+    "waiting": [],
+}
+
+
 class Lane:
     """Lane `number` of `pipeline.num_lanes`, from its beginning or from a `record`."""
 
@@ -123,13 +134,13 @@ class Lane:
         self._pipeline = pipeline
         self._number = number
         share = LaneShare(number, pipeline.num_lanes, pipeline.seed, pipeline.shuffle_buffer_size)
-        start = record or {"reader": None, "batches": 0, "skipped_documents": 0, "next_chunk": None, "waiting": []}
+        start = _NEW_RECORD | (record or {})
         self._reader = MixtureReader(pipeline.sources, share, start["reader"])
         self._batches: int = start["batches"]
         self._skipped_documents: int = start["skipped_documents"]
-        self._bad_rows = bad_rows_of(start)
-        self._last_bad_row: list[Any] | None = start.get("last_bad_row")
-        self._long_rows: list[int] = [*start.get("long_rows", [])]
+        self._bad_rows: list[int] = [*start["bad_rows"]]
+        self._last_bad_row: list[Any] | None = start["last_bad_row"]
+        self._long_rows: list[int] = [*start["long_rows"]]
         self._next_chunk = start["next_chunk"] and _origin(*start["next_chunk"])
         self._packer: Packer[_Made] = Packer(
             pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
@@ -153,7 +164,7 @@ class Lane:
             "skipped_documents": self._skipped_documents,
             "bad_rows": list(self._bad_rows),
             "last_bad_row": self._last_bad_row,
-            **({"long_rows": list(self._long_rows)} if self._long_rows else {}),
+            "long_rows": list(self._long_rows),
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],

@@ -26,7 +26,7 @@ from torch import Tensor
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline, WorkerLanes
-from ds_encdec.data.sources import bad_rows_of, sum_by_pass
+from ds_encdec.data.sources import sum_by_pass
 from ds_encdec.types import IGNORE_INDEX, TASKS, Batch, CheckpointError, Example
 
 
@@ -76,29 +76,23 @@ class LaneLoader:
     @property
     def bad_rows(self) -> list[int]:
         """Rows that could not be read and were passed over, in this rank's lanes, by pass over their source."""
-        return sum_by_pass(map(bad_rows_of, self._records.values()))
+        return _summed("bad_rows", self._records)
 
     @property
     def long_rows(self) -> list[int]:
         """Examples that were above a maximum length, and left out or cut off, like `bad_rows`."""
-        return self._long_rows_in(self._records)
+        return _summed("long_rows", self._records)
 
     @property
     def found_bad_rows(self) -> bool:
         """True if the last step passed over some, or met some that were too long."""
         before = self._records_before
-        return self.bad_rows != sum_by_pass(map(bad_rows_of, before.values())) or (
-            self.long_rows != self._long_rows_in(before)
-        )
-
-    @staticmethod
-    def _long_rows_in(records: Mapping[int, dict[str, Any]]) -> list[int]:
-        return sum_by_pass(record.get("long_rows", []) for record in records.values())
+        return any(_summed(name, self._records) != _summed(name, before) for name in ("bad_rows", "long_rows"))
 
     @property
     def last_bad_row(self) -> tuple[int, int, str] | None:
-        """The newest of them: its step, its lane, and what is wrong with it."""
-        found = [(record.get("last_bad_row"), record["lane"]) for record in self._records.values()]
+        """The newest of them: its step, its lane, and its problem."""
+        found = [(record["last_bad_row"], record["lane"]) for record in self._records.values()]
         return max(((row[0], lane, row[1]) for row, lane in found if row), default=None)
 
     def state(self) -> list[dict[str, Any]]:
@@ -128,6 +122,10 @@ class LaneLoader:
             self._running.close()
             self._running = None
             atexit.unregister(self.close)
+
+
+def _summed(name: str, records: Mapping[int, dict[str, Any]]) -> list[int]:
+    return sum_by_pass(record.get(name, []) for record in records.values())
 
 
 def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_memory: bool = False) -> Batch:

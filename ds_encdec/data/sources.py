@@ -213,12 +213,6 @@ def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
     return f"data.text_column={column}: {where} has no such column; it has {has}"
 
 
-def bad_rows_of(record: Mapping[str, Any]) -> list[int]:
-    """The bad rows in a lane's record, by pass over their source; earlier records count the first pass alone."""
-    rows = record.get("bad_rows", [])
-    return [*rows] if isinstance(rows, list) else [rows]
-
-
 def sum_by_pass(counts: Iterable[Sequence[int]]) -> list[int]:
     """The sum of counts by pass, of which some may be of fewer passes."""
     return [sum(one_pass) for one_pass in zip_longest(*counts, fillvalue=0)]
@@ -383,7 +377,7 @@ class MixtureReader:
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
         start = position or {"draws": 0, "sources": {}}
-        positions = source_positions(start)
+        positions = {int(number): one for number, one in start["sources"].items()}
         self.sources = {opened.number: opened for opened in sources}
         """The sources by their numbers."""
         self._readers: dict[int, MapReader | StreamReader] = {}
@@ -439,9 +433,3 @@ class MixtureReader:
     def fetch(self, reference: Reference) -> Row:
         """The document of the source with number `reference[0]`."""
         return self._readers[reference[0]].fetch(reference[1:])
-
-
-def source_positions(position: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """The position in each source, by its number, of a `MixtureReader.position`; earlier ones hold a list of them."""
-    saved = position["sources"]
-    return dict(enumerate(saved)) if isinstance(saved, list) else {int(number): one for number, one in saved.items()}

@@ -133,14 +133,14 @@ def test_other_data_is_refused_unless_one_insists(runs: ForkedRuns, run_folder: 
     assert_refused(refused, 5, "data.ul2_task_weights: [1.0, 1.0, 1.0, 1.0, 4.0] there", "--allow-data-change")
     insisted = runs.run(arguments(run_folder, "--resume", "auto", "--allow-data-change", **weights))
     assert insisted.codes == [0], insisted.output
-    assert "the lanes keep their places among the documents" in insisted.output
+    assert "continue where they were" in insisted.output
     last = [line for line in metrics(run_folder) if "train/loss" in line][-1]
     assert last["step"] == 8
     assert [name for name in last if name.startswith("train/loss_")] == ["train/loss_S"]
     documents = {"data__dataset_name": "random", "training__num_train_steps": 10}
     other = runs.run(arguments(run_folder, "--resume", "auto", "--allow-data-change", **documents))
     assert other.codes == [0], other.output
-    assert "the lanes begin anew" in other.output
+    assert "begin at their start" in other.output
     assert sorted(committed_steps(run_folder / "checkpoints"))[-1] == 10
 
 
