@@ -54,7 +54,7 @@ from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memor
 from ds_encdec.memory.job import Job
 from ds_encdec.model.cache_check import check_cache
 from ds_encdec.model.parameter_count import training_flops
-from ds_encdec.model.trained import products_left_out
+from ds_encdec.model.trained import trained_share
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
@@ -419,7 +419,7 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
     config, folder, sizes = run.config, run.folder, run.model.config
     world, device = run.context.world, run.context.device
 
-    left_out = products_left_out(config, sizes)
+    share = trained_share(config, sizes)
 
     def open_recorder() -> Recorder:
         with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
@@ -434,7 +434,7 @@ def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory |
                 monitor=TrainingMonitor.from_config(config),
                 events=EventLog(folder.events if world.is_main else None),
                 sinks=open_sinks(config, folder.root, _last_report, rank=world.rank, start_step=state.global_step),
-                batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, left_out),
+                batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, share),
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,
                 on_long_row=config.data.on_long_row,

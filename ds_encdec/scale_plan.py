@@ -21,7 +21,6 @@ from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.memory.traffic import Traffic
 from ds_encdec.memory.variants import variant
 from ds_encdec.model.parameter_count import training_flops
-from ds_encdec.model.trained import products_left_out
 from ds_encdec.types import ConfigError
 
 GPU_COUNTS = (8, 64, 256, 1024)
@@ -121,7 +120,7 @@ def _row(job: Job, estimate: Estimate, machines: Machines, stage: str) -> Row:
     config, ranks = job.config, job.world_size
     sequences = config.training.micro_batch_size
     encoder, decoder = ([tokens // sequences] * sequences for tokens in (job.encoder_tokens, job.decoder_tokens))
-    micro_batch = training_flops(job.sizes, encoder, decoder, products_left_out(config, job.sizes))
+    micro_batch = training_flops(job.sizes, encoder, decoder, job.trainable_parameters / job.parameters)
     flops = micro_batch * job.gradient_accumulation_steps
     compute = flops / ((named_peak_flops(machines.gpu) or 0) * machines.mfu)
     traffic = list(load(ENGINES[job.engine].traffic)(job))

@@ -166,7 +166,7 @@ class TrainingConfig(Section):
     """Keep saved activations in host memory until the backward pass."""
     torch_compile: Annotated[bool | Literal["auto"], Mark.UNTRAINED] = "auto"
     """Compile each layer with torch.compile. `auto`: on GPUs, but not under DeepSpeed's ZeRO-3, where `true` has run on
-    CPUs alone, and not where compiling tiny layers fails, which a warning tells."""
+    CPUs alone; layers that cannot be compiled then run as they are, with torch's warning."""
     save_steps: Annotated[int, Mark.UNTRAINED] = Field(default=1000, ge=1)
     """Optimizer steps between checkpoints."""
     save_interval_hours: Annotated[float | None, Mark.UNTRAINED] = Field(default=None, gt=0)

@@ -173,7 +173,7 @@ def create_engine(
             weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     from ds_encdec.engine.compilation import with_compilation_decided
 
-    config = with_compilation_decided(config, context, model_config)
+    config = with_compilation_decided(config, context)
     build: Callable[..., Engine] = load(context.engine_spec.build)
     return build(config, context, model_config, weights, gradient_accumulation_steps)
 

@@ -11,26 +11,9 @@ attention in full).
 from collections.abc import Sequence
 from itertools import product
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, which matrix kernels like
-BACKWARD_PER_FORWARD = 2
-"""The backward pass makes two products of each one: for the gradient of the input and of the weight."""
-
-
-class LeftOut(NamedTuple):
-    """Products that are not made of those that `training_flops` counts, in all layers together.
-
-    For each token of either side; and for each visible pair of a query and a key, in the encoder and in the decoder.
-    """
-
-    encoder_token: int = 0
-    decoder_token: int = 0
-    encoder_pair: int = 0
-    decoder_pair: int = 0
-
-
-NOTHING_LEFT_OUT = LeftOut()
 
 
 class ModelSizes(Protocol):
@@ -99,29 +82,14 @@ def _layer_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
 
 
 def training_flops(
-    sizes: ModelSizes,
-    encoder_lengths: Sequence[int],
-    decoder_lengths: Sequence[int],
-    left_out: LeftOut = NOTHING_LEFT_OUT,
-) -> int:
+    sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int], trained_share: float = 1.0
+) -> float:
     """Operations of one forward and backward pass over documents of these lengths (tokens, one entry each).
 
-    `left_out`: what is not made because something is frozen (trained.py, `products_left_out`).
+    The backward pass makes two products of each forward one: for the gradient of the input, and of the weight
+    (Kaplan et al., arXiv 2001.08361, section 2.1). The second is counted for `trained_share` of them.
     """
-    counts = (sum(encoder_lengths), sum(decoder_lengths), *_visible_pairs(encoder_lengths, decoder_lengths))
-    saved = 2 * sum(products * count for products, count in zip(left_out, counts, strict=True))
-    return (1 + BACKWARD_PER_FORWARD) * forward_flops(sizes, encoder_lengths, decoder_lengths) - saved
-
-
-def pair_products(sizes: ModelSizes) -> int:
-    """Products of a layer for a visible pair: its query and key give the score, and that weighs the value."""
-    return 2 * sizes.num_attention_heads * sizes.head_dim
-
-
-def _visible_pairs(encoder_lengths: Sequence[int], decoder_lengths: Sequence[int]) -> tuple[int, int]:
-    """Pairs of the encoder, and of the decoder, whose attention is causal and sees the whole input besides."""
-    of_decoder = sum(d * e + d * (d + 1) // 2 for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
-    return sum(length * length for length in encoder_lengths), of_decoder
+    return (2 + trained_share) * forward_flops(sizes, encoder_lengths, decoder_lengths)
 
 
 def forward_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int]) -> int:
@@ -130,11 +98,12 @@ def forward_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_len
     query_weights = sizes.hidden_size * sizes.num_attention_heads * sizes.head_dim
     key_weights = sizes.hidden_size * sizes.num_key_value_heads * sizes.head_dim
     layer_weights = 2 * query_weights + 2 * key_weights + 3 * sizes.hidden_size * sizes.intermediate_size
-    encoder_pairs, merged_pairs = _visible_pairs(encoder_lengths, decoder_lengths)
-    encoder_layer = layer_weights * encoder_tokens + pair_products(sizes) * encoder_pairs
+    # A decoder token sees the whole input and, causally, the decoder's own tokens.
+    encoder_pairs = sum(length * length for length in encoder_lengths)
+    merged_pairs = sum(d * e + d * (d + 1) // 2 for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
+    pair = 2 * sizes.num_attention_heads * sizes.head_dim  # the score of query and key, and the value that it weighs
+    encoder_layer = layer_weights * encoder_tokens + pair * encoder_pairs
     # Every decoder layer also projects the encoder's output to its own keys and values.
-    decoder_layer = (
-        layer_weights * decoder_tokens + 2 * key_weights * encoder_tokens + pair_products(sizes) * merged_pairs
-    )
+    decoder_layer = layer_weights * decoder_tokens + 2 * key_weights * encoder_tokens + pair * merged_pairs
     head = sizes.hidden_size * sizes.vocab_size * decoder_tokens
     return 2 * (num_encoder_layers(sizes) * encoder_layer + sizes.num_hidden_layers * decoder_layer + head)

@@ -4,39 +4,20 @@ Names are canonical ones (parameter_count.py). A matrix with an adapter keeps it
 `….q_proj.base_layer.weight`; its adapter's are `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`.
 """
 
-from collections import Counter
 from collections.abc import Collection
 from fnmatch import fnmatchcase
-from itertools import groupby
-from math import inf, prod
+from math import prod
 
 from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.rules import Sections
 from ds_encdec.config.settings import closest
-from ds_encdec.model.parameter_count import (
-    BACKWARD_PER_FORWARD,
-    LeftOut,
-    ModelSizes,
-    pair_products,
-    parameter_shapes,
-)
+from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
 from ds_encdec.types import ConfigError
 
 ADAPTER = "default"
 """peft's name of the one adapter, which is part of the names of modules, and not of the files it saves."""
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """Endings of the names of an adapter's two matrices."""
-
-_PARTS = (
-    {"input_layernorm"},
-    {"q_proj", "k_proj", "v_proj", "q_norm", "k_norm"},
-    {"o_proj"},
-    {"post_attention_layernorm"},
-    {"gate_proj", "up_proj"},
-    {"down_proj"},
-)
-"""The modules of a layer in the order of the forward pass; what is together in a set reads the same."""
-_ATTENTION = 1
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -74,6 +55,12 @@ def trained_shapes(config: Sections, sizes: ModelSizes) -> Shapes:
     return {name: shape for name, shape in shapes.items() if name not in frozen}
 
 
+def trained_share(config: Sections, sizes: ModelSizes) -> float:
+    """Parameters that a run of `config` trains, as a share of all."""
+    trained, shapes = trained_shapes(config, sizes), model_shapes(sizes, config.model.lora)
+    return sum(map(prod, trained.values())) / sum(map(prod, shapes.values()))
+
+
 def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
     """Names, of all `names` of the model, that `config` freezes.
 
@@ -102,44 +89,6 @@ def _alike(pattern: str, names: Collection[str]) -> str:
         return f"did you mean {guess!r}?"
     kinds = (".".join("*" if one.isdigit() or one in ("encoder", "decoder") else one for one in part) for part in parts)
     return f"there are {', '.join(dict.fromkeys(kinds))}"
-
-
-def products_left_out(config: Sections, sizes: ModelSizes) -> LeftOut:
-    """The products that `training_flops` counts and a step does not make, because something is frozen.
-
-    Of a product y = x W the backward pass makes dW = xᵀ dy where W is trained, and dx = dy Wᵀ where anything that x is
-    made of is: with the forward pass 3 where all is trained (Kaplan et al., arXiv 2001.08361, section 2.1), 2 for a
-    frozen W, 1 below all that is trained. Attention is gone back through, in whole as kernels do it, where anything is
-    trained that its queries, keys or values are made of. Adapters are not counted there, so theirs are taken off.
-    Decoder layers project the encoder's output, too.
-    """
-    shapes, trained = model_shapes(sizes, config.model.lora), trained_shapes(config, sizes)
-    head = "shared.weight" if sizes.tie_word_embeddings else "lm_head.weight"
-    places = {name: _place(name) for name in shapes if name == head or name != "shared.weight"}
-    is_live = dict.fromkeys(("encoder", "decoder"), "shared.weight" in trained)
-    left: Counter[str] = Counter()
-    for (is_decoder, _, part), group in groupby(sorted(places, key=places.__getitem__), key=places.__getitem__):
-        names, side = list(group), "decoder" if is_decoder else "encoder"
-        for name in (one for one in names if len(shapes[one]) > 1):
-            counted = 0 if is_adapter(name) else 1 + BACKWARD_PER_FORWARD
-            reads_both = is_decoder and {"k_proj", "v_proj"} & {*name.split(".")}
-            for read in ("encoder", "decoder") if reads_both else (side,):
-                made = 1 + (name in trained) + (is_live[read] or name.endswith(LORA_B))
-                left[f"{read}_token"] += prod(shapes[name]) * (counted - made)
-        sees_encoder = is_decoder and part == _ATTENTION
-        is_live[side] |= not trained.keys().isdisjoint(names) or (sees_encoder and is_live["encoder"])
-        if part == _ATTENTION and not is_live[side]:
-            left[f"{side}_pair"] += BACKWARD_PER_FORWARD * pair_products(sizes)
-    return LeftOut(**left)
-
-
-def _place(name: str) -> tuple[bool, float, int]:
-    """The place where the forward pass meets a parameter: side, layer, part. All of one place read the same."""
-    words = name.split(".")
-    if "layers" not in words:
-        return name != "encoder.norm.weight", inf, 0 if "norm" in words else len(_PARTS)
-    part = next(number for number, modules in enumerate(_PARTS) if not modules.isdisjoint(words))
-    return words[0] == "decoder", int(words[2]), part
 
 
 def told(trained: int, parameters: int) -> str:

@@ -32,9 +32,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine import compilation
+from ds_encdec.engine.regularization import prepare_for_training
+from ds_encdec.engine.sharded_engine import empty_model
 from ds_encdec.memory.job import PUBLISHED
 from ds_encdec.model import precision
+from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 GPU = torch.device("cuda", 0)
@@ -103,9 +105,21 @@ def captured_graphs(name: str) -> list[Graph]:
         decoder_start_token_id=0,
     )
     config = FullConfig.model_validate({"training": {"torch_compile": True, "bf16": True}})
-    compilation._run_tiny_layers(config, torch.device("cpu"), sizes)
+    run_layers(config, sizes)
     torch.compile = compile_by
     return graphs
+
+
+def run_layers(config: FullConfig, sizes: Qwen3Seq2SeqConfig, tokens: int = 8) -> None:
+    """Run an encoder and a decoder layer forward and backward over one document, on the CPU."""
+    model = empty_model(sizes, torch.bfloat16, torch.device("cpu")).train()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    prepare_for_training(model, config)
+    edges, positions = torch.tensor([0, *[tokens] * 8], dtype=torch.int32), torch.arange(tokens)
+    layout = PackedLayout.build(edges, edges, (tokens,), (tokens,), positions, positions)
+    states = torch.randn(tokens, sizes.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    model.decoder(states, model.encoder(states, layout=layout), layout=layout).float().square().sum().backward()
 
 
 class Driver:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine import compilation, fsdp2, select
+from ds_encdec.engine import fsdp2, select
 from ds_encdec.engine.select import (
     attention_kernel,
     check_engine,
@@ -246,7 +246,6 @@ def test_what_is_not_as_asked_is_said_once(
     if missing:
         request.getfixturevalue("without_deepspeed")
     monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
-    monkeypatch.setattr(compilation, "_run_tiny_layers", lambda *_: None)
     with caplog.at_level(logging.WARNING):
         create_engine(config, context(resolve_engine(config)), MODEL, None, 1)
     assert len(caplog.messages) == len(warnings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from math import prod
-from typing import Any
 
 import pytest
 from tiny_models import pack, tiny_config, tiny_model
@@ -14,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_encdec.config.schema import ArchitectureConfig, FullConfig
 from ds_encdec.model import attention_kernels
-from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.parameter_count import count_parameters, forward_flops, parameter_shapes, training_flops
-from ds_encdec.model.trained import products_left_out
+from ds_encdec.model.trained import trained_share
 
 QWEN3_0_6B = ArchitectureConfig(
     vocab_size=151936,
@@ -63,20 +61,11 @@ FROZEN_PARTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("sections", "head_is_trained"),
-    [({}, True), (FROZEN_ENCODER, False), (FROZEN_PARTS, False), ({"model": {"lora": {"lora_dropout": 0}}}, False)],
-    ids=["all", "frozen encoder", "frozen parts", "adapters"],
-)
-def test_flops_equal_what_torch_counts(
-    sections: dict[str, Any], head_is_trained: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flops_equal_what_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's counter takes causal attention in full; the pairs above the diagonal are added to ours."""
     monkeypatch.setattr(attention_kernels, "_JOINED_SCORES", 0)  # each document by itself: none of its scores is masked
     encoder_lengths, decoder_lengths = (5, 0, 7), (4, 6, 3)
-    settings, model = FullConfig.model_validate(sections), tiny_model(num_encoder_layers=3).train()
-    left_out = products_left_out(settings, model.config)
-    choose_trained(model, settings)
+    model = tiny_model(num_encoder_layers=3).train()
     batch = pack(encoder_lengths, decoder_lengths, 12, 13)  # no padding
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         output = model(**batch.inputs)
@@ -86,12 +75,10 @@ def test_flops_equal_what_torch_counts(
     config = model.config
     hidden_pairs = sum(length * (length - 1) // 2 for length in decoder_lengths)
     unseen = 4 * config.num_attention_heads * config.head_dim * hidden_pairs * config.num_hidden_layers
-    if settings.model.lora is None:
-        expected_forward = forward_flops(config, encoder_lengths, decoder_lengths) + unseen
-        # The head computes its gradients in the forward pass; that of its weight by addmm_, which is not counted.
-        assert forward_counted == expected_forward + head_product
-    expected = training_flops(config, encoder_lengths, decoder_lengths, left_out) + 3 * unseen
-    assert counter.get_total_flops() == expected - head_product * head_is_trained
+    expected_forward = forward_flops(config, encoder_lengths, decoder_lengths) + unseen
+    # The head computes its gradients in the forward pass; that of its weight by addmm_, which is not counted.
+    assert forward_counted == expected_forward + head_product
+    assert counter.get_total_flops() == 3 * expected_forward - head_product
 
 
 def test_flops_of_the_default_model_on_its_longest_examples() -> None:
@@ -109,22 +96,13 @@ def test_flops_of_the_default_model_on_its_longest_examples() -> None:
     assert flops / (encoder + decoder) == pytest.approx(6.24e9, rel=0.01)
 
 
-def test_what_is_frozen_has_no_gradients_to_compute() -> None:
-    """By hand: every matrix of the layers for each token, those of keys and values twice, and the head."""
-    layer, keys, head = 28 * 15_728_640, 28 * 2 * 1024 * 1024, 151_936 * 1024
-
-    def left_out(**sections: Any) -> tuple[int, int, int, int]:
-        return products_left_out(FullConfig.model_validate(sections), QWEN3_0_6B)
-
-    assert left_out() == (0, 0, 0, 0)
-    # The embedding, which the encoder reads, has a gradient that goes back through all of it.
-    assert left_out(training={"freeze": ["encoder.*"]}) == (layer, 0, 0, 0)
-    # Nothing goes back into the encoder, nor into its output, of which the decoder makes keys and values.
-    assert left_out(**FROZEN_ENCODER) == (2 * layer + keys, head, 28 * 2 * 2 * 2048, 0)
-    # Nothing goes back to the embedding, out of q, k and v of the first layers and the first half of their adapters.
-    adapters, of_keys, lowest = 10_092_544 // 2, 28 * 2 * 8 * 2048, 1024 * 2048 + 2 * 1024 * 1024 + 3 * 8 * 1024
-    of_encoder = layer + keys + lowest - 3 * (adapters + of_keys)
-    assert left_out(model={"lora": {"r": 8}}) == (of_encoder, layer + head + lowest - 3 * adapters, 0, 0)
+def test_the_gradients_of_frozen_weights_are_not_counted() -> None:
+    forward = forward_flops(QWEN3_0_6B, [5], [4])
+    assert training_flops(QWEN3_0_6B, [5], [4]) == 3 * forward
+    settings = FullConfig.model_validate({"training": {"freeze": ["encoder.*"]}})
+    share = trained_share(settings, QWEN3_0_6B)
+    assert share == pytest.approx(0.5751, abs=1e-4)
+    assert training_flops(QWEN3_0_6B, [5], [4], share) == pytest.approx((2 + share) * forward)
 
 
 def test_zero_documents_cost_nothing() -> None:
