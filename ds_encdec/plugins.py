@@ -1,24 +1,22 @@
-"""Finding what users bring: objects of modules of their own, and of installed packages.
+"""Finds the user's own code: an object named `module:name`, of a module in the working folder or an installed one.
 
-An object is named `module:name`, of a module in the working folder or an installed one. An installed package may also
-give it a plain name, by an entry point of a group of ours, such as `ds_encdec.sinks`. docs/library.md has examples.
+docs/library.md has examples.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Iterable
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from sysconfig import get_paths
+from traceback import extract_tb
+from typing import Any
 
 from ds_encdec.source_kinds import PYTHON
 from ds_encdec.types import ConfigError
-
-if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
 
 _CALLED_WITH = {
     "metrics": ("predictions", "references"),
@@ -30,40 +28,22 @@ _CALLED_WITH = {
 """The arguments of each kind of part, in their order (docs/library.md)."""
 
 
-@cache
-def installed(kind: str) -> dict[str, EntryPoint]:
-    """The entry points of the group `ds_encdec.{kind}` by their names; nothing of theirs is imported."""
-    from importlib.metadata import entry_points  # takes a while, and few ask
-
-    return {point.name: point for point in entry_points(group=f"ds_encdec.{kind}")}
-
-
 def is_dotted(name: str) -> bool:
     """Return whether `name` has the form `module:name`."""
     module, _, attribute = name.partition(":")
     return all(part.isidentifier() for part in [*module.split("."), attribute])
 
 
-def unknown(names: Iterable[str], known: Iterable[str], kind: str) -> list[str]:
-    """The `names` that are neither `known` nor entry points of the `kind`, nor `module:name`."""
-    missing = [name for name in names if name not in known and not is_dotted(name)]
-    return [name for name in missing if name not in installed(kind)] if missing else []
-
-
 def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
-    """The object that `name` means as the value of `field`: `module:name`, or an entry point of the `kind`.
+    """Import the object `module:name` that is the value of `field`; a module of a library goes before the user's.
 
-    The working folder comes last: a module in it hides none of a library. Raises ConfigError, also for what cannot be
-    called as a part of the `kind` is.
+    Raises ConfigError, also for what cannot be called with the arguments that parts of the `kind` are given.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, attribute = name.removeprefix(PYTHON).partition(":")
     try:
-        if kind is not None and name in installed(kind):
-            found = installed(kind)[name].load()
-        else:
-            found = getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the user's module raises
         raise ConfigError(
             f"{field}={name} cannot be imported from {os.getcwd()} or an installed package "
@@ -76,8 +56,6 @@ def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
 
 def _require_call(what: str, found: Any, given: tuple[str, ...]) -> None:
     """Raise ConfigError where `found` cannot be called with the arguments that are called `given` here."""
-    import inspect
-
     if not callable(found):
         raise ConfigError(f"{what} is of type {type(found).__name__}, and no function of ({', '.join(given)})")
     try:
@@ -106,13 +84,10 @@ def _which(module: str) -> str:
 
 
 def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
-    """`TypeError: what it says (file.py:12)`: an error, and the last line of the user's code that was running.
+    """Return `TypeError: message (file.py:12)`: an error, and the last line of the user's code that was running.
 
-    Where none was, the place is the library's, or with `or_library=False` none: then the error may be no user's.
+    Where none was, the place is the library's, or missing with `or_library=False`.
     """
-    from sysconfig import get_paths
-    from traceback import extract_tb
-
     ours = os.path.dirname(__file__) + os.sep
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<"))]
     libraries = ("site-packages", "dist-packages", get_paths()["stdlib"].strip(os.sep))
@@ -124,10 +99,7 @@ def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
 
 
 def code_digest(field: str, name: str, found: Any) -> str:
-    """A digest of the file that defines `found`, so that a change of it is noticed. Raises ConfigError without one."""
-    import hashlib
-    import inspect
-
+    """Return a digest of the file that defines `found`, which changes with it. Raises ConfigError without a file."""
     try:
         with open(inspect.getfile(inspect.unwrap(found)), "rb") as file:
             return hashlib.sha256(file.read()).hexdigest()[:12]

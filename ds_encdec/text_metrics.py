@@ -1,27 +1,24 @@
-"""The metrics that compare generated texts with references, a row each: adding one is a function and a row here.
+"""The metrics that compare generated texts with references: a row each, whose function is in `evaluate/metrics.py`.
 
-All figures are on the scale of 0 to 100. It stands below the configuration, which asks for the figures' names, and no
-function is imported for it: they are in `evaluate/metrics.py`, and in other packages (docs/library.md).
+All figures are on the scale of 0 to 100. The configuration asks for the figures' names, so nothing is imported here.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from ds_encdec.plugins import installed, is_dotted
+from ds_encdec.plugins import is_dotted
 
 
 @dataclass(frozen=True, slots=True)
 class TextMetric:
     """One metric, which yields `figures`, means over the examples or figures of the whole set.
 
-    `compute`: the dotted name of a function of predictions and references that returns the figures. `package`: the
-    module that it imports, if any, which the `extra` of this package brings. `needs_model`: it takes a model of its
-    own, as `bertscore_model`.
+    `package`: the module that it imports, if any, which the `extra` of this package installs. `needs_model`: it takes
+    a model of its own, as `bertscore_model`.
     """
 
     figures: tuple[str, ...]
-    compute: str
     package: str | None = None
     extra: str | None = None
     higher_is_better: bool = True
@@ -29,16 +26,12 @@ class TextMetric:
 
 
 TEXT_METRICS: dict[str, TextMetric] = {
-    "exact_match": TextMetric(("exact_match",), "ds_encdec.evaluate.metrics:exact_match"),
-    "rouge": TextMetric(("rouge1", "rouge2", "rougeL"), "ds_encdec.evaluate.metrics:rouge", "rouge_score", "eval"),
-    "chrf": TextMetric(("chrf",), "ds_encdec.evaluate.metrics:chrf", "sacrebleu", "eval"),
-    "bleu": TextMetric(("bleu",), "ds_encdec.evaluate.metrics:bleu", "sacrebleu", "eval"),
+    "exact_match": TextMetric(("exact_match",)),
+    "rouge": TextMetric(("rouge1", "rouge2", "rougeL"), "rouge_score", "eval"),
+    "chrf": TextMetric(("chrf",), "sacrebleu", "eval"),
+    "bleu": TextMetric(("bleu",), "sacrebleu", "eval"),
     "bertscore": TextMetric(
-        ("bertscore_precision", "bertscore_recall", "bertscore_f1"),
-        "ds_encdec.evaluate.metrics:bertscore",
-        "bert_score",
-        "bertscore",
-        needs_model=True,
+        ("bertscore_precision", "bertscore_recall", "bertscore_f1"), "bert_score", "bertscore", needs_model=True
     ),
 }
 """The rows by the name that asks for them."""
@@ -47,19 +40,13 @@ FIGURES: dict[str, TextMetric] = {figure: row for row in TEXT_METRICS.values() f
 """The row that yields each figure."""
 
 
-def text_metrics() -> dict[str, TextMetric]:
-    """The rows here, and one for each entry point of `ds_encdec.metrics`, which yields the figure of its own name."""
-    own = {name: TextMetric((name,), point.value) for name, point in installed("metrics").items()}
-    return own | TEXT_METRICS
-
-
 def text_metric(name: str) -> TextMetric | None:
-    """The row of that name, or of the user's own function `module:name`; None where there is neither."""
-    return text_metrics().get(name) or (TextMetric((name,), name) if is_dotted(name) else None)
+    """Return the row of that name, or one for the user's function `module:name`; None for any other name."""
+    return TEXT_METRICS.get(name) or (TextMetric((name,)) if is_dotted(name) else None)
 
 
 def not_installed(names: Iterable[str]) -> Iterator[str]:
-    """Problems, in words, with the packages that the metrics `names` need on this machine."""
+    """Yield a message for each of the metrics `names` whose package is not installed."""
     for name in names:
         row = text_metric(name)
         if row is not None and row.package is not None and find_spec(row.package) is None:
@@ -67,7 +54,7 @@ def not_installed(names: Iterable[str]) -> Iterator[str]:
 
 
 def usable(names: Iterable[str]) -> tuple[list[str], str]:
-    """Return those of the metrics `names` whose packages are here, and the others with the command that adds them.
+    """Return those of the metrics `names` whose packages are installed, and the others with the command to install.
 
     The second is empty where there are no others.
     """

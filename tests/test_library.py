@@ -1,6 +1,6 @@
 """The package as a library: its front door, and docs/library.md, whose code is run as it stands.
 
-The page's `my_parts.py` is a module of an outside package here: its entry points come from the page, too.
+The page's `my_parts.py` is a module of an outside package here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,22 +46,13 @@ SMALL = (
 
 
 def written(folder: Path) -> None:
-    """The files of the page in `folder`, and in `folder`/site the outside package with its entry points."""
+    """The files of the page in `folder`, and in `folder`/site the outside package."""
     small = "".join(f'"{setting}", ' for setting in SMALL)
     site = folder / "site"
-    info = site / "my_parts-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_parts\nVersion: 1.0\n")
-    for kind, text in BLOCKS:
+    site.mkdir()
+    for _, text in BLOCKS:
         name, rest = text.split("\n", 1)[0].removeprefix("# "), text.split("\n", 1)[1]
-        if kind == "toml":
-            groups = tomllib.loads(rest)["project"]["entry-points"]
-            lines = [
-                f"[{group}]\n" + "".join(f"{key}={value}\n" for key, value in of.items())
-                for group, of in groups.items()
-            ]
-            (info / "entry_points.txt").write_text("\n".join(lines))
-        elif name.startswith("my_parts.py"):
+        if name.startswith("my_parts.py"):
             with (site / "my_parts.py").open("a") as file:
                 file.write(rest)
         elif name.endswith(".py"):  # one run is copied elsewhere besides
@@ -103,12 +93,12 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     steps = [("step", str(step)) for step in (1, 2, 3, 4)]
     assert moments == [*steps[:2], ("evaluation", "2"), *steps[2:], ("evaluation", "4"), ("save", "4")]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [0 <= line["eval/word_overlap"] <= 100 for line in lines if "eval/loss" in line] == [True, True]
-    assert "eval/word_overlap=" in (run / "logs" / "notebook.txt").read_text()
+    assert [0 <= line["eval/my_parts:word_overlap"] <= 100 for line in lines if "eval/loss" in line] == [True, True]
+    assert "eval/my_parts:word_overlap=" in (run / "logs" / "notebook.txt").read_text()
     (rate,) = (line["train/learning_rate"] for line in lines if "train/loss" in line)
     assert rate == pytest.approx(3e-3 / 3)  # the triangle, at the last update of four
     saved = json.loads((run / "checkpoints" / "final" / "trainer.json").read_text())
-    assert saved["state"]["best_by"] == "highest word_overlap"
+    assert saved["state"]["best_by"] == "highest my_parts:word_overlap"
     losses = [line["train/loss"] for line in lines if "train/loss" in line]  # of all four steps
     assert (saved["saved"]["reason"], 0 < saved["saved"]["loss"] < 2 * losses[0]) == ("end", True)
     (source,) = saved["data"]["fingerprint"]["sources"]

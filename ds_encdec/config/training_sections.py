@@ -23,7 +23,7 @@ from ds_encdec.config.sections import Mark, Section, words
 from ds_encdec.config.settings import Conflict, Rule, closest, join
 from ds_encdec.engines import DistributedType
 from ds_encdec.optimizers import OPTIMIZERS
-from ds_encdec.plugins import installed, unknown
+from ds_encdec.plugins import is_dotted
 from ds_encdec.text_metrics import FIGURES
 from ds_encdec.types import ConfigError
 
@@ -43,17 +43,15 @@ def _evaluated(name: str) -> str:
     plain = name.removeprefix("eval_").removeprefix("eval/")
     of_set, _, figure = plain.rpartition("_")
     is_theirs = name.startswith("eval_") and of_set and figure in LOSS_FIGURES
-    return f"{of_set}/{figure}" if is_theirs and plain not in installed("metrics") else plain
+    return f"{of_set}/{figure}" if is_theirs else plain
 
 
-def _plugin_rule(field: str, kind: str, names: Iterable[str], known: Iterable[str]) -> Rule:
-    """Each of `names` is `known`, `module:name`, or an entry point of the `kind`."""
+def _plugin_rule(field: str, names: Iterable[str], known: Iterable[str]) -> Rule:
+    """Each of `names` is `known`, or `module:name`."""
     known = [*known]
-    wrong = unknown(names, known, kind)
-    known += installed(kind) if wrong else []
+    wrong = [name for name in names if name not in known and not is_dotted(name)]
     guess = closest(wrong[0], known) if wrong else None
-    own = f"`module:name` or an installed entry point of ds_encdec.{kind}"
-    message = f"allowed: {', '.join([*known, own])}" + (f"; did you mean `{guess}`?" if guess else "")
+    message = f"allowed: {', '.join([*known, '`module:name`'])}" + (f"; did you mean `{guess}`?" if guess else "")
     return Rule(field, message, wrong)
 
 
@@ -198,10 +196,9 @@ class TrainingConfig(Section):
     """Optimizer steps between two lines of metrics."""
     report_to: Annotated[Trackers, Mark.UNTRAINED] = ("wandb", "tensorboard")
     """Trackers besides the console and `metrics.jsonl`, which are always written; `none` for no other. One of your
-    own: `module:name`, or an entry point of `ds_encdec.sinks` (docs/library.md)."""
+    own: `module:name` (docs/library.md)."""
     callbacks: Annotated[Names, Mark.UNTRAINED] = ()
-    """Your own code after steps, evaluations and saves: `module:name`, or entry points of `ds_encdec.callbacks`
-    (docs/library.md)."""
+    """Your own code after steps, evaluations and saves: `module:name` (docs/library.md)."""
     freeze: Names = ()
     """Parameters that are not trained, by patterns of their names (`encoder.*`, `shared.weight`, `*.mlp.*`). They are
     kept in the compute dtype, without gradients and optimizer states (docs/lora.md)."""
@@ -212,8 +209,7 @@ class TrainingConfig(Section):
     metric_for_best_model: Annotated[str, AfterValidator(_evaluated), Mark.TUNABLE] = "loss"
     """Figure of an evaluation (`eval/…` in its metrics) by which checkpoints are the best, and early stopping decides.
     `NAME/loss` (or `eval_NAME_loss`): that of a set of `data.eval_sets`. Of equal ones the first stays the best. Those
-    of texts need `eval_generate_samples`. A metric of your own: `module:name`, or an entry point of
-    `ds_encdec.metrics` (docs/library.md)."""
+    of texts need `eval_generate_samples`. A metric of your own: `module:name` (docs/library.md)."""
     greater_is_better: Annotated[bool | None, Mark.TUNABLE] = None
     """A greater figure is the better one; None: not so for `loss` and `perplexity`, but for all others."""
     early_stopping_patience: Annotated[int | None, Mark.TUNABLE] = Field(default=None, ge=1)
@@ -365,9 +361,9 @@ class TrainingConfig(Section):
         yield Rule("num_train_epochs num_train_steps", message, both)
         both = self.warmup_ratio is not None and "warmup_steps" in self.model_fields_set
         yield Rule("warmup_ratio warmup_steps", "the warm-up twice: remove one of the two, or set it to null", both)
-        yield _plugin_rule("lr_scheduler_type", "schedules", [schedule], get_args(Schedule))
+        yield _plugin_rule("lr_scheduler_type", [schedule], get_args(Schedule))
         own = self.loss != CROSS_ENTROPY
-        yield _plugin_rule("loss", "losses", [self.loss], [CROSS_ENTROPY])
+        yield _plugin_rule("loss", [self.loss], [CROSS_ENTROPY])
         yield Rule(
             "loss label_smoothing z_loss",
             "these are parts of the cross-entropy: set them to 0, and add what they do to your own loss",
@@ -375,7 +371,7 @@ class TrainingConfig(Section):
         )
         message = "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy"
         yield Rule("loss fp16", message, own and self.fp16)
-        yield (own_optimizer := _plugin_rule("optimizer", "optimizers", [self.optimizer], OPTIMIZERS))
+        yield (own_optimizer := _plugin_rule("optimizer", [self.optimizer], OPTIMIZERS))
         if not own_optimizer.is_broken:
             yield from self._unread_by_optimizer()
         yield Rule(
@@ -383,11 +379,11 @@ class TrainingConfig(Section):
             "these are for an optimizer of your own, `module:name`: remove them, and set adam_* or muon_momentum",
             self.optimizer in OPTIMIZERS and bool(self.optimizer_args),
         )
-        yield _plugin_rule("report_to", "sinks", self.report_to, get_args(Tracker))
-        yield _plugin_rule("callbacks", "callbacks", self.callbacks, ())
+        yield _plugin_rule("report_to", self.report_to, get_args(Tracker))
+        yield _plugin_rule("callbacks", self.callbacks, ())
         figures = (*LOSS_FIGURES, *TEXT_FIGURES)
         best = self.best_figure
-        yield (known := _plugin_rule("metric_for_best_model", "metrics", [best], figures))
+        yield (known := _plugin_rule("metric_for_best_model", [best], figures))
         yield Rule("bf16 fp16", "at most one may be true; both false is float32", self.bf16 and self.fp16)
         message = f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it"
         yield Rule(ends, f"{message}; only WarmupLR and constant have no end", is_late)

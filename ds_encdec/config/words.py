@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ds_encdec.plugins import installed, is_dotted
+from ds_encdec.plugins import is_dotted
 from ds_encdec.source_kinds import kind_of_file
 
 TOOLS = {
@@ -115,11 +115,7 @@ def fsdp(value: Any) -> Meaning | None:
 
 def own_optimizer(value: Any) -> Meaning | None:
     """`module:name` is `training.optimizer`."""
-    return (
-        {"training.optimizer": value}
-        if isinstance(value, str) and (is_dotted(value) or value in installed("optimizers"))
-        else None
-    )
+    return {"training.optimizer": value} if isinstance(value, str) and is_dotted(value) else None
 
 
 def ratio(value: Any) -> Meaning | None:

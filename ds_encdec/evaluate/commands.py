@@ -19,7 +19,7 @@ from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.world import discover
 from ds_encdec.quantities import count
-from ds_encdec.text_metrics import TEXT_METRICS, text_metrics, usable
+from ds_encdec.text_metrics import TEXT_METRICS, usable
 from ds_encdec.types import ConfigError, DsEncDecError
 
 
@@ -104,7 +104,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError("--metrics compares generated texts, and --max-new-tokens 0 generates none: give one of them")
     names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name))
     if not names and settings.max_new_tokens:
-        names = [name for name, row in text_metrics().items() if options.bertscore_model or not row.needs_model]
+        names = [name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model]
         names, left_out = usable(names)
         if left_out:
             print(f"texts are judged without {left_out}", file=sys.stderr)

@@ -22,7 +22,7 @@ from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.text_metrics import FIGURES, text_metric, text_metrics, usable
+from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, text_metric, usable
 from ds_encdec.types import ConfigError, Example
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def usable_metrics(config: FullConfig) -> list[str]:
 
     Raises ConfigError where the package of `training.metric_for_best_model` is not; others are told, once.
     """
-    rows, best = text_metrics(), config.training.best_figure
+    rows, best = dict(TEXT_METRICS), config.training.best_figure
     if best not in (*LOSS_FIGURES, *FIGURES) and (own := text_metric(best)) is not None:
         rows[best] = own
     names = [name for name, row in rows.items() if not row.needs_model]

@@ -1,4 +1,4 @@
-"""The functions behind the rows of `text_metrics.py`; each compares predictions with references, pair by pair.
+"""The functions of the rows of `text_metrics.py`; each compares predictions with references, pair by pair.
 
 Figures are on the scale of 0 to 100. `exact_match`, `rouge` and `bertscore` are means over the pairs; `bleu` and `chrf`
 are those of the whole set (sacrebleu's corpus scores).
@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.engines import load
 from ds_encdec.plugins import load_plugin, whose_fault
 from ds_encdec.text_metrics import TEXT_METRICS as TEXT_METRICS
-from ds_encdec.text_metrics import not_installed, text_metric, text_metrics
+from ds_encdec.text_metrics import not_installed, text_metric
 from ds_encdec.types import ConfigError
 
 if TYPE_CHECKING:
@@ -66,9 +65,9 @@ def check_metrics(
     names = list(names)
     rows = {name: row for name in names if (row := text_metric(name)) is not None}
     if unknown := [name for name in names if name not in rows]:
-        known = ", ".join(text_metrics())
+        known = ", ".join(TEXT_METRICS)
         raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {known}, and `module:name` of your own")
-    for name in set(names) - text_metrics().keys():
+    for name in set(names) - TEXT_METRICS.keys():
         load_plugin(field, name, "metrics")
     if problems := list(not_installed(names)):
         raise ConfigError("\n".join(problems))
@@ -97,16 +96,14 @@ def score_texts(
     for name in names:
         if name not in TEXT_METRICS:
             try:
-                function = load_plugin("--metrics", getattr(text_metric(name), "compute", name), "metrics")
-                figures[name] = _finite(function(predictions, references))
+                figures[name] = _finite(load_plugin("--metrics", name, "metrics")(predictions, references))
             except Exception as error:  # whatever the user's function raises
                 if left_out is None:
                     raise
                 left_out[name] = whose_fault(error)
             continue
-        row = TEXT_METRICS[name]
-        model = {"bertscore_model": bertscore_model} if row.needs_model else {}
-        figures |= load(row.compute)(predictions, references, **model)
+        model = {"bertscore_model": bertscore_model} if TEXT_METRICS[name].needs_model else {}
+        figures |= _FUNCTIONS[name](predictions, references, **model)
     return figures
 
 
@@ -179,3 +176,13 @@ def bertscore(
             '"model_max_length" (such as 512) to its tokenizer_config.json'
         ) from error
     return {name: 100 * part.sum().item() / len(predictions) for name, part in zip(names, parts, strict=True)}
+
+
+_FUNCTIONS: dict[str, Callable[..., dict[str, float]]] = {
+    "exact_match": exact_match,
+    "rouge": rouge,
+    "chrf": chrf,
+    "bleu": bleu,
+    "bertscore": bertscore,
+}
+"""The function of each row of `TEXT_METRICS`."""

@@ -97,7 +97,7 @@ def test_rows_that_cannot_be_read_are_named(module: Path) -> None:
         ("data.dataset_name=python:own_lines", "write `python:module:function`"),
         ("data.eval_dataset_name=python:gone:x", "No module named 'gone'"),
         ("training.callbacks=own_lines:Gone", "training.callbacks=own_lines:Gone cannot be imported"),
-        ("training.callbacks=Gone", "an installed entry point of ds_encdec.callbacks"),
+        ("training.callbacks=Gone", "allowed: `module:name`"),
         ("training.report_to=own_lines:Gone", "training.report_to=own_lines:Gone cannot be imported"),
         ("training.lr_scheduler_type=own_lines:gone", "training.lr_scheduler_type=own_lines:gone cannot be imported"),
         ("infra.upload_to=nowhere://x", "Protocol not known: nowhere"),
