@@ -252,11 +252,8 @@ class TrainingState:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainingState:
-        """Restore what was saved, by earlier versions too. Raises TypeError for other fields."""
-        found = {_EARLIER_FIELDS.get(name, name): value for name, value in saved.items()}
-        if "encoder_tokens_seen" in found:
-            found["total_tokens_seen"] = found.pop("encoder_tokens_seen") + found["target_tokens_seen"]
-        return cls(**found)
+        """Restore what `to_dict` saved. Raises TypeError for other fields."""
+        return cls(**saved)
 
     def choosing_by(self, best_by: str) -> TrainingState:
         """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""
@@ -266,12 +263,6 @@ class TrainingState:
         """The state without what its evaluations have found."""
         forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
         return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)
-
-
-_EARLIER_FIELDS = {
-    "lowest_eval_loss": "leading_value",
-    "evaluations_since_lowest": "evaluations_since_leading",
-}
 
 
 class WeightSource(Protocol):

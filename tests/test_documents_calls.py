@@ -25,10 +25,6 @@ def test_training_state_counts_tokens_in_one_number_and_keeps_it() -> None:
     assert (state.total_tokens_seen, state.encoder_tokens_seen) == (1_000_000, 1_000_000)
     assert (state.best_value, state.to_dict()["best_value"], "best_eval_loss" in state.to_dict()) == (2.5, 2.5, False)
     assert dataclasses.replace(state, best_value=None).best_value is None
-    # As earlier versions saved it.
-    earlier = {"global_step": 5, "encoder_tokens_seen": 30, "target_tokens_seen": 12, "lowest_eval_loss": 2.0}
-    restored = TrainingState.from_dict(earlier)
-    assert (restored.total_tokens_seen, restored.encoder_tokens_seen, restored.leading_value) == (42, 30, 2.0)
 
 
 def test_a_phase_is_validated_by_what_was_set_on_the_monitor() -> None:

@@ -71,9 +71,9 @@ def test_the_loop_reads_from_top_to_bottom() -> None:
     assert len(inspect.getsource(_train).splitlines()) <= 50
 
 
-def test_what_older_checkpoints_and_another_metric_know_of_the_best() -> None:
-    saved = {"global_step": 9, "best_value": 2.0, "best_step": 8, "lowest_eval_loss": 1.5}
-    state = TrainingState.from_dict({**saved, "evaluations_since_lowest": 3})
+def test_what_checkpoints_and_another_metric_know_of_the_best() -> None:
+    saved = {"global_step": 9, "best_value": 2.0, "best_step": 8, "leading_value": 1.5}
+    state = TrainingState.from_dict({**saved, "evaluations_since_leading": 3})
     assert (state.best_by, state.best_value, state.best_step) == ("lowest loss", 2.0, 8)
     assert (state.leading_value, state.evaluations_since_leading) == (1.5, 3)
     assert state.choosing_by(TrainingConfig().best_by) == state == TrainingState.from_dict(state.to_dict())

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.agreement import versions
-from ds_encdec.launch.disk import build_folder, free_bytes
+from ds_encdec.launch.disk import free_bytes
 from ds_encdec.launch.host_collectives import GLOO_GROUPS, OWN_OPEN_FILES
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.run_folder import RunFolder, lock_file
@@ -244,18 +243,6 @@ def _triton(host: Host) -> Answer:
     return (triton_lacks() or "C compiles against Python.h") if host.uses_gpus else None
 
 
-def _locks(_: Host) -> Answer:
-    """A build that was killed leaves a lock, for which later ones wait."""
-    locks = sorted(build_folder(os.environ).glob("*/lock"))
-    if not locks:
-        return None
-    minutes = (time.time() - locks[0].stat().st_mtime) / 60
-    return (
-        f"{locks[0]} is {minutes:.0f} minutes old: something is being compiled, or was when it was killed",
-        f"where nothing is: rm {' '.join(map(str, locks))}",
-    )
-
-
 def _trackers(host: Host) -> Answer:
     if "wandb" not in host.config.training.report_to or "WANDB_MODE" in os.environ:
         return None
@@ -288,7 +275,6 @@ CHECKS: dict[str, Callable[[Host], Answer]] = {
     "memory limits": _memory_limits,
     "compiler": _compiler,
     "Triton's compiler": _triton,
-    "build locks": _locks,
     "W&B": _trackers,
     "model": _hub,
 }

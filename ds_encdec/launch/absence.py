@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-from ds_encdec.launch.network import look_for
 from ds_encdec.launch.world import LAUNCHER_PROGRAMS, World
 from ds_encdec.terminal import print_error
 from ds_encdec.types import DsEncDecError, Preempted
@@ -30,9 +29,6 @@ def absence_told(world: World) -> Iterator[None]:
     It is raised as the error that all have. One that nobody foresaw (a package that is missing on one host, a GPU that
     is broken) is printed here as well, with where it comes from; so is one that the others could not be told.
     """
-    if world.world_size > 1 and not world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        # Rank 0 may have come and gone, for an error of its own, before torch is imported here; torchrun's agent stays.
-        look_for(world.master_addr, world.master_port, 60 * START_MINUTES)
     try:
         yield
     except Exception as error:

@@ -1,21 +1,17 @@
 """Files that appear whole under their names or not at all, the user's cache, and file systems that refuse a file.
 
-Refusals are recognised in errors, and reported with what is free and what to do. The cache folder holds texts that
-every process needs and that take a second, and DeepSpeed's compiled operators. torch compiles an operator under a file
-lock (torch/utils/file_baton.py): a file called `lock` that is removed when the build ends. A build that is killed
-leaves it behind, and every later start then waits for it, for ever and silently.
+Refusals are recognised in errors, and reported with the space that is free and the fix. The cache folder holds texts
+that every process needs and that take a second to make, and DeepSpeed's compiled operators.
 """
 
 import errno
 import hashlib
 import itertools
 import json
-import logging
 import os
 import platform
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,15 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from ds_encdec.quantities import disk_size
 from ds_encdec.types import CheckpointError, DsEncDecError
-
-logger = logging.getLogger(__name__)
-
-STALE_AFTER_MINUTES = 10.0
-"""Builds of DeepSpeed's CPU operators take 1 to 5 minutes, the longest on two busy cores."""
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE = {
@@ -158,28 +147,21 @@ def cache_folder() -> Path:
 def cached(name: str, made_from: Iterable[bytes], make: Callable[[], str]) -> str:
     """The text that `make` returns, or returned to an earlier call with this `name` and `made_from`.
 
-    It is kept in `$XDG_CACHE_HOME/ds_encdec/NAME-DIGEST.json`: a line with its digest, and a line of JSON. No run ends
-    for the cache's sake: without a home, or an OSError from `made_from`, `make` is called every time; a file that is
-    damaged is written anew; one that cannot be written is not.
+    It is kept in `$XDG_CACHE_HOME/ds_encdec/NAME-DIGEST.json`. Without a home, or with an OSError from `made_from`,
+    `make` is called every time; a damaged file is replaced, and one that cannot be written is left out.
     """
     path = None
-    with suppress(OSError, RuntimeError, ValueError):  # of these the last two: no home; no text, or not two lines
-        path = cache_folder() / f"{name}-{_digest(made_from)}.json"
-        digest, line = path.read_text().split("\n")
-        if digest == _digest([line.encode()]):
-            return json.loads(line)
+    with suppress(OSError, RuntimeError, ValueError):  # the last two: no home; no JSON
+        digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in made_from)).hexdigest()[:32]
+        path = cache_folder() / f"{name}-{digest}.json"
+        if isinstance(text := json.loads(path.read_text()), str):
+            return text
     text = make()
     if path is not None:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps(text)
-            write_atomically(path, f"{_digest([line.encode()])}\n{line}")
+            write_atomically(path, json.dumps(text))
     return text
-
-
-def _digest(parts: Iterable[bytes]) -> str:
-    digests = b"".join(hashlib.sha256(part).digest() for part in parts)
-    return hashlib.sha256(digests).hexdigest()[:32]
 
 
 def build_folder(environ: Mapping[str, str]) -> Path:
@@ -212,28 +194,3 @@ def installed_versions(*packages: str) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
-
-
-def clear_stale_locks(folder: Path) -> None:
-    """Remove locks of builds that were killed; say so when that cannot be known.
-
-    A lock is removed when no process of this machine holds it open and it is older than `STALE_AFTER_MINUTES`. A
-    younger one may belong to a build on another machine, or in another container, that shares the folder: it is left,
-    and the log names the file to delete. Call it on one rank per node, before the ranks meet: no rank of this run can
-    be building then.
-    """
-    for lock in sorted(folder.glob("*/lock")):
-        with suppress(FileNotFoundError):  # released between glob and stat
-            age_minutes = (time.time() - lock.stat().st_mtime) / 60
-            everyones = (process.info["open_files"] or () for process in psutil.process_iter(["open_files"]))
-            if str(lock.resolve()) in {file.path for files in everyones for file in files}:  # that this user may see
-                logger.warning("Waiting for another process that compiles %s (%s).", lock.parent.name, lock)
-            elif age_minutes > STALE_AFTER_MINUTES:
-                lock.unlink(missing_ok=True)
-                logger.warning(f"Removed {lock}: left behind by a build that was killed {age_minutes:.0f} minutes ago.")
-            else:
-                logger.warning(
-                    f"{lock} is {age_minutes:.1f} minutes old and no process of this machine holds it. If no other "
-                    f"machine or container is compiling {lock.parent.name}, its build was killed and this run will "
-                    "wait for ever: delete the file and start again."
-                )

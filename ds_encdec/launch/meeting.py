@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ds_encdec import types
 from ds_encdec.launch.agreement import ranks_in_words
 from ds_encdec.launch.host_collectives import attempt
-from ds_encdec.launch.network import RETRY_SECONDS, await_listener, listener, unresolvable, was_seen
+from ds_encdec.launch.network import RETRY_SECONDS, await_listener, unresolvable
 from ds_encdec.launch.peers import is_broken_connection
 from ds_encdec.launch.preemption import awaited, end_process
 from ds_encdec.launch.world import World
@@ -38,8 +38,6 @@ COMPANY_SECONDS = 1.0
 """How long after a rank's error those of others, mostly the same one, may still come."""
 TOLD_SECONDS = 20.0
 """How long rank 0 keeps the store for others, who may yet have to import torch, to read why the meeting has ended."""
-SEEN_SECONDS = 10.0
-"""How long a rank looks for a rank 0 that was there a while ago, and may only be slow to answer."""
 LEAVE_SECONDS = 5.0
 """How long the main thread may take to come out of a connection that is known to have failed."""
 
@@ -255,15 +253,13 @@ def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title
 def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun's agent keeps."""
     here, limit = ranks_in_words([world.rank], {world.rank: socket.gethostname()}), _within(seconds)
-    seen = not keeps and was_seen(world.master_addr, world.master_port)
-    deadline = time.monotonic() + (SEEN_SECONDS if seen else seconds)
+    deadline = time.monotonic() + seconds
     if not keeps and (problem := await_listener(world.master_addr, world.master_port, deadline)):
         kind = ConfigError if unresolvable(world.master_addr) else LostRankError
         raise _alone(
             kind(
-                f"Rank 0 has {'come and gone' if seen else f'not come {limit}'}, and {here} cannot begin alone: "
-                f"{problem}. Look at what rank 0 says, and whether MASTER_ADDR and MASTER_PORT are its host's, which "
-                "no firewall may keep from this one."
+                f"Rank 0 has not come {limit}, and {here} cannot begin alone: {problem}. Look at what rank 0 says, and "
+                "whether MASTER_ADDR and MASTER_PORT are its host's, which no firewall may keep from this one."
             )
         )
     try:
@@ -274,8 +270,8 @@ def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
             raise
         raise _alone(
             ConfigError(
-                f"MASTER_PORT={world.master_port}: {listener(world.master_port)} on {socket.gethostname()} listens "
-                "there already, maybe another run. Give all ranks a free one: --master_port N (deepspeed), "
+                f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} listens there already, "
+                "maybe another run. Give all ranks a free one: --master_port N (deepspeed), "
                 "--master-port N (torchrun), or MASTER_PORT where you set it yourself."
             )
         ) from error

@@ -2,14 +2,12 @@
 
 import os
 import socket
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
 LOOPBACK = "lo"
 RETRY_SECONDS = 0.5
-_looked_for: dict[tuple[str, int], threading.Event] = {}
 
 
 def machine() -> str:
@@ -91,24 +89,6 @@ def await_listener(host: str, port: int, deadline: float) -> str | None:
         time.sleep(RETRY_SECONDS)
 
 
-def look_for(host: str, port: int, seconds: float) -> None:
-    """Begin to look for so long whether somebody listens at `host` and `port`, unless that has begun."""
-
-    def look(seen: threading.Event) -> None:
-        if await_listener(host, port, time.monotonic() + seconds) is None:
-            seen.set()
-
-    if (host, port) not in _looked_for:
-        seen = _looked_for[host, port] = threading.Event()
-        threading.Thread(target=look, args=[seen], daemon=True).start()
-
-
-def was_seen(host: str, port: int) -> bool:
-    """Return whether somebody has listened there since `look_for` began, which ends with this."""
-    seen = _looked_for.pop((host, port), None)
-    return seen is not None and seen.is_set()
-
-
 def unresolvable(host: str) -> str | None:
     """Return why no address is known by the name in MASTER_ADDR, in words; None where one is."""
     try:
@@ -116,22 +96,3 @@ def unresolvable(host: str) -> str | None:
     except OSError as error:
         return f"MASTER_ADDR={host} cannot be resolved on {socket.gethostname()}: {error.strerror}"
     return None
-
-
-def listener(port: int) -> str:
-    """Who listens on `port` of this host, in words, as far as this user may see it."""
-    import psutil
-
-    from ds_encdec.launch.run_folder import masked
-
-    with suppress(psutil.Error, OSError):
-        for found in psutil.net_connections("tcp"):
-            if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (port,) and found.pid is not None:
-                process = psutil.Process(found.pid)
-                with suppress(psutil.Error):
-                    words = masked(process.cmdline())[:100]
-                    whose = (
-                        "this process" if found.pid == os.getpid() else f"process {found.pid} of {process.username()}"
-                    )
-                    return f"{whose} ({words})"
-    return "another program"

@@ -20,7 +20,6 @@ What `run.json` says of the ending, and with which error a rank ends, follows fr
 from __future__ import annotations
 
 import faulthandler
-import json
 import logging
 import math
 import os
@@ -151,7 +150,8 @@ class Peers:
             speaks = bool(self._elsewhere) and self._rank == min(living, default=-1)
             # Somebody on any machine looks for lost ranks; no answer of the file system is no such sign.
             if speaks and os.path.exists(self._run.signs / "search"):
-                self._touch(json.dumps(living))
+                for rank in living:
+                    self._touch(f"rank-{rank}")
             status = self._run.read_status() if gone else {}
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
                 continue  # it has saved itself, and has said so before it went
@@ -174,8 +174,8 @@ class Peers:
     def _silent(self) -> list[Peer]:
         """The ranks of other machines of which nobody has said that they live."""
         with suppress(OSError):
-            living = {rank for name in os.listdir(self._run.signs) if name[0] == "[" for rank in json.loads(name)}
-            return [peer for peer in self._elsewhere if peer.rank not in living]
+            living = os.listdir(self._run.signs)
+            return [peer for peer in self._elsewhere if f"rank-{peer.rank}" not in living]
         return []
 
     def _touch(self, name: str) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ds_encdec.engines import ENGINES, EngineName, load
 from ds_encdec.launch.agreement import differences, not_alike, own_facts, settled, shared_settings
 from ds_encdec.launch.cores import no_gpu
-from ds_encdec.launch.disk import build_folder, clear_stale_locks
+from ds_encdec.launch.disk import build_folder
 from ds_encdec.launch.host_collectives import allow_connections, attempt
 from ds_encdec.launch.meeting import Meeting
 from ds_encdec.launch.network import gloo_interface, machine, own_address_towards
@@ -93,7 +93,7 @@ def init_process_group(
                 )
             return told
 
-        if problem := met.hold("import", _import(package, world), one_problem, late=f"imported {package}"):
+        if problem := met.hold("import", _import(package), one_problem, late=f"imported {package}"):
             logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
             assert otherwise is not None
             engine = otherwise
@@ -167,13 +167,11 @@ def _take(device: torch.device) -> None:
         ) from error
 
 
-def _import(package: str, world: World) -> str | None:
+def _import(package: str) -> str | None:
     """Import an engine's package; returns why that failed, or None. Raises nothing: all ranks must hear of it."""
     # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     try:
-        if world.local_rank == 0:
-            clear_stale_locks(build_folder(os.environ))
         # Not earlier: what _prepare_environment sets is read at import.
         importlib.import_module(package)
     except Exception as error:  # no CUDA_HOME, another torch's binary interface, a library that is not there

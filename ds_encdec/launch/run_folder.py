@@ -13,7 +13,6 @@ OUTPUT_DIR/
   profile/                     what `--profile` saw (profiling.py)
   stacks/                      what every rank was doing when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
-  .run.json.spare              room on the disk for the ending, which is to be told on a full one, too
   stop                         there while the run is asked to stop (`ds-encdec stop`)
   .lock                        held by rank 0 as long as it lives
   .signs/                      of ranks that look for lost ones (launch/peers.py)
@@ -38,14 +37,14 @@ from typing import IO, Any
 
 import psutil
 
-from ds_encdec.launch.disk import NO_SPACE, cpu_line, flush_folder, installed_versions, write_atomically
+from ds_encdec.launch.disk import NO_SPACE, cpu_line, installed_versions, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
 from ds_encdec.secret_names import SECRET
 from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
 
-SPARE_BYTES = 16384
-"""Kept for `run.json`. An ending whose reason is longer than that is cut where the disk is full."""
+_REASON_ON_A_FULL_DISK = 1000
+"""Characters: with them `run.json` stays within the block that it has."""
 
 
 class RunFolderGoneError(CheckpointError):
@@ -74,7 +73,6 @@ class RunFolder:
         self.signs = self.root / ".signs"
         self.stop_file = self.root / "stop"
         self.earlier: dict[str, Any] = {}
-        self._spare = self.root / ".run.json.spare"
         self._lock: IO[str] | None = None
 
     def claim(self, *, resume: bool) -> dict[str, Any]:
@@ -159,8 +157,8 @@ class RunFolder:
         """Replace `run.json`; facts given earlier are kept. Raises OSError.
 
         Any rank may call it. Once this start of the run has ended, no `failed` is taken: of several reasons the first
-        is the one that explains, and who is gone after a good end has not failed. Where the disk is full, an ending is
-        written into the room that was kept for it.
+        is the one that explains, and who is gone after a good end has not failed. On a full disk an ending is written
+        over the old text in place, with the beginning of its reason.
         """
         with open(self.root / ".run.json.lock", "a") as lock:
             with suppress(ConfigError):  # a host that cannot lock: better told without
@@ -175,32 +173,19 @@ class RunFolder:
             except OSError as error:
                 if error.errno not in NO_SPACE or state == "running":
                     raise
-                self._write_into_spare(record)
+                record["reason"] = reason[:_REASON_ON_A_FULL_DISK]
+                with open(self.run_json, "r+") as file:  # over the old text, which takes no more space
+                    file.write(json.dumps(record, indent=2) + "\n")
+                    file.truncate()
 
     def _prepare_status(self, *, resume: bool) -> None:
-        """Keep room for the ending, and let `run.json` say nothing that is not true.
-
-        A run that is said to be running, in a folder that nobody held, was killed.
-        """
-        with suppress(OSError):  # a disk that is full already may have the last word
-            (self.root / ".run.json.lock").touch()
-            self._spare.write_bytes(b" " * SPARE_BYTES)
-            flush_folder(self._spare)
+        """Remove the `run.json` of an earlier run, or correct one that was killed: it says `running` still."""
         with suppress(OSError):
             if not resume:
                 self.run_json.unlink(missing_ok=True)
             elif self.read_status().get("state") == "running":
                 reason = "ended without a word: killed, or its machine went down"
                 self.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
-
-    def _write_into_spare(self, record: dict[str, Any]) -> None:
-        """Write over the spare file, which takes no more room, and give it the name of `run.json`."""
-        while len(text := json.dumps(record, indent=2).encode()) > SPARE_BYTES and record["reason"]:
-            record["reason"] = record["reason"][: len(record["reason"]) // 2]
-        with open(self._spare, "r+b") as file:
-            file.write(text.ljust(SPARE_BYTES))
-        flush_folder(self._spare)
-        os.replace(self._spare, self.run_json)
 
     def read_status(self) -> dict[str, Any]:
         """The content of `run.json`, or {} where there is none."""

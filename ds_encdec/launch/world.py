@@ -63,7 +63,7 @@ class Launcher:
     processes are this launcher.
 
     `task_programs`: those that start tasks of any program, which they have to be told, python too. A task that is the
-    only one is nobody's rank. In tasks the variables of `_REQUIRED` may be set by hand, but must say the same.
+    only one is nobody's rank.
     `advice`: the end of a sentence on how to set what is missing.
     """
 
@@ -324,8 +324,6 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
             told[name] = int(told[name])
         except ValueError:
             raise ConfigError(f"{variables[name]}={told[name]!r} is not a whole number") from None
-    if launcher.task_programs:
-        _check_by_hand(told, variables, environ, launcher.marker)
     ranks, here = told["world_size"], told.get("local_world_size", told["world_size"])
     nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": told["rank"] // max(here, 1)}
     world = World(**{"local_world_size": here, **nodes, **told}, launcher=launcher.name)
@@ -353,19 +351,6 @@ def _told(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str
     return told
 
 
-def _check_by_hand(
-    told: Mapping[str, Any], variables: Mapping[str, str], environ: Mapping[str, str], marker: str
-) -> None:
-    """Raise ConfigError where PyTorch's variables are set beside the launcher's, and differ from them."""
-    for name in ("rank", "local_rank", "world_size", "local_world_size"):
-        by_hand, own = name.upper(), variables[name]
-        if (value := environ.get(by_hand)) and value != str(told.get(name, value)):
-            raise ConfigError(
-                f"{by_hand}={value} and {own}={environ[own]} disagree: leave {by_hand} unset, for {own} is read here; "
-                f"or, where each task starts ranks of its own, unset {marker} there."
-            )
-
-
 def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:
     """The first fields whose numbers cannot be true together; `is_node`: the launcher says that there is one node."""
     is_whole = world.local_world_size == world.world_size and world.local_rank == world.rank
@@ -374,7 +359,6 @@ def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:
         (0 <= world.local_rank < world.local_world_size, ("local_rank", "local_world_size")),
         (1 <= world.local_world_size <= world.world_size, ("local_world_size", "world_size")),
         (0 <= world.node_rank < world.num_nodes, ("node_rank", "num_nodes")),
-        (world.num_nodes <= world.world_size, ("num_nodes", "world_size")),
         (0 < world.master_port < 65536, ("master_port",)),
         (is_whole or not is_node, ("rank", "local_rank", "local_world_size", "world_size", "num_nodes")),
     )

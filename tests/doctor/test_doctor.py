@@ -34,12 +34,9 @@ def findings(*words: str, code: int, **how: Any) -> dict[str, list[dict[str, Any
 
 
 def test_each_planted_fault_is_found(tmp_path: Path) -> None:
-    (lock := tmp_path / "built" / "async_io" / "lock").parent.mkdir(parents=True)
-    lock.touch()
     (tmp_path / "netrc").touch()
     planted = {
         "NCCL_SOCKET_IFNAME": "nocard",
-        "TORCH_EXTENSIONS_DIR": str(tmp_path / "built"),
         "CXX": "nocompiler",
         "NETRC": str(tmp_path / "netrc"),
         "HF_HUB_OFFLINE": "1",
@@ -63,7 +60,6 @@ def test_each_planted_fault_is_found(tmp_path: Path) -> None:
         "output folder": "/proc",
         "open files": "may open 256 files",
         "compiler": "nocompiler",
-        "build locks": str(lock),
         "W&B": "nobody is logged in",
         "model": "nobody/nothing",
     }
@@ -79,7 +75,6 @@ def test_ranks_meet_and_one_tells(tmp_path: Path) -> None:
     metadata.write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {there}\n")
     words = (*DOCTOR, f"infra.output_dir={tmp_path}")
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place["TORCH_EXTENSIONS_DIR"] = str(tmp_path)  # another test may be compiling in this host's own, and hold a lock
     second = os.environ | place | {"RANK": "1", "LOCAL_RANK": "1"}
     second["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     with subprocess.Popen([sys.executable, *words], env=second, stdout=subprocess.PIPE) as other:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.disk import atomic_file, write_atomically
+from ds_encdec.launch.disk import atomic_file, build_folder, write_atomically
 
 
 def write_half(path: Path, error: BaseException) -> None:
@@ -36,3 +36,15 @@ def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
     with atomic_file(tmp_path / "private", mode=0o600) as file:
         file.write(b"x")
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+
+
+def test_build_folder_is_private_and_stable(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path), "HOME": "/root"}
+    folder = build_folder(environ)
+    assert folder == build_folder(environ)
+    assert folder.parent == tmp_path / "ds_encdec"
+    assert build_folder({"HOME": "/home/ada"}).parent == Path("/home/ada/.cache/ds_encdec")
+
+
+def test_the_users_build_folder_wins() -> None:
+    assert build_folder({"TORCH_EXTENSIONS_DIR": "/scratch/ext", "HOME": "/root"}) == Path("/scratch/ext")

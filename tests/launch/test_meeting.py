@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import os
 import subprocess
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -127,27 +125,6 @@ def test_what_nobody_foresaw_is_told_too_and_said_where_it_happened() -> None:
     assert isinstance(ended[1].__cause__, ImportError)
 
 
-def test_a_rank_zero_that_came_and_went_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("COMPANY_SECONDS", "TOLD_SECONDS", "SEEN_SECONDS"):
-        monkeypatch.setattr(meeting, name, 1.0)
-    gone = threading.Event()
-
-    def rank_zero(world: World) -> None:
-        with suppress(ConfigError):
-            failing(world)
-        gc.collect()  # its store
-        gone.set()
-
-    def slow(world: World) -> Any:
-        with absence_told(world):
-            gone.wait()  # importing torch, say
-        return met(world, 60)
-
-    ended = held({0: rank_zero, 1: slow})
-    assert isinstance(ended[1], LostRankError)
-    assert str(ended[1]).startswith("Rank 0 has come and gone, and rank 1 (node0) cannot begin alone")
-
-
 def test_an_address_or_a_place_that_another_has() -> None:
     def come(world: World) -> Any:
         return met(world, 0.6).hold("meet", None)
@@ -258,40 +235,3 @@ def test_a_rank_without_its_configuration_ends_one_that_waits(tmp_path: Path) ->
     assert "error: rank 1 (" in said[0]
     assert "nowhere.yaml\n      no such file" in said[0]
     assert not (tmp_path / "run").exists()
-
-
-# The rank 0 of a run keeps its store for a moment; the import of torch on the other one takes much longer.
-SLOW_IMPORT = """
-import encodings.idna, os, sys, time  # a finder is asked under the lock of all imports
-from ds_encdec.train import main
-if os.environ["RANK"] == "0":
-    from ds_encdec.launch import meeting
-    meeting.TOLD_SECONDS = 2.0
-class Slow:
-    def find_spec(name, path=None, target=None):
-        if name == "ds_encdec.launch.meeting":
-            time.sleep(8)
-sys.meta_path.insert(0, Slow)
-os._exit(main(["--config", "nowhere.yaml"]))
-"""
-
-
-def test_a_rank_that_is_too_late_to_tell_its_mistake_leaves_all_the_same() -> None:
-    """Rank 0, with the same mistake, has come and gone while this one was importing torch."""
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SLOW_IMPORT],
-            env=environment() | place | {"RANK": str(rank), "LOCAL_RANK": "0"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2], said
-    assert "nowhere.yaml" in said[0]

@@ -127,7 +127,9 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         other.listen()
         port = other.getsockname()[1]
         first = dataclasses.replace(SINGLE, world_size=2, local_world_size=2, master_port=port)
-        with pytest.raises(ConfigError, match=rf"MASTER_PORT={port}: this process \(.*python.* --master_port"):
+        with pytest.raises(
+            ConfigError, match=rf"MASTER_PORT={port}: another program on .* listens there already.* --master_port"
+        ):
             init_process_group(first, torch.device("cpu"), timedelta(seconds=5), "fsdp")
 
 
