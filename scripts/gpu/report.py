@@ -1,25 +1,18 @@
-"""Turns what scripts/gpu/check.sh measured into BENCHMARKS.md's section, the estimate's constants and their docs.
+"""Prints the section of BENCHMARKS.md, and the constants of the memory estimate, that a run of check.sh measured.
 
-    python scripts/gpu/report.py gpu_check/gpu.json            print the section, and the changes as a patch
-    python scripts/gpu/report.py gpu_check/gpu.json --write    make the changes
-
-A dry run's file is only printed: it has no figures of a GPU. After --write, tests/memory and docs say what else follows
-from the constants (`python scripts/pictures.py`, the figures of docs/estimate-memory.md).
+python scripts/gpu/report.py gpu_check/gpu.json
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import math
-import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
 TITLE = "## On a GPU"
 DRY_TITLE = "## A dry run, without a GPU"
 Row = Mapping[str, Any]
@@ -215,79 +208,27 @@ def _up(value: float, step: float) -> float:
     return round(math.ceil(value / step - 1e-9) * step, 6)
 
 
-def changes(found: Found, root: Path) -> dict[Path, str]:
-    """The files that the figures change, with their new text. Raises ValueError where a text is not found."""
-    texts: dict[Path, str] = {}
-
-    def change(name: str, pattern: str, new: str) -> None:
-        path = root / name
-        before = texts.get(path, path.read_text())
-        after, count = re.subn(
-            pattern, lambda match: match.expand(new), before, count=1, flags=re.DOTALL | re.MULTILINE
-        )
-        if not count:
-            raise ValueError(f"{path}: nothing there is like {pattern!r}")
-        texts[path] = after
-
-    on = found.measured_on
+def constants(found: Found) -> Iterator[str]:
+    """The constants of ds_encdec/memory/estimate.py and docs/memory.md that the figures replace, rounded up."""
     if (context := _context(found)) is not None:
-        size = _up(context, 0.05)
-        change("ds_encdec/memory/estimate.py", r"^CUDA_CONTEXT_BYTES = \S+", f"CUDA_CONTEXT_BYTES = {size:g}")
-        change(
-            "ds_encdec/memory/estimate.py",
-            r'^"""A process\'s driver, kernels and cuBLAS workspaces on its GPU\..*?"""',
-            f'"""A process\'s driver, kernels and cuBLAS workspaces on its GPU. Measured: {context:.2f} GiB ({on})."""',
-        )
-        change(
-            "docs/memory.md",
-            r"^(\| CUDA context, kernels, cuBLAS) \|.*?$",
-            rf"\1 | {size:g} GiB | measured: {context:.2f} ({on}) |",
-        )
+        yield f"CUDA_CONTEXT_BYTES = {_up(context, 0.05):g} * GIB  # measured: {context:.2f} GiB ({found.measured_on})"
     if (share := _fragmentation(found)) is not None:
-        size = _up(share, 0.005)
-        change("ds_encdec/memory/estimate.py", r"^FRAGMENTATION = \S+", f"FRAGMENTATION = {size:g}")
-        change(
-            "ds_encdec/memory/estimate.py",
-            r'^"""Share of what is allocated that the caching allocator holds beyond it and cannot use\..*?"""',
-            '"""Share of what is allocated that the caching allocator holds beyond it and cannot use. Measured:'
-            f'\n{share:.1%} ({on})."""',
-        )
-        change(
-            "docs/memory.md",
-            r"^(\| fragmentation of the caching allocator) \|.*?$",
-            rf"\1 | {size:.1%} of what is allocated | measured: {share:.1%} ({on}) |",
-        )
-    page = root / "BENCHMARKS.md"
-    text, new = page.read_text(), section(found)
-    there = re.search(rf"^{TITLE}\n.*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
-    texts[page] = text.replace(there[0], new) if there else f"{text.rstrip()}\n\n{new}"
-    return texts
+        yield f"FRAGMENTATION = {_up(share, 0.005):g}  # measured: {share:.1%} ({found.measured_on})"
+    if found.row("machine", "nccl").get("ranks", 1) < 2:
+        yield "NCCL_BYTES stays an assumption: one rank has no channels to others"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path, help="what check.sh has written, or its folder")
-    parser.add_argument("--write", action="store_true", help="change the files")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the repository to change")
     options = parser.parse_args()
     path = options.json / "gpu.json" if options.json.is_dir() else options.json
     found = Found(json.loads(path.read_text()))
     print(section(found))
     if found.dry_run:
         print("A dry run: nothing follows from it.")
-        return 2 if options.write else 0
-    if not found.row("machine", "nccl").get("ranks", 1) > 1:
-        print("NCCL_BYTES stays an assumption: one rank has no channels to others.")
-    for path, new in changes(found, options.root).items():
-        before = path.read_text()
-        name = path.relative_to(options.root).as_posix()
-        sys.stdout.writelines(
-            difflib.unified_diff(before.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")
-        )
-        if options.write:
-            path.write_text(new)
-    if options.write:
-        print('Also by hand: README.md\'s "Not there yet", docs/memory.md\'s "No GPU has been measured".')
+    else:
+        print("For ds_encdec/memory/estimate.py and docs/memory.md:", *constants(found), sep="\n  ")
     return 0
 
 
