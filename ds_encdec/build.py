@@ -21,7 +21,7 @@ from ds_encdec.callbacks import Callback, open_callbacks
 from ds_encdec.checkpoint.adapters import BASE_RECORD, one_base
 from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
-from ds_encdec.checkpoint.folder import Checkpoint, check_room
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.config.schema import FullConfig, require_here
@@ -43,7 +43,7 @@ from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.gpus import grow_segments, peak_flops
 from ds_encdec.launch.absence import absence_told
 from ds_encdec.launch.agreement import require_same_data
-from ds_encdec.launch.disk import Writing, write_atomically
+from ds_encdec.launch.disk import DiskRefusedError, Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
 from ds_encdec.launch.preemption import StopRequest, awaited
@@ -51,7 +51,7 @@ from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
-from ds_encdec.memory.job import Job
+from ds_encdec.memory.job import Job, disk_shortage
 from ds_encdec.model.cache_check import check_cache
 from ds_encdec.model.parameter_count import training_flops
 from ds_encdec.model.trained import trained_share
@@ -396,13 +396,23 @@ def _build_engine(run: _Run, job: Job, expected: ExpectedMemory | None) -> Engin
 
     Before that, the disk's room for its checkpoints is checked.
     """
-    run.context.collectives.on_rank_zero(lambda: check_room(run.folder.checkpoints, run.config, job))
+    run.context.collectives.on_rank_zero(lambda: _check_disk_space(run, job))
     model, context = run.model, run.context
     with out_of_memory_explained(expected, context.device, context.world.rank):
         engine = create_engine(run.config, context, model.config, model.weights, run.accumulation)
         if run.found:
             load_engine(engine, run.found, context.collectives)
     return engine
+
+
+def _check_disk_space(run: _Run, job: Job) -> None:
+    """Warn where the checkpoints to come do not fit; with `infra.require_disk_space` raise DiskRefusedError."""
+    folder = run.folder.checkpoints
+    if (problem := disk_shortage(folder, len(committed_steps(folder)), run.config, job)) is None:
+        return
+    if run.config.infra.require_disk_space:
+        raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
+    logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)
 
 
 def _last_report(run_dir: Path) -> Path:

@@ -36,11 +36,8 @@ from ds_encdec.checkpoint.manifest import (
     verify_checkpoint,
 )
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import StagedSave, read_record
-from ds_encdec.launch.disk import DiskRefusedError, Writing, flush_folder, free_bytes, unused_path
-from ds_encdec.memory.job import Job, checkpoint_bytes, checkpoints_at_once, saves_at_most
-from ds_encdec.quantities import count, disk_size
+from ds_encdec.launch.disk import Writing, flush_folder, unused_path
 from ds_encdec.types import CheckpointError, TrainingState
 
 if TYPE_CHECKING:  # it imports torch, which a report of a run does without
@@ -267,32 +264,6 @@ def _new_link(link: Path, target: str) -> Path:
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
     return temporary
-
-
-def check_room(folder: Path, config: FullConfig, job: Job) -> None:
-    """Warn where `lacking_room` says something. Raises DiskRefusedError instead with `infra.require_disk_space`."""
-    if (problem := lacking_room(folder, config, job)) is None:
-        return
-    if config.infra.require_disk_space:
-        raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
-    logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)
-
-
-def lacking_room(folder: Path, config: FullConfig, job: Job) -> str | None:
-    """Say what is missing where less is free in `folder` than the checkpoints to come take; those there count."""
-    training = config.training
-    size = checkpoint_bytes(job)
-    most = checkpoints_at_once(training, saves_at_most(training, training.num_train_steps))
-    needed = size * max(1, most - len(committed_steps(folder)))
-    free = free_bytes(folder)
-    if free is None or free >= needed:
-        return None
-    return (
-        f"infra.output_dir: {folder} has {disk_size(free)} free, but {disk_size(needed)} are needed: the run has up to "
-        f"{count(most, 'checkpoint')} of {disk_size(size)} at a time (training.save_total_limit="
-        f"{training.save_total_limit}, the best, and the one that is written). Free space there, lower "
-        "training.save_total_limit, or choose another folder."
-    )
 
 
 @dataclass(frozen=True, slots=True)

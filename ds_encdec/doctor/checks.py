@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ds_encdec.checkpoint.folder import lacking_room
+from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.model_folder import is_hub_name, model_folder
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import resolve_engine
@@ -33,7 +33,7 @@ from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.triton_compiler import triton_lacks
 from ds_encdec.launch.world import World
-from ds_encdec.memory.job import make_job, run_sizes
+from ds_encdec.memory.job import disk_shortage, make_job, run_sizes
 from ds_encdec.monitor.sinks import has_wandb_login
 from ds_encdec.tested_versions import outside_tested_ranges
 from ds_encdec.types import DsEncDecError
@@ -186,7 +186,8 @@ def _output_folder(host: Host) -> Answer:
         logger.debug("the size of checkpoints is not known: %s", error)
     else:
         checkpoints = RunFolder(config.infra.output_dir).checkpoints
-        if (problem := lacking_room(checkpoints if checkpoints.is_dir() else folder, config, job)) is not None:
+        where = checkpoints if checkpoints.is_dir() else folder
+        if (problem := disk_shortage(where, len(committed_steps(where)), config, job)) is not None:
             return problem, ""
     free = free_bytes(folder)
     return f"{folder}: writable, with locks" + (f", {free / 1e9:,.0f} GB free" if free is not None else "")

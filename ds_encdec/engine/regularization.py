@@ -6,7 +6,6 @@ on any number of ranks, in any engine, and in a resumed run. Layers that recompu
 at (model/activation_checkpointing.py), so masks are also the same there.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from ds_encdec.config.training_sections import CROSS_ENTROPY, TrainingConfig
 from ds_encdec.engine.user_loss import load_loss
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.weights import keyed_seed
 from ds_encdec.types import Batch
 
 
@@ -57,8 +57,7 @@ def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:
 def masks_of(batch: Batch, seed: int) -> Iterator[None]:
     """Inside, torch draws for `batch` on the CPU and on its device what a run of `seed` always draws for it."""
     device = batch.labels.device
-    named = f"{seed}:dropout:{batch.lane}:{batch.number}"
-    key = int.from_bytes(hashlib.sha256(named.encode()).digest()[:8], "little")
+    key = keyed_seed(seed, f"dropout:{batch.lane}:{batch.number}")
     on_cpu = device.type == "cpu"
     with torch.random.fork_rng(devices=[] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
         torch.default_generator.manual_seed(key)

@@ -20,11 +20,13 @@ from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.config.stored_model import COUNTS, OF_OUR_OWN, read_stored_model
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.engines import ENGINES, EngineName
+from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers
 from ds_encdec.model.trained import model_shapes, trained_shapes
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.optimizers import moments_kept, row_of
+from ds_encdec.quantities import count, disk_size
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import CheckpointError, ConfigError, is_hidden_matrix
 
@@ -253,6 +255,23 @@ def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
     keep = saves if training.save_total_limit is None else training.save_total_limit
     # The best may be none of the newest, and a new one is whole before an old one goes.
     return min(saves, keep + bool(training.eval_samples) + 1)
+
+
+def disk_shortage(folder: Path, committed: int, config: FullConfig, job: Job) -> str | None:
+    """Say how much is missing where `folder`, which holds `committed` checkpoints, has no space for those to come."""
+    training = config.training
+    size = checkpoint_bytes(job)
+    most = checkpoints_at_once(training, saves_at_most(training, training.num_train_steps))
+    needed = size * max(1, most - committed)
+    free = free_bytes(folder)
+    if free is None or free >= needed:
+        return None
+    return (
+        f"infra.output_dir: {folder} has {disk_size(free)} free, but {disk_size(needed)} are needed: the run has up to "
+        f"{count(most, 'checkpoint')} of {disk_size(size)} at a time (training.save_total_limit="
+        f"{training.save_total_limit}, the best, and the one that is written). Free space there, lower "
+        "training.save_total_limit, or choose another folder."
+    )
 
 
 QWEN3_ROWS = 151_936

@@ -37,10 +37,14 @@ INDEX_FILE = "model.safetensors.index.json"
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
+def keyed_seed(seed: int, name: str) -> int:
+    """A seed for torch's generators, for the purpose `name` of the run seeded with `seed`."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+
+
 def keyed_generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator for the purpose `name` of the run seeded with `seed`."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    """A CPU generator seeded with `keyed_seed`."""
+    return torch.Generator().manual_seed(keyed_seed(seed, name))
 
 
 def random_weights(config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
