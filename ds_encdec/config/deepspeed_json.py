@@ -8,18 +8,18 @@ and the command line.
 
 import json
 import logging
-import re
-from bisect import bisect_right
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ds_encdec.config.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
-from ds_encdec.config.plain_files import JSON_TOKEN, MAX_NODES, bound_json
-from ds_encdec.config.settings import LONGEST_NAME, Mention, Problem, Settings, above, join, masked, show
+from ds_encdec.config.settings import Mention, Problem, Settings, above, join, masked, show
 from ds_encdec.config.validation import default_of, mention, wrong_value
-from ds_encdec.config.yaml_text import file_problem, read_text, real_number, whole_number
+from ds_encdec.config.yaml_text import compose, file_problem, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -30,76 +30,46 @@ _HPZ = "zero_optimization.zero_hpz_partition_size"
 def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention | None = None) -> Settings:
     """The entries of a DeepSpeed JSON under DeepSpeed's own names. What is wrong with the file goes to `problems`.
 
-    Their places are `file:line:column`, since such files are often written on one line. `named_by`: the setting that
-    names the file, where one does.
+    Their places are `file:line:column`, since such files are often written on one line; YAML's reader finds them, as
+    JSON is also YAML but for odd characters. `named_by`: the setting that names the file, where one does.
     """
     text = read_text(path, problems, named_by)
     if text is None:
         return Settings()
-
-    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
-
-    def place(offset: int) -> tuple[int, int]:
-        line = bisect_right(line_starts, offset)
-        return line, offset - line_starts[line - 1] + 1
-
-    keys: list[tuple[int, str]] = []
     try:
-        bound_json(text, MAX_NODES)
-        keys = _keys(text)
-        values = json.loads(text, parse_int=whole_number, parse_float=real_number)
-    except json.JSONDecodeError as error:
-        field = next((key for start, key in reversed(keys or _keys(text[: error.pos])) if start < error.pos), "")
-        problems.append(file_problem(path, f"not valid JSON: {error.msg}", *place(error.pos), field=field))
+        values = json.loads(text)
+        root = compose("".join(char if char.isprintable() or char == "\n" else " " for char in text))
+    except (ValueError, RecursionError) as error:
+        is_place = isinstance(error, json.JSONDecodeError)
+        place, message = ((error.lineno, error.colno), error.msg) if is_place else ((), error)
+        problems.append(file_problem(path, f"not valid JSON: {message}", *place))
         return Settings()
     if not isinstance(values, dict):
         problems.append(file_problem(path, "a DeepSpeed configuration is one { ... } block", 1))
         return Settings()
     document = Settings(values, {"": f"{path}:1"})
-    for offset, key in keys:
+    for key, mark in _keys(root, ""):
+        place = mark.line + 1, mark.column + 1
         if key in document.places:
             message = f"`{key.rpartition('.')[2]}` is set twice in one block"
-            problems.append(file_problem(path, message, *place(offset), field=key))
-        document.places[key] = ":".join(map(str, (path, *place(offset))))
+            problems.append(file_problem(path, message, *place, field=key))
+        document.places[key] = ":".join(map(str, (path, *place)))
     for key, message in document.unusable().items():
         problems.append(Problem((_mention(document, key, document.get(key)),), message))
         document.put(key, None, document.place_of(key))
     return document
 
 
-def _keys(text: str) -> list[tuple[int, str]]:
-    """The offset and the dotted path of every key in a JSON text, also in one that is not valid."""
-    found: list[tuple[int, str]] = []
-    blocks: list[tuple[str, int | None]] = []  # the open ones: path, and in a list the number of the item
-    item, is_key = "", False  # the path of the value that comes next
-    for token in JSON_TOKEN.finditer(text):
-        path, index = blocks[-1] if blocks else ("", None)
-        match token[0][0]:
-            case "{":
-                blocks.append((item, None))
-                is_key = True
-            case "[":
-                blocks.append((item, 0))
-                item = join(item, 0)
-            case "," if index is not None:
-                item = join(path, index + 1)
-                blocks[-1] = (path, index + 1)
-            case ",":
-                is_key = True
-            case '"' if index is None and is_key:
-                item, is_key = join(path, _decoded(token[0])), False
-                found.append((token.start(), item))
-            case "}" | "]":
-                del blocks[-1:]
-    return found
-
-
-def _decoded(string: str) -> str:
-    """A key from a JSON text, cut to what can be one: its path is repeated by every key below it."""
-    try:
-        return str(json.loads(string))[: LONGEST_NAME + 1]
-    except ValueError:
-        return string[1 : LONGEST_NAME + 1]
+def _keys(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.Mark]]:
+    """The dotted path and the place of every key inside of `node`, which stands at `path`."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            here = join(path, key.value)
+            yield here, key.start_mark
+            yield from _keys(value, here)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _keys(item, join(path, index))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,12 @@
 """Host files, and the variables for other hosts, as DeepSpeed's launcher reads both (deepspeed/launcher/runner.py).
 
-It stops with a traceback at some mistakes, goes on without a word at the rest, and knows of no devices. Scripts ask for
-what is read: `python -m ds_encdec.config.hostfile FILE` prints `HOST SLOTS` lines; without FILE, `NAME=value` ones.
-Mistakes become `problems`.
+It stops with a traceback at some mistakes, and goes on without a word at the rest; here they become `problems`.
+For scripts, `python -m ds_encdec.config.hostfile FILE` prints `HOST SLOTS` lines; without FILE, `NAME=value` ones.
 """
 
 import os
 import re
-import socket
-import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 from ds_encdec.config.rules import Sections
@@ -18,7 +14,6 @@ from ds_encdec.config.settings import Problem
 from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.yaml_text import file_problem, read_text
-from ds_encdec.quantities import count
 from ds_encdec.types import ConfigError
 
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
@@ -57,70 +52,15 @@ def read_variables(problems: list[Problem]) -> dict[str, str]:
     return variables
 
 
-def check_hostfile(path: Path, config: Sections, problems: list[Problem], *, looks_here: bool) -> None:
-    """Append to `problems` what is wrong with the file `path` for the run `config`.
-
-    `looks_here`: its hosts must be known to this machine; those that are this machine must have as many GPUs as slots,
-    where it has GPUs; and the variables for other hosts (.deepspeed_env) must be such that DeepSpeed can read them.
-    """
-    hosts = read_hosts(path, problems)
-    ranks = sum(slots for slots, _ in hosts.values())
+def check_hostfile(path: Path, config: Sections, problems: list[Problem]) -> None:
+    """Append to `problems` what is wrong with the file `path`, and with its number of slots for the run `config`."""
+    ranks = sum(slots for slots, _ in read_hosts(path, problems).values())
     if ranks and (wrong := unevenness(config, ranks)):
         problems.append(file_problem(path, wrong))
-    if not looks_here:
-        return
-    for host, (_, line) in hosts.items():
-        if not _addresses(host):
-            message = f"this machine knows no host of that name: try `ssh {host} hostname`, or correct it"
-            problems.append(file_problem(path, message, line, field=host))
-    here = [host for host in hosts if any(map(_is_mine, _addresses(host)))]
-    asked, devices = sum(hosts[host][0] for host in here), 0 if config.infra.device == "cpu" else _count_gpus()
-    if 0 < devices < asked:
-        message = f"slots={asked}, but this machine has {count(devices, 'GPU')}: write slots={devices}"
-        problems.append(file_problem(path, message, hosts[here[-1]][1], field=", ".join(here)))
-    if len(hosts) > 1:
-        read_variables(problems)
 
 
-@cache
-def _addresses(host: str) -> frozenset[str]:
-    """The addresses of `host`, also where only ssh's own configuration knows it; none for an unknown one."""
-    name = host.rpartition("@")[2]
-    return _resolved(name) or _resolved("".join(re.findall(r"(?m)^hostname (\S+)$", _output("ssh", "-G", "--", name))))
-
-
-def _resolved(name: str) -> frozenset[str]:
-    try:
-        return frozenset(str(found[4][0]) for found in socket.getaddrinfo(name, None))
-    except (OSError, UnicodeError):
-        return frozenset()
-
-
-def _is_mine(address: str) -> bool:
-    """True for an address of this machine: only there can a socket be bound."""
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as one:
-            one.bind((address, 0))
-    except OSError:
-        return False
-    return True
-
-
-def _count_gpus() -> int:
-    """GPUs of this machine that nvidia-smi lists; 0 where there is none."""
-    return len(re.findall(r"(?m)^GPU \d+", _output("nvidia-smi", "-L")))
-
-
-def _output(*command: str) -> str:
-    """The output of a program; empty where it is absent or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return ""
-
-
-def _tell(hostfile: Path | None) -> int:
-    """Print what scripts ask for; returns the exit code."""
+def _print(hostfile: Path | None) -> int:
+    """Print the hosts, or the variables, for scripts; returns the exit code."""
     problems: list[Problem] = []
     if hostfile is None:
         lines = [f"{name}={value}\n" for name, value in read_variables(problems).items()]
@@ -132,4 +72,4 @@ def _tell(hostfile: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_tell(Path(sys.argv[1]) if sys.argv[1:] else None))
+    sys.exit(_print(Path(sys.argv[1]) if sys.argv[1:] else None))

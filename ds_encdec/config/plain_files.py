@@ -1,7 +1,7 @@
-"""Files that may come from anybody: only plain ones are opened, and text and JSON are bounded before they are read on.
+"""Reads configurations, and the manifests and indexes of programs, which may come from anybody.
 
-Configurations, manifests and indexes are all read by these functions. A FIFO would wait for ever, a device never end,
-and a JSON nested deep enough exhausts the interpreter's stack.
+Of the latter only plain files are opened: a FIFO would wait for ever, a device never end. Text and JSON are bounded: a
+JSON nested deep enough exhausts the interpreter's stack.
 """
 
 import errno
@@ -23,10 +23,8 @@ MAX_DEPTH = 100
 MAX_NODES = 10_000
 """Most keys, values and list items of a configuration; what an alias stands for is counted each time."""
 
-JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[\[\]{},:]', re.DOTALL)
-"""Strings (also one that never ends) and punctuation; what stands between them are numbers and words."""
-
-_DESCRIPTOR = re.compile(r"/dev/stdin|/(?:dev|proc/self)/fd/(\d+)")
+_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[\[\]{}]', re.DOTALL)
+"""Brackets, and the strings (also one that never ends) in which they mean nothing."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a symbolic link",
@@ -35,13 +33,6 @@ _KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFSOCK: "a socket",
 }
-
-
-class TooMuchError(json.JSONDecodeError):
-    """A text that is not read on from `pos`."""
-
-    def __str__(self) -> str:
-        return self.msg
 
 
 def open_plain(path: str | Path) -> BufferedReader:
@@ -71,23 +62,19 @@ def _decoded(content: bytes, max_bytes: int | None) -> str:
         raise ValueError("not a text file in UTF-8") from error
 
 
-def read_given(path: str | Path, max_bytes: int) -> str:
-    """The text of a file that the user names: a plain one, or a pipe that the shell has opened (`<(...)`, /dev/stdin).
-
-    A pipe is read once, and remembered. Raises as `read_plain` does.
-    """
-    if not (found := _DESCRIPTOR.fullmatch(os.fspath(path))):
-        return read_plain(path, max_bytes)
-    status = os.fstat(descriptor := int(found[1] or 0))
-    if not (stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode) or os.isatty(descriptor)):
-        _refuse_other_kinds(status, path)
-    return _decoded(_read_once(descriptor, (status.st_dev, status.st_ino), max_bytes), max_bytes)
+def read_config(path: str | Path) -> str:
+    """The text of a configuration that the user names, which may be a pipe. Raises as `read_plain` does."""
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            return _decoded(file.read(MAX_CONFIG_BYTES + 1), MAX_CONFIG_BYTES)
+    return _decoded(_read_pipe(os.fspath(path)), MAX_CONFIG_BYTES)
 
 
 @cache
-def _read_once(descriptor: int, _: tuple[int, int], max_bytes: int) -> bytes:
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        return file.read(max_bytes + 1)
+def _read_pipe(path: str) -> bytes:
+    """Read what can be read only once."""
+    with open(path, "rb") as file:
+        return file.read(MAX_CONFIG_BYTES + 1)
 
 
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
@@ -96,25 +83,17 @@ def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any
     `max_bytes`: None where its size is known to be right.
     """
     text = read_plain(path, max_bytes)
-    bound_json(text)
+    _refuse_deep(text)
     return json.loads(text)
 
 
-def bound_json(text: str, max_nodes: int | None = None) -> None:
-    """Raise TooMuchError where a JSON text is nested too deep, or holds more values than `max_nodes`."""
-    depth = nodes = 0
-    for token in JSON_TOKEN.finditer(text):
-        match token[0][0]:
-            case "[" | "{":
-                depth, nodes = depth + 1, nodes + 1
-            case "]" | "}":
-                depth -= 1
-            case ",":
-                nodes += 1
+def _refuse_deep(text: str) -> None:
+    """Raise ValueError where a JSON text is nested too deep."""
+    depth = 0
+    for token in _BRACKET.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
         if depth > MAX_DEPTH:
-            raise TooMuchError(f"nested more than {MAX_DEPTH} deep", text, token.start())
-        if max_nodes is not None and nodes > max_nodes:
-            raise TooMuchError(f"more than {max_nodes} values", text, token.start())
+            raise json.JSONDecodeError(f"nested more than {MAX_DEPTH} deep", text, token.start())
 
 
 def kind_of(mode: int) -> str | None:

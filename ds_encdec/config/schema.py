@@ -148,7 +148,7 @@ def load_config(
     # What is valid is not validated again, which would take a schema that takes its time to build.
     config = FullConfig.model_construct(None, **dict(checked.sections))
     if hostfile is not None and checked.is_sound:
-        check_hostfile(hostfile, config, problems, looks_here=looks_here)
+        check_hostfile(hostfile, config, problems)
     elif hostfile is not None:
         read_hosts(hostfile, problems)
     absent = _find_absent(config, checked) if looks_here else ()

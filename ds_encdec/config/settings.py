@@ -20,10 +20,7 @@ DEFAULT = "default"
 """Place of what nobody set."""
 MOST_SHOWN = 100
 """Problems that a report lists."""
-LONGEST_NAME = 100
-"""Characters of a key in a file."""
 LARGEST_FLOAT32 = 3.4e38
-_NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 _NOTHING = object()
 _ALLOWED = "unknown key; allowed: "
 
@@ -37,17 +34,6 @@ class Rule(NamedTuple):
     """The values that are allowed and, where it helps, the fix."""
     is_broken: object
     """True, or anything that counts as true, where it is broken."""
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """In the place of a value that could not be read: how it is written, and what is wrong with it."""
-
-    text: str
-    message: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass
@@ -126,23 +112,16 @@ def within(path: str, outer: str) -> bool:
 
 def is_name(key: str) -> bool:
     """Return whether a key of a file can be a field's name, or a part of a dotted one."""
-    return 0 < len(key) <= LONGEST_NAME and key.isprintable() and "." not in key
+    return key != "" and "." not in key
 
 
 def unusable(value: Any) -> str | None:
     """Why no field can hold this plain value; None for one that some may."""
-    if isinstance(value, Unreadable):
-        return value.message
-    is_float = isinstance(value, float)
-    reasons = {
-        "holds a NUL character or half of a surrogate pair, which no name or path can": (
-            isinstance(value, str) and _NOT_TEXT.search(value)
-        ),
-        "must be a finite number": is_float and not math.isfinite(value),
-        "must fit into a 32-bit float": is_float and abs(value) > LARGEST_FLOAT32,
-        "must be a number of at most 64 bits": isinstance(value, int) and not -(2**63) <= value < 2**63,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return "must be a finite number"
+        return "must fit into a 32-bit float" if abs(value) > LARGEST_FLOAT32 else None
+    return "must be a number of at most 64 bits" if isinstance(value, int) and not -(2**63) <= value < 2**63 else None
 
 
 def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:

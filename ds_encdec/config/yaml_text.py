@@ -5,112 +5,45 @@ reads a string), `no`, `on` and dates are strings, and a key that occurs twice i
 """
 
 import json
-import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
-from ds_encdec.config.plain_files import MAX_CONFIG_BYTES, MAX_DEPTH, MAX_NODES, read_given
-from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, Unreadable, is_name, join, masked, show
+from ds_encdec.config.plain_files import MAX_DEPTH, MAX_NODES, read_config
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, is_name, join, masked, show
 from ds_encdec.config.shipped import shipped_instead
 
-
-def whole_number(digits: str) -> int | Unreadable:
-    """The number that decimal `digits` stand for, unless Python might refuse to read so many."""
-    return int(digits) if len(digits) < 600 else Unreadable(digits, "must be a number of at most 64 bits")
-
-
-def real_number(text: str) -> float | Unreadable:
-    """The number that `text` stands for, unless it is larger than any float."""
-    number = float(text)
-    is_meant = math.isfinite(number) or "inf" in text or "nan" in text
-    return number if is_meant else Unreadable(text, "must be a finite number: no float is so large")
-
-
 _PREFIX = "tag:yaml.org,2002:"
-_INT = r"[-+]?(?:0|[1-9][0-9_]*)"
-_FLOAT = (
-    r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
-_IMPLICIT_TYPES = {
-    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
-    "int": (_INT, [*"-+0123456789"]),
-    "float": (_FLOAT, [*"-+0123456789."]),
-    "merge": (r"<<", ["<"]),
-    "null": (r"~|null|Null|NULL|", [*"~nN", ""]),
-}
-"""The kinds that a plain scalar may be by how it looks, with their patterns and first characters."""
-_READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "str": (r"(?s:.*)", str),
-    "null": (_IMPLICIT_TYPES["null"][0], lambda _: None),
-    "bool": (_IMPLICIT_TYPES["bool"][0], lambda text: text.lower() == "true"),
-    "int": (_INT, lambda text: whole_number(text.replace("_", ""))),
+_MERGE = _PREFIX + "merge"
+
+
+def _number(text: str) -> float:
+    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_PLAIN: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "bool": ("true|True|TRUE|false|False|FALSE", "tTfF", lambda text: {"true": True, "false": False}[text.lower()]),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789", lambda text: int(text.replace("_", ""))),
     "float": (
-        f"{_FLOAT}|{_INT}",
-        lambda text: real_number(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan")),
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+        _number,
     ),
+    "null": ("~|null|Null|NULL|", "~nN", lambda text: None),
 }
-"""The kinds that a scalar may be, also by a tag (`!!float 3`): how it must look, and how it is read."""
-_TAGS = {_PREFIX + kind for kind in _READERS}
+"""The kinds of plain scalars that are no text: how each looks, its first characters, and how it is read."""
+_READERS = {_PREFIX + "str": str, **{_PREFIX + kind: read for kind, (_, _, read) in _PLAIN.items()}}
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader with nothing but the types above, which stops where a document becomes too much.
-
-    Nodes are counted with what their aliases stand for, as they will be read: nine lines of nine aliases each, every
-    one of the line before, are 387 million values.
-    """
-
-    def __init__(self, text: str) -> None:
-        self._path: list[str] = []
-        self._nodes = self._deepest = 0  # the level that what is being composed reaches
-        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # nodes and levels of each finished node
-        super().__init__(text)
-
-    @property
-    def field(self) -> str:
-        """The dotted path of what is being composed."""
-        return ".".join(name for name in self._path if name)
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose a node as PyYAML does, within the limits. Raises yaml.MarkedYAMLError."""
-        event, before, deepest = self.peek_event(), self._nodes, self._deepest
-        # A part of a dotted path: the key, or an item's number, or nothing for the whole and for a key itself.
-        name = getattr(index, "value", "?") if isinstance(index, yaml.Node) else "" if index is None else str(index)
-        self._path.append(name if isinstance(name, str) else "?")
-        self._count(1, 1, event)
-        node = super().compose_node(parent, index)
-        assert node is not None  # there was an event
-        if isinstance(event, yaml.AliasEvent):
-            if node not in self._extents:
-                self._refuse(f"*{event.anchor} stands inside of what it stands for", event)
-            nodes, levels = self._extents[node]
-            self._count(nodes - 1, levels, event)
-        else:
-            self._extents[node] = (self._nodes - before, self._deepest - len(self._path) + 1)
-        self._path.pop()
-        self._deepest = max(deepest, self._deepest)
-        return node
-
-    def _count(self, nodes: int, levels: int, event: yaml.Event) -> None:
-        self._nodes, self._deepest = self._nodes + nodes, len(self._path) + levels - 1
-        if self._nodes > MAX_NODES:
-            self._refuse(f"more than {MAX_NODES} keys and values, those behind aliases counted each time", event)
-        if self._deepest > MAX_DEPTH:
-            self._refuse(f"nested more than {MAX_DEPTH} deep", event)
-
-    def _refuse(self, message: str, event: yaml.Event) -> NoReturn:
-        raise yaml.MarkedYAMLError(problem=message, problem_mark=event.start_mark)  # type: ignore[arg-type]
-
-
-_RARE_BREAKS = re.compile("[\x85\u2028\u2029]")
+    """PyYAML's loader with nothing but the kinds above."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -123,16 +56,18 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_text(self, text: str) -> yaml.Node:
         """A string, with YAML's rarer line breaks escaped: PyYAML writes them so that they come back as spaces."""
-        style = '"' if _RARE_BREAKS.search(text) else None
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
         return self.represent_scalar(_PREFIX + "str", text, style=style)
 
 
 _Loader.yaml_implicit_resolvers = {}
 _Dumper.add_representer(list, _Dumper.represent_settings_list)
 _Dumper.add_representer(str, _Dumper.represent_text)
-for _kind, (_pattern, _first) in _IMPLICIT_TYPES.items():
-    for _side in (_Loader, _Dumper):
-        _side.add_implicit_resolver(_PREFIX + _kind, re.compile(f"(?:{_pattern})$"), _first)
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(_MERGE, re.compile("<<$"), ["<"])
+    for _kind, (_pattern, _first, _) in _PLAIN.items():
+        _starts = [*_first, *([""] if _kind == "null" else [])]
+        _side.add_implicit_resolver(_PREFIX + _kind, re.compile(f"(?:{_pattern})$"), _starts)
 
 
 def read_yaml(path: Path, problems: list[Problem]) -> Settings:
@@ -140,16 +75,16 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     text = read_text(path, problems)
     if text is None:
         return Settings()
+    reader = _NodeReader(lambda line: f"{path}:{line}", problems)
     try:
-        root = _compose(text)
+        root = compose(text)
+        values = None if root is None else reader.read(root, "")
     except UnreadableError as error:
         problems.append(file_problem(path, f"not valid YAML: {error}", error.line, field=error.field))
         return Settings()
-    if isinstance(root, yaml.MappingNode):
-        reader = _NodeReader(lambda line: f"{path}:{line}", problems)
-        values = reader.read(root, "")
-        return Settings(values if isinstance(values, dict) else {}, reader.places)
-    kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+    if isinstance(values, dict):
+        return Settings(values, reader.places)
+    kind = "a list" if isinstance(values, list) else "a single value"
     message = (
         f"the file holds {kind}; sections with `field: value` lines are needed"
         if root
@@ -159,66 +94,57 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     return Settings()
 
 
-def apply_overrides(
-    settings: Settings,
-    arguments: Sequence[str],
-    problems: list[Problem],
-    read: Callable[[str, Any, list[Problem]], Iterable[tuple[str, Any]]] = lambda name, value, _: [(name, value)],
-) -> None:
-    """Put the `arguments` of the command line into `settings`, in their order; append to `problems` what is wrong.
+def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
+    """The names and values of `arguments`, each `section.field=value` or `--section.field=value`.
 
-    Each is `section.field=value` or `--section.field=value`. A mapping given as a value replaces what stood there as a
-    whole. `read` says which settings a name with its value amounts to.
+    What is no setting, or no value, is appended to `problems`.
     """
     remaining = list(arguments)
     while remaining:
         argument = remaining.pop(0)
-        field = argument.partition("=")[0] or argument  # what stands behind may be a secret
         name, equals, text = argument.removeprefix("--").partition("=")
-        parts = name.split(".")
-        message = "not a setting; write `section.field=value`"
+        parts, field = name.split("."), argument.partition("=")[0] or argument  # what stands behind may be a secret
         spelt = name.replace("-", "_")
-        if equals and spelt != name and len(parts) < MAX_DEPTH and all(map(str.isidentifier, spelt.split("."))):
-            message = f"not a setting; its words are joined by underscores: {spelt}"
-        if not equals and argument.startswith("--") and all(map(str.isidentifier, parts)):
-            message = f"not a setting: its value is missing; write `{argument} VALUE`"
-        if not equals and os.path.isfile(argument):  # a shell's list of what a pattern matches
-            files = [field, *takewhile(os.path.isfile, remaining)]
-            del remaining[: len(files) - 1]
-            field = f"{argument} and {len(files) - 1:,} more" if files[1:] else argument
-            message = "a file, and not a setting: write [FILE,FILE] for several, or the pattern between quotes"
-            if argument.endswith((".yaml", ".yml")):
-                message = f"a file, and not a setting: a configuration is named by --config {argument}"
-        if equals and len(parts) <= MAX_DEPTH and all(part.isidentifier() and is_name(part) for part in parts):
-            field, message = name, "no such field: what stands above it is set to a single value"
+        if equals and len(parts) <= MAX_DEPTH and all(map(str.isidentifier, parts)):
             try:
-                value = _given_value(text, name, problems)
-                if all(settings.put(*one, COMMAND_LINE) for one in read(name, value, problems)):
-                    continue
+                yield name, _given_value(text, name, problems)
+                continue
             except UnreadableError as error:
-                shown = masked(parts[-1], text)
+                shown, field = masked(parts[-1], text), name
                 quoted = json.dumps(text, ensure_ascii=False) if shown == text and len(text) < 200 else '"..."'
                 message = (
                     f"{show(shown)} is not a YAML value; quote it, as in {name}={shlex.quote(quoted)}, where it is text"
                     f" ({error})"
                 )
+        elif not equals and os.path.isfile(argument):  # a shell's list of what a pattern matches
+            message = "a file, and not a setting: write [FILE,FILE] for several, or the pattern between quotes"
+            if argument.endswith((".yaml", ".yml")):
+                message = f"a file, and not a setting: a configuration is named by --config {argument}"
+            if more := len([*takewhile(os.path.isfile, remaining)]):
+                field, remaining = f"{argument} and {more:,} more", remaining[more:]
+        elif not equals and argument.startswith("--") and all(map(str.isidentifier, parts)):
+            message = f"not a setting: its value is missing; write `{argument} VALUE`"
+        elif equals and spelt != name and all(map(str.isidentifier, spelt.split("."))):
+            message = f"not a setting; its words are joined by underscores: {spelt}"
+        else:
+            message = "not a setting; write `section.field=value`"
         problems.append(Problem((Mention(COMMAND_LINE, field),), message))
 
 
 def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
     """The value that `text` of the command line stands for, of which nothing is dropped.
 
-    It is one scalar, all of it, unless it begins like a collection, a quote or a tag, which YAML reads. Mistakes inside
-    are appended to `problems` as ones of `field`. Raises UnreadableError for what is no YAML, or is read in part.
+    It is one scalar, all of it, unless it begins like a collection or a quote, which YAML reads. Mistakes inside are
+    appended to `problems` as ones of `field`. Raises UnreadableError for what is no YAML, or is read in part.
     """
     body = text.strip()
-    if not body.startswith(("[", "{", '"', "'", "!!")):
+    if not body.startswith(("[", "{", '"', "'")):
         if found := re.search(r"(?:^|\s)#", text):
             raise UnreadableError(_DROPPED, text.count("\n", 0, found.start()) + 1, field)
-        tag = _loader(text).resolve(yaml.ScalarNode, body, (True, False))
-        is_text = tag not in _TAGS - {_PREFIX + "str"} or (text != "" and not body)
-        return text if is_text else _scalar(yaml.ScalarNode(tag, body))
-    root, end = _compose(text), 0
+        matching = (read for pattern, _, read in _PLAIN.values() if re.fullmatch(pattern, body))
+        read = next(matching, None) if body or not text else None
+        return text if read is None else _read(read, body, 1, field)
+    root, end = compose(text), 0
     for token in yaml.scan(text, Loader=_Loader):
         if "#" in text[end : token.start_mark.index]:
             raise UnreadableError(_DROPPED, token.start_mark.line + 1, field)
@@ -240,7 +166,7 @@ def _is_bare(key: yaml.Node, value: yaml.Node) -> bool:
 def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:
     """The text of a configuration, or None and a problem. `named_by`: the setting that names the file."""
     try:
-        return read_given(path, MAX_CONFIG_BYTES)
+        return read_config(path)
     except FileNotFoundError:
         looked = "" if path.is_absolute() else f" in {Path.cwd()}"
         message = f"no such file{looked}{shipped_instead(path)}"
@@ -254,7 +180,7 @@ def read_text(path: Path, problems: list[Problem], named_by: Mention | None = No
 def file_problem(
     path: Path, message: str, line: int | None = None, column: int | None = None, *, field: str = ""
 ) -> Problem:
-    """A problem with a file as such; `line` and `column` count from 1, `field` is the last one that was read."""
+    """A problem with a file as such; `line` and `column` count from 1, `field` is the one that was being read."""
     place = ":".join(str(part) for part in (path, line, column) if part is not None)
     return Problem((Mention(place, field),), message)
 
@@ -265,7 +191,7 @@ def parse_value(text: str, place: str = "", field: str = "", problems: list[Prob
     Mistakes inside it are appended to `problems` as ones of `field` at `place`. Raises UnreadableError (ValueError)
     for what is no YAML.
     """
-    root, found = _compose(text), [] if problems is None else problems
+    root, found = compose(text), [] if problems is None else problems
     return None if root is None else _NodeReader(lambda _: place, found).read(root, field)
 
 
@@ -275,9 +201,9 @@ def write_yaml(values: dict[str, Any]) -> str:
 
 
 class UnreadableError(ValueError):
-    """A text is no YAML, or more of it than is read. `line` counts from 1; `field`: the dotted path read last."""
+    """A text is no YAML, or more of it than is read. `line` counts from 1; `field`: the dotted path that was read."""
 
-    def __init__(self, message: str, line: int, field: str) -> None:
+    def __init__(self, message: str, line: int, field: str = "") -> None:
         super().__init__(message)
         self.line, self.field = line, field
 
@@ -292,96 +218,90 @@ _IN_OTHER_WORDS = {
 """The commonest complaints of PyYAML, and what to do about each."""
 
 
-def _compose(text: str) -> yaml.Node | None:
+def compose(text: str) -> yaml.Node | None:
     """The nodes of one YAML document. Raises UnreadableError."""
-    loader = _loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         return loader.get_single_node()
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark or loader.get_mark()
-        problem = error.problem or error.context or ""
-        raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1, loader.field) from error
-    except Exception as error:  # PyYAML's scanner raises anything for what it has not foreseen, such as "\\UFFFFFFFF"
-        raise UnreadableError(" ".join(str(error).split()), loader.line + 1, loader.field) from error
-
-
-def _loader(text: str) -> _Loader:
-    """A loader of `text`. Raises UnreadableError where it has characters that YAML does not have."""
-    try:
-        return _Loader(text)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line, "") from error
+        raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line) from error
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or ""
+        raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1 if mark else 1) from error
+    except Exception as error:  # PyYAML's scanner raises anything for what it has not foreseen, such as "\\UFFFFFFFF"
+        message = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UnreadableError(message, loader.line + 1 if loader else 1) from error
 
 
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
+def _read(read: Callable[[str], Any], text: str, line: int, field: str) -> Any:
+    """A scalar by its reader. Raises UnreadableError, such as for a number of more digits than Python reads."""
+    try:
+        return read(text)
+    except (KeyError, ValueError):
+        raise UnreadableError(f"{show(text)} cannot be read", line, field) from None
+
+
 class _NodeReader:
-    """Turns YAML nodes into values while it notes the place of every key and finds repeated ones."""
+    """Turns YAML nodes into values while it notes the place of every key and finds repeated ones.
+
+    Values are counted with those behind aliases: nine lines of nine aliases each, every one of the line before, are
+    387 million values.
+    """
 
     def __init__(self, place: Callable[[int], str], problems: list[Problem]) -> None:
         self.place, self.problems = place, problems
         self.places: dict[str, str] = {}
+        self._values = self._depth = 0
 
     def read(self, node: yaml.Node, path: str) -> Any:
-        """The value of `node`, which stands at the dotted `path`."""
-        if isinstance(node, yaml.ScalarNode):
-            return _scalar(node)
-        if node.tag != (_PREFIX + "map" if isinstance(node, yaml.MappingNode) else _PREFIX + "seq"):
-            return Unreadable(_written(node.tag), "unknown tag: write plain values")
-        if isinstance(node, yaml.SequenceNode):
-            return [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
-        assert isinstance(node, yaml.MappingNode)
-        first: dict[str, int] = {}
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _PREFIX + "merge"):
-            if key.value in first:
-                self._report(key, join(path, key.value), f"the key is already set in line {first[key.value]}")
-            first.setdefault(key.value, _line(key))
-        pairs = [(key, value) for key, value in self._merged(node, path) if self._is_name(key, path)]
-        return {key.value: self._read_item(key, value, join(path, key.value)) for key, value in pairs}
+        """The value of `node`, which stands at the dotted `path`. Raises UnreadableError."""
+        self._values, self._depth = self._values + 1, self._depth + 1
+        if self._values > MAX_NODES or self._depth > MAX_DEPTH:
+            limit = f"more than {MAX_NODES} values" if self._values > MAX_NODES else f"nested more than {MAX_DEPTH} deep"
+            raise UnreadableError(f"{limit}, those behind aliases counted each time", _line(node), path)
+        if isinstance(node, yaml.ScalarNode) and node.tag in _READERS:
+            value = _read(_READERS[node.tag], node.value, _line(node), path)
+        elif isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
+            value = [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
+            value = self._read_mapping(node, path)
+        else:
+            raise UnreadableError(f"unknown tag {node.tag.replace(_PREFIX, '!!')}: write plain values", _line(node), path)
+        self._depth -= 1
+        return value
+
+    def _read_mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        """The values of a mapping: those of its `<<` keys first, of which its own take the place."""
+        values, lines = dict[str, Any](), dict[str, int]()
+        for key, value in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
+            if key.tag == _MERGE:
+                sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for source in map(self.read, reversed(sources), [path] * len(sources)):
+                    if isinstance(source, dict):
+                        values |= source
+                    else:
+                        self._report(key, join(path, "<<"), "needs a mapping, or a list of mappings")
+                continue
+            name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+            if not isinstance(key, yaml.ScalarNode) or not is_name(name):
+                message = "not a key: sections are nested, with one `field: value` line each"
+                self._report(key, join(path, name or '""'), message)
+                continue
+            if name in lines:
+                self._report(key, join(path, name), f"the key is already set in line {lines[name]}")
+            lines.setdefault(name, _line(key))
+            values[name] = self._read_item(key, value, join(path, name))
+        return values
 
     def _read_item(self, place: yaml.Node, value: yaml.Node, path: str) -> Any:
         self.places[path] = self.place(_line(place))
         return self.read(value, path)
 
-    def _merged(self, node: yaml.MappingNode, path: str) -> list[tuple[yaml.Node, yaml.Node]]:
-        """The pairs of a mapping after those that its `<<` keys bring, of which earlier ones go before later ones."""
-        own, brought = [], []
-        for key, value in node.value:
-            if key.tag != _PREFIX + "merge":
-                own.append((key, value))
-                continue
-            sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
-            if all(isinstance(source, yaml.MappingNode) for source in sources):
-                brought += [pair for source in reversed(sources) for pair in self._merged(source, path)]
-            else:
-                self._report(key, join(path, "<<"), "needs a mapping, or a list of mappings")
-        return brought + own
-
-    def _is_name(self, key: yaml.Node, path: str) -> bool:
-        """Return whether `key` can name a field. Dotted names are for the command line."""
-        if isinstance(key, yaml.ScalarNode) and is_name(key.value) and key.tag in _TAGS:
-            return True
-        name = (key.value or '""') if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
-        self._report(key, join(path, name), "not a key: sections are nested, with one `field: value` line each")
-        return False
-
     def _report(self, node: yaml.Node, path: str, message: str) -> None:
         self.problems.append(Problem((Mention(self.place(_line(node)), path),), message))
-
-
-def _scalar(node: yaml.ScalarNode) -> Any:
-    """The value of a node, whose tag may be written (`!!float 3`) or follow from how it looks."""
-    kind = node.tag.removeprefix(_PREFIX)
-    pattern, read = _READERS[kind] if node.tag in _TAGS else ("", None)
-    if read is not None and re.fullmatch(pattern, node.value):
-        return read(node.value)
-    message = "unknown tag: write a plain value" if read is None else f"this is no {kind}"
-    return Unreadable(f"{_written(node.tag)} {node.value}", message)
-
-
-def _written(tag: str) -> str:
-    """A tag as it is written."""
-    return "!!" + tag.removeprefix(_PREFIX) if tag.startswith(_PREFIX) else tag
