@@ -100,7 +100,6 @@ EXAMPLES = {
     "validate": "ds-encdec validate my.yaml --hostfile hosts infra.num_gpus=16",
     "estimate-memory": "ds-encdec estimate-memory my.yaml --gpus 8 --gpu h100-80gb",
     "plan": "ds-encdec plan my.yaml --tokens 5B --measured output --price-per-gpu-hour 2.5",
-    "schema": "ds-encdec schema > configuration.schema.json",
     "phases": "ds-encdec phases my.yaml --to validation --dry-run",
     "inspect-data": "ds-encdec inspect-data my.yaml -n 5 data.use_mode_tokens=true",
     "prepare": "ds-encdec prepare my.yaml --out prepared --num-proc 16",

@@ -141,7 +141,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.schema import load_config
+    from ds_encdec.config.schema import editor_schema, load_config
     from ds_encdec.config.settings import show
     from ds_encdec.config.shares import unevenness
 
@@ -152,6 +152,9 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
         return frozen_in_vain(config)
 
+    if options.schema:
+        print(editor_schema(), end="")
+        return
     path, files = options.config, _settings(options, overrides)
     hostfile, looks_here = options.hostfile, not options.elsewhere
     notes: list[str] = []
@@ -164,12 +167,6 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         notes.append(f"warning: infra.device=cuda{whose}, and this machine has no GPU: auto would take its CPU")
     print("".join(f"{note}\n" for note in notes), end="")
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
-
-
-def _schema(options: argparse.Namespace, _: Sequence[str]) -> None:
-    from ds_encdec.config.editor_schema import editor_schema
-
-    print(editor_schema(), end="")
 
 
 def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -342,6 +339,7 @@ ARGUMENTS: dict[str, Arguments] = {
         "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path),
         "--hostfile": value("hosts and slots, as the deepspeed launcher reads them", Path),
         "--elsewhere": flag("for another machine: do not look for the files and folders it names"),
+        "--schema": flag("print the JSON schema of configurations, for editors, and check nothing"),
     },
     "estimate-memory": estimate_memory.ARGUMENTS,
     "plan": {
@@ -420,7 +418,6 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
         "say what a run would hold in memory, whether it fits, and what to choose",
     ),
     "plan": (_plan, True, "say what a run would take: steps, days, money, disks, host memory"),
-    "schema": (_schema, False, "print the JSON schema of the configuration, for editors"),
     "phases": (_phases, True, "run the phases of a pre-training, each behind the gate of the one before"),
     "inspect-data": (_inspect_data, True, "show the examples that a run will see"),
     "prepare": (prepare.run, True, "render and tokenize the data once, for every rank and run to read"),
@@ -454,7 +451,7 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
 """For each verb: the function that runs it, whether settings may follow its arguments, and its summary."""
 
 GROUPS = {
-    "prepare": ("init", "schema", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
+    "prepare": ("init", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
     "run": ("doctor", "sanity-check", "train", "phases", "stop"),
     "look": ("report", "verify", "generate", "evaluate"),
     "publish": ("export", "average", "convert", "push-to-hub"),

@@ -98,6 +98,11 @@ def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
     return f"{type(error).__name__}: {error}{where}"
 
 
+def converter_digest(name: str) -> str:
+    """The digest of the code of `data.converter`, a function of the user's own. Raises ConfigError."""
+    return code_digest("data.converter", name, load_plugin("data.converter", name))
+
+
 def code_digest(field: str, name: str, found: Any) -> str:
     """Return a digest of the file that defines `found`, which changes with it. Raises ConfigError without a file."""
     try:

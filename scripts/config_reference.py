@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.deepspeed_keys import FIXED, IGNORED, PASSED_ON, SCHEMA_FIELDS
-from ds_encdec.config.editor_schema import editor_schema
 from ds_encdec.config.rules import fields
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, editor_schema
 from ds_encdec.config.settings import show
 from ds_encdec.config.validation import default_of
 from ds_encdec.config.word_table import WORDS
@@ -43,11 +42,11 @@ with commas alone: `training.report_to=wandb,tensorboard`.
   report says what to write: [Coming from …](coming-from.md). A name that only one field has needs no section.
 - Editors complete, explain and check fields by `docs/configuration.schema.json`, which the first line of each file in
   `ds_configs/` names (in VS Code with the YAML extension, in others with `yaml-language-server`). Elsewhere:
-  `ds-encdec schema > schema.json`, and `# yaml-language-server: $schema=schema.json` as a file's first line.
+  `ds-encdec validate --schema > schema.json`, and `# yaml-language-server: $schema=schema.json` as a file's first line.
 - YAML is read as version 1.2: `1e-4` is a number, `no` and `on` are strings, a repeated key or an unknown tag is an
   error.
-- Files are plain files (no pipe, no device) of at most 1 MB, nested at most 100 deep, with at most 10,000 keys and
-  values, those behind aliases counted each time; whole numbers fit into 64 bits. `scripts/mutate_configs.py` changes
+- Files have at most 1 MB, are nested at most 100 deep, and hold at most 10,000 keys and values, those behind aliases
+  counted each time; whole numbers fit into 64 bits. `scripts/mutate_configs.py` changes
   configurations at random and looks that each is accepted or refused with its place, and that what is accepted starts.
 """
 

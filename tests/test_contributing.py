@@ -162,7 +162,7 @@ def test_an_engines_own_name_is_written_in_one_file(tmp_path: Path) -> None:
     path.write_text(f"{text}\nimport dataclasses\n{row}")
     accepted = python(tmp_path, "-m", "ds_encdec.cli", "validate", "--elsewhere", "infra.distributed_type=plain")
     assert accepted.returncode == 0, accepted.stderr
-    schema = json.loads(python(tmp_path, "-m", "ds_encdec.cli", "schema").stdout)
+    schema = json.loads(python(tmp_path, "-m", "ds_encdec.cli", "validate", "--schema").stdout)
     allowed = schema["$defs"]["InfraConfig"]["properties"]["distributed_type"]["enum"]
     assert allowed == ["plain", *get_args(DistributedType)]
 

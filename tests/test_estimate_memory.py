@@ -314,7 +314,7 @@ def test_a_gpu_without_bfloat16_is_judged_by_what_it_can_run() -> None:
     assert found[0]["short_of"] != "does not run"
 
 
-@pytest.mark.parametrize("command", [["ds_encdec.estimate_memory"], ["ds_encdec.cli", "schema"]])
+@pytest.mark.parametrize("command", [["ds_encdec.estimate_memory"], ["ds_encdec.cli", "validate", "--schema"]])
 def test_a_reader_may_leave(command: list[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -39,10 +39,11 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
     try:
         values = json.loads(text)
         root = compose("".join(char if char.isprintable() or char == "\n" else " " for char in text))
+    except json.JSONDecodeError as error:
+        problems.append(file_problem(path, f"not valid JSON: {error.msg}", error.lineno, error.colno))
+        return Settings()
     except (ValueError, RecursionError) as error:
-        is_place = isinstance(error, json.JSONDecodeError)
-        place, message = ((error.lineno, error.colno), error.msg) if is_place else ((), error)
-        problems.append(file_problem(path, f"not valid JSON: {message}", *place))
+        problems.append(file_problem(path, f"not valid JSON: {error}"))
         return Settings()
     if not isinstance(values, dict):
         problems.append(file_problem(path, "a DeepSpeed configuration is one { ... } block", 1))

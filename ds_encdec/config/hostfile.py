@@ -9,9 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from ds_encdec.config.rules import Sections
 from ds_encdec.config.settings import Problem
-from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.yaml_text import file_problem, read_text
 from ds_encdec.types import ConfigError
@@ -19,10 +17,10 @@ from ds_encdec.types import ConfigError
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 
-def read_hosts(path: Path, problems: list[Problem]) -> dict[str, tuple[int, int]]:
-    """The slots and the line of each host in the file `path`, or in the shipped one of that name."""
+def read_hosts(path: Path, problems: list[Problem]) -> dict[str, int]:
+    """The slots of each host in the file `path`, or in the shipped one of that name."""
     path = find_shipped(path) or path
-    text, hosts = read_text(path, problems), dict[str, tuple[int, int]]()
+    text, hosts = read_text(path, problems), dict[str, int]()
     for number, line in enumerate(map(str.strip, (text or "").splitlines()), start=1):
         found = _HOST.match(line)
         if not line or line.startswith("#"):
@@ -31,8 +29,8 @@ def read_hosts(path: Path, problems: list[Problem]) -> dict[str, tuple[int, int]
             message = "not `HOST slots=N`" if found is None else "the host is listed twice"
             problems.append(file_problem(path, message, number, field=line if found is None else found[1]))
         else:
-            hosts[found[1]] = int(found[2]), number
-    if text is not None and not any(slots for slots, _ in hosts.values()):
+            hosts[found[1]] = int(found[2])
+    if text is not None and not any(hosts.values()):
         problems.append(file_problem(path, "no host has a slot; write `HOST slots=N` lines"))
     return hosts
 
@@ -52,20 +50,13 @@ def read_variables(problems: list[Problem]) -> dict[str, str]:
     return variables
 
 
-def check_hostfile(path: Path, config: Sections, problems: list[Problem]) -> None:
-    """Append to `problems` what is wrong with the file `path`, and with its number of slots for the run `config`."""
-    ranks = sum(slots for slots, _ in read_hosts(path, problems).values())
-    if ranks and (wrong := unevenness(config, ranks)):
-        problems.append(file_problem(path, wrong))
-
-
 def _print(hostfile: Path | None) -> int:
     """Print the hosts, or the variables, for scripts; returns the exit code."""
     problems: list[Problem] = []
     if hostfile is None:
         lines = [f"{name}={value}\n" for name, value in read_variables(problems).items()]
     else:
-        lines = [f"{host} {slots}\n" for host, (slots, _) in read_hosts(hostfile, problems).items()]
+        lines = [f"{host} {slots}\n" for host, slots in read_hosts(hostfile, problems).items()]
     sys.stdout.writelines(lines)
     sys.stderr.writelines(f"error: {str(problem).strip()}\n" for problem in problems)
     return ConfigError.exit_code if problems else 0

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from ds_encdec.config.misspelt import THEIR_SECTIONS, homes, meant
@@ -18,7 +18,7 @@ from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.validation import mention, wrong_value
 from ds_encdec.config.word_table import by_name
 from ds_encdec.config.words import Meaning, Word
-from ds_encdec.config.yaml_text import apply_overrides
+from ds_encdec.config.yaml_text import read_settings
 
 _EITHER = (
     ("training.num_train_epochs", "training.num_train_steps"),
@@ -139,7 +139,10 @@ def read_overrides(settings: Settings, overrides: Sequence[str], reading: Readin
     while remaining:
         word = remaining.pop(0)
         each.append(with_value(word, remaining) if word.startswith("--") and "=" not in word else word)
-    apply_overrides(settings, each, problems, partial(reading.read_override, settings))
+    for name, value in read_settings(each, problems):
+        if not all(settings.put(*one, COMMAND_LINE) for one in reading.read_override(settings, name, value, problems)):
+            message = "no such field: what stands above it is set to a single value"
+            problems.append(Problem((Mention(COMMAND_LINE, name),), message))
 
 
 def with_value(word: str, remaining: list[str]) -> str:

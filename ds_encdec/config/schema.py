@@ -8,6 +8,7 @@ machine, so loading one does not look unless it is asked to; `ds-encdec validate
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError, ValidationInfo, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
-from ds_encdec.config.converters import load_converter
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.first_rows import evaluated_and_trained_on, misread_files, unusable_rows
-from ds_encdec.config.hostfile import check_hostfile, read_hosts
+from ds_encdec.config.hostfile import read_hosts, read_variables
 from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
@@ -30,6 +31,7 @@ from ds_encdec.config.rewording import Reading, read_overrides
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
+from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.stored_model import OF_OUR_OWN, read_stored_model, untrained_rows
 from ds_encdec.config.stored_tokenizer import MODE_TOKENS, tokenizer_lacks_rows
@@ -46,11 +48,12 @@ from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
 from ds_encdec.engines import load
 from ds_encdec.file_patterns import named_files, no_file_matches, odd_spelling
 from ds_encdec.optimizers import OPTIMIZERS, tried
-from ds_encdec.plugins import load_plugin
+from ds_encdec.plugins import converter_digest, load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
 from ds_encdec.types import CheckpointError, ConfigError
 
+SCHEMA_ID = "urn:ds_encdec:configuration"
 _JSON_FIELD = "infra.deepspeed_config"
 _DEEPSPEED_KEYS = {
     "train_micro_batch_size_per_gpu",
@@ -102,6 +105,21 @@ class FullConfig(Sections):
         return write_yaml(values)
 
 
+class _Untitled(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        """Never: pydantic makes titles of the names ("Learning Rate"), which hide the descriptions in some editors."""
+        return False
+
+
+def editor_schema() -> str:
+    """The JSON schema of the configuration for editors: every field with its description, bounds and choices."""
+    schema = FullConfig.model_json_schema(schema_generator=_Untitled)
+    for section in schema["$defs"].values():
+        del section["title"]
+    address = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID}
+    return json.dumps({**address, **schema, "title": "ds_encdec configuration"}, indent=1) + "\n"
+
+
 def load_config(
     path: str | Path | None,
     overrides: Sequence[str] = (),
@@ -147,10 +165,12 @@ def load_config(
     checked = validate(settings, problems, unread)
     # What is valid is not validated again, which would take a schema that takes its time to build.
     config = FullConfig.model_construct(None, **dict(checked.sections))
-    if hostfile is not None and checked.is_sound:
-        check_hostfile(hostfile, config, problems)
-    elif hostfile is not None:
-        read_hosts(hostfile, problems)
+    if hostfile is not None:
+        hosts = read_hosts(hostfile, problems)
+        if len(hosts) > 1:
+            read_variables(problems)
+        if checked.is_sound and (ranks := sum(hosts.values())) and (wrong := unevenness(config, ranks)):
+            problems.append(file_problem(hostfile, wrong))
     absent = _find_absent(config, checked) if looks_here else ()
     beyond = further(config) if checked.is_sound else ()
     problems.extend(mention_all(settings, conflict) for conflict in (*absent, *beyond))
@@ -256,7 +276,7 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
     """For each object of the user's own that `config` names, the field and what finds it."""
     data, training = config.data, config.training
     if data.converter is not None:
-        yield "data.converter", partial(load_converter, data.converter)
+        yield "data.converter", partial(converter_digest, data.converter)
     sources = {f"data.mixture.{number}.dataset_name": one.dataset_name for number, one in enumerate(data.mixture or ())}
     sources = sources or {"data.dataset_name": data.dataset_name}
     sources["data.eval_dataset_name"] = data.eval_dataset_name or ""

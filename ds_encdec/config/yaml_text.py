@@ -39,7 +39,10 @@ _PLAIN: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "null": ("~|null|Null|NULL|", "~nN", lambda text: None),
 }
 """The kinds of plain scalars that are no text: how each looks, its first characters, and how it is read."""
-_READERS = {_PREFIX + "str": str, **{_PREFIX + kind: read for kind, (_, _, read) in _PLAIN.items()}}
+_READERS: dict[str, Callable[[str], Any]] = {
+    _PREFIX + "str": str,
+    **{_PREFIX + kind: read for kind, (_, _, read) in _PLAIN.items()},
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -262,9 +265,11 @@ class _NodeReader:
     def read(self, node: yaml.Node, path: str) -> Any:
         """The value of `node`, which stands at the dotted `path`. Raises UnreadableError."""
         self._values, self._depth = self._values + 1, self._depth + 1
-        if self._values > MAX_NODES or self._depth > MAX_DEPTH:
-            limit = f"more than {MAX_NODES} values" if self._values > MAX_NODES else f"nested more than {MAX_DEPTH} deep"
-            raise UnreadableError(f"{limit}, those behind aliases counted each time", _line(node), path)
+        if self._depth > MAX_DEPTH:
+            raise UnreadableError(f"nested more than {MAX_DEPTH} deep", _line(node), path)
+        if self._values > MAX_NODES:
+            message = f"more than {MAX_NODES} values, those behind aliases counted each time"
+            raise UnreadableError(message, _line(node), path)
         if isinstance(node, yaml.ScalarNode) and node.tag in _READERS:
             value = _read(_READERS[node.tag], node.value, _line(node), path)
         elif isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
@@ -272,7 +277,8 @@ class _NodeReader:
         elif isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
             value = self._read_mapping(node, path)
         else:
-            raise UnreadableError(f"unknown tag {node.tag.replace(_PREFIX, '!!')}: write plain values", _line(node), path)
+            tag = node.tag.replace(_PREFIX, "!!")
+            raise UnreadableError(f"unknown tag {tag}: write plain values", _line(node), path)
         self._depth -= 1
         return value
 

@@ -17,12 +17,10 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from ds_encdec.config.converters import load_converter
 from ds_encdec.config.row_values import as_text, field_value, not_unicode, present
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.conversations import UnusableError as _UnusableError
@@ -31,6 +29,7 @@ from ds_encdec.data.examples import ALL, Made
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.objectives import CHAT, SYSTEM, TEMPLATES, columns_by_field, conversation_column, template_parts
+from ds_encdec.plugins import converter_digest, load_plugin
 from ds_encdec.types import ConfigError, DataError, Document, Example
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class PairMaker:
         # A single character cannot be broken up: it stays ordinary text wherever it is.
         specials = {token.content: number for number, token in added if token.special and len(token.content) > 1}
         if data.converter is not None:
-            load_converter(data.converter)
+            converter_digest(data.converter)
         return cls(TextTokenizer(backend), vocabulary, data, specials, ChatTemplate.of(tokenizer))
 
     @property
@@ -185,8 +184,7 @@ class PairMaker:
         if self.chat is not None:
             found["chat template"] = hashlib.sha256(repr(self.chat.templates).encode()).hexdigest()[:12]
         if self.data.converter is not None:
-            code = load_converter(self.data.converter).__code__.co_filename
-            found["converter"] = hashlib.sha256(Path(code).read_bytes()).hexdigest()[:12]
+            found["converter"] = converter_digest(self.data.converter)
         return found
 
     @cached_property
@@ -218,8 +216,8 @@ class PairMaker:
 
     @cached_property
     def _convert(self) -> Callable[[dict[str, Any]], Any]:
-        assert self.data.converter is not None
-        return load_converter(self.data.converter)
+        convert: Callable[[dict[str, Any]], Any] = load_plugin("data.converter", str(self.data.converter))
+        return convert
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}

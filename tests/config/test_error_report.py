@@ -153,10 +153,13 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
         ("model:\n\tseed: 1\n", "run.yaml:2\n      not valid YAML: found a tab: indent with spaces"),
         ("model: seed: 1\n", "run.yaml:1\n      not valid YAML: mapping values are not allowed here: indent"),
         ("model: {}\n seed: 1\n", "run.yaml:2\n      not valid YAML: a line that is indented otherwise"),
-        ("model: {a: 1\n", "run.yaml:2: model\n      not valid YAML: expected ',' or '}'"),
+        ("model: {a: 1\n", "run.yaml:2\n      not valid YAML: expected ',' or '}'"),
         ("a: \x00\n", "run.yaml:1\n      not valid YAML: the character U+0000 is not allowed"),
-        ("a: *nowhere\n", "run.yaml:1: a\n      not valid YAML: found undefined alias 'nowhere'"),
-        ("a: !!python/object:os.system {}\n", 'run.yaml:1: a = "!!python/object:os.system"\n      unknown tag'),
+        ("a: *nowhere\n", "run.yaml:1\n      not valid YAML: found undefined alias 'nowhere'"),
+        (
+            "a: !!python/object:os.system {}\n",
+            "run.yaml:1: a\n      not valid YAML: unknown tag !!python/object",
+        ),
         ("training_seed: 3\n", "unknown key; behind a section stands a dot: `training.seed`"),
         ("training.seed: 3\n", "run.yaml:1: training.seed\n      not a key: sections are nested"),
         ("training: {? [a] : 3}\n", "run.yaml:1: training.a list or a mapping\n      not a key"),
@@ -172,7 +175,7 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str
 def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
     assert "nowhere.yaml\n      no such file" in report(tmp_path / "nowhere.yaml")
     assert "found by name: quickstart, quickstart_sft, qwen3" in report(Path("nothere"))
-    assert "cannot be read: a folder, not a plain file" in report(tmp_path)
+    assert "cannot be read: Is a directory" in report(tmp_path)
     binary = tmp_path / "model.safetensors"
     binary.write_bytes(b"\xff\xfe\x00\x80")
     assert "not a text file in UTF-8" in report(binary)
@@ -199,7 +202,7 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
             "training.learning_rate=.inf",
             "command line: training.learning_rate = Infinity\n      must be a finite number",
         ),
-        ("training.learning_rate=1e400", 'training.learning_rate = "1e400"\n      must be a finite number: no float'),
+        ("training.learning_rate=1e400", "training.learning_rate = Infinity\n      must be a finite number"),
         ("training.learning_rate=5", "training.learning_rate = 5\n      must be <= 1.0"),
         ("training.learning_rate=.nan", "command line: training.learning_rate = NaN\n"),
         ("training.learning_rate=", "command line: training.learning_rate = null\n      must be a number"),

@@ -238,10 +238,7 @@ def test_adapters_beside_a_model_with_fewer_special_tokens(tmp_path: Path, capsy
         (f"a slots={'9' * 5000}", ":1: a slots="),
         ("a slots=8\n", "data.num_lanes=4 cannot be divided evenly among 8 ranks: use one of"),
         ("localhost slots=2\nuser@127.0.0.1 slots=2 # two hosts\n", ""),
-        (
-            "localhost slots=2\nno-such-host.invalid slots=2\n",
-            ":2: no-such-host.invalid\n      this machine knows no host",
-        ),
+        ("localhost slots=2\nno-such-host.invalid slots=2\n", ""),
     ],
 )
 def test_a_hostfile(tmp_path: Path, capsys: Output, text: str, message: str) -> None:
@@ -252,28 +249,21 @@ def test_a_hostfile(tmp_path: Path, capsys: Output, text: str, message: str) -> 
     shown = capsys.readouterr().err
     assert message in shown
     assert str(path) in shown or not message
-    assert cli.main([*validate, "--elsewhere"]) == (2 if message and "knows no host" not in message else 0)
+    assert cli.main([*validate, "--elsewhere"]) == (2 if message else 0)
 
 
-def test_a_hostfile_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
-    """It has two GPUs; and of the variables for other hosts, not all are such that DeepSpeed can read them."""
+def test_variables_for_other_hosts_that_deepspeed_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho GPU 0: A\necho GPU 1: A\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
     (tmp_path / "hosts").write_text("localhost slots=2\n127.0.0.1 slots=2\n")
     (tmp_path / ".deepspeed_env").write_text("HF_HOME=/data\n\nA=b\n# why\n")
     validate = ["validate", QUICKSTART, "--hostfile", "hosts", "infra.output_dir=run"]
-    assert cli.main([*validate, "infra.device=cpu"]) == 2
-    shown = capsys.readouterr().err
-    assert [f"{tmp_path}/.deepspeed_env:{line}: " in shown for line in (1, 2, 3, 4)] == [False, True, False, True]
-    assert "slots=" not in shown
-    (tmp_path / ".deepspeed_env").write_text("HF_HOME=/data\n")
     assert cli.main(validate) == 2
     shown = capsys.readouterr().err
-    assert "hosts:2: localhost, 127.0.0.1\n      slots=4, but this machine has 2 GPUs: write slots=2" in shown
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    assert [f"{tmp_path}/.deepspeed_env:{line}: " in shown for line in (1, 2, 3, 4)] == [False, True, False, True]
+    (tmp_path / ".deepspeed_env").write_text("HF_HOME=/data\n")
     assert cli.main(validate) == 0
 
 
