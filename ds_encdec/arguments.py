@@ -9,8 +9,7 @@ import platform
 import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +17,6 @@ from ds_encdec.types import ConfigError
 
 Arguments = dict[str, dict[str, Any]]
 """Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
-FILES = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
-"""A completion that shtab knows, by shell; it is looked for in the attribute `complete` of an argument."""
 
 
 def mistake(message: str, program: str) -> ConfigError:
@@ -59,10 +56,8 @@ def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
         if names.startswith("-") and kind in _VALUES and not how.get("choices"):
             keywords.setdefault("metavar", _VALUES[kind])
         action = parent.add_argument(*names.split(), **keywords)
-        # Underscores are for who is used to them: help and completion have one spelling.
+        # Underscores are for who is used to them: help has one spelling.
         action.option_strings[:] = [name for name in action.option_strings if "_" not in name]  # type: ignore[index]
-        if how.get("type") is Path:
-            action.complete = FILES  # type: ignore[attr-defined]
 
 
 def value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
@@ -107,34 +102,15 @@ EXAMPLES = {
     "init-model": "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start",
     "export": "ds-encdec export output/checkpoints/final exported --dtype bfloat16",
     "average": "ds-encdec average output --last 3",
-    "convert": "ds-encdec convert output/checkpoints/final converted --to dcp",
     "verify": "ds-encdec verify output",
     "sanity-check": "ds-encdec sanity-check my.yaml training.micro_batch_size=1",
     "doctor": "ds-encdec doctor my.yaml --hostfile hosts",
     "report": "ds-encdec report output --compare output2 --out compared",
     "stop": "ds-encdec stop output",
-    "push-to-hub": "ds-encdec push-to-hub output/export/final me/my-model --private",
-    "completion": 'eval "$(ds-encdec completion bash)"',
     "generate": "ds-encdec generate --model output/export/final --text 'Paris is <extra_id_0>.'",
     "evaluate": "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
 }
 """A call of each verb, for its help."""
-
-
-@contextmanager
-def options_meant(table: Arguments, settings: Sequence[str]) -> Iterator[None]:
-    """Inside, an error about one of the `settings` that is nearly an option of `table` names that option, too.
-
-    Only an error does: words of other tools may be as near.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        for name in {word.partition("=")[0].strip("-") for word in settings}:
-            if near := near_option(name, table):
-                complaint = rf"(command line: (--)?{re.escape(name)}\b.*\n *(unknown key|not a setting).*)"
-                error.args = (re.sub(complaint, rf"\1 (or was {near} meant?)", str(error)),)
-        raise
 
 
 def near_option(name: str, table: Arguments) -> str | None:
@@ -155,13 +131,6 @@ def tokens(text: str) -> int:
     if not (1 <= number < math.inf and round(number, 3).is_integer()):
         raise argparse.ArgumentTypeError(f"{text} is not a number of tokens; write 5e11, 500B or 10M")
     return round(number)
-
-
-def language(text: str) -> str:
-    """A code of a language as model cards have it: en, pt-BR."""
-    if not re.fullmatch(r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*", text):
-        raise argparse.ArgumentTypeError(f"{text} is not the code of a language; write en, de or pt-BR")
-    return text
 
 
 JSON: Arguments = {"--json": flag("print one JSON object")}

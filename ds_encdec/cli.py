@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_encdec import estimate_memory, prepare, train
 from ds_encdec.arguments import (
@@ -29,7 +29,6 @@ from ds_encdec.arguments import (
     add,
     flag,
     grouped,
-    options_meant,
     tokens,
     value,
 )
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = _read(parser, given)
         log_to_terminal(options, **_place())
         wait_without_spinning(os.environ)
-        with reader_may_leave(), options_meant(ARGUMENTS.get(given[0], {}), rest):
+        with reader_may_leave():
             return options.run(options, rest) or 0
     except Preempted as error:
         print(error, flush=True)
@@ -100,11 +99,8 @@ def _place() -> dict[str, int]:
     return {"rank": world.rank, "ranks": world.world_size}
 
 
-def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.ArgumentParser:
-    """The parser of every verb, with the arguments of those in `of`: the one that is called needs no others.
-
-    `lists_verbs`: with summaries where argparse has them, which cannot group them.
-    """
+def _parser(*, of: Collection[str] = ()) -> argparse.ArgumentParser:
+    """The parser of every verb, with the arguments of those in `of`: the one that is called needs no others."""
     parser = Parser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
@@ -115,12 +111,9 @@ def _parser(*, of: Collection[str] = (), lists_verbs: bool = False) -> argparse.
     parser.add_argument(
         "-V", "--version", action=ShowVersions, nargs=0, help="show the versions of this and its libraries"
     )
-    verbs = parser.add_subparsers(
-        dest="verb", prog=parser.prog, required=True, help=None if lists_verbs else argparse.SUPPRESS
-    )
+    verbs = parser.add_subparsers(dest="verb", prog=parser.prog, required=True, help=argparse.SUPPRESS)
     for name, (run, accepts_overrides, summary) in VERBS.items():
-        listed: dict[str, Any] = {"help": summary} if lists_verbs else {}
-        verb = verbs.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.", **listed)
+        verb = verbs.add_parser(name, description=f"{summary[0].upper()}{summary[1:]}.")
         verb.set_defaults(run=run, accepts_overrides=accepts_overrides)
         if name in of:
             add(verb, ARGUMENTS.get(name, {}))
@@ -169,14 +162,6 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     print(f"{show(str(path))[1:-1] if path else 'the default configuration'}: no problems found")
 
 
-def _completion(options: argparse.Namespace, _: Sequence[str]) -> None:
-    try:
-        import shtab
-    except ImportError:
-        raise ConfigError("shtab is not installed, which writes this: pip install 'ds_encdec[completion]'") from None
-    print(shtab.complete(_parser(of=VERBS, lists_verbs=True), options.shell))
-
-
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.rewording import given_fields
     from ds_encdec.phase_runs.run import run_phases
@@ -221,9 +206,7 @@ def _rate(options: argparse.Namespace) -> float | None:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.rewording import given_fields
     from ds_encdec.memory.question import contradictions
-    from ds_encdec.phases import plan_phases, with_given
     from ds_encdec.plan import describe_plan, plan_run
 
     if options.price_per_gpu_hour and not (options.tokens_per_second or options.measured):
@@ -233,17 +216,6 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.gpus is not None:
         overrides = [f"infra.num_gpus={options.gpus}", *overrides]
     config = _load(options, overrides)
-    if options.phases:
-        if options.tokens or options.nodes != 1:
-            raise ConfigError("--tokens and --nodes are about a single run: leave them out, or --phases")
-        _print_plan_of_phases(options, plan_phases(with_given(config, given_fields(overrides))))
-        return
-    if options.scale:
-        from ds_encdec.scale_plan import describe_scale, plan_scale
-
-        table = plan_scale(config, options)
-        print(json.dumps(table, indent=2) if options.json else describe_scale(table))
-        return
     plan = plan_run(
         config,
         nodes=options.nodes,
@@ -344,12 +316,6 @@ ARGUMENTS: dict[str, Arguments] = {
     "estimate-memory": estimate_memory.ARGUMENTS,
     "plan": {
         **_FILES,
-        "--phases": flag("plan the phases instead, as `phases --dry-run` does"),
-        "--scale": flag("a table from 8 to 1,024 GPUs instead: memory, step time, communication, control traffic"),
-        "--gpu": value("kind of GPU (--scale; default a100-80gb)", default="a100-80gb", metavar="NAME|SIZE"),
-        "--mfu": value("share of the GPU's peak that is reached (--scale; default 0.4)", RATE, default=0.4),
-        "--link-gbs": value("GB/s from a GPU to others of its node (--scale; default 250)", RATE, default=250.0),
-        "--network-gbs": value("GB/s from a node to others (--scale; default 50)", RATE, default=50.0),
         "--tokens": value("tokens to train on (default: the run's steps)", tokens, metavar="N"),
         "--gpus": value("GPUs in total (default infra.num_gpus)", COUNT, metavar="N"),
         "--nodes": value("machines they are in (default 1)", COUNT, default=1, metavar="N"),
@@ -388,7 +354,6 @@ ARGUMENTS: dict[str, Arguments] = {
     },
     "export": checkpoints.EXPORT,
     "average": checkpoints.AVERAGE,
-    "convert": checkpoints.CONVERT,
     "verify": checkpoints.VERIFY,
     "sanity-check": {
         **_FILES,
@@ -397,13 +362,11 @@ ARGUMENTS: dict[str, Arguments] = {
     },
     "report": {
         "run_folder": value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
-        "--compare": value("runs to draw beside it", Path, nargs="+", default=(), metavar="RUN"),
+        "--compare": value("run to draw beside it (repeatable)", Path, action="append", default=[], metavar="RUN"),
         "--out": value("folder to write into (default RUN/report, or RUN/report-compared)", Path, metavar="DIR"),
         "--png": flag("also write each chart beside the page as a picture"),
     },
     "stop": {"run_folder": value("the run's folder (infra.output_dir), or that of a phase", metavar="RUN")},
-    "push-to-hub": checkpoints.PUSH_TO_HUB,
-    "completion": {"shell": value("shell", choices=("bash", "zsh", "tcsh"))},
     "generate": commands.GENERATE,
     "evaluate": commands.EVALUATE,
 }
@@ -429,7 +392,6 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
         False,
         "write the mean of a run's last checkpoints as a Hugging Face model folder",
     ),
-    "convert": (checkpoints.run_convert, True, "write a checkpoint in the files of a certain engine"),
     "verify": (
         checkpoints.run_verify,
         False,
@@ -439,12 +401,6 @@ VERBS: dict[str, tuple[Verb, bool, str]] = {
     "doctor": (_doctor, True, "look at each host before a run: versions, devices, folders, network"),
     "report": (_report, False, "write one page with pictures about a run, or a pipeline of phases"),
     "stop": (_stop, False, "ask a running job to save and stop, from any host that sees its folder"),
-    "push-to-hub": (
-        checkpoints.run_push_to_hub,
-        False,
-        "upload an exported folder to the Hugging Face hub (token: HF_TOKEN)",
-    ),
-    "completion": (_completion, False, 'print completion for a shell: eval "$(ds-encdec completion bash)"'),
     "generate": (commands.run_generate, False, "fill sentinels in a text, or continue it"),
     "evaluate": (commands.run_evaluate, True, "generate for a split of the data, and compare with its references"),
 }
@@ -454,8 +410,7 @@ GROUPS = {
     "prepare": ("init", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
     "run": ("doctor", "sanity-check", "train", "phases", "stop"),
     "look": ("report", "verify", "generate", "evaluate"),
-    "publish": ("export", "average", "convert", "push-to-hub"),
-    "shell": ("completion",),
+    "publish": ("export", "average"),
 }
 """The verbs as `--help` lists them, in the order of the work."""
 

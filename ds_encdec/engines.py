@@ -20,16 +20,14 @@ class EngineSpec:
 
     `title`: what texts call it. `distributed_types`: the values of `infra.distributed_type` that ask for it; `auto`
     takes the first row that can do what is asked. `package`: what must be installed beside torch, or None.
-    `state_format`: `format` in its checkpoints' engine.json. `converted_as`: the sharding stages instead of which
-    `ds-encdec convert` writes another one.
+    `state_format`: `format` in its checkpoints' engine.json.
 
     Dotted names, with what they are called with: `lacks` (configuration → `Rule`s, broken by what it cannot do),
     `check` (configuration, World, device; raises ConfigError for what these ranks cannot do, before they meet), `join`
     (World, device, timeout, store; makes the default process group), `build` (configuration, RunContext, the model's
     configuration, weights, accumulation → Engine), `run_files` (name of a JSON file in the run's folder →
     configuration, World, device, accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory`
-    (Job → Breakdown), `traffic` (Job → what a step's collectives send, memory/traffic.py), `launcher` (number of ranks
-    → the words that start them on this machine).
+    (Job → Breakdown), `launcher` (number of ranks → the words that start them on this machine).
 
     What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
@@ -50,11 +48,9 @@ class EngineSpec:
     build: str
     state_reader: str
     memory: str
-    traffic: str
     launcher: str
     check: str | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
-    converted_as: Mapping[str, str] = field(default_factory=dict)
     trace: str | None = None
     reduction_field: str | None = None
     merges_settings: bool = False
@@ -78,11 +74,9 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
             memory="ds_encdec.memory.zero:zero_memory",
-            traffic="ds_encdec.memory.traffic:deepspeed_traffic",
             launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
             check="ds_encdec.engine.ds_json:check_deepspeed",
             run_files={"ds_config.json": "ds_encdec.engine.ds_json:run_json"},
-            converted_as={"zero0": "zero1"},  # which has a zero_to_fp32.py
             saves_compute_weights=True,
             # scripts/bench/host_time.py, 56 layers: beyond plain torch's 91 ms of CPU of an EPYC (Zen 5) 92 to 116 by
             # layer and 215 to 270 by module; slower cores take up to three times as long (BENCHMARKS.md, host time).
@@ -104,7 +98,6 @@ ENGINES: dict[str, EngineSpec] = {
             build="ds_encdec.engine.fsdp2:FSDP2Engine",
             state_reader="ds_encdec.checkpoint.saved_state:DcpState",
             memory="ds_encdec.memory.fsdp:fsdp_memory",
-            traffic="ds_encdec.memory.traffic:fsdp_traffic",
             launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
             check="ds_encdec.engine.select:check_mesh",
             trace="ds_encdec.memory.trace:fsdp_step",
@@ -116,7 +109,7 @@ ENGINES: dict[str, EngineSpec] = {
 """The rows by name, in the order of preference of `infra.distributed_type=auto`."""
 
 STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES.values()}
-"""Rows by the format of the states that they write in checkpoints, which `ds-encdec convert --to` takes."""
+"""Rows by the format of the states that they write in checkpoints."""
 
 
 def load(dotted: str) -> Any:

@@ -19,7 +19,6 @@ from ds_encdec.arguments import (
     Parser,
     add,
     flag,
-    options_meant,
     value,
 )
 from ds_encdec.config.command_line import read_arguments
@@ -35,7 +34,6 @@ ARGUMENTS: Arguments = {
     "--nodes": value("machines they are in (default 1)", int, default=1, metavar="N"),
     "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", metavar="NAME|SIZE"),
     "--host-memory": value("memory of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
-    "--lora-rank": value("as if adapters of this rank were trained alone", int, metavar="R"),
     "--all": flag("show every setting of both engines, and each part of the figures"),
     "--trace": flag("also trace the configured run's step (needs torch)"),
     **JSON,
@@ -57,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
         options, overrides = read_arguments(parser, ARGUMENTS, given)
-        with reader_may_leave(), options_meant(ARGUMENTS, overrides):
+        with reader_may_leave():
             return run(options, overrides)
     except DsEncDecError as error:
         print_error(error)

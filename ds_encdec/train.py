@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, options_meant, value
+from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, value
 from ds_encdec.config.command_line import read_arguments
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.gpus import grow_segments, has_gpu
@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if in_sagemaker:
             given = container_arguments(os.environ, given, {name for names in ARGUMENTS for name in names.split()})
         options, overrides = read_arguments(parser, ARGUMENTS, given)
-        with options_meant(ARGUMENTS, overrides):
-            return run(options, overrides, in_sagemaker=in_sagemaker)
+        return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
             print(error, flush=True)

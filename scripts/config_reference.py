@@ -62,7 +62,7 @@ ENVIRONMENT = """\
 | `WANDB_DIR` | folder of W&B's files, in the place of `infra.logging_dir` |
 | `WANDB_TAGS`, `WANDB_NOTES`, `WANDB_RUN_GROUP`, `WANDB_JOB_TYPE` | as W&B has them |
 | `HF_HOME`, `HF_HUB_CACHE`, `HF_DATASETS_CACHE` | where the hub's models and data sets are kept |
-| `HF_TOKEN` | token for private models and data sets, and for `ds-encdec push-to-hub` |
+| `HF_TOKEN` | token for private models and data sets |
 | `HF_HUB_OFFLINE`, `HF_ENDPOINT` | nothing is asked from the hub; another hub |
 | `XDG_CACHE_HOME` | its folder `ds_encdec` has what this package keeps: compiled extensions, unpacked files |
 | `TORCH_EXTENSIONS_DIR` | folder of compiled extensions, in the place of that |

@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 LAYERS = (
     ("cli",),
     ("train",),
-    ("phase_runs", "sanity_check", "doctor", "model_folders", "estimate_memory", "plan", "scale_plan", "prepare"),
+    ("phase_runs", "sanity_check", "doctor", "model_folders", "estimate_memory", "plan", "prepare"),
     ("phases",),
     ("build",),
     ("trainer",),
@@ -127,12 +127,10 @@ export nowhere out: 5
 export nowhere tests --adapter: 5
 export nowhere out --adapter --encoder-only: 2
 average nowhere: 5
-convert nowhere out --to dcp: 5
 init-model --from ./nowhere --out out: 5
 init-model --from tests --out tests: 5
 sanity-check --model nowhere: 5
 sanity-check trainning.x=1: 2
-push-to-hub nowhere a/b: 5
 report nowhere: 2
 prepare nowhere.yaml: 2
 train trainning.x=1: 2

@@ -258,10 +258,8 @@ def test_a_host_that_few_have_is_questioned() -> None:
 
 
 def test_adapters_and_frozen_parts_are_those_of_the_configuration() -> None:
-    answer = ask_json("--lora-rank", "8")
+    answer = ask_json("model.lora={r: 8}")
     assert answer["parameters"] == {"total": 1_036_517_376 + 10_092_544, "trainable": 10_092_544}
-    assert "stand for: 'model.lora={r: 8}'" in ask("--lora-rank", "8")
-    assert ask_json("model.lora={r: 8}") | {"remarks": []} == answer | {"remarks": []}
     trained = ask_json("training.freeze=encoder.*")["parameters"]
     assert trained == {"total": 1_036_517_376, "trainable": 1_036_517_376 - 440_467_456}
 
@@ -368,7 +366,6 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["--gpus", "0"], ["--gpus 0: must be at least 1"]),
         (["--gpus", "-8", "--nodes", "-1"], ["--gpus -8: must be at least 1", "--nodes -1: must be at least 1"]),
-        (["--lora-rank", "0"], ["--lora-rank 0: must be at least 1"]),
         (["--gpus", "8", "--nodes", "3"], ["--gpus 8 --nodes 3", "multiple of 3"]),
         (["--host-memory", "lots"], ["--host-memory lots: not a size"]),
         (

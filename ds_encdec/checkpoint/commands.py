@@ -1,4 +1,4 @@
-"""`ds-encdec export`, `average`, `convert`, `verify` and `push-to-hub`: their arguments, and what they do.
+"""`ds-encdec export`, `average` and `verify`: their arguments, and what they do.
 
 Torch is imported once they run.
 """
@@ -6,23 +6,22 @@ Torch is imported once they run.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ds_encdec.arguments import RATE, Arguments, flag, language, value
-from ds_encdec.engines import STATE_FORMATS
-from ds_encdec.launch.world import discover
+from ds_encdec.arguments import Arguments, flag, value
 from ds_encdec.terminal import outlive_readers
 from ds_encdec.types import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 _CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
 _WEIGHTS: Arguments = {
     "--dtype": value(
         "dtype of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"
     ),
-    "--max-shard-gb": value("largest file, in GB (default 5)", RATE, default=5.0),
 }
 _BASE: Arguments = {
     "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
@@ -32,14 +31,6 @@ EXPORT: Arguments = {
     **_CHECKPOINT,
     "out": value("folder to write; must not exist", Path),
     "--encoder-only": flag("write the encoder alone, as a text embedding model, also for sentence-transformers"),
-    "--language": value(
-        "language for the card, e.g. en (repeatable)",
-        language,
-        action="append",
-        default=[],
-        dest="languages",
-        metavar="CODE",
-    ),
     "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
     **_BASE,
     **_WEIGHTS,
@@ -51,20 +42,7 @@ AVERAGE: Arguments = {
     **_BASE,
     **_WEIGHTS,
 }
-CONVERT: Arguments = {
-    **_CHECKPOINT,
-    "out": value("checkpoint folder to write; must not exist", Path),
-    "--to": value("format of the tensors", choices=list(STATE_FORMATS), required=True),
-}
-
 VERIFY: Arguments = {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)}
-PUSH_TO_HUB: Arguments = {
-    "folder": value("exported folder", Path),
-    "repo_id": value("OWNER/NAME of the repository, made where there is none"),
-    "--private": flag("create a private repository"),
-    "--revision": value("branch (default main)", metavar="BRANCH"),
-    "--message": value("message of the commit", metavar="TEXT"),
-}
 
 
 def run_export(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -79,8 +57,8 @@ def run_export(options: argparse.Namespace, _: Sequence[str]) -> None:
     else:
         from ds_encdec.checkpoint.export import export_checkpoint
 
-        how = {name: getattr(options, name) for name in ("encoder_only", "base", "languages")}
-        export_checkpoint(options.checkpoint, options.out, **how, **_weight_options(options))
+        how: dict[str, Any] = {"dtype": _dtype(options), "encoder_only": options.encoder_only, "base": options.base}
+        export_checkpoint(options.checkpoint, options.out, **how)
     print(f"exported to {options.out}")
 
 
@@ -95,23 +73,9 @@ def run_average(options: argparse.Namespace, _: Sequence[str]) -> None:
     refuse_existing(out := options.out or run.averaged)
     from ds_encdec.checkpoint.export import average_checkpoints  # torch: once there is a run
 
-    steps = average_checkpoints(run, out, last=options.last, base=options.base, **_weight_options(options))
+    steps = average_checkpoints(run, out, last=options.last, base=options.base, dtype=_dtype(options))
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
     print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
-
-
-def run_convert(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Write a checkpoint in the files of another engine."""
-    from ds_encdec.config.schema import load_config
-
-    _require_sound(options.checkpoint, options.out)
-    engine = f"infra.distributed_type={STATE_FORMATS[options.to].name}"
-    load_config(options.checkpoint.expanduser() / "config.yaml", [engine, *overrides])
-    from ds_encdec.checkpoint.export import convert_checkpoint  # torch: once the configuration is sound
-
-    convert_checkpoint(options.checkpoint, options.out, to=options.to, overrides=overrides)
-    if discover(os.environ).is_main:
-        print(f"converted to {options.out} ({options.to})")
 
 
 def run_verify(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -125,14 +89,6 @@ def run_verify(options: argparse.Namespace, _: Sequence[str]) -> None:
         print(whole, flush=True)
 
 
-def run_push_to_hub(options: argparse.Namespace, _: Sequence[str]) -> None:
-    """Upload an exported folder."""
-    from ds_encdec.checkpoint.hub import push_to_hub
-
-    how = {name: getattr(options, name) for name in ("private", "revision", "message")}
-    print(f"uploaded: {push_to_hub(options.folder, options.repo_id, **how)}")
-
-
 def _require_sound(checkpoint: Path, out: Path) -> None:
     """Refuse what is no checkpoint, and a folder that cannot be written: before torch is imported."""
     from ds_encdec.checkpoint.folder import refuse_existing
@@ -142,7 +98,8 @@ def _require_sound(checkpoint: Path, out: Path) -> None:
     read_manifest(checkpoint.expanduser().resolve())
 
 
-def _weight_options(options: argparse.Namespace) -> dict[str, Any]:
+def _dtype(options: argparse.Namespace) -> torch.dtype:
     import torch
 
-    return {"dtype": getattr(torch, options.dtype), "max_shard_bytes": int(options.max_shard_gb * 1e9)}
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    return dtype

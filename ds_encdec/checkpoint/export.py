@@ -1,4 +1,4 @@
-"""A checkpoint in other forms: as a Hugging Face folder, averaged with its neighbours, in another engine's files.
+"""A checkpoint in other forms: as a Hugging Face folder, or averaged with its neighbours.
 
 The Hugging Face folder carries the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder,
 trust_remote_code=True)` (or `AutoModel`, for an encoder alone) loads it where ds_encdec and deepspeed are not
@@ -6,20 +6,14 @@ installed. Its README.md is a model card, written from the facts of its run.
 
 Weights late on a trajectory scatter around a better point than any of them (Izmailov et al., arXiv 1803.05407), hence
 the mean of a run's last checkpoints.
-
-`ds-encdec convert` writes a checkpoint in the files of a certain engine, for tools that read those. Runs resume from
-any checkpoint as it is; nothing has to be converted for that. The engine is built on the CPU, loads the checkpoint and
-saves itself, so that its files are what it writes in training.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Sequence
-from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,23 +24,11 @@ from transformers import GenerationConfig
 
 from ds_encdec.checkpoint.adapters import trained_weights
 from ds_encdec.checkpoint.export_files import write_sentence_transformers, write_tokenizer
-from ds_encdec.checkpoint.folder import (
-    Checkpoint,
-    committed_steps,
-    refuse_existing,
-    written_shards,
-    written_whole,
-)
-from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest, seal, verify_checkpoint
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps, refuse_existing, written_whole
+from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.checkpoint.model_card import model_card
-from ds_encdec.checkpoint.saved_state import open_saved_state
-from ds_encdec.config.schema import FullConfig, load_config, load_saved
-from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.engines import STATE_FORMATS, EngineSpec
-from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.config.schema import load_saved
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.world import discover
 from ds_encdec.model import attention, attention_kernels, configuration, encoder, loss, loss_kernel, modeling, precision
 from ds_encdec.model.cache_check import check_cache
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
@@ -55,7 +37,7 @@ from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
 from ds_encdec.quantities import count
 from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import CheckpointError, ConfigError, WeightSource
+from ds_encdec.types import CheckpointError, WeightSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -72,12 +54,9 @@ ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel
 MIN_AVERAGED = 3
 """Checkpoints that a run must have left for their mean to be written at its end."""
 MAX_SHARD_BYTES = 5_000_000_000
-"""Largest safetensors file of an export, as Hugging Face cuts them; `ds-encdec export` has the same default."""
+"""Largest safetensors file of an export, as Hugging Face cuts them."""
 _MAX_GAP = 2
 """`training.save_steps` between neighbours: two, because one save may have failed."""
-
-_TIMEOUT = timedelta(hours=2)
-"""How long ranks wait for each other at most, which is mostly while rank 0 hashes the checkpoint."""
 
 
 def export_hf(
@@ -136,15 +115,13 @@ def export_checkpoint(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
-    languages: Sequence[str] = (),
     replace: bool = False,
     base: str | None = None,
 ) -> None:
     """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
 
-    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `languages`: codes such as `en` for the
-    card, instead of what the base's says. `replace`: an earlier export at `out` makes way once this one is complete.
-    `base`: where the base of adapters is now. Raises CheckpointError.
+    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: an earlier export at `out` makes
+    way once this one is complete. `base`: where the base of adapters is now. Raises CheckpointError.
     """
     out, path = Path(out).expanduser(), Path(checkpoint).expanduser().resolve()
     if not replace:
@@ -158,7 +135,6 @@ def export_checkpoint(
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
         encoder_only=encoder_only,
-        languages=languages,
         replace=replace,
     )
 
@@ -171,7 +147,6 @@ def _export_trained(
     *,
     field: str,
     encoder_only: bool = False,
-    languages: Sequence[str] = (),
     **how: Any,
 ) -> None:
     """Export `weights`, `described` in words, with the tokenizer, the configuration and the facts of `checkpoint`.
@@ -187,9 +162,7 @@ def _export_trained(
         Qwen3EncoderConfig.of(config) if encoder_only else config,
         pretrained_tokenizer(str(checkpoint / "model"), field=field),
         out,
-        card=model_card(
-            run, state, described, encoder_only=encoder_only, languages=languages, forms=_input_forms(saved)
-        ),
+        card=model_card(run, state, described, encoder_only=encoder_only, forms=_input_forms(saved)),
         longest_text=run.data.max_encoder_length,
         **how,
     )
@@ -309,66 +282,3 @@ def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
                     f"{first[0].name} and {path.name} are of different models, which have no average: {field} is "
                     f"{expected!r} in the one and {found.get(field)!r} in the other."
                 )
-
-
-def convert_checkpoint(checkpoint: Path, out: Path, *, to: str, overrides: Sequence[str] = ()) -> None:
-    """Write `checkpoint` to the new checkpoint folder `out` in the format `to`, a key of `engines.STATE_FORMATS`.
-
-    Called by one process, or by N ranks, which write N shards. Weights, moments and counters are equal to the bit. What
-    else a checkpoint holds is copied, with the engine and `overrides` (`section.field=value`) in config.yaml; of these
-    `infra.sharding_stage` says how the state is cut. Raises CheckpointError for a damaged checkpoint and where `out`
-    exists, and ConfigError where the configuration asks for what the engine cannot do.
-    """
-    source, world, row = checkpoint.expanduser().resolve(), discover(os.environ), STATE_FORMATS[to]
-    refuse_existing(out)
-    step = read_manifest(source).step  # what is no checkpoint is called that
-    config = load_config(source / "config.yaml", [f"infra.distributed_type={row.name}", *overrides])
-    if resolve_engine(config) != row.name:
-        raise ConfigError(
-            f"infra.distributed_type={config.infra.distributed_type} is not the engine that --to asks for"
-        )
-    device = choose_device("cpu", world)
-    init_process_group(world, device, _TIMEOUT, row.name)
-    collectives = HostCollectives(_TIMEOUT)
-    collectives.on_rank_zero(lambda: verify_checkpoint(source))
-    with written_whole(out, collectives) as (unfinished, writing):
-        saved = collectives.on_every_rank(lambda: open_saved_state(source, verified=True))
-        model_config = Qwen3Seq2SeqConfig.from_pretrained(source / "model")
-        written_as = _writing_config(config, row, world.world_size)
-        engine = create_engine(written_as, RunContext(world, device, row.name, collectives), model_config, None, 1)
-        engine.load(saved)
-
-        @writing.refusals_told()
-        def write_rest() -> None:
-            for name in ("trainer.json", "data.json"):
-                shutil.copyfile(source / name, unfinished / name)
-            shutil.copytree(source / "model", unfinished / "model")
-            config.to_yaml(unfinished / "config.yaml")
-            seal(unfinished, step=step, world_size=world.world_size, engine=row.name, engine_files=records)
-
-        records = written_shards(engine.stage(unfinished, copy=False), unfinished, writing, collectives)
-        engine.close()
-        collectives.on_rank_zero(write_rest)
-    shutdown()
-
-
-def _writing_config(config: FullConfig, row: EngineSpec, ranks: int) -> FullConfig:
-    """`config` as an engine takes it here: float32 on the CPU, nothing that only training needs.
-
-    Stages keep what they shard, but not over whom.
-    """
-    stage = config.infra.sharding_stage.removesuffix("_hybrid")
-    training = {"bf16": False, "fp16": False, "activation_checkpointing": "none"}
-    return FullConfig.model_validate(
-        {
-            **config.model_dump(),
-            "training": config.training.model_dump() | training | {"torch_compile": False},
-            "infra": {
-                "distributed_type": config.infra.distributed_type,
-                "num_gpus": ranks,
-                "device": "cpu",
-                "sharding_stage": row.converted_as.get(stage, stage),
-                "offload_optimizer": "none",
-            },
-        }
-    )

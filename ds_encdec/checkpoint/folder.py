@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -108,45 +108,28 @@ def delete(path: Path) -> None:
 
 
 @contextmanager
-def written_whole(
-    out: Path, collectives: HostCollectives | None = None, *, replace: bool = False
-) -> Iterator[tuple[Path, Writing]]:
+def written_whole(out: Path, *, replace: bool = False) -> Iterator[tuple[Path, Writing]]:
     """Wraps the writing of a folder: where to write it, which is named `out` at the end, or removed by what goes wrong.
 
-    One process writes it, or with `collectives` all ranks do, which leave this together. The Writing must be given the
-    bytes to come (`require_space`). Only a kill leaves something else behind, which the next attempt mends
-    (`clear_leftovers`). Raises CheckpointError where `out` exists and is not empty, unless it is to be replaced, and
-    DiskRefusedError where the file system takes no more.
+    The Writing must be given the bytes to come (`require_space`). Only a kill leaves something else behind, which the
+    next attempt mends (`clear_leftovers`). Raises CheckpointError where `out` exists and is not empty, unless it is to
+    be replaced, and DiskRefusedError where the file system takes no more.
     """
-    several = collectives is not None and collectives.world_size > 1
-    advice = "Free space there, or name a folder on another file system."
-    writing = Writing(out.absolute().parent, str(out), advice, collectives.rank if collectives and several else None)
-
-    def on_rank_zero(action: Callable[[], object]) -> None:
-        told = writing.refusals_told()(action)
-        collectives.on_rank_zero(told) if collectives is not None else told()
-
-    def start() -> None:
-        clear_leftovers(out.absolute().parent, glob.escape(out.name))
-        if not replace:
-            refuse_existing(out)
-        begin(out)
-
-    def commit() -> None:
-        for path in (unfinished(out), *unfinished(out).rglob("*")):
-            flush_folder(path)  # a network's file system may refuse only now
-        replaced = name_it(out)
-        flush_folder(out.absolute().parent)
-        delete(replaced)
-
+    writing = Writing(out.absolute().parent, str(out), "Free space there, or name a folder on another file system.")
     try:
-        on_rank_zero(start)
         with writing.refusals_told():
+            clear_leftovers(out.absolute().parent, glob.escape(out.name))
+            if not replace:
+                refuse_existing(out)
+            begin(out)
             yield unfinished(out), writing
-        on_rank_zero(commit)
+            for path in (unfinished(out), *unfinished(out).rglob("*")):
+                flush_folder(path)  # a network's file system may refuse only now
+            replaced = name_it(out)
+            flush_folder(out.absolute().parent)
+            delete(replaced)
     except BaseException:
-        if not writing.rank:
-            shutil.rmtree(unfinished(out), ignore_errors=True)
+        shutil.rmtree(unfinished(out), ignore_errors=True)
         raise
 
 

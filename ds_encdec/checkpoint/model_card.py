@@ -33,7 +33,6 @@ def model_card(
     weights: str,
     *,
     encoder_only: bool = False,
-    languages: Sequence[str] = (),
     forms: Sequence[str] = (),
 ) -> str:
     """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
@@ -65,7 +64,7 @@ def model_card(
         "Seed": str(training.seed),
         "Loads under": _tried(),
     }
-    return _card(rows, config, encoder_only, languages, is_chat=is_chat_alone(forms))
+    return _card(rows, config, encoder_only, is_chat=is_chat_alone(forms))
 
 
 def _tried() -> str:
@@ -97,14 +96,13 @@ def _card(
     rows: Mapping[str, str],
     config: FullConfig | None,
     encoder_only: bool = False,
-    languages: Sequence[str] = (),
     *,
     is_chat: bool = False,
 ) -> str:
     objective = OBJECTIVES["ul2" if config is None else config.data.objective]
     return str(
         ModelCard.from_template(
-            _header(config, objective=objective.tag, encoder_only=encoder_only, languages=languages),
+            _header(config, objective=objective.tag, encoder_only=encoder_only),
             template_path=str(_TEMPLATE),
             rows=rows,
             encoder=encoder_only,
@@ -115,18 +113,16 @@ def _card(
     )
 
 
-def _header(config: FullConfig | None, *, objective: str, encoder_only: bool, languages: Sequence[str]) -> Any:
+def _header(config: FullConfig | None, *, objective: str, encoder_only: bool) -> Any:
     """The header of a model that `config` trained, or (None) of one that was not trained.
 
-    It says nothing that is not known: names are those that can be on the hub, the language is `languages` (codes such
-    as `en`) or what the card of the model it started from says.
+    It says nothing that is not known: names are those that can be on the hub, and licence and language are those of
+    the card of the model it started from.
 
     The whole model has no `pipeline_tag`: version 5 of transformers has no pipeline for encoder-decoders of text.
     """
     tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
     facts: dict[str, Any] = {} if config is None else _origin(config)
-    if languages:
-        facts["language"] = list(languages)
     return ModelCardData(
         library_name="sentence-transformers" if encoder_only else "transformers",
         pipeline_tag="feature-extraction" if encoder_only else None,

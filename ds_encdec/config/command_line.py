@@ -47,7 +47,7 @@ def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tu
         option = name if name in options or not name.startswith("--") else f"--{name[2:].replace('_', '-')}"
         if option in options:
             own.append(f"{option}{equals}{text}")
-            for _ in range(0 if equals else _values_of(options[option], remaining)):
+            if remaining and not equals and options[option].get("action") != "store_true":
                 own.append(remaining.pop(0))
         elif not takes_settings:
             own.append(word)
@@ -60,13 +60,3 @@ def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tu
         else:
             (settings if _ASSIGNED.match(word) and not word.startswith("-") else own).append(word)
     return own, settings
-
-
-def _values_of(option: dict[str, object], following: Sequence[str]) -> int:
-    """How many of the arguments behind an option are its values."""
-    if option.get("action") == "store_true":
-        return 0
-    if option.get("nargs") != "+":
-        return min(1, len(following))
-    ends = (n for n, word in enumerate(following) if word.startswith("-") or _ASSIGNED.match(word))
-    return next(ends, len(following))

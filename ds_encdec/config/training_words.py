@@ -254,11 +254,11 @@ TRAINING_WORDS: tuple[Word, ...] = (
         "hf llama titan",
         "checkpoints hold what a resume needs; the model alone is in export/final",
     ),
-    Word("push_to_hub", "hf", values={"false": {}}, why="it is a step of its own: `ds-encdec push-to-hub`"),
+    Word("push_to_hub", "hf", values={"false": {}}, why="it is a step of its own: `hf upload`"),
     left_out(
         "hub_model_id hub_token hub_strategy hub_private_repo hub_always_push hub_revision",
         "hf axolotl",
-        "nothing is pushed in a run: `ds-encdec push-to-hub` takes the name, and HF_TOKEN the token",
+        "nothing is pushed in a run: `hf upload` takes the name",
     ),
     left_out("gc_freq gc_debug print_args enable_profiling profile_freq", "titan", "a run measures itself"),
     left_out("debug strict", "axolotl accelerate", "nothing of it is needed"),

@@ -52,11 +52,10 @@ EVALUATE: Arguments = {
     "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
     "--metrics": value(
         f"metrics to compute (default: all that need no model): some of {','.join(TEXT_METRICS)}, or `module:name`",
-        nargs="+",
-        metavar="M",
+        lambda text: [name for name in text.split(",") if name],
+        metavar="M,M",
     ),
     "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
-    "--bertscore-layer": value("its layer (default: the one known to be best, else the last)", COUNT, metavar="N"),
     "--out": value(
         "folder to write into (default MODEL-SPLIT beside the model, or the next such that is free)",
         Path,
@@ -76,7 +75,6 @@ _UNITS = {
     "loss": "nats per token of the reference",
     "perplexity": "",
     "token_accuracy": "% of the reference's tokens, given those before",
-    "unigram_accuracy": "% by always writing the commonest token",
     "exact_match": "%",
 }
 
@@ -102,7 +100,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     settings = _chosen(options)
     if options.metrics and not settings.max_new_tokens:
         raise ConfigError("--metrics compares generated texts, and --max-new-tokens 0 generates none: give one of them")
-    names = list(dict.fromkeys(name for names in options.metrics or () for name in names.split(",") if name))
+    names = list(dict.fromkeys(options.metrics or ()))
     if not names and settings.max_new_tokens:
         names = [name for name, row in TEXT_METRICS.items() if options.bertscore_model or not row.needs_model]
         names, left_out = usable(names)
@@ -113,7 +111,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.config.schema import load_config
     from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics
 
-    bertscore = BertScoreModel(options.bertscore_model, options.bertscore_layer) if options.bertscore_model else None
+    bertscore = BertScoreModel(options.bertscore_model) if options.bertscore_model else None
     is_ours(options.model)
     config = load_config(options.config or run_config(options.model), overrides, unread=["training"])
     check_metrics(names, bertscore)

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -75,12 +74,11 @@ def generate_batch(
     encoder_ids: Sequence[TokenIds],
     numbers: Sequence[int],
     settings: GenerationSettings,
-    stopping: StoppingCriteriaList | None = None,
     streamer: BaseStreamer | None = None,
 ) -> list[list[int]]:
     """The tokens for the inputs `numbers` of `encoder_ids`, as one batch; see `generate`.
 
-    `stopping`: further reasons to end a row, as transformers takes them. `streamer` is told each token of a single row.
+    `streamer` receives each token of a single row.
     """
     if not settings.max_new_tokens:
         return [[] for _ in numbers]
@@ -92,7 +90,6 @@ def generate_batch(
             attention_mask=mask,
             generation_config=config,
             logits_processor=_sampling(settings, numbers),
-            stopping_criteria=stopping or StoppingCriteriaList(),
             streamer=streamer,
         )
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]

@@ -28,17 +28,16 @@ ROUGE_TYPES = TEXT_METRICS["rouge"].figures
 
 @dataclass(frozen=True, slots=True)
 class BertScoreModel:
-    """The model that BERTScore compares tokens with: a folder, and the layer whose states it takes.
-
-    `layer` None: the one that bert-score's authors found best for a model of the folder's name, else the last.
-    """
+    """The folder of the model that BERTScore compares tokens with, and where it computes."""
 
     folder: Path
-    layer: int | None = None
     device: str | None = None
 
     def chosen_layer(self) -> int:
-        """The layer, counted from 1. Raises ConfigError for a folder without a model, or without such a layer."""
+        """The layer that is compared, counted from 1: bert-score's choice for a model of this name, or the last.
+
+        Raises ConfigError for a folder without a model.
+        """
         try:
             config = json.loads((self.folder / "config.json").read_text())
         except (OSError, ValueError) as error:
@@ -49,10 +48,7 @@ class BertScoreModel:
 
         known = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
         last = int(config.get("num_hidden_layers") or config.get("num_layers") or config.get("n_layers") or 0)
-        layer = self.layer or known.get(self.folder.resolve().name) or last
-        if not 0 < layer <= last:
-            raise ConfigError(f"--bertscore-layer {layer}: {self.folder} has {last} layers")
-        return layer
+        return known.get(self.folder.resolve().name) or last
 
 
 def check_metrics(

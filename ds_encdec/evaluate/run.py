@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -224,7 +223,7 @@ def _finish(
     figures = {
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        **_accuracies(examples, records, special),
+        **_token_accuracy(examples, records, special),
         **score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out),
     }
     longest = sum(record["generated_tokens"] >= (settings.max_new_tokens or math.inf) for record in records)
@@ -235,19 +234,13 @@ def _finish(
     return found
 
 
-def _accuracies(
+def _token_accuracy(
     examples: Sequence[TextExample], records: Sequence[Mapping[str, Any]], special: set[int]
 ) -> dict[str, float]:
-    """The shares of the targets' tokens of text that were the likeliest, and that are the commonest one.
-
-    There are none where an earlier version made a part of the records, or there is no such token.
-    """
-    counts = Counter(token for example in examples for token in example.decoder_ids.tolist() if token not in special)
-    if not counts or not all("right_tokens" in record for record in records):
-        return {}
+    """The share of the targets' tokens of text that the model found the likeliest; empty where there are none."""
+    tokens = sum(token not in special for example in examples for token in example.decoder_ids.tolist())
     right = sum(record["right_tokens"] for record in records)
-    commonest = counts.most_common(1)[0][1]
-    return {"token_accuracy": 100 * right / counts.total(), "unigram_accuracy": 100 * commonest / counts.total()}
+    return {"token_accuracy": 100 * right / tokens} if tokens else {}
 
 
 @contextmanager

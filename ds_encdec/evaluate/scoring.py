@@ -1,4 +1,4 @@
-"""How likely a model finds given targets: the loss on references, and the choices of multiple-choice tasks."""
+"""How likely a model finds given targets: the loss on references."""
 
 from __future__ import annotations
 
@@ -26,11 +26,6 @@ class TargetScore(NamedTuple):
 
     log_probability: float
     hits: list[bool]
-
-    @property
-    def is_greedy(self) -> bool:
-        """True where the target is what a greedy search finds."""
-        return all(self.hits)
 
 
 @torch.no_grad()

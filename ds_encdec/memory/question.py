@@ -37,7 +37,6 @@ Found = TypeVar("Found")
 _STANDS_FOR = {
     "--gpus": ("infra.num_gpus",),
     "--model": ("model.model_name_or_path", "model.architecture"),
-    "--lora-rank": ("model.lora",),
 }
 """Fields that an option of the command line sets."""
 
@@ -76,17 +75,16 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     host_bytes = parse_bytes(options.host_memory or "")
     if options.host_memory is not None and (host_bytes or 0) < GIB:
         problems.append(f"--host-memory {options.host_memory}: not a size of a machine; write 512GiB, 1TB or bytes")
-    counts = {"--gpus": options.gpus, "--nodes": options.nodes, "--lora-rank": options.lora_rank}
+    counts = {"--gpus": options.gpus, "--nodes": options.nodes}
     wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
-    given = {"--gpus": options.gpus, "--model": options.model, "--lora-rank": options.lora_rank}
+    given = {"--gpus": options.gpus, "--model": options.model}
     problems += [*wrong, *contradictions(given, overrides)]
     name = json.dumps(options.model)
     model = [f"model.model_name_or_path={name}", "model.architecture=null"] if options.model is not None else []
     gpus = [f"infra.num_gpus={options.gpus}"] if options.gpus is not None and options.gpus > 0 else []
-    lora = [f"model.lora={{r: {options.lora_rank}}}"] if (options.lora_rank or 0) > 0 else []
     config = _attempt(
         problems,
-        lambda: load_config(options.config, [*model, *gpus, *lora, *overrides], options.deepspeed_config),
+        lambda: load_config(options.config, [*model, *gpus, *overrides], options.deepspeed_config),
     )
     if config is not None:
         if options.gpu and config.infra.device == "cpu":
@@ -108,7 +106,7 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         if asked.fits(variant(asked.job, {})):
             break
     chosen = [] if recomputes is None else [f"{recomputes}."]
-    return replace(asked, remarks=(*chosen, *_remarks(options, [*model, *lora], config, asked)))
+    return replace(asked, remarks=(*chosen, *_remarks(options, model, config, asked)))
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -121,7 +119,7 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
 
 
 def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, asked: Question) -> list[str]:
-    """How the question was understood. `model`: the overrides that --model and --lora-rank stand for."""
+    """How the question was understood. `model`: the overrides that --model stands for."""
     training = asked.job.config.training
     keys = ", ".join(not_estimated(asked.job)) if config.infra.deepspeed_extra else ""
     remarks = (

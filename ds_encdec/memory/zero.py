@@ -194,16 +194,6 @@ def _rendered(job: Job) -> dict[str, Any]:
     )
 
 
-def gradient_bytes(job: Job) -> int:
-    """Bytes of one number of the gradients in DeepSpeed's collectives."""
-    return _bytes(_rendered(job), "communication_data_type", job.compute_bytes)
-
-
-def kept_parameters(job: Job) -> int:
-    """Parameters that stage 3 keeps gathered from a forward pass to its backward pass, so that they come but once."""
-    return min(job.parameters, _kept(_Settings(job)))
-
-
 def _kept(s: _Settings) -> int:
     # The way back counts for the distance, but for leaves, whose search for the next use ends with the whole model's
     # turn: __params_to_release, which then looks into every module.

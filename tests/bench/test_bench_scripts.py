@@ -53,15 +53,6 @@ def test_data_pipelines_take_turns(tmp_path: Path) -> None:
     assert other < ours <= 1
 
 
-def test_curves_have_a_row_for_each_point(tmp_path: Path) -> None:
-    few = ("--points", "2", "--steps", "1", "--rounds", "1")
-    found = rows(
-        "scaling.py", tmp_path, "--curves", "depth", "--contender", "bare_loop", "--size", json.dumps(TINY), *few
-    )
-    assert [row["point"] for row in found] == ["layers 1", "layers 2"]
-    assert found[0]["tokens a step"] == found[1]["tokens a step"]
-
-
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.12"), reason="torch 2.11 has no shapes for addmm's out_dtype"
 )

@@ -13,7 +13,7 @@ from ds_encdec.config.rewording import given_fields
 from ds_encdec.config.schema import load_config
 from ds_encdec.types import ConfigError
 
-NEEDED = {"convert": ["run", "out", "--to", "dcp"], "evaluate": ["--model", "folder"]}
+NEEDED = {"evaluate": ["--model", "folder"]}
 WITH_SETTINGS = sorted(name for name, (_, takes_settings, _) in cli.VERBS.items() if takes_settings)
 
 

@@ -13,7 +13,6 @@ from huggingface_hub import constants
 from ds_encdec.config.schema import load_config
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, checkpoint_bytes, make_job, run_sizes
-from ds_encdec.memory.traffic import fsdp_traffic
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.types import ConfigError
 
@@ -171,7 +170,4 @@ def test_matrices_that_muon_steps_have_one_moment() -> None:
     matrices = 56 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
     assert sum(prod(shape) for _, shape in muon.stepped_matrices) == matrices
     assert checkpoint_bytes(adamw) - checkpoint_bytes(muon) == 4 * matrices
-    sent = [one for one in fsdp_traffic(muon) if one not in list(fsdp_traffic(adamw))]
-    # In bf16 there and back, an eighth of them on each rank; of five shapes, two with 112 matrices and three with 56.
-    assert sent == [("weights", "shards", 2 * 2 * matrices / 8, 2 * (14 + 7 + 7 + 7 + 14))]
     assert fsdp_memory(adamw).resting.optimizer - fsdp_memory(muon).resting.optimizer == 4 * matrices / 8

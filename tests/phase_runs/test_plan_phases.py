@@ -89,20 +89,14 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str
     assert message in capsys.readouterr().err
 
 
-def test_plan_has_the_same_information(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_dry_run_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
     rate = ("--tokens-per-second", "400000", "--price-per-gpu-hour", "3", "--config", QUICKSTART)
-    printed = []
-    for verb in (["phases", "--dry-run"], ["plan", "--phases"]):
-        for form in ([], ["--json"]):
-            assert main([*verb, *rate, *form]) == 0
-            printed.append(capsys.readouterr().out)
-    assert printed[:2] == printed[2:]
-    table = printed[0].splitlines()
+    assert main(["phases", "--dry-run", *rate]) == 0
+    printed = capsys.readouterr().out
+    table = printed.splitlines()
     assert re.split("  +", table[0].strip()) == ["phase", "ends after", "runs", "time", "USD"]
     assert "1 s" in table[1]
-    assert "a step, padding included, on 2 ranks as" in printed[0]
-    assert main(["plan", "--phases", "--tokens", "5B"]) == 2
-    assert "--tokens and --nodes are about a single run" in capsys.readouterr().err
+    assert "a step, padding included, on 2 ranks as" in printed
 
 
 def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
