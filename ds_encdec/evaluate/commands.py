@@ -109,12 +109,11 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.device == "cuda" and not has_gpu():
         raise no_gpu("no GPU", "--device cuda")
     from ds_encdec.config.schema import load_config
-    from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics
+    from ds_encdec.evaluate.metrics import check_metrics
 
-    bertscore = BertScoreModel(options.bertscore_model) if options.bertscore_model else None
     is_ours(options.model)
     config = load_config(options.config or run_config(options.model), overrides, unread=["training"])
-    check_metrics(names, bertscore)
+    check_metrics(names, options.bertscore_model)
     if options.max_new_tokens is None:
         settings = replace(settings, max_new_tokens=config.data.max_decoder_length)
     from ds_encdec.evaluate.run import evaluate  # torch: once arguments and configuration are sound
@@ -128,7 +127,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             settings=settings,
             metrics=names,
             max_samples=options.max_samples,
-            bertscore_model=bertscore,
+            bertscore_model=options.bertscore_model,
             device=options.device,
             dtype=options.dtype,
         )

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -26,34 +25,25 @@ if TYPE_CHECKING:
 ROUGE_TYPES = TEXT_METRICS["rouge"].figures
 
 
-@dataclass(frozen=True, slots=True)
-class BertScoreModel:
-    """The folder of the model that BERTScore compares tokens with, and where it computes."""
+def bertscore_layer(folder: Path) -> int:
+    """The layer, from 1, that BERTScore compares: bert-score's choice for a model of this folder's name, or the last.
 
-    folder: Path
-    device: str | None = None
+    Raises ConfigError for a folder without a model.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--bertscore-model: {folder} is not a model folder: its config.json cannot be read ({error})"
+        ) from error
+    from bert_score.utils import model2layers  # torch: once the folder is sound
 
-    def chosen_layer(self) -> int:
-        """The layer that is compared, counted from 1: bert-score's choice for a model of this name, or the last.
-
-        Raises ConfigError for a folder without a model.
-        """
-        try:
-            config = json.loads((self.folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"--bertscore-model: {self.folder} is not a model folder: its config.json cannot be read ({error})"
-            ) from error
-        from bert_score.utils import model2layers  # torch: once the folder is sound
-
-        known = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
-        last = int(config.get("num_hidden_layers") or config.get("num_layers") or config.get("n_layers") or 0)
-        return known.get(self.folder.resolve().name) or last
+    known = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
+    last = int(config.get("num_hidden_layers") or config.get("num_layers") or config.get("n_layers") or 0)
+    return known.get(folder.resolve().name) or last
 
 
-def check_metrics(
-    names: Iterable[str], bertscore_model: BertScoreModel | None = None, *, field: str = "--metrics"
-) -> None:
+def check_metrics(names: Iterable[str], bertscore_model: Path | None = None, *, field: str = "--metrics") -> None:
     """Raise ConfigError where a metric is unknown or cannot be called, or a package or model that it needs is missing.
 
     `field`: where the user has named it.
@@ -70,7 +60,7 @@ def check_metrics(
     if needs_model := [name for name in names if rows[name].needs_model]:
         if bertscore_model is None:
             raise ConfigError(f"{needs_model[0]} compares texts by a model: name its folder in --bertscore-model")
-        bertscore_model.chosen_layer()
+        bertscore_layer(bertscore_model)
 
 
 def score_texts(
@@ -78,7 +68,7 @@ def score_texts(
     predictions: Sequence[str],
     references: Sequence[str],
     *,
-    bertscore_model: BertScoreModel | None = None,
+    bertscore_model: Path | None = None,
     left_out: dict[str, str] | None = None,
 ) -> dict[str, float]:
     """All figures of the metrics `names` over the pairs of texts, of which there must be one at least.
@@ -151,9 +141,7 @@ def bleu(predictions: Sequence[str], references: Sequence[str]) -> dict[str, flo
     return {"bleu": corpus_bleu(predictions, [references]).score}
 
 
-def bertscore(
-    predictions: Sequence[str], references: Sequence[str], *, bertscore_model: BertScoreModel
-) -> dict[str, float]:
+def bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscore_model: Path) -> dict[str, float]:
     """Mean precision, recall and F1 of the tokens' best cosines, without rescaling. A text without words scores 0."""
     from bert_score import score
     from transformers.utils.logging import disable_progress_bar
@@ -163,9 +151,9 @@ def bertscore(
     pairs = [pair for pair in zip(predictions, references, strict=True) if all(text.strip() for text in pair)]
     if not pairs:
         return dict.fromkeys(names, 0.0)
-    folder, layer = str(bertscore_model.folder), bertscore_model.chosen_layer()
+    folder, layer = str(bertscore_model), bertscore_layer(bertscore_model)
     try:
-        parts = score(*zip(*pairs, strict=True), model_type=folder, num_layers=layer, device=bertscore_model.device)
+        parts = score(*zip(*pairs, strict=True), model_type=folder, num_layers=layer)
     except OverflowError as error:  # bert-score hands model_max_length on, which is 1e30 where a tokenizer has none
         raise ConfigError(
             f"--bertscore-model: the tokenizer in {folder} does not say how long a text may be; add "

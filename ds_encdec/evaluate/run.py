@@ -28,7 +28,7 @@ from ds_encdec.data.splits import TextExample, TrainedData, split_examples
 from ds_encdec.data.tables import resolve_commits
 from ds_encdec.evaluate.folders import default_outs, is_ours
 from ds_encdec.evaluate.generation import generate_batch, plan_batches, special_ids, text_of
-from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, rouge_scorer, same_words, score_texts
+from ds_encdec.evaluate.metrics import check_metrics, rouge_scorer, same_words, score_texts
 from ds_encdec.evaluate.models import open_model, open_tokenizer
 from ds_encdec.evaluate.predictions import Predictions, claim, is_free, model_digest
 from ds_encdec.evaluate.scoring import score_targets
@@ -58,7 +58,7 @@ def evaluate(
     settings: GenerationSettings,
     metrics: Sequence[str],
     max_samples: int | None = None,
-    bertscore_model: BertScoreModel | None = None,
+    bertscore_model: Path | None = None,
     device: Literal["cuda", "cpu", "auto"] = "auto",
     dtype: str | None = None,
 ) -> tuple[Path, dict[str, Any]]:
@@ -202,7 +202,7 @@ def _finish(
     out: Path,
     examples: Sequence[TextExample],
     metrics: Sequence[str],
-    bertscore_model: BertScoreModel | None,
+    bertscore_model: Path | None,
     settings: GenerationSettings,
     facts: Mapping[str, Any],
     special: set[int],

@@ -63,12 +63,6 @@ def test_a_switch_takes_a_value_but_no_configuration() -> None:
     assert (options.config, options.gpus, options.host_memory) == (Path("quickstart"), 4, "1TB")
 
 
-def test_an_option_of_several_values_ends_where_settings_begin() -> None:
-    given = ["evaluate", "--model", "m", "--metrics", "rouge", "bleu", "data.seed=1", "--max_samples", "5"]
-    options, settings = cli._read(cli._parser(of=["evaluate"]), given)
-    assert (options.metrics, options.max_samples, settings) == (["rouge", "bleu"], 5, ["data.seed=1"])
-
-
 def test_of_pythons_callers_too() -> None:
     overrides = ["--max_steps", "-1", "--training.seed", "5", "--full_ft", "--lr_scheduler", "constant"]
     config = load_config(None, overrides)

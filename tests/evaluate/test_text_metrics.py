@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from ds_encdec.evaluate.metrics import BertScoreModel, check_metrics, score_texts
+from ds_encdec.evaluate.metrics import bertscore_layer, check_metrics, score_texts
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, usable
 from ds_encdec.types import ConfigError
 
@@ -53,13 +53,11 @@ def bert(tmp_path: Path) -> Path:
 
 
 def test_bertscore_compares_states_of_a_local_models_layer(bert: Path) -> None:
-    def f1(predictions: list[str], layer: int | None = None) -> float:
-        return score_texts(["bertscore"], predictions, REFERENCES, bertscore_model=BertScoreModel(bert, layer))[
-            "bertscore_f1"
-        ]
+    def f1(predictions: list[str]) -> float:
+        return score_texts(["bertscore"], predictions, REFERENCES, bertscore_model=bert)["bertscore_f1"]
 
     assert f1(REFERENCES) == pytest.approx(100, abs=1e-4)
-    assert f1(PREDICTIONS) == f1(PREDICTIONS, 2) != f1(PREDICTIONS, 1)  # the last layer, where none is known
+    assert bertscore_layer(bert) == 2  # the last one, where none is known
     assert f1([REFERENCES[0], " "]) == pytest.approx(50, abs=1e-4)
 
     from transformers import AutoModel, AutoTokenizer
@@ -67,7 +65,7 @@ def test_bertscore_compares_states_of_a_local_models_layer(bert: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
     states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 1:-1] for text in ("a cat", "the mat")]
     cosines = torch.nn.functional.cosine_similarity(states[0][:, None], states[1][None], dim=-1)
-    found = score_texts(["bertscore"], ["a cat"], ["the mat"], bertscore_model=BertScoreModel(bert))
+    found = score_texts(["bertscore"], ["a cat"], ["the mat"], bertscore_model=bert)
     assert found["bertscore_precision"] == pytest.approx(100 * cosines.amax(1).mean().item(), rel=1e-4)
     assert found["bertscore_recall"] == pytest.approx(100 * cosines.amax(0).mean().item(), rel=1e-4)
 
@@ -77,17 +75,15 @@ def test_what_a_metric_lacks_is_said_with_the_command_that_brings_it(
 ) -> None:
     with pytest.raises(ConfigError, match="name its folder in --bertscore-model"):
         check_metrics(["bertscore"])
-    with pytest.raises(ConfigError, match="bert has 2 layers"):
-        check_metrics(["bertscore"], BertScoreModel(bert, 3))
     with pytest.raises(ConfigError, match="is not a model folder"):
-        check_metrics(["bertscore"], BertScoreModel(bert / "nowhere"))
+        check_metrics(["bertscore"], bert / "nowhere")
     with pytest.raises(ConfigError, match="unknown metric rogue; there are exact_match, rouge, chrf, bleu, bertscore"):
         check_metrics(["rogue"])
     (bert / "tokenizer_config.json").write_text(
         (bert / "tokenizer_config.json").read_text().replace("16", "1" + 30 * "0")
     )
     with pytest.raises(ConfigError, match="model_max_length"):
-        score_texts(["bertscore"], REFERENCES, REFERENCES, bertscore_model=BertScoreModel(bert))
+        score_texts(["bertscore"], REFERENCES, REFERENCES, bertscore_model=bert)
     monkeypatch.setitem(sys.modules, "rouge_score", None)
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
     one_line = "rouge, bleu: pip install 'ds_encdec[eval]' adds them"
@@ -98,6 +94,6 @@ def test_what_a_metric_lacks_is_said_with_the_command_that_brings_it(
 
 def test_every_figure_belongs_to_the_metric_that_yields_it(bert: Path) -> None:
     for name, row in TEXT_METRICS.items():
-        found = score_texts([name], PREDICTIONS, REFERENCES, bertscore_model=BertScoreModel(bert))
+        found = score_texts([name], PREDICTIONS, REFERENCES, bertscore_model=bert)
         assert tuple(found) == row.figures
         assert all(FIGURES[figure] is row for figure in found)
