@@ -5,13 +5,11 @@ A chart is SVG to stand in a page, whose light or dark colours it takes, and PNG
 
 import io
 import re
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -29,23 +27,16 @@ COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
 )
 """The colours of a light page by name, as its stylesheet has them: no two are the same."""
-MAX_HOVERED = 60
-"""Steps of a chart whose values a pointer over it is told."""
-NUM_BUCKETS = 400
-"""Runs of points that a curve is reduced to: more than a drawing has pixels to tell apart on a phone."""
 MAX_MARKS = 150
-"""Alerts marked in one chart, those with the highest values; the table has the others too."""
+"""Alerts marked in one chart, the highest; the table has the others too."""
 FEW_POINTS = 60
 """Points up to which a curve that is not smoothed has a mark at each."""
 LOG_SCALE_FROM = 20.0
 """Highest value over the median from which a curve is drawn on a logarithmic scale, where that makes sense."""
-LIMIT_WITHIN = 1.0
-"""Distance from the data, in heights of the data, up to which a limit is drawn: one further away would make the axis
-more than twice as high, and the curve flat."""
+HIGHEST_LIMIT = 2.0
+"""The multiple of the highest value up to which a limit is drawn: a higher one would flatten the curve."""
 
-Style = Mapping[str, Any]
-Stroke = tuple[Callable[..., Any], tuple[Any, ...], Style]
-"""One thing that is drawn: a method of matplotlib's Axes, its positional arguments, and those by name."""
+Style = dict[str, Any]
 
 _COLOURED = {
     "ink": ("text.color", "axes.titlecolor"),
@@ -61,18 +52,27 @@ _STYLES: Mapping[str, Style] = {
         "lowest": {"color": COLOURS["line2"], "linestyle": "none", "marker": "*", "markersize": 10},
         "restart": {"color": COLOURS["muted"], "linewidth": 0.9, "linestyle": ":"},
         "rollback": {"color": COLOURS["rollback"], "linewidth": 1.1},
-        "steps of the rollback": {"color": COLOURS["rollback"], "alpha": 0.09, "linewidth": 0},
         "alert": {
             "color": COLOURS["alert"], "linestyle": "none", "marker": "v", "markersize": 5.5,
             "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3,
         },
-        "alerts": {
-            "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
-        },
     }.items()
 }  # fmt: skip
-"""How the marks of a chart are drawn, by their labels in the legend, which names lines only."""
-_LIMITS = ({"color": COLOURS["line3"], "linestyle": ":"}, {"color": COLOURS["alert"], "linestyle": "--"})
+"""How the marks of a chart are drawn, by their labels in the legend."""
+_TAKEN_BACK_STEPS = {"color": COLOURS["rollback"], "alpha": 0.09, "linewidth": 0}
+_NUMBER_OF_ALERTS: Style = {
+    "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
+}  # fmt: skip
+_RC: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
+styled = matplotlib.rc_context(
+    {**_RC, "svg.hashsalt": "report"},
+    Path(__file__).with_name("drawing.mplstyle"),
+)
+"""A decorator: figures inside have the style of the page, and the same figure gives the same bytes."""
+_LIMITS: tuple[Style, ...] = (
+    {"color": COLOURS["line3"], "linestyle": ":"},
+    {"color": COLOURS["alert"], "linestyle": "--"},
+)
 
 
 class Chart(NamedTuple):
@@ -95,10 +95,9 @@ class ChartPlan:
     """The contents of a chart. `key` names its file; `metrics`: name → label; `alerts`: the types marked on it.
 
     `measured_alert`: the one of these types whose `value` is the metric at its step; others are marked on the curve.
-
-    `smoothed`: where there are many points, the raw curve is drawn faint below a smoothed one. `scale`: factor of the
-    values. `from_zero`: the axis begins at 0. `log`: the axis may be logarithmic.
-    `limits`: label, with {} for the value → dotted name of the field that is drawn across, or noted if it is far away.
+    `smoothed`: many points are drawn faint below a smoothed curve. `scale`: factor of the values. `from_zero`: the axis
+    begins at 0. `log`: the axis may be logarithmic.
+    `limits`: label, with {} for the value → dotted name of the field that is drawn across.
     """
 
     key: str
@@ -117,6 +116,11 @@ class ChartPlan:
     def heading(self) -> str:
         """Title and unit."""
         return f"{self.title}, {self.unit}" if self.unit else self.title
+
+    def curve(self, curves: Mapping[str, Curve], metric: str) -> Curve:
+        """The metric's curve in the unit of the chart; empty where it was never logged."""
+        found = curves.get(metric, NO_CURVE)
+        return Curve(found.steps, found.values * self.scale)
 
 
 _NATS = "nats per token"
@@ -155,9 +159,9 @@ PLANS = {
     )
 }  # fmt: skip
 """The charts of a run by their keys."""
-_MARKED = {kind for plan in PLANS.values() for kind in plan.alerts}
 
 
+@styled
 def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list[str]]:
     """Every chart that the run has values for, and the titles of those that it has none for.
 
@@ -175,50 +179,37 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 
 
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
-    logged = {label: run.curve(metric).scaled(plan.scale) for metric, label in plan.metrics.items()}
-    curves = {label: curve for label, curve in logged.items() if len(curve.known)}
+    curves = {label: plan.curve(run.curves, metric) for metric, label in plan.metrics.items()}
+    curves = {label: curve for label, curve in curves.items() if len(curve.known)}
     if "peak" in curves and "device" not in curves:  # without a GPU it is the same memory as the host's
         curves = {"host, highest so far" if label == "peak" else label: curve for label, curve in curves.items()}
-    first, *others = plan.metrics
-    taken_back = [] if others else [branch.get(first, NO_CURVE).scaled(plan.scale) for branch in run.abandoned.values()]
     marks = alert_marks(run, plan)
     known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
-    limits = {form.format(number(v)): v for form, path in plan.limits.items() if (v := run.number(path)) is not None}
-    reach = LIMIT_WITHIN * np.ptp(known)
-    far = [label for label, limit in limits.items() if not known.min() - reach <= limit <= known.max() + reach]
-    rollbacks = [(back_to(entry), entry["step"]) for entry in run.entries("rollback")]
-    strokes: list[Stroke] = [
-        *(_line(curve, _STYLES["taken back"]) for curve in taken_back if len(curve)),
-        *(
-            line
-            for index, (label, curve) in enumerate(curves.items())
-            for line in lines(curve, plan, label, index, alone=not others)
-        ),
-    ]
+    axes, alone = new_axes(plan), len(plan.metrics) == 1
+    for taken_back in run.abandoned.values() if alone else ():
+        branch = plan.curve(taken_back, next(iter(plan.metrics)))
+        axes.plot(branch.steps, branch.values, **_STYLES["taken back"])
+    for index, (label, curve) in enumerate(curves.items()):
+        draw_curve(axes, curve, plan, label, index, alone=alone)
     if plan.key == "eval_loss":
         (curve,) = curves.values()
         lowest = int(np.nanargmin(curve.values))
-        strokes.append((Axes.plot, (curve.steps[lowest], curve.values[lowest]), _STYLES["lowest"]))
-    strokes += [
-        *(
-            (Axes.axhline, (limit,), {"label": label, "linewidth": 1.1, **style})
-            for (label, limit), style in zip(limits.items(), _LIMITS, strict=False)
-            if label not in far
-        ),
-        *((Axes.axvline, (e["step"],), _STYLES["restart"]) for e in run.entries("start") if e.get("resumed_from")),
-        *((Axes.axvline, (end,), _STYLES["rollback"]) for _, end in rollbacks),
-        *((Axes.axvspan, span, _STYLES["steps of the rollback"]) for span in rollbacks),
-    ]
-    # Each mark is a triangle, with the number of its alerts beside it where it stands for several.
-    drawn = marks[:MAX_MARKS]
-    if drawn:
-        strokes.append((Axes.plot, ([mark.step for mark in drawn], [mark.value for mark in drawn]), _STYLES["alert"]))
-    strokes += [
-        (Axes.annotate, (f"×{mark.times}", (mark.step, mark.value)), _STYLES["alerts"])
-        for mark in drawn
-        if mark.times > 1
-    ]
-    return draw(plan, "; ".join([describe(curves, marks), *far]), strokes, known, pictures=pictures, hovered=curves)
+        axes.plot(curve.steps[lowest], curve.values[lowest], **_STYLES["lowest"])
+    for (label, path), style in zip(plan.limits.items(), _LIMITS, strict=False):
+        limit = run.number(path)
+        if limit is not None and limit <= HIGHEST_LIMIT * known.max():
+            axes.axhline(limit, label=label.format(number(limit)), linewidth=1.1, **style)
+    for entry in run.entries("start"):
+        if entry.get("resumed_from"):
+            axes.axvline(entry["step"], **_STYLES["restart"])
+    for entry in run.entries("rollback"):
+        axes.axvline(entry["step"], **_STYLES["rollback"])
+        axes.axvspan(back_to(entry), entry["step"], color=COLOURS["rollback"], alpha=0.09, linewidth=0)
+    for mark in marks[:MAX_MARKS]:
+        axes.plot(mark.step, mark.value, **_STYLES["alert"])
+        if mark.times > 1:
+            axes.annotate(f"×{mark.times}", (mark.step, mark.value), **_NUMBER_OF_ALERTS)
+    return finish(axes, plan, describe(curves, marks), known, pictures)
 
 
 def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
@@ -238,130 +229,85 @@ def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> st
     ) + (f", {gaps} not finite" if gaps else "")
 
 
-def lines(curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> list[Stroke]:
-    """One curve; one of a `smoothed` plan with points enough as a smoothed line above the faint raw one.
+def draw_curve(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> None:
+    """Draw curve number `index` of a chart; with enough points in a `smoothed` plan, smoothed above the faint raw one.
 
-    `index`: of the curve in its chart. `alone`: it is the only one, so that the legend does not repeat the title, but
-    names its two lines. If a chart has several metrics, only the smoothed lines are drawn.
+    `alone`: the chart has no other curve, so the legend names the two lines and not the metric, which is the title.
     """
     colour = COLOURS[_LINES[index % len(_LINES)]]
     style: Style = {"color": colour, "linestyle": _DASHES[index % len(_DASHES)], "label": "" if alone else label}
     if not plan.smoothed or len(curve) < SMOOTHED_FROM:
-        marker = "o" if len(curve) <= FEW_POINTS else "." if plan.smoothed else None
-        return [_line(curve, {**style, "marker": marker})]
-    smoothed = _line(curve.smoothed(), {**style, "label": "smoothed"} if alone else style)
-    faint = {"color": colour, "alpha": 0.4, "linewidth": 0.8, "label": "as logged" if alone else ""}
-    return [_line(curve, faint), smoothed] if len(plan.metrics) == 1 else [smoothed]
-
-
-def _line(curve: Curve, style: Style) -> Stroke:
-    points = curve.decimated(NUM_BUCKETS)
-    return Axes.plot, (points.steps, points.values), style
+        style |= {"marker": "o" if len(curve) <= FEW_POINTS else "." if plan.smoothed else None}
+    else:
+        if len(plan.metrics) == 1:
+            faint: Style = {"color": colour, "alpha": 0.4, "linewidth": 0.8, "label": "as logged" if alone else ""}
+            axes.plot(curve.steps, curve.values, **faint)
+        curve = curve.smoothed()
+        style |= {"label": "smoothed"} if alone else {}
+    axes.plot(curve.steps, curve.values, **style)
 
 
 def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
-    """The marks of a chart, the highest first.
+    """The marks of a chart, the highest first; the alerts of one step share a mark at the highest of them.
 
-    An alert is at its own value where that is the metric, or else on the curve, of the branch that it lies on if a
-    rollback took that back. Alerts of one step and branch have one mark together, at the highest: they would hide each
-    other, as those of skipped steps do, which are all at the applied step before.
+    An alert is at its own value where that is the metric, else on the curve.
     """
-    heights: dict[tuple[float, int], list[float]] = defaultdict(list)
-    metric = next(iter(plan.metrics))
-    for index, alert in enumerate(run.events):
+    heights: dict[float, list[float]] = defaultdict(list)
+    curve = run.curve(next(iter(plan.metrics)))
+    for alert in run.entries("alert"):
         kind, step, value = str(alert.get("type")), alert["step"], alert.get("value")
-        is_marked = kind in plan.alerts or (plan.key == "loss" and kind not in _MARKED)
-        if alert["kind"] != "alert" or not is_marked:
+        if kind not in plan.alerts:
             continue
-        later = (entry for entry in run.events[index:] if entry["kind"] == "rollback" and back_to(entry) < step)
-        number = next(later, {}).get("number")
-        branch = number if isinstance(number, int) else -1
         if kind != plan.measured_alert or not is_number(value):
-            taken_back = run.abandoned.get(branch, {}).get(metric, NO_CURVE)
-            value = float((taken_back if len(taken_back.known) else run.curve(metric)).at(np.array([step]))[0])
+            value = float(curve.at(np.array([step]))[0])
         if not np.isnan(value):
-            heights[step, branch].append(value * plan.scale)
-    marks = [AlertMark(step, max(values), len(values)) for (step, _), values in heights.items()]
+            heights[step].append(value * plan.scale)
+    marks = [AlertMark(step, max(values), len(values)) for step, values in heights.items()]
     return sorted(marks, key=lambda mark: -mark.value)
 
 
-def draw(
-    plan: ChartPlan,
-    caption: str,
-    strokes: Iterable[Stroke],
-    known: np.ndarray,
-    over: str = "optimizer step",
-    pictures: Path | None = None,
-    hovered: Mapping[str, Curve] = MappingProxyType({}),
-) -> Chart:
-    """Draw `strokes` into one pair of axes over the horizontal axis `over`.
+def new_axes(plan: ChartPlan, over: str = "optimizer step") -> Axes:
+    """The axes of a new figure for the chart, over the horizontal axis `over`."""
+    return Figure().add_subplot(title=plan.heading, xlabel=over)
 
-    `plan`: its key is unique in the page; its vertical scale is chosen by the values `known` (float64 [n], finite). A
-    screen reader reads its heading and `caption`, a pointer over it the values of the curves `hovered`, by label.
-    `pictures`: a folder that gets the drawing as KEY.png, too. The same strokes give the same bytes.
+
+def finish(axes: Axes, plan: ChartPlan, caption: str, known: np.ndarray, pictures: Path | None) -> Chart:
+    """Turn what was drawn into a chart.
+
+    `plan`: its key is unique in the page; the values `known` (float64 [n], finite) choose its vertical scale. A screen
+    reader reads its heading and `caption`. `pictures`: a folder that gets the drawing as KEY.png, too.
     """
-    coloured: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
-    sheet = Path(__file__).with_name("drawing.mplstyle")
-    with matplotlib.rc_context({**coloured, "svg.hashsalt": plan.key}, sheet), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # a run may be named in any script
-        figure = Figure()
-        axes = figure.add_subplot(title=plan.heading, xlabel=over)
-        for method, values, style in strokes:
-            method(axes, *values, **style)
-        if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
-            axes.yaxis.set_minor_locator(NullLocator())
-        elif plan.from_zero:
-            axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
-        # The labels are written as other numbers of the page are, and all in one way.
-        written = power_of_ten if np.abs(known).max() < 0.01 else number
-        large = EngFormatter(sep="")
-        axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: written(value))
-        _add_legend(figure, axes)
-        # More ticks than intervals between points would be where nothing was logged.
-        intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
-        axes.xaxis.set_major_locator(MaxNLocator(min(6, intervals), steps=[1, 2, 5, 10], integer=True))
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-        strips = "".join(_strips(figure, axes, hovered, over))
-        if pictures is not None:
-            figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
-            png = pictures / f"{plan.key}.png"
-            figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
-    drawing = _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}")
-    return Chart(caption, f"{drawing.removesuffix('</svg>')}{strips}</svg>")
-
-
-def _strips(figure: Figure, axes: Axes, curves: Mapping[str, Curve], over: str) -> Iterator[str]:
-    """Invisible strips over a drawing, each of which browsers show the values of the `curves` at its step for."""
-    steps = np.unique(np.concatenate([[], *(curve.steps[np.isfinite(curve.values)] for curve in curves.values())]))
-    steps = steps[:: -(-len(steps) // MAX_HOVERED) or 1]
-    if not len(steps):
-        return
-    box = axes.get_window_extent().transformed(figure.dpi_scale_trans.inverted())  # in inches, from below
-    top, height = 72 * (figure.get_figheight() - box.y1), 72 * box.height
-    left, right = axes.get_xlim()
-    middles = (steps[1:] + steps[:-1]) / 2
-    edges = 72 * (box.x0 + box.width * (np.array([left, *middles, right]) - left) / (right - left))
-    for i, step in enumerate(steps):
-        values = ((label, curve.at(np.array([step]), beyond=np.nan)[0]) for label, curve in curves.items())
-        told = "".join(f"\n{label} {number(value)}" for label, value in values if not np.isnan(value))
-        yield (
-            f'<rect x="{edges[i]:.1f}" y="{top:.1f}" width="{edges[i + 1] - edges[i]:.1f}" height="{height:.1f}" '
-            f'fill="none" pointer-events="all"><title>{escape(f"{over} {step:,.0f}{told}")}</title></rect>'
-        )
-
-
-def _add_legend(figure: Figure, axes: Axes) -> None:
-    """One entry a label, in a row or more below the drawing, where no curve can be under it."""
-    named = {str(line.get_label()): line for line in axes.lines}
-    # Not axes.get_legend_handles_labels(), which leaves out runs whose names begin with an underscore.
-    entries = {label: line for label, line in named.items() if label and not re.fullmatch(r"_child\d+", label)}
-    if entries:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    _scale(axes, plan, known)
+    handles, labels = axes.get_legend_handles_labels()
+    if entries := dict(zip(labels, handles, strict=True)):  # below the drawing, where no curve can be under it
         columns = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6))))
         figure.legend(list(entries.values()), list(entries), loc="outside lower left", ncols=columns)
+    svg = io.StringIO()
+    figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    if pictures is not None:
+        figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
+        png = pictures / f"{plan.key}.png"
+        figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+    return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
+
+
+def _scale(axes: Axes, plan: ChartPlan, known: np.ndarray) -> None:
+    """Choose both scales, and write their numbers in one way, as elsewhere on the page."""
+    if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
+        axes.yaxis.set_minor_locator(NullLocator())
+    elif plan.from_zero:
+        axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
+    written = power_of_ten if np.abs(known).max() < 0.01 else number
+    large = EngFormatter(sep="")
+    axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: written(value))
+    # More ticks than intervals between points would be where nothing was logged.
+    intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
+    axes.xaxis.set_major_locator(MaxNLocator(min(6, intervals), steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(large)
 
 
 def _for_page(svg: str, key: str, label: str) -> str:

@@ -41,14 +41,12 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
     filters = (number, count, disk_size, when, cause, excerpt, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
     environment.globals["nothing"] = NOTHING
-    # JSON may hold halves of surrogate pairs, which no encoding has.
-    content = environment.get_template(template).render(values).encode("utf-8", "replace")
-    write_atomically(folder / "index.html", content)
+    write_atomically(folder / "index.html", environment.get_template(template).render(values))
     return folder / "index.html"
 
 
 def number(value: object, unit: str = "", digits: int = 4) -> str:
-    """A number of so many significant digits, and its unit; `NOTHING` for no value, other values as they are."""
+    """A number with `digits` significant digits and its unit; `NOTHING` for no value, other values as they are."""
     if not is_number(value):
         return ("" if value is None else str(value)) or NOTHING
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
@@ -143,20 +141,15 @@ def events(run: Run) -> tuple[list[tuple[Entry, bool]], int]:
     return shown[:MAX_EVENTS], max(0, len(shown) - MAX_EVENTS)
 
 
-def changes(config: Mapping[str, Any]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The fields of `config` (nested, as in YAML) that are not at their defaults, by section, in the schema's order.
+def changes(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """The fields of `config` that are not at their defaults, by section: name, value and default as text.
 
-    Each has its `name`, both values as text, and whether this version has the field, as `known`. The sizes of the model
-    are one field.
+    The sizes of the model are one field.
     """
     defaults = FullConfig().model_dump(mode="json") if config else {}
-    known = {tuple(name.split(".")[:2]) for name, _ in leaves(defaults)}
-    changed = [
-        {"name": name, "value": value, "default": default, "known": tuple(name.split(".")[:2]) in known}
-        for name, (default, value) in differences([defaults, config], apart=False)
-        if value != NOTHING
-    ]
-    return [(section, list(rows)) for section, rows in groupby(changed, lambda row: str(row["name"]).split(".")[0])]
+    rows = differences([defaults, config], apart=False)
+    changed = [(name, value, default) for name, (default, value) in rows if value != NOTHING]
+    return [(section, list(rows)) for section, rows in groupby(changed, lambda row: row[0].split(".")[0])]
 
 
 def differences(configs: Sequence[Mapping[str, Any]], *, apart: bool = True) -> list[tuple[str, list[str]]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,12 +17,9 @@ import numpy as np
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import read_manifest, verify_listing
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import Problem
 from ds_encdec.config.yaml_text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.memory.job import run_sizes
-from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
@@ -51,24 +48,19 @@ class Curve:
         return self.values[np.isfinite(self.values)]
 
     def at(self, steps: np.ndarray, beyond: float | None = None) -> np.ndarray:
-        """The values at `steps` (float64 [n]), between two finite ones in proportion; NaN for a curve without any.
+        """The values at `steps` (float64 [n]), interpolated between finite ones; NaN for a curve without any.
 
-        `beyond`: the value before the first and after the last finite one; None: those go on there.
+        `beyond`: the value before the first and after the last finite one; None repeats those.
         """
         finite = np.isfinite(self.values)
         if not finite.any():
             return np.full(len(steps), np.nan)
         return np.interp(steps, self.steps[finite], self.values[finite], left=beyond, right=beyond)
 
-    def scaled(self, factor: float) -> Curve:
-        """The curve in another unit."""
-        return Curve(self.steps, self.values * factor)
-
     def smoothed(self) -> Curve:
         """The mean of a fortieth of the points around each, fewer towards both ends, so that nothing lags.
 
-        The number of points is odd and rounded down: below `SMOOTHED_FROM` points the curve stays as it is. Values
-        that are not finite leave a gap and do not enter the means.
+        Below `SMOOTHED_FROM` points the curve stays as it is. Values that are not finite leave a gap.
         """
         finite = np.isfinite(self.values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
@@ -79,21 +71,6 @@ class Curve:
         means = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
         return Curve(self.steps, np.where(finite, means, np.nan))
 
-    def decimated(self, num_buckets: int) -> Curve:
-        """At most about three points of each of `num_buckets` runs of points: the lowest, the highest, and a gap.
-
-        The first and the last point stay, and so do all extremes.
-        """
-        if len(self) <= 3 * num_buckets:
-            return self
-        kept = {0, len(self) - 1}
-        for start, end in pairwise(np.linspace(0, len(self), num_buckets + 1).astype(int)):
-            finite = np.isfinite(values := self.values[start:end])
-            lowest, highest = np.where(finite, values, np.inf).argmin(), np.where(finite, values, -np.inf).argmax()
-            kept |= {start + index for index in (lowest, highest, lowest if finite.all() else finite.argmin())}
-        chosen = np.array(sorted(kept))
-        return Curve(self.steps[chosen], self.values[chosen])
-
 
 NO_CURVE = Curve(np.empty(0), np.empty(0))
 
@@ -102,11 +79,11 @@ NO_CURVE = Curve(np.empty(0), np.empty(0))
 class Run:
     """The content of the folder `path`. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
 
-    `config`: nested, as in `config.yaml`, not validated: an older version may have written it. `data`: the facts that
-    the newest checkpoint keeps of tokenizer and sources. `checkpoints`: of every committed one, by rising `step`, the
-    `manifest`, None where it cannot be read; the `pointers` to it, of latest, best and final; and the `damage`: what
-    its listing lacks, if anything. `samples`: the texts that were generated in the last evaluation that had any.
-    `verdict`: of the phase, where the run is one. `notes`: what could not be read, in whole sentences.
+    `config`: nested, as in `config.yaml`, not validated. `data`: the facts of tokenizer and sources in the newest
+    checkpoint. `checkpoints`: of every committed one, by rising `step`, the `manifest`, None where it cannot be read;
+    the `pointers` to it (latest, best, final); and the `damage`: what its listing lacks. `samples`: the texts of the
+    last evaluation that generated any. `verdict`: of the phase, where the run is one. `notes`: sentences about what
+    could not be read.
     """
 
     path: Path
@@ -139,16 +116,6 @@ class Run:
         """Steps without an update, those of abandoned branches too."""
         branches = [self.curves, *self.abandoned.values()]
         return int(sum(branch.get("train/skipped_steps", NO_CURVE).known.sum() for branch in branches))
-
-    @property
-    def parameters(self) -> int | None:
-        """Parameters of the model: as the run counted them, or else as configured; None where neither is known."""
-        if is_number(counted := self.status.get("parameters")):
-            return int(counted)
-        try:
-            return count_parameters(run_sizes(FullConfig.model_validate(self.config)))
-        except (ConfigError, ValueError):  # another version's configuration, or a model that is elsewhere
-            return None
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
         """Tokens of both sides that were seen at `steps` (float64 [n]), between two lines in proportion."""
@@ -204,8 +171,6 @@ def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
     saved = committed_steps(folder.checkpoints)
     trainer = read_json(saved[max(saved)] / "trainer.json", []) if saved else None
     facts = _value_at(trainer, "data.fingerprint", None)
-    every = _value_at(config, "training.save_steps", None)
-    curves |= {name: _at_saves(curve, saved, every) for name, curve in curves.items() if name.startswith("ckpt/")}
     return Run(
         path=root,
         status=status,
@@ -272,32 +237,16 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
     return {name: Curve(*np.array(found, dtype=np.float64).T) for name, found in points.items()}
 
 
-def _at_saves(curve: Curve, kept: Iterable[int], save_steps: object) -> Curve:
-    """The curve of a checkpoint's metric with each value at the step of its save, where that can be known.
-
-    A run logs it in the first line after the save is complete. The save is the last one before that line of those that
-    were planned or are kept, unless an earlier line was about it.
-    """
-    every = save_steps if is_number(save_steps) and save_steps > 0 else math.inf
-    steps: list[float] = []
-    for step in curve.steps:
-        saves = [(math.ceil(step / every) - 1) * every, *kept]
-        save = max((save for save in saves if 0 < save < step), default=step)
-        steps.append(save if not steps or save > steps[-1] else step)
-    return Curve(np.array(steps), curve.values)
-
-
 def _read_events(path: Path, notes: list[str]) -> list[Entry]:
     """The entries; of an event that a resume met once more, at the same data step, the last one."""
     entries = [line for line in _read_lines(path, notes) if isinstance(line.get("kind"), str)]
-    starts = list(accumulate(entry["kind"] == "start" for entry in entries))
-    events = [(entry["kind"], str(entry.get("type")), str(entry.get("data_step"))) for entry in entries]
-    last_start = dict(zip(events, starts, strict=True))
-    return [
-        entry
-        for entry, event, start in zip(entries, events, starts, strict=True)
-        if entry["kind"] == "start" or start == last_start[event]
-    ]
+    numbered = list(zip(entries, accumulate(entry["kind"] == "start" for entry in entries), strict=True))
+    last_start = {_event(entry): start for entry, start in numbered}
+    return [entry for entry, start in numbered if entry["kind"] == "start" or start == last_start[_event(entry)]]
+
+
+def _event(entry: Entry) -> tuple[str, str, str]:
+    return entry["kind"], str(entry.get("type")), str(entry.get("data_step"))
 
 
 def _read_checkpoints(folder: Path) -> list[Entry]:

@@ -1,35 +1,41 @@
-"""`ds-encdec report`: one page with pictures about a run, or a pipeline of phases, and the pictures as files.
-
-Runs that are compared have their curves in one chart, and what differed in the configuration beside what came out. The
-page of a pipeline has the losses of its phases one behind the other, and each one's verdict.
-"""
+"""`ds-encdec report`: one page with charts about a run, about several compared, or about a pipeline of phases."""
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 
 from ds_encdec.config.schema import Mark, PhasesConfig, marked
 from ds_encdec.config.validation import default_of
-from ds_encdec.report.charts import COLOURS, PLANS, Chart, ChartPlan, Stroke, charts_of, describe, draw, lines
+from ds_encdec.report.charts import (
+    COLOURS,
+    PLANS,
+    Chart,
+    ChartPlan,
+    Style,
+    charts_of,
+    describe,
+    draw_curve,
+    finish,
+    new_axes,
+    styled,
+)
 from ds_encdec.report.page import differences, number, outcomes, write_page
-from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Entry, Run, back_to, read_json, read_run
+from ds_encdec.report.read_run import Curve, Run, back_to, read_json, read_run
 from ds_encdec.types import ConfigError, DataError
 
 DIFFERENCE_PLAN = ChartPlan(
-    "loss_difference", "Difference of the training losses", "nats per token", PLANS["loss"].metrics, smoothed=True
+    "loss_difference", "Difference of the training losses", "nats", PLANS["loss"].metrics, smoothed=True
 )
 COMPARED = (
     DIFFERENCE_PLAN,
     *(PLANS[key] for key in ("loss", "eval_loss", "grad_norm", "tokens_per_sec", "learning_rate")),
 )
-"""The charts of all runs together."""
-_ABSCISSAE: Mapping[str, str] = {"tokens": "tokens seen", "steps": "optimizer step"}
+"""The charts of a comparison."""
 _LOSSES = ("train/loss", "eval/loss")
 _MEANINGS = {
     Mark.TOKENS: "losses per token of different tokenizers or vocabularies cannot be compared",
@@ -46,7 +52,7 @@ _DATA_FACTS = {
     **{path: _FIELDS[path] for path in marked(Mark.EXAMPLES, Mark.MIXTURE)},
 }
 """The same by the facts that the checkpoints of comparable runs agree in (data/fingerprint.py)."""
-_NAME = {
+_PHASE_NAME: Style = {
     "xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points",
     "rotation": 90, "ha": "right", "va": "top", "fontsize": 8.5, "color": COLOURS["muted"],
 }  # fmt: skip
@@ -55,11 +61,10 @@ _NAME = {
 def write_report(
     path: Path, *, compare: Sequence[Path] = (), out: Path | None = None, png: bool = False
 ) -> tuple[Path, list[str]]:
-    """Write the report of the run in `path`, or of the phases in it; returns the page and what to warn of.
+    """Write the report of the run in `path`, or of the phases in it; returns the page and its warnings.
 
-    `compare`: further runs, whose curves are laid over this one's. `out`: the folder of the page, by default
-    RUN/report, or RUN/report-compared beside other runs; an earlier report in it is replaced. `png`: each chart lies
-    beside the page as a picture, too.
+    `compare`: further runs, whose curves are laid over this one's. `out`: the folder of the page, by default RUN/report
+    or RUN/report-compared; an earlier report in it is replaced. `png`: each chart is written as a picture, too.
 
     Raises ConfigError for a path that is no run or a folder that cannot be written, DataError for a run without
     metrics and for runs that cannot be compared.
@@ -102,28 +107,14 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
         alert_types=alerts.most_common(),
         steps_taken_back=int(sum(entry["step"] - back_to(entry) for entry in run.entries("rollback"))),
     )
-    return page, comparison.warnings if comparison else []
+    return page, comparison["warnings"] if comparison else []
 
 
-class Comparison(NamedTuple):
-    """All that the page shows of several runs, the first of which is the page's own.
+def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str, Any]:
+    """The part of the page that lays `runs` over each other, by name; `pictures`: see `charts_of`.
 
-    `charts`: the same ones over `tokens` seen, where they are known, and over optimizer `steps`. `outcomes`: rows of a
-    name and a value for each run; `differing`: the same by field of the configuration.
-    """
-
-    names: list[str]
-    warnings: list[str]
-    charts: dict[str, list[Chart]]
-    outcomes: list[list[str]]
-    differing: list[tuple[str, list[str]]]
-
-
-def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> Comparison:
-    """Lay `runs` over each other; `pictures`: see `charts_of`.
-
-    Raises DataError where two of the runs have no loss in common; runs whose losses mean different things are drawn,
-    with a warning, since their throughput and stability can still be compared.
+    `outcomes` are rows of a name and a value for each run, `differing` the same by field of the configuration. Runs
+    whose losses mean different things are drawn with a warning. Raises DataError where two have no loss in common.
     """
     for other in runs[1:]:
         if not any(len(runs[0].curve(metric).known) and len(other.curve(metric).known) for metric in _LOSSES):
@@ -132,14 +123,13 @@ def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> Compariso
                 f"neither of {' and '.join(_LOSSES)} was logged by both."
             )
     names = distinct_names(runs)
-    charts = {over: [_chart_of_runs(plan, runs, names, over, pictures) for plan in COMPARED] for over in _ABSCISSAE}
-    return Comparison(
-        names=names,
-        warnings=list(incomparable(runs, names)),
-        charts={over: [chart for chart in drawn if chart] for over, drawn in charts.items()},
-        outcomes=[[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
-        differing=differences([run.config for run in runs]),
-    )
+    return {
+        "names": names,
+        "warnings": list(incomparable(runs, names)),
+        "charts": [chart for plan in COMPARED if (chart := _chart_of_runs(plan, runs, names, pictures))],
+        "outcomes": [[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
+        "differing": differences([run.config for run in runs]),
+    }
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
@@ -155,9 +145,9 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
 
 
 def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    """Yield why losses of the first run and the others do not mean the same, in sentences.
+    """Yield sentences why losses of the first run and the others do not mean the same.
 
-    The newest checkpoints are asked, or else the configurations.
+    The newest checkpoints decide, or else the configurations.
     """
     first = runs[0]
     for other, name in zip(runs[1:], names[1:], strict=True):
@@ -171,50 +161,38 @@ def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
             yield f"{names[0]} and {name} differ in {what}: {reason}."
 
 
-def _chart_of_runs(
-    plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], over: str, pictures: Path | None
-) -> Chart | None:
-    """The plan's metric of all runs over steps or over tokens; None where no run has logged it."""
+@styled
+def _chart_of_runs(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], pictures: Path | None) -> Chart | None:
+    """The plan's metric of all runs over tokens, or over steps where a run lacks them; None where none logged it."""
     (metric,) = plan.metrics
-    logged = [run.curve(metric) for run in runs]
-    if over == "tokens":
+    over, logged = "optimizer step", [run.curve(metric) for run in runs]
+    if all(len(run.curve("train/tokens_seen").known) for run in runs):
+        over = "tokens seen"
         logged = [Curve(run.tokens_at(curve.steps), curve.values) for run, curve in zip(runs, logged, strict=True)]
-    # The key is the number of the run, which has its own colour in every chart.
-    curves = {i: curve for i, curve in enumerate(logged) if len(curve.known) and np.isfinite(curve.steps).all()}
-    strokes: list[Stroke] = []
-    labels = dict(enumerate(names))
+    curves, labels = dict(enumerate(logged)), dict(enumerate(names))  # the number of a run chooses its colour
+    title = plan.title if plan is DIFFERENCE_PLAN else f"{plan.title} of {len(runs)} runs"
+    shown = replace(plan, key=f"compare_{plan.key}", title=title)
+    axes = new_axes(shown, over)
     if plan is DIFFERENCE_PLAN:
-        first = curves.pop(0, NO_CURVE)
-        curves = {i: gap for i, curve in curves.items() if len((gap := difference(curve, first)).known)}
+        first = curves.pop(0)
+        curves = {i: difference(curve, first) for i, curve in curves.items()}
         labels = {i: f"{name} − {names[0]}" for i, name in labels.items()}
-        strokes.append((Axes.axhline, (0,), {"color": COLOURS["muted"], "linewidth": 0.9}))
+        axes.axhline(0, color=COLOURS["muted"], linewidth=0.9)
+    curves = {i: curve for i, curve in curves.items() if len(curve.known)}
     if not curves:
         return None
-    strokes += [line for i, curve in curves.items() for line in lines(curve, plan, labels[i], i, alone=False)]
+    for i, curve in curves.items():
+        draw_curve(axes, curve, plan, labels[i], i, alone=False)
     known = np.concatenate([curve.known for curve in curves.values()])
     caption = "last " + ", ".join(f"{labels[i]} {number(curve.known[-1])}" for i, curve in curves.items())
-    shown = replace(plan, key=f"compare_{plan.key}_by_{over}", title=f"{plan.title} over {over}", unit="")
-    named = {labels[i]: curve for i, curve in curves.items()}
-    return draw(shown, caption, strokes, known, _ABSCISSAE[over], pictures, hovered=named)
+    return finish(axes, shown, caption, known, pictures)
 
 
 def difference(curve: Curve, first: Curve) -> Curve:
-    """How much higher `curve` is than `first`, between the first and the last step that `first` is known at."""
+    """`curve` minus `first`, between the first and the last step at which `first` is known."""
     expected = first.at(curve.steps, beyond=np.nan)
     inside = np.isfinite(expected)
     return Curve(curve.steps[inside], (curve.values - expected)[inside])
-
-
-class Phase(NamedTuple):
-    """One phase. `run`: None where it has logged nothing; `verdict`: None where it was not judged.
-
-    `state`: how far it has come: (ok | bad | warn | muted, a mark, words).
-    """
-
-    name: str
-    run: Run | None
-    verdict: Entry | None
-    state: tuple[str, str, str]
 
 
 def phase_folders(root: Path) -> list[Path]:
@@ -228,59 +206,41 @@ def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
     """The page of all phases, begun in `root` or not, and of each. Raises DataError where none has logged anything."""
     notes: list[str] = []
     folders = {path.name: path for path in phase_folders(root)}
-    phases = []
+    phases: list[dict[str, Any]] = []
+    runs: list[Run] = []
     for name in dict.fromkeys([*PhasesConfig.model_fields, *folders]):
-        run = None
+        run: Run | None = None
         try:
-            run = read_run(folders[name]) if name in folders else None
+            if name in folders:
+                runs.append(run := read_run(folders[name]))
         except (ConfigError, DataError) as error:
             notes.append(str(error))
         verdict = run.verdict if run else read_json(root / "phases" / name / "result.json", notes)
-        state = ("warn", "!", "was begun and not judged") if name in folders else ("muted", "○", "not started")
-        if verdict is not None:
-            passed = verdict.get("passed") is True
-            state = ("ok", "✓", "gate passed") if passed else ("bad", "✗", "gate not passed")
-        phases.append(Phase(name, run, verdict, state))
-    ran = [(phase, phase.run) for phase in phases if phase.run]
-    if not ran:
+        phases.append({"name": name, "begun": name in folders, "run": run, "verdict": verdict})
+    if not runs:
         raise DataError(f"{root / 'phases'}: none of the phases has logged metrics, so there is nothing to draw.")
     folder.mkdir(parents=True, exist_ok=True)
-    for phase, run in ran:
-        _write_run([run], folder / phase.name, png=png)
-    judged = [phase.verdict for phase in phases if phase.verdict is not None]
-    drawn = [_chart_of_phases(PLANS[key], ran, folder if png else None) for key in ("loss", "eval_loss")]
-    values = {"root": root, "phases": phases, "judged": judged, "notes": notes, "charts": list(filter(None, drawn))}
+    for run in runs:
+        _write_run([run], folder / run.path.name, png=png)
+    charts = [_chart_of_phases(PLANS[key], runs, folder if png else None) for key in ("loss", "eval_loss")]
+    values = {"root": root, "phases": phases, "notes": notes, "charts": list(filter(None, charts))}
     return write_page(folder, "phases.html.j2", **values)
 
 
-def _chart_of_phases(plan: ChartPlan, ran: Sequence[tuple[Phase, Run]], pictures: Path | None) -> Chart | None:
+@styled
+def _chart_of_phases(plan: ChartPlan, runs: Sequence[Run], pictures: Path | None) -> Chart | None:
     """The plan's metric over the steps of all phases, each behind the one before; None where none has logged it."""
     (metric,) = plan.metrics
-    ends = [0, *np.cumsum([run.steps for _, run in ran])]
-    logged = [(run.curve(metric), start) for (_, run), start in zip(ran, ends[:-1], strict=True)]
-    curves = [Curve(curve.steps + start, curve.values) for curve, start in logged]
-    whole = Curve(np.concatenate([c.steps for c in curves]), np.concatenate([c.values for c in curves]))
+    ends = np.cumsum([run.steps for run in runs])
+    curves = [run.curve(metric) for run in runs]
+    steps = [curve.steps + end - run.steps for curve, end, run in zip(curves, ends, runs, strict=True)]
+    whole = Curve(np.concatenate(steps), np.concatenate([curve.values for curve in curves]))
     if not len(whole.known):
         return None
-    mixed = plan.smoothed and any(len(curve) >= SMOOTHED_FROM for curve in curves)
-    strokes = [
-        *(
-            line
-            for curve in curves
-            if len(curve.known)
-            for line in lines(curve, plan, "not smoothed", alone=not mixed or len(curve) >= SMOOTHED_FROM)
-        ),
-        (Axes.set_xlim, (), {"left": 0}),
-        *(stroke for (phase, _), end in zip(ran, ends[1:], strict=True) for stroke in _gate(phase, end)),
-    ]
     shown = replace(plan, key=f"phases_{plan.key}", title=f"{plan.heading}, all phases", unit="")
-    over, named = "optimizer step, all phases", {"loss": whole}
-    return draw(shown, describe(named), strokes, whole.known, over, pictures, hovered=named)
-
-
-def _gate(phase: Phase, end: float) -> list[Stroke]:
-    """A line where the phase's gate was, and its name before it."""
-    level, mark, words = phase.state if phase.verdict is not None else ("", "", "not judged")
-    colour, dashes = ("line3", "-") if level == "ok" else ("rollback", "--")
-    line = {"color": COLOURS[colour], "linewidth": 1.2, "linestyle": dashes, "label": words}
-    return [(Axes.axvline, (end,), line), (Axes.annotate, (f"{phase.name} {mark}", (end, 1.0)), _NAME)]
+    axes = new_axes(shown, "optimizer step, all phases")
+    draw_curve(axes, whole, plan, "", alone=True)
+    for run, end in zip(runs, ends, strict=True):
+        axes.axvline(end, color=COLOURS["muted"], linewidth=1.2, linestyle="--")
+        axes.annotate(run.path.name, (end, 1.0), **_PHASE_NAME)
+    return finish(axes, shown, describe({"loss": whole}), whole.known, pictures)

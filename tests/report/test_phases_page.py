@@ -18,8 +18,7 @@ def test_the_losses_of_all_phases_stand_behind_each_other(tmp_path: Path) -> Non
     page = Page(write_report(root)[0])
     assert list(page.charts) == ["Training loss, nats per token, all phases"]
     assert "lowest 2.96 at step 2,320" in next(iter(page.charts.values()))
-    for words in ("sanity_check ✓", "validation ✓", "medium ✗", "gate passed", "gate not passed"):
-        assert f">{words}</text>" in page.source
+    assert all(f">{name}</text>" in page.source for name in ("sanity_check", "validation", "medium"))
     assert "✗ The gate of medium was not passed: loss fell by 0.6, at least 1 asked for" in page.text
     assert [row[:2] for row in page.tables["Phases"][1:]] == [
         ["sanity_check", "✓ passed"],
@@ -32,14 +31,6 @@ def test_the_losses_of_all_phases_stand_behind_each_other(tmp_path: Path) -> Non
     assert "The gate of medium was not passed" in medium.text
     steps = page.source.split('<ol class="stepper">')[1].split("</ol>")[0]
     assert re.findall("<b>(.*)</b>", steps) == ["✓ sanity_check", "✓ validation", "✗ medium", "○ full"]
-
-
-def test_the_legend_tells_short_phases_from_smoothed_ones(tmp_path: Path) -> None:
-    root = write_phases(tmp_path / "output", only=("train/loss",))
-    assert "smoothed</text>" not in Page(write_report(root)[0]).source
-    write_run(root / "phases" / "medium", steps=2000, every=10, only=("train/loss",))
-    source = Page(write_report(root)[0]).source
-    assert all(f">{words}</text>" in source for words in ("not smoothed", "smoothed", "as logged"))
 
 
 def test_a_phase_that_logged_nothing_is_told_of(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from run_folders import (
 
 from ds_encdec import cli
 from ds_encdec.report import write
-from ds_encdec.report.charts import COLOURS, MAX_HOVERED, PLANS, alert_marks, charts_of
+from ds_encdec.report.charts import COLOURS, PLANS, alert_marks, charts_of
 from ds_encdec.report.page import flat, number
 from ds_encdec.report.read_run import read_run
 from ds_encdec.report.write import write_report
@@ -61,7 +60,7 @@ def test_charts_are_pictures_too_where_they_are_asked_for(tmp_path: Path) -> Non
         assert cli.main(["report", str(run), "--compare", str(run), *option]) == 0
         pictures = {path.name: path for path in (run / "report-compared").glob("*.png")}
         assert {name for name in pictures if not name.startswith("compare_")} == names
-        assert len(pictures) == 0 or "compare_loss_by_steps.png" in pictures
+        assert len(pictures) == 0 or "compare_loss.png" in pictures
     for path in pictures.values():
         with Image.open(path) as image:
             image.verify()
@@ -205,24 +204,6 @@ def test_checkpoints_are_compared_with_their_manifests(troubled: Path, page: Pag
     assert damaged.checkpoints[1]["damage"] == ""
 
 
-def test_the_alert_before_a_rollback_is_marked_on_the_branch_that_was_taken_back(tmp_path: Path) -> None:
-    """The curve stands at 3 there and the branch at 30; alerts without a value of the metric are marked on them."""
-    run = write_run(tmp_path / "run")
-    write_lines(run / "metrics.abandoned.jsonl", [{"step": 60, "train/loss": 30.0, "rollback": 1}])
-    write_lines(
-        run / "ledger.jsonl",
-        [
-            alert("non_finite", 60, 0.0, "rollback") | {"value": "NaN"},
-            {"kind": "rollback", "step": 60, "data_step": 60, "to_step": 40, "number": 1},
-            alert("loss_plateau", 60, 5.0, "warn"),
-        ],
-    )
-    first, second = alert_marks(read_run(run), PLANS["loss"])
-    assert first == (60, 30.0, 1)
-    assert (second[0], second[2]) == (60, 1)
-    assert second[1] < 10
-
-
 def test_alerts_are_marked_at_what_they_saw_and_none_hides_another(tmp_path: Path) -> None:
     """Four skipped steps behind step 20, all at norms that no line of metrics has."""
     run = write_run(tmp_path / "run", only=("train/loss", "train/grad_norm"))
@@ -274,11 +255,11 @@ def test_untrusted_text_is_escaped(tmp_path: Path) -> None:
     (run / "run.json").write_text(json.dumps(status))
     verdict = {"phase": attack, "passed": False, "checks": [{"name": attack, "passed": False, "message": attack}]}
     (run / "result.json").write_text(json.dumps(verdict))
-    page = Page(write_report(run, compare=[write_run(tmp_path / "_other$<i>", only=("train/loss",))])[0])
+    page = Page(write_report(run, compare=[write_run(tmp_path / "other$<i>", only=("train/loss",))])[0])
     assert page.all("script") == page.all("i") == page.all("b") == []
     assert page.text.count(attack) >= 6
-    assert "_other$<i>" in "".join(label for label in page.charts.values())
-    assert ">_other$&lt;i&gt;</text>" in page.source
+    assert "other$<i>" in "".join(label for label in page.charts.values())
+    assert ">other$&lt;i&gt;</text>" in page.source
 
 
 def test_a_report_is_made_without_torch(tmp_path: Path) -> None:
@@ -338,7 +319,6 @@ def test_configuration_that_is_not_the_default(tmp_path: Path) -> None:
         "phases": [["phases.full.save_steps", "7", "null"]],
     }
     assert [section.get("open") for section in page.all("details")] == ["", "", "", None]
-    assert "(another one wrote them): training.of_another_version." in page.text
 
 
 UNREADABLE = [
@@ -409,20 +389,12 @@ def test_drawings_are_legible_on_a_phone(page: Page) -> None:
         assert smallest * 328 / width > 9
 
 
-@pytest.mark.parametrize(
-    ("threshold", "highest_alert", "drawn"), [(2.0, None, True), (50.0, None, False), (50.0, 60.0, True)]
-)
-def test_a_limit_far_from_the_data_is_a_note_and_does_not_flatten_the_curve(
-    tmp_path: Path, threshold: float, highest_alert: float | None, drawn: bool
-) -> None:
+@pytest.mark.parametrize(("threshold", "drawn"), [(2.0, True), (50.0, False)])
+def test_a_limit_far_above_the_data_does_not_flatten_the_curve(tmp_path: Path, threshold: float, drawn: bool) -> None:
     run = write_run(tmp_path / "run", only=("train/grad_norm",))
     write_config(run, monitor__grad_norm_threshold=threshold)
-    if highest_alert:
-        write_lines(run / "ledger.jsonl", [alert("grad_explosion", 103, highest_alert, "warn")])
     (chart,), _ = charts_of(read_run(run))
-    words = f"alert above {threshold:g}"
-    assert (f">{words}</text>" in chart.svg) == drawn
-    assert chart.caption.endswith(f"; {words}") != drawn
+    assert (f">alert above {threshold:g}</text>" in chart.svg) == drawn
 
 
 def test_charts_say_what_their_lines_are(tmp_path: Path) -> None:
@@ -448,29 +420,6 @@ def test_a_stop_is_told_once(tmp_path: Path) -> None:
     (run / "run.json").write_text(json.dumps(status))
     assert "can be resumed: by SIGINT; state saved" in (text := Page(write_report(run)[0]).text)
     assert "83: stopped" not in text
-
-
-def test_a_pointer_over_a_chart_is_told_steps_and_values(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", steps=2000, only=("train/loss_R1",))
-    lines = {line["step"]: line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
-    (chart,), _ = charts_of(read_run(run))
-    strips = re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"[^>]*><title>([^<]*)</title>', chart.svg)
-    assert 30 < len(strips) <= MAX_HOVERED
-    for (x, width, _), (following, _, _) in pairwise(strips):
-        assert float(x) + float(width) == pytest.approx(float(following), abs=0.15)
-    over, value = strips[7][2].split("\n")
-    step = int(over.removeprefix("optimizer step ").replace(",", ""))
-    assert value == f"R1 {number(lines[step]['train/loss_R1'])}"
-
-
-def test_checkpoints_are_at_the_steps_of_their_saves(tmp_path: Path) -> None:
-    """The first line after a save has its times. The one at 130 was not planned, and is kept; that at 77 is gone."""
-    run = write_run(tmp_path / "run", training__save_steps=50)
-    write_checkpoint(run, 130)
-    write_lines(
-        run / "metrics.jsonl", [{"step": step, "ckpt/total_s": step / 10} for step in (60, 80, 110, 140, 160, 200)]
-    )
-    assert list(read_run(run).curve("ckpt/total_s").steps) == [50, 80, 100, 130, 150, 200]
 
 
 @pytest.mark.parametrize(
@@ -507,18 +456,16 @@ def test_what_ran_and_on_what_is_among_the_facts(tmp_path: Path) -> None:
     status |= {
         "git_commit": "0123456789abcdef",
         "git_dirty": True,
+        "parameters": 51_456,
         "device": "H200",
         "device_count": 8,
         "host_memory_bytes": 2**40,
     }
     (run / "run.json").write_text(json.dumps(status))
     facts = Page(write_report(run)[0]).facts
-    assert facts["parameters"] == "1,036,517,376"
-    assert facts["tokens per parameter"] == "0.09648"
     assert facts["git commit"] == "0123456789ab, changed since"
     assert (facts["device"], facts["host memory"]) == ("8 × H200", "1,024 GiB")
     assert facts["last eval loss"] == "–"
     assert facts["git dirty"] == "yes"
     assert "examples that were too long" not in facts  # nothing was counted
-    (run / "run.json").write_text(json.dumps(status | {"parameters": 51_456}))  # counted where the model was at hand
-    assert Page(write_report(run)[0]).facts["parameters"] == "51,456"
+    assert (facts["parameters"], facts["tokens per parameter"]) == ("51,456", "1,943")
