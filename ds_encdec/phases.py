@@ -30,9 +30,6 @@ class TrainingPhase(StrEnum):
 PHASES = tuple(TrainingPhase)
 """Every phase, in order."""
 
-SHORTEST_WITH_ROLLBACKS = 20
-"""Optimizer steps below which a phase goes back to nothing: the checkpoints would cost more than the training."""
-
 _TRAINING = TrainingConfig()
 
 
@@ -160,15 +157,13 @@ class PlannedPhase:
 
     `settings`: its numbers. `config`: of its run, whose `training.num_train_steps` are the smallest of the phase's
     steps, of `steps_for_tokens` and of what the caller allowed. `tokens_per_step`: the token budget of an optimizer
-    step over all ranks and both sides; padding, a few percent, is in it. `remarks`: what was changed to fit a short
-    phase, in words.
+    step over all ranks and both sides; padding, a few percent, is in it.
     """
 
     settings: PhaseConfig
     config: FullConfig
     tokens_per_step: int
     steps_for_tokens: int
-    remarks: tuple[str, ...]
 
     @property
     def phase(self) -> TrainingPhase:
@@ -181,13 +176,15 @@ class PlannedPhase:
         return self.config.training.num_train_steps
 
     def differences(self, config: FullConfig) -> str:
-        """The numbers of `config` that are others in its run, in words; empty for none."""
-        pairs = {
-            name: (getattr(self.config.training, name), getattr(config.training, name))
-            for name in (*_CADENCES, "warmup_steps")
-        }
-        changed = [f"{name}={now:,} (not {asked:,})" for name, (now, asked) in pairs.items() if now != asked]
-        return f"phases.{self.phase} sets {', '.join(changed)}" if changed else ""
+        """A sentence about the numbers and answers of `config` that are others in its run; empty for none."""
+        changed = [
+            f"{section}.{name}={now} (not {before})"
+            for section, names in (("training", (*_CADENCES, "warmup_steps")), ("monitor", ROLLBACK_FIELDS))
+            for name in names
+            if (now := getattr(getattr(self.config, section), name))
+            != (before := getattr(getattr(config, section), name))
+        ]
+        return f"phase {self.phase} sets {', '.join(changed)}" if changed else ""
 
     @property
     def folder(self) -> Path:
@@ -211,7 +208,10 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     # However many micro-batches a step is divided into, and whichever ranks make them.
     steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
-    save_steps, monitor, remarks = _room_for_rollbacks(config, min(settings.save_steps, steps), steps)
+    save_steps, monitor, answers = min(settings.save_steps, steps), config.monitor, {}
+    if save_steps + monitor.rollback_min_steps > steps:  # too short to go back
+        rolling_back = (field for field in ROLLBACK_FIELDS if getattr(monitor, field) == "rollback")
+        answers = {field: type(monitor).model_fields[field].default for field in rolling_back}
     changes = {
         # The configured model for the first phase; later ones start from the export of the phase before.
         "model": before
@@ -240,7 +240,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
             "wandb_run_name": name and f"{name}-{phase}",
             "upload_to": infra.upload_to and f"{infra.upload_to.rstrip('/')}/phases/{phase}",
         },
-        "monitor": monitor,
+        "monitor": answers,
     }
     sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
     # Gates are the pipeline's, and may change while the run's configuration does not.
@@ -248,7 +248,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     if conflicts := find_conflicts(overlaid):
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
         raise ConfigError(f"phase {phase} of {steps} steps contradicts itself (see phases.{phase}):\n{lines}")
-    return PlannedPhase(settings, overlaid, sequences * length, steps_for_tokens, remarks)
+    return PlannedPhase(settings, overlaid, sequences * length, steps_for_tokens)
 
 
 def plan_phases(
@@ -271,28 +271,3 @@ def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
     if wanted is None:
         wanted = config.training.warmup_steps if ratio is None else math.ceil(steps * ratio)
     return max(1, min(wanted, steps // 10)) if wanted else 0
-
-
-def _room_for_rollbacks(
-    config: FullConfig, save_steps: int, steps: int
-) -> tuple[int, dict[str, object], tuple[str, ...]]:
-    """`save_steps` and fields of `monitor` that let a run of `steps` go back to a checkpoint, if it is to; and remarks.
-
-    Without this, a short phase of a run that answers with `rollback` would be refused. One that is very short answers
-    with the default.
-    """
-    monitor = config.monitor
-    rolling_back = [field for field in ROLLBACK_FIELDS if getattr(monitor, field) == "rollback"]
-    if not rolling_back or save_steps + monitor.rollback_min_steps <= steps:
-        return save_steps, {}, ()
-    if steps < SHORTEST_WITH_ROLLBACKS:
-        answers = {field: type(monitor).model_fields[field].default for field in rolling_back}
-        changed = ", ".join(f"monitor.{field}={answer}" for field, answer in answers.items())
-        return save_steps, answers, (f"{steps} steps are too few to go back in: {changed}",)
-    quarter = max(1, steps // 4)
-    save, room = min(save_steps, quarter), min(monitor.rollback_min_steps, quarter)
-    remark = (
-        f"so that {steps} steps leave room for a rollback, training.save_steps={save} (not {save_steps}) and "
-        f"monitor.rollback_min_steps={room} (not {monitor.rollback_min_steps})"
-    )
-    return save, {"rollback_min_steps": room}, (remark,)

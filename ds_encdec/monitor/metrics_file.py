@@ -24,7 +24,6 @@ import json
 import logging
 import math
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -47,9 +46,6 @@ PERSISTENT_INTERVALS = 3
 """Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
 
 Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
-
-SETTLING_LINES = 1
-"""First lines of metrics whose throughput is not a run's usual one: compilation, caches, workers that start."""
 
 
 class StepLines(NamedTuple):
@@ -113,22 +109,6 @@ def read_step_lines(path: Path) -> StepLines:
         return StepLines([], f"{path.name} cannot be read: {error.strerror}", False)
 
 
-def step_lines_behind(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines behind the byte `offset` that have been written by now, and the offset behind them.
-
-    None where lines were taken back meanwhile (a rollback, a resumed run): the offset is the file's new end then.
-    """
-    try:
-        with path.open("rb") as file:
-            if (size := file.seek(0, SEEK_END)) < offset:
-                return [], size
-            file.seek(offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
-    except OSError:
-        return [], offset
-    return _step_lines(path.name, whole + newline).lines, offset + len(whole + newline)
-
-
 def _step_lines(name: str, content: bytes) -> StepLines:
     *whole, last = content.split(b"\n")
     lines = [line for text in whole if (line := _parse(text)) is not None]
@@ -147,26 +127,22 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 def is_number(value: object) -> TypeGuard[float]:
     """True for a finite number. JSON has no NaN: what was not finite is null, but some writers put NaN."""
-    # A whole number may be larger than any float.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def measured_tokens_per_second(run: Path) -> float:
-    """Throughput of the run in the folder `run`, over all ranks, without its first lines. Raises DataError.
-
-    Every line stands for about as many tokens, so the mean over the time is the harmonic one.
-    """
+    """The median throughput of the run in the folder `run`, over all ranks. Raises DataError."""
     metrics = RunFolder(str(run)).metrics
     if not metrics.exists():
         raise DataError(f"{run} has no {metrics.name}: it is not the folder of a run, or the run has logged nothing")
     lines, problem, _ = read_step_lines(metrics)
     rates = [rate for line in lines if is_number(rate := line.get("perf/tokens_per_sec")) and rate > 0]
-    if len(rates) <= SETTLING_LINES:
+    if not rates:
         raise DataError(
-            f"{metrics}: {problem or f'{len(rates)} lines have perf/tokens_per_sec, and the first does not count'}; "
-            "measure a longer run, or give --tokens-per-second"
+            f"{metrics}: {problem or 'no line has perf/tokens_per_sec'}; measure a longer run, or give "
+            "--tokens-per-second"
         )
-    return statistics.harmonic_mean(rates[SETTLING_LINES:])
+    return statistics.median(rates)
 
 
 def make_alert(kind: str, step: int, value: float, threshold: float, message: str) -> dict[str, Any]:

@@ -1,13 +1,12 @@
-"""The phases, one after the other: train, judge, hand the weights on, and records of that beside each one's run.
+"""The phases, one after the other: train, judge, hand the weights on, and keep records of that beside each run.
 
 OUTPUT/phases/
   .lock                 held while phases run
   sanity_check/
     phase.yaml          the configuration of its run
-    run.log             what its launcher and its ranks have printed
     started.json        when it began, from which weights, and what was changed since
     result.json         how it was judged
-    export/final/       what it hands on
+    export/final/       the weights for the next phase
     …                   the run itself (launch/run_folder.py)
   validation/ …
 """
@@ -19,9 +18,8 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.plain_files import read_json
@@ -30,7 +28,6 @@ from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import LAUNCHERS
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
-from ds_encdec.phase_runs.progress import Progress
 from ds_encdec.phase_runs.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
 from ds_encdec.phases import (
     PhaseConfig,
@@ -42,7 +39,7 @@ from ds_encdec.phases import (
     phase_folder,
 )
 from ds_encdec.quantities import count
-from ds_encdec.terminal import is_quiet, stamped, verbosity
+from ds_encdec.terminal import verbosity
 from ds_encdec.types import (
     CheckpointError,
     ConfigError,
@@ -53,10 +50,11 @@ from ds_encdec.types import (
     TrainingState,
 )
 
-_say = partial(print, flush=True)  # at once: the runs write to the screen, too
 LOSSES = ("train/loss", "eval/loss")
-LAST_LINES = 30
-"""Lines of a run's log that are shown where it ended without a word of its own."""
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)  # at once: the runs write to the screen, too
 
 
 class PhaseFolder(RunFolder):
@@ -66,8 +64,8 @@ class PhaseFolder(RunFolder):
         super().__init__(str(folder))
         self._settings = settings
         self.export = exported_weights(folder)
-        names = ("phase.yaml", "run.log", "started.json", "result.json")
-        self.phase_yaml, self.log, self._started, self._result = (folder / name for name in names)
+        self.phase_yaml = folder / "phase.yaml"
+        self._started, self._result = folder / "started.json", folder / "result.json"
 
     @property
     def is_completed(self) -> bool:
@@ -75,9 +73,9 @@ class PhaseFolder(RunFolder):
         return self.read_status().get("state") == "completed"
 
     def begin(self, config: FullConfig, weights_sha256: str | None, changes: Sequence[str] = ()) -> None:
-        """Write down what is about to be trained; `weights_sha256` is the checkpoint's that it starts from, if any.
+        """Record what is about to be trained; `weights_sha256` is the checkpoint's that it starts from, if any.
 
-        When it began is kept from the first time, and every one of the `changes` (`accepted_changes`).
+        The time of the first start stays, and so do all `changes` (`accepted_changes`).
         """
         self.root.mkdir(parents=True, exist_ok=True)
         before = _read(self._started)
@@ -87,10 +85,10 @@ class PhaseFolder(RunFolder):
         _write(self._started, {**began, "changed": changed})
 
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
-        """The settings with which this phase goes on other than it began, in words.
+        """Sentences about the settings that have changed since this phase began.
 
         All may change as long as nothing was saved, and the fields with `Mark.TUNABLE` until it is complete. Raises
-        ConfigError where others have, or the weights that it started from.
+        ConfigError where others have changed, or the weights that it started from.
         """
         if not self.is_completed and not committed_steps(self.checkpoints):
             return []
@@ -114,14 +112,14 @@ class PhaseFolder(RunFolder):
         accepted = [] if self.is_completed else marked(Mark.TUNABLE)
         refused = [words for name, words in changed.items() if name not in accepted]
         if _read(self._started).get("weights_sha256") != weights_sha256:
-            refused.append("the phase before it has been trained anew since")
+            refused.append("the phase before it has been trained again since")
         if not refused:
             return list(changed.values())
         lanes = f"On other ranks it goes on with data.num_lanes={began.data.num_lanes}. "
         raise ConfigError(
             f"phase {self._settings.phase} in {self.root} has begun with other settings: {'; '.join(refused)}. "
             f"{lanes if 'data.num_lanes' in changed else ''}Give the earlier values, or delete (or rename) that folder "
-            "to train the phase anew, and those of the phases after it, or choose another infra.output_dir."
+            "and those of the phases after it to train them again."
         )
 
     def read_result(self) -> dict[str, Any]:
@@ -140,7 +138,7 @@ class PhaseFolder(RunFolder):
 
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
-    """Bring each of `plans` (of `config`, in order) through its gate: start it, go on with it, or pass over it.
+    """Start or continue each of `plans` (of `config`, in order) and judge it; a phase that has passed is left alone.
 
     Raises GateError where one does not pass, Preempted after a signal, and an error with the exit code of a run that
     failed. The next call repeats no finished work.
@@ -162,7 +160,7 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
             f"{error.filename or output}: {error.strerror}. Nothing that was trained is lost: mend this (is the disk "
             "full?) and give the same command again"
         ) from error
-    _say(f"every phase asked for has passed: {', '.join(planned.phase for planned in plans)}")
+    _print(f"every phase of this command has passed: {', '.join(planned.phase for planned in plans)}")
 
 
 def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
@@ -172,87 +170,70 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
     weights_sha256 = before.get("checkpoint_sha256")
     changes = folder.accepted_changes(planned.config, weights_sha256)
     if folder.read_result().get("passed") and folder.is_judged_as_now() and folder.export.exists():
-        _say(f"phase {planned.phase} has passed its gate already: passed over")
+        _print(f"phase {planned.phase} has passed its gate already")
         return
     if folder.is_completed:
-        _say(f"phase {planned.phase} is trained already: judged again")
+        _print(f"phase {planned.phase} is trained already, and is judged again")
     else:
         for change in changes:
-            _say(f"phase {planned.phase} goes on with another setting: {change}")
+            _print(f"phase {planned.phase} continues with another setting: {change}")
         if differences := planned.differences(config):
-            _say(differences)
+            _print(differences)
         folder.begin(planned.config, weights_sha256, changes)
         _train(planned, folder, subprocess_run, launcher)
     _judge_and_hand_on(planned, folder, before.get("pipeline_initial_loss"))
 
 
 def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
-    """The result of the phase before; {} for the first.
+    """The result of the phase before, whose weights are handed on; {} for the first.
 
-    Raises ConfigError if it has no result, or one judged by other limits, and GateError where it did not pass: its
-    weights are not handed on.
+    Raises GateError where it did not pass, ConfigError where it has no result, other numbers by now or no weights.
     """
     before = phase_before(phase)
     if before is None:
         return {}
     folder = PhaseFolder(phase_folder(config, before), phase_config(config, before))
     result = folder.read_result()
+    problem = ""
     if not result:
-        raise ConfigError(
-            f"phase {phase} starts from the weights of {before}, which has no result in {folder.root}: "
-            f"run it first (`--from {before}`), or name the infra.output_dir that has it"
-        )
-    if not result.get("passed"):
+        problem = f"there is no result in {folder.root}"
+    elif not result.get("passed"):
         raise GateError(
             f"phase {phase} is not started: {before} did not pass its gate ({folder.root / 'result.json'}). "
             f"`--from {before}` judges it again, by the limits that phases.{before} has now"
         )
-    if not folder.is_judged_as_now():
+    elif not folder.is_judged_as_now():
+        problem = f"phases.{before} has other numbers now than its gate had"
+    elif not folder.export.exists():
+        problem = f"{folder.export} is missing"
+    if problem:
         raise ConfigError(
-            f"phase {phase} is not started: {before} has passed its gate, but phases.{before} has other numbers now. "
-            f"`--from {before}` judges it again, without training"
-        )
-    if not folder.export.exists():
-        raise ConfigError(
-            f"phase {phase} starts from {folder.export}, which is not there: `--from {before}` writes it again "
-            "from the final checkpoint"
+            f"phase {phase} starts from the weights of {before}, but {problem}: add `--from {before}`, which repeats "
+            "no finished training"
         )
     return result
 
 
 def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: SubprocessRun, launcher: str | None) -> None:
     """Run the program to the end of the phase. Raises what the run ended with."""
-    for remark in planned.remarks:
-        _say(f"phase {planned.phase}: {remark}")
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
-    _say(f"{'going on with' if resume else 'training'} {what}, in {planned.folder} (its own output: {folder.log.name})")
+    _print(f"{'continuing' if resume else 'training'} {what}, in {planned.folder}")
     status_before = _stamp(folder)
     command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
-    progress = Progress(folder.metrics, planned, _say_progress)
-    code = subprocess_run.run([*command, *resume, *verbosity()], folder.log, progress.look)
-    progress.look()
+    code = subprocess_run.run([*command, *resume, *verbosity()])
     if folder.is_completed:
         return
     status = folder.read_status() if _stamp(folder) != status_before else {}
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
         reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
-        raise Preempted(f"phase {planned.phase}: {reason}. The same command goes on with it.")
+        raise Preempted(f"phase {planned.phase}: {reason}. The same command continues it.")
     # Launchers make 1 of the codes of their ranks, so run.json is asked first.
     what = "was ended from outside" if status else "did not start"
-    unknown = f"the run {what} (the launcher's exit code is {code}). {folder.log} ends with:\n{_end_of(folder.log)}"
+    unknown = f"the run {what} (the launcher's exit code is {code}); its output above ends with the reason"
     error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else unknown}")
     error.exit_code = status.get("exit_code") or max(code, 1)
     raise error
-
-
-def _say_progress(line: str) -> None:
-    if not is_quiet():
-        _say(stamped(line))
-
-
-def _end_of(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
 
 
 def _stamp(run: RunFolder) -> int | None:
@@ -271,10 +252,10 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
         final = planned.folder / "checkpoints" / "final"
         export_checkpoint(final, folder.export)
     folder.write_result(verdict)
-    _say(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
+    _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
-        _say(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
-    _say(f"  {_in_short(verdict)}")
+        _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
+    _print(f"  {_in_short(verdict)}")
     if not passed:
         failed = "; ".join(check["message"] for check in verdict["checks"] if not check["passed"])
         raise GateError(
@@ -284,8 +265,8 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
         )
 
 
-def _in_short(verdict: "Verdict") -> str:
-    """How far the phase came, and what happened on the way."""
+def _in_short(verdict: Mapping[str, Any]) -> str:
+    """The key figures of a phase in one line."""
     loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
     found = (loss["initial"], loss["current"], verdict["eval"].get("eval/loss"))
     first, last, held_out = (f"{one:.4f}" if is_number(one) else "none" for one in found)
@@ -296,26 +277,9 @@ def _in_short(verdict: "Verdict") -> str:
     )
 
 
-class Verdict(TypedDict):
-    """How a phase was judged, as result.json has it in strict JSON. Losses are in nats per target token.
-
-    `passed`: every check was passed. `checks`: `name`, `passed` and `message` of each. `summary`:
-    `TrainingMonitor.get_summary()`; `eval`: the last evaluation's metrics. `checkpoint_sha256`: of the manifest of the
-    checkpoint that was judged.
-    """
-
-    passed: bool
-    checks: list[dict[str, Any]]
-    summary: dict[str, Any]
-    eval: dict[str, float | None]
-    pipeline_initial_loss: float | None
-    steps: int
-    tokens_seen: int
-    checkpoint_sha256: str
-
-
-def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict:
-    """Hold the final checkpoint and the metrics of a completed run against its phase's limits.
+def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[str, Any]:
+    """Compare the final checkpoint and the metrics of a completed run with its phase's limits; the content for
+    result.json (docs/phases.md).
 
     `pipeline_initial_loss`: the first loss of the first phase, which the decrease is measured from; None where this is
     the first phase. Raises CheckpointError where there is no final checkpoint.
@@ -330,7 +294,7 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> Verdict
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{final}: the phase is complete, but its final checkpoint cannot be read to judge it: {error}. "
-            "Restore it, or delete the phase's folder to train it anew."
+            "Restore it, or delete the phase's folder to train it again."
         ) from error
     monitor.load_state_dict(monitor_state)
     if pipeline_initial_loss is not None:
@@ -369,13 +333,8 @@ def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None
         for name in LOSSES
         if name in line and not is_number(line[name])
     ]
-    wrong = ""
-    if problem:
-        wrong = problem
-    elif bad:
-        wrong = f"{bad[0]} ({len(bad)} such values)"
-    elif not logged:
-        wrong = f"{path}: no line has train/loss"
+    wrong = problem or (f"{bad[0]} ({len(bad)} such values)" if bad else "")
+    wrong = wrong or ("" if logged else f"{path}: no line has train/loss")
     message = wrong or f"{count(logged, 'logged loss')} and {count(evaluations, 'evaluation')}, all finite"
     last = evaluations[-1] if evaluations else {}
     check = {"name": "logged_losses", "passed": not wrong, "message": message}

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -92,35 +92,28 @@ class SubprocessRun:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def run(self, command: list[str], log: Path | None = None, look: Callable[[], None] = lambda: None) -> int:
-        """Run `command` to its end and that of all its ranks; the launcher's exit code, of which launchers make 1.
-
-        What it prints is appended to the file `log`, if there is one. `look` is called again and again meanwhile.
-        """
-        with nullcontext() if log is None else log.open("ab") as output:
-            child = subprocess.Popen(
-                command, start_new_session=True, preexec_fn=_end_with_parent, stdout=output, stderr=output
-            )
+    def run(self, command: list[str]) -> int:
+        """Run `command` to its end and that of all its ranks; returns the launcher's exit code."""
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
         launcher = psutil.Process(child.pid)
         ranks: list[psutil.Process] = []
         complete = False
         try:
             while child.poll() is None:
                 if not complete or self._pending:  # looking through all processes of a host takes milliseconds
-                    found = _ranks_below(launcher)
+                    found = _below(launcher, _is_rank)
                     complete = 0 < len(found) <= len(ranks)  # they start one after the other
                     ranks = found or ranks
                 while self._pending:
                     number = self._pending.pop(0)
                     # To the ranks themselves, since `deepspeed` ends at a signal without them; to a launcher where they
                     # are on other hosts.
-                    starters = [] if ranks else _task_starters_below(launcher)
+                    starters = [] if ranks else _below(launcher, _starts_tasks)
                     for process in ranks or starters or [launcher]:
                         with suppress(psutil.NoSuchProcess):
                             process.send_signal(signal.SIGUSR1 if starters else number)
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_SECONDS)
-                look()
         finally:
             # DeepSpeed's launcher may go before its ranks, which then save and end by themselves.
             _, remaining = psutil.wait_procs(ranks, LAST_RANKS_SECONDS)
@@ -133,21 +126,17 @@ class SubprocessRun:
         self._pending.append(number)
 
 
-def _ranks_below(launcher: psutil.Process) -> list[psutil.Process]:
-    """The processes on this host that train for `launcher`, which with one rank is one itself."""
+def _below(launcher: psutil.Process, is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """The wanted processes among `launcher`, which with one rank is one itself, and those below it on this host."""
     try:
-        return [process for process in (launcher, *launcher.children(recursive=True)) if _is_rank(process)]
+        return [process for process in (launcher, *launcher.children(recursive=True)) if is_wanted(process)]
     except psutil.Error:
         return []
 
 
-def _task_starters_below(launcher: psutil.Process) -> list[psutil.Process]:
-    """srun or mpirun, be it `launcher` or below it: SIGUSR1 they pass on, and at SIGTERM they kill their ranks."""
-    try:
-        below = (launcher, *launcher.children(recursive=True))
-        return [process for process in below if process.name() in TASK_PROGRAMS]
-    except psutil.Error:
-        return []
+def _starts_tasks(process: psutil.Process) -> bool:
+    """True for srun and mpirun: SIGUSR1 they pass on, and at SIGTERM they kill their ranks."""
+    return process.name() in TASK_PROGRAMS
 
 
 def _is_rank(process: psutil.Process) -> bool:

@@ -59,7 +59,7 @@ def test_a_phase_that_has_passed_is_passed_over(tmp_path: Path, capsys: pytest.C
     completed(tmp_path, passed=True)
     config, planned = setup(tmp_path)
     run_phases(config, [planned], launcher="false")
-    assert "phase sanity_check has passed its gate already: passed over" in capsys.readouterr().out
+    assert "phase sanity_check has passed its gate already" in capsys.readouterr().out
 
 
 def test_a_changed_gate_is_applied_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_a_lower_learning_rate_in_the_middle_is_taken_and_told(
         config, planned = setup(tmp_path, f"training.learning_rate={rate}")
         with pytest.raises(DsEncDecError, match="did not start"):
             run_phases(config, [planned], launcher="false")
-    said = "phase sanity_check goes on with another setting: training.learning_rate was 0.003 and is 0.0001"
+    said = "phase sanity_check continues with another setting: training.learning_rate was 0.003 and is 0.0001"
     assert said in capsys.readouterr().out
     started = json.loads((planned.folder / "started.json").read_text())
     assert [change["settings"] for change in started["changed"]] == [
@@ -147,12 +147,12 @@ def test_what_does_not_decide_what_is_learned_may_change(
     completed(tmp_path, passed=True)
     config, planned = setup(tmp_path, override)
     run_phases(config, [planned], launcher="false")
-    assert "passed over" in capsys.readouterr().out
+    assert "has passed its gate already" in capsys.readouterr().out
 
 
 def test_a_later_phase_needs_the_result_of_the_one_before(tmp_path: Path) -> None:
     config, _ = setup(tmp_path)
-    with pytest.raises(ConfigError, match="starts from the weights of sanity_check, which has no result in"):
+    with pytest.raises(ConfigError, match="starts from the weights of sanity_check, but there is no result in"):
         run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
 
 
@@ -166,7 +166,7 @@ def test_a_later_phase_is_not_started_where_the_one_before_has_failed(tmp_path: 
 def test_a_later_phase_is_not_started_on_a_verdict_by_other_numbers(tmp_path: Path) -> None:
     completed(tmp_path, passed=True)
     config, _ = setup(tmp_path, "phases.sanity_check.min_loss_decrease=3.0")
-    with pytest.raises(ConfigError, match=r"phases\.sanity_check has other numbers now\. `--from sanity_check` judges"):
+    with pytest.raises(ConfigError, match=r"phases\.sanity_check has other numbers now.*`--from sanity_check`"):
         run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
 
 
@@ -175,7 +175,7 @@ def test_a_later_phase_notices_that_the_one_before_was_trained_anew(tmp_path: Pa
     config, _ = setup(tmp_path)
     planned = plan_phase(config, TrainingPhase.VALIDATION)
     began(planned, "1" * 64, saved_at=10)
-    with pytest.raises(ConfigError, match="the phase before it has been trained anew since"):
+    with pytest.raises(ConfigError, match="the phase before it has been trained again since"):
         run_phases(config, [planned], launcher="false")
 
 
@@ -199,23 +199,18 @@ def test_a_completed_phase_without_its_checkpoint(tmp_path: Path) -> None:
 
 def test_a_run_that_did_not_start_is_told(tmp_path: Path) -> None:
     config, planned = setup(tmp_path)
-    told = rf"the run did not start \(the launcher's exit code is 2\)\. {planned.folder}/run\.log ends with:\n.*nowhere"
-    with pytest.raises(DsEncDecError, match=told) as caught:
+    with pytest.raises(DsEncDecError, match=r"the run did not start \(the launcher's exit code is 2\)") as caught:
         run_phases(config, [planned], launcher=f"{sys.executable} /nowhere.py")
     assert caught.value.exit_code == 2
     assert records_of(planned).phase_yaml.exists()
 
 
 def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Launchers make 1 of every code; run.json has the run's own. Its steps are told, its own lines are in its log."""
+    """Launchers make 1 of every code; run.json has the run's own. What it prints is shown."""
     config, planned = setup(tmp_path)
     code = (
         "from ds_encdec.launch.run_folder import RunFolder;"
-        "from ds_encdec.monitor.sinks import JsonlSink;"
         "print('its own line');"
-        f"log = JsonlSink(RunFolder({str(planned.folder)!r}).metrics).log;"
-        "[log(step, {'train/loss': 8 - step / 10, 'train/tokens_seen': 1000 * step}) for step in range(1, 5)];"
-        "log(4, {'eval/loss': float('nan')});"
         f"RunFolder({str(planned.folder)!r}).write_status('failed', reason='diverged', exit_code=7);"
         "raise SystemExit(1)"
     )
@@ -225,9 +220,7 @@ def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path, capfd: pytest.Capt
     with pytest.raises(DsEncDecError, match="phase sanity_check: diverged") as caught:
         run_phases(config, [planned], launcher=str(program))
     assert caught.value.exit_code == 7
-    said = capfd.readouterr().out.partition("run.log)\nstep ")[2].strip().split("\nstep ")
-    assert said == ["1/40 | 1,000 tokens | loss 7.9000", "4/40 | 4,000 tokens | loss 7.6000", "4/40 | eval loss nan"]
-    assert records_of(planned).log.read_text() == "its own line\n"
+    assert "\nits own line\n" in capfd.readouterr().out
 
 
 def test_an_older_status_does_not_speak_for_this_start(tmp_path: Path) -> None:

@@ -197,19 +197,12 @@ def test_a_phase_that_contradicts_itself_is_named() -> None:
         plan(VALIDATION, "phases.validation.warmup_steps=200")
 
 
-def test_a_short_phase_has_room_for_a_rollback() -> None:
-    planned = plan(SANITY, "monitor.on_loss_spike=rollback")
-    assert planned.config.training.save_steps == planned.config.monitor.rollback_min_steps == 25
-    assert "training.save_steps=25 (not 100) and monitor.rollback_min_steps=25 (not 50)" in planned.remarks[0]
-    long = plan(MEDIUM, path=FULL_RUN)
-    assert (long.config.training.save_steps, long.config.monitor.rollback_min_steps, long.remarks) == (5000, 50, ())
-    assert long.config.training.save_interval_hours == 1  # a rollback of 5,000 steps would be hours
-
-
-def test_a_very_short_phase_goes_back_to_nothing() -> None:
-    planned = plan(SANITY, path=FULL_RUN)  # 7 steps, of which every checkpoint has 14 GB
-    assert (planned.config.training.save_steps, planned.config.monitor.on_loss_spike) == (7, "warn")
-    assert planned.remarks == ("7 steps are too few to go back in: monitor.on_loss_spike=warn",)
+def test_only_a_phase_that_is_too_short_goes_back_to_nothing() -> None:
+    config = load_config(FULL_RUN)
+    for phase, save_steps, answer in ((SANITY, 7, "warn"), (VALIDATION, 200, "rollback"), (MEDIUM, 5000, "rollback")):
+        planned = plan(phase, path=FULL_RUN)
+        assert (planned.config.training.save_steps, planned.config.monitor.on_loss_spike) == (save_steps, answer)
+        assert ("monitor.on_loss_spike=warn (not rollback)" in planned.differences(config)) == (answer == "warn")
 
 
 @pytest.mark.parametrize(

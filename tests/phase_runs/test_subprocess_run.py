@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -104,15 +105,15 @@ time.sleep(0.6)
 os.kill(os.getpid(), signal.SIGKILL)
 """)
 
-    def look(process: psutil.Process) -> list[psutil.Process]:
-        found = really_look(process)
+    def look(*arguments: Any) -> list[psutil.Process]:
+        found = really_look(*arguments)
         if found:
             seen.touch()
         return found
 
-    really_look = subprocess_run._ranks_below
+    really_look = subprocess_run._below
     monkeypatch.setattr(subprocess_run, "TRAIN_PROGRAM", rank)
-    monkeypatch.setattr(subprocess_run, "_ranks_below", look)
+    monkeypatch.setattr(subprocess_run, "_below", look)
     with SubprocessRun() as started:
         assert started.run([sys.executable, str(launcher)]) == -signal.SIGKILL
     assert ended.exists()

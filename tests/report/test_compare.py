@@ -27,7 +27,7 @@ def test_curves_over_tokens_and_what_differed_beside_what_came_out(tmp_path: Pat
     page = Page(index)
     assert warnings == []
     compared = dict(list(page.charts.items())[:6])
-    assert list(compared)[0] == "Difference of the training losses, nats"
+    assert next(iter(compared)) == "Difference of the training losses, nats"
     assert compared.pop("Difference of the training losses, nats").startswith("last two − one ")
     assert all("one " in caption and "two " in caption for caption in compared.values())
     assert page.source.count(">tokens seen</text>") == 6
