@@ -206,13 +206,10 @@ def _rate(options: argparse.Namespace) -> float | None:
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.memory.question import contradictions
     from ds_encdec.plan import describe_plan, plan_run
 
     if options.price_per_gpu_hour and not (options.tokens_per_second or options.measured):
         raise ConfigError("--price-per-gpu-hour needs a rate: add --tokens-per-second or --measured")
-    if problems := list(contradictions({"--gpus": options.gpus}, overrides)):
-        raise ConfigError("\n".join(problems))
     if options.gpus is not None:
         overrides = [f"infra.num_gpus={options.gpus}", *overrides]
     config = _load(options, overrides)

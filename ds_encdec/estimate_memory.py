@@ -34,7 +34,7 @@ ARGUMENTS: Arguments = {
     "--nodes": value("machines they are in (default 1)", int, default=1, metavar="N"),
     "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", metavar="NAME|SIZE"),
     "--host-memory": value("memory of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
-    "--all": flag("show every setting of both engines, and each part of the figures"),
+    "--all": flag("show both engines, and the settings that do not exist"),
     "--trace": flag("also trace the configured run's step (needs torch)"),
     **JSON,
 }

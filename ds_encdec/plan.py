@@ -12,7 +12,6 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
 from ds_encdec.gpus import DEFAULT_GPU, GPUS, has_gpu
 from ds_encdec.memory.breakdown import in_gib
-from ds_encdec.memory.checkpointing import is_open, with_mode
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import (
     Job,
@@ -23,6 +22,7 @@ from ds_encdec.memory.job import (
     saves_at_most,
 )
 from ds_encdec.memory.question import indivisible, planned_checkpointing, planned_job
+from ds_encdec.memory.recompute import needs_recompute_choice, with_recompute
 from ds_encdec.memory.variants import Variant
 from ds_encdec.memory.zero import swapped_bytes
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
@@ -63,9 +63,9 @@ def plan_run(
             "training.num_train_steps, or --tokens"
         )
     sizes, remarks = run_sizes(config), list[str]()
-    if is_open(config):
+    if needs_recompute_choice(config):
         choice = planned_checkpointing(config, sizes, nodes, GPUS[DEFAULT_GPU])
-        config, remarks = with_mode(config, choice.mode), [f"{choice}, on an {DEFAULT_GPU}."]
+        config, remarks = with_recompute(config, choice.mode), [f"{choice}, on an {DEFAULT_GPU}."]
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     job = planned_job(config, sizes, nodes)
     sequences = global_batch_size(config, job.world_size)

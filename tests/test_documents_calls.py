@@ -11,8 +11,7 @@ import math
 import pytest
 import torch
 
-from ds_encdec.memory.batch_size import auto_find_batch_size
-from ds_encdec.memory.model_memory import estimate_model_memory
+from ds_encdec.memory.library import auto_find_batch_size, estimate_model_memory
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.phases import PhaseConfig, TrainingPhase

@@ -125,15 +125,14 @@ def test_all_shows_every_setting_and_why_some_do_not_exist() -> None:
     tables = [part for part in text.split("\n\n") if part.startswith(("DeepSpeed, GiB", "FSDP2, GiB"))]
     assert len(tables) == 2
     assert max(len(line) for table in tables for line in table.splitlines()) <= 100
-    assert sum(line.split()[2:] == ["-"] * 12 for line in tables[0].splitlines()) == 4  # zero0 twice, zero1, zero2
-    assert text.count("without sharding there is nothing to offload") == 2
+    assert sum(line.split()[2:] == ["-"] * 10 for line in tables[0].splitlines()) == 4  # zero0 twice, zero1, zero2
+    assert text.count("without sharding there is nothing to offload") == 2  # a line below each table
     names = [tuple(line.removeprefix("*").split()[:3]) for line in tables[1].splitlines()]
     assert ("zero2", "optimizer", "full") in names
     assert ("zero1", "optimizer", "full") not in names
-    assert text.count("zero1 is zero2 here") == 1
 
 
-@pytest.mark.parametrize(("width", "is_whole"), [(40, False), (60, False), (80, True), (100, True)])
+@pytest.mark.parametrize(("width", "is_whole"), [(40, False), (60, False), (100, True)])
 def test_no_figure_is_cut_on_a_terminal(width: int, is_whole: bool) -> None:
     options = argparse.Namespace(**{**vars(estimate_options()), "model": "Qwen/Qwen3-8B", "gpu": "24GB"})
     asked, written = read_question(options, []), io.StringIO()
@@ -165,9 +164,9 @@ def test_json_has_what_the_table_has() -> None:
     assert (inputs["gpus"], inputs["nodes"], inputs["gpu"]) == (16, 2, "h200")
     assert inputs["gpu_usable_bytes"] == GPUS["h200"].usable_bytes
     assert answer["parameters"] == {"total": 1_036_517_376, "trainable": 1_036_517_376}
-    for engine in ("deepspeed", "fsdp"):
+    for engine, settings in (("deepspeed", 6 * 3), ("fsdp", 5 * 2)):  # FSDP2's zero1 is zero2, and it offloads all
         rows = answer["engines"][engine]["rows"]
-        assert len(rows) == 6 * 3 * 2
+        assert len(rows) == settings * 2
         for row in rows:
             assert row["exists"] is ("bytes" in row) is (not row["reason"])
             if row["exists"]:
@@ -187,6 +186,7 @@ def test_parameters_are_exact() -> None:
 def test_the_configuration_says_how_many_gpus() -> None:
     assert ask_json("--config", "ds_configs/qwen3_0.6b_ul2_1gpu.yaml")["inputs"]["gpus"] == 1
     assert ask_json("infra.num_gpus=4")["inputs"]["gpus"] == 4
+    assert ask_json("--gpus", "8", "infra.num_gpus=4")["inputs"]["gpus"] == 4  # options are overrides; the last counts
 
 
 def test_sizes_written_out_need_no_checkpoint() -> None:
@@ -216,28 +216,10 @@ def test_where_nothing_fits_it_says_what_would_help() -> None:
     text = ask(*tight)
     assert "DeepSpeed: nothing fits." in text
     assert f"This fits: {as_overrides(near['overrides'])} (" in text
-    assert "do not help" not in text
+    assert "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs" in text
     # Pasted, it does.
     changed = {**dict(pair.split("=") for pair in tight[8:]), **near["overrides"]}
     assert ask_json(*arguments, *as_overrides(changed).split())["configured"]["fits"]
-
-
-def test_more_gpus_are_named_with_a_setting_that_fits_there() -> None:
-    arguments = ("--model", "Qwen/Qwen3-1.7B", "--gpu", "24GB", "--host-memory", "50GiB", "--gpus", "1")
-    text = ask(*arguments)
-    assert "The GPUs have room for a micro-batch of 1" in text  # the host has not
-    answer = ask_json(*arguments)
-    more = answer["more_gpus"]
-    assert answer["engines"]["deepspeed"]["recommendation"] is None
-    typed = ["--gpus", str(more["gpus"]), "--nodes", str(more["nodes"]), *as_overrides(more["overrides"]).split()]
-    assert f"With more GPUs this fits: {' '.join(typed)} (" in text
-    asked = ask_json(*arguments[:-2], *typed)
-    assert asked["configured"]["fits"]
-    assert asked["configured"]["bytes"] == more["bytes"]
-    half = str(more["gpus"] // 2)
-    fewer = ask_json(*arguments[:-2], "--gpus", half, "--nodes", half, *typed[4:])
-    assert not fewer["configured"]["fits"]
-    assert fewer["engines"]["deepspeed"]["recommendation"] is None
 
 
 def test_the_host_is_judged_only_if_it_is_known() -> None:
@@ -249,12 +231,6 @@ def test_the_host_is_judged_only_if_it_is_known() -> None:
     text = ask("--host-memory", "16GiB")
     assert "A host has 16.0 GiB, of which 10% must stay free." in text
     assert "no: host" in text
-
-
-def test_a_host_that_few_have_is_questioned() -> None:
-    arguments = ("--model", "Qwen/Qwen3-32B", "--gpus", "8", "--gpu", "mi355x", "infra.offload_params=cpu")
-    assert "Few machines have that: give --host-memory." in ask(*arguments)
-    assert "Few machines" not in ask(*arguments, "--host-memory", "4TB")
 
 
 def test_adapters_and_frozen_parts_are_those_of_the_configuration() -> None:
@@ -357,8 +333,6 @@ def test_the_verb_is_the_module(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "h100"], ["--gpu h100: not a known GPU", "h100-80gb", "mi300x"]),
         (["--gpu", ""], ["--gpu : not a known GPU. Known are"]),
         (["--host-memory", "64"], ["--host-memory 64: not a size of a machine"]),
-        (["--gpus", "8", "infra.num_gpus=4"], ["--gpus 8 and infra.num_gpus=… set the same field"]),
-        (["--model", "Qwen/Qwen3-4B", "model.model_name_or_path=Qwen/Qwen3-8B"], ["give only one"]),
         (["infra.offload_optimizer=nvme"], ['infra.offload_optimizer = "nvme"', "set nvme_path"]),
         (
             ["training.per_device_train_batch_size=auto", "training.global_batch_size=100"],

@@ -144,8 +144,6 @@ def test_auto_is_planned_by_its_global_batch(capsys: pytest.CaptureFixture[str])
         (["training.colour=3"], "unknown key"),
         (["--price-per-gpu-hour", "2"], "needs a rate"),
         (["--measured", "/nowhere"], "no such folder"),
-        (["--gpus", "4", "infra.num_gpus=8"], "give only one"),
-        (["--gpus", "4", "num_processes=8"], "give only one"),
     ],
 )
 def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -46,8 +46,8 @@ from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import World
-from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.job import assumed_ratio
+from ds_encdec.memory.library import device_capacity
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
 from ds_encdec.objectives import OBJECTIVES

@@ -23,11 +23,11 @@ from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_first_batch_size, with_micro_batch_size
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.memory.checkpointing import choose, is_open, with_mode
-from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory, explanation, gib
 from ds_encdec.memory.job import Job, make_job
+from ds_encdec.memory.library import device_capacity
+from ds_encdec.memory.recompute import choose_recompute, needs_recompute_choice, with_recompute
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.precision import product_dtype
@@ -71,7 +71,7 @@ def resolve_checkpointing(
     A run goes on as it began, wherever that still fits. Comes before `resolve_batch_size`, whose search needs a mode:
     where that is to find the size, this chooses for the one that it would assume.
     """
-    if not is_open(config):
+    if not needs_recompute_choice(config):
         return config
     collectives, world_size = context.collectives, context.world.world_size
     free_bytes = collectives.lowest(device_capacity(context.device).free_bytes)[0]
@@ -82,11 +82,11 @@ def resolve_checkpointing(
         else:
             before = _as_saved(config, resumed_from, world_size)
             first = load_saved(resumed_from.path / "config.yaml").training.activation_checkpointing
-        choice = choose(job_here(before, context, model), free_bytes, first=first)
+        choice = choose_recompute(job_here(before, context, model), free_bytes, first=first)
         logger.info("%s", choice)
         return choice.mode
 
-    return with_mode(config, collectives.on_rank_zero(chosen))
+    return with_recompute(config, collectives.on_rank_zero(chosen))
 
 
 def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullConfig:

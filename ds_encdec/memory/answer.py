@@ -19,7 +19,6 @@ from ds_encdec.memory.variants import (
     nearest,
     offload_of,
     recommend,
-    smallest_variants,
     variant,
     variants,
 )
@@ -27,24 +26,19 @@ from ds_encdec.memory.variants import (
 if TYPE_CHECKING:
     from ds_encdec.memory.trace import TracedMemory
 
-LARGEST_WORLD = 4096
-"""GPUs up to which a number that would fit is looked for."""
-
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
     """The settings of one engine. `overrides` of all its rows are relative to the configured run.
 
-    `job`: the configured one under this engine. Where nothing of the configured engine's is recommended: `nearest`,
-    changes to the run that fit, and `more_gpus`, a setting that fits on as many GPUs as its job says, a power of two
-    times those asked about (None: not up to `LARGEST_WORLD`).
+    `job`: the configured one under this engine. `nearest`: changes to the run that fit, where nothing of the configured
+    engine's is recommended.
     """
 
     job: Job
     rows: Sequence[Variant]
     recommendation: Variant | None
-    nearest: Sequence[Variant] = ()
-    more_gpus: Variant | None = None
+    nearest: Sequence[Variant]
 
 
 def answer(asked: Question) -> list[EngineTable]:
@@ -61,25 +55,18 @@ def _table(asked: Question, engine: str) -> EngineTable:
     if not asked.runs(asked.job):
         needed |= {"training.bf16": False, "training.fp16": True}  # FSDP2 and zero0 refuse fp16
     base = changed(asked.job, needed)
-
-    def of_configured(row: Variant) -> Variant:
-        return replace(row, overrides=needed | row.overrides)
-
     best = recommend(base, asked.fits)
-    table = EngineTable(base, [*map(of_configured, variants(base))], best and of_configured(best))
-    if best is not None or engine != asked.job.engine:
-        return table
-    worlds = [base.world_size << doublings for doublings in range(1, LARGEST_WORLD.bit_length())]
-    larger = (
-        row for size in worlds if size <= LARGEST_WORLD for row in smallest_variants(replace(base, world_size=size))
+    near = nearest(base, asked.fits) if best is None and engine == asked.job.engine else []
+    rows, best_rows, near = (
+        [replace(row, overrides=needed | row.overrides) for row in some]
+        for some in (variants(base), [best] if best else [], near)
     )
-    more = next(map(of_configured, filter(asked.fits, larger)), None)
-    return replace(table, nearest=[*map(of_configured, nearest(base, asked.fits))], more_gpus=more)
+    return EngineTable(base, rows, best_rows[0] if best_rows else None, near)
 
 
 def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:
     """The answer as JSON; docs/estimate-memory.md lists the keys. Sizes are bytes."""
-    job, more = asked.job, tables[0].more_gpus
+    job = asked.job
     found: dict[str, Any] = {
         "inputs": {
             "model": job.config.model.model_name_or_path,
@@ -106,7 +93,6 @@ def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory
             }
             for table in tables
         },
-        "more_gpus": more and {"gpus": more.job.world_size, "nodes": more.job.nodes, **_row(asked, more)},
         "remarks": asked.remarks,
     }
     if traced is not None:

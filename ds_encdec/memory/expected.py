@@ -17,9 +17,9 @@ import torch
 from ds_encdec.launch.memory_errors import is_of_device, is_of_driver, is_out_of_memory, out_of_memory
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.memory.breakdown import GIB, Breakdown, HostBreakdown
-from ds_encdec.memory.device_stats import GB, device_capacity, get_memory_stats
 from ds_encdec.memory.estimate import RANK_PROCESS_BYTES, estimate
 from ds_encdec.memory.job import Job
+from ds_encdec.memory.library import GB, device_capacity, get_memory_stats
 from ds_encdec.memory.variants import (
     BATCH_FIELDS,
     HEADROOM,

@@ -1,17 +1,16 @@
-"""The question that `estimate_memory` is asked: its options read into a job, a GPU and a host.
+"""The question that `estimate_memory` answers: its options read into a job, a GPU and a host.
 
-The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says, evenly in so many nodes.
+The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says, evenly on so many nodes.
 """
 
 import argparse
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal, TypeVar
 
-from ds_encdec.config.rewording import given_fields
 from ds_encdec.config.rules import engine_candidates
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import (
@@ -26,24 +25,25 @@ from ds_encdec.config.shares import (
 )
 from ds_encdec.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import GIB, Estimate, in_gib
-from ds_encdec.memory.checkpointing import Choice, choose, closed, is_open, with_mode
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
+from ds_encdec.memory.recompute import (
+    Choice,
+    choose_recompute,
+    needs_recompute_choice,
+    resolve_recompute,
+    with_recompute,
+)
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated, swapped_bytes
 from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")
-_STANDS_FOR = {
-    "--gpus": ("infra.num_gpus",),
-    "--model": ("model.model_name_or_path", "model.architecture"),
-}
-"""Fields that an option of the command line sets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The run, on which GPUs and hosts; `remarks` on how it was understood. `host_bytes`: of a node, if given.
+    """The run, its GPUs and hosts; `remarks` on how it was understood. `host_bytes`: of a node, if given.
 
     A job on CPUs is judged by its hosts alone, whatever `gpu` is.
     """
@@ -69,7 +69,10 @@ class Question:
 
 
 def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Question:
-    """Read the question in the options. Raises ConfigError that lists every problem in them."""
+    """Read the question in the options. Raises ConfigError that lists every problem in them.
+
+    `--model` and `--gpus` are overrides that come before the others.
+    """
     problems: list[str] = []
     gpu = _attempt(problems, parse_gpu, DEFAULT_GPU if options.gpu is None else options.gpu)
     host_bytes = parse_bytes(options.host_memory or "")
@@ -77,15 +80,12 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         problems.append(f"--host-memory {options.host_memory}: not a size of a machine; write 512GiB, 1TB or bytes")
     counts = {"--gpus": options.gpus, "--nodes": options.nodes}
     wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
-    given = {"--gpus": options.gpus, "--model": options.model}
-    problems += [*wrong, *contradictions(given, overrides)]
-    name = json.dumps(options.model)
-    model = [f"model.model_name_or_path={name}", "model.architecture=null"] if options.model is not None else []
-    gpus = [f"infra.num_gpus={options.gpus}"] if options.gpus is not None and options.gpus > 0 else []
-    config = _attempt(
-        problems,
-        lambda: load_config(options.config, [*model, *gpus, *overrides], options.deepspeed_config),
-    )
+    problems += wrong
+    own: list[str] = []  # what this command's options stand for, to be added to what is recommended
+    if options.model is not None:
+        own += [f"model.model_name_or_path={json.dumps(options.model)}", "model.architecture=null"]
+    gpus = [f"infra.num_gpus={options.gpus}"] if (options.gpus or 0) > 0 else []
+    config = _attempt(problems, load_config, options.config, [*own, *gpus, *overrides], options.deepspeed_config)
     if config is not None:
         if options.gpu and config.infra.device == "cpu":
             problems.append(f"--gpu {options.gpu} and infra.device=cpu contradict each other: give only one")
@@ -96,17 +96,16 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     if not gpu.has_bf16:
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention_kernels.py).
         config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
-    num_gpus, recomputes = config.infra.num_gpus, None
-    sizes_to_try = micro_batch_candidates(config, num_gpus) if is_auto(config) else []  # the largest that fits, or 1
-    if is_open(config):
-        recomputes = planned_checkpointing(config, sizes, options.nodes, gpu)
-        config = with_mode(config, recomputes.mode)
-    for tried in [with_micro_batch_size(config, size, num_gpus) for size in sizes_to_try] or [config]:
+    remarks: list[str] = []
+    sizes_to_try = micro_batch_candidates(config, config.infra.num_gpus) if is_auto(config) else []
+    if needs_recompute_choice(config):
+        choice = planned_checkpointing(config, sizes, options.nodes, gpu)
+        config, remarks = with_recompute(config, choice.mode), [f"{choice}."]
+    for tried in [with_micro_batch_size(config, size, config.infra.num_gpus) for size in sizes_to_try] or [config]:
         asked = Question(planned_job(tried, sizes, options.nodes, gpu), gpu, host_bytes)
-        if asked.fits(variant(asked.job, {})):
+        if asked.fits(variant(asked.job, {})):  # the largest that fits, or the last, 1
             break
-    chosen = [] if recomputes is None else [f"{recomputes}."]
-    return replace(asked, remarks=(*chosen, *_remarks(options, model, config, asked)))
+    return replace(asked, remarks=(*remarks, *_remarks(options, own, config, asked)))
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -118,8 +117,8 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
         return None
 
 
-def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, asked: Question) -> list[str]:
-    """How the question was understood. `model`: the overrides that --model stands for."""
+def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, asked: Question) -> list[str]:
+    """How the question was understood. `own`: the overrides that --model stands for."""
     training = asked.job.config.training
     keys = ", ".join(not_estimated(asked.job)) if config.infra.deepspeed_extra else ""
     remarks = (
@@ -147,24 +146,13 @@ def _remarks(options: argparse.Namespace, model: list[str], config: FullConfig, 
             f"The disk of infra.nvme_path holds {in_gib(swapped)} GiB on each host: the optimizer's states and "
             "gradients.",
         ),
-        (model, f"To train what is recommended, add what this command's options stand for: {shlex.join(model)}"),
+        (own, f"To train what is recommended, add what this command's options stand for: {shlex.join(own)}"),
         (
             options.deepspeed_config,
             f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree.",
         ),
     )
     return [remark for applies, remark in remarks if applies]
-
-
-def contradictions(options: Mapping[str, object], overrides: Sequence[str]) -> list[str]:
-    """Options (name: value, None where not given) beside overrides of the fields that they stand for."""
-    fields = sorted(given_fields(overrides))
-    return [
-        f"{option} {value} and {field}=… set the same field: give only one"
-        for option, value in options.items()
-        for field in fields
-        if value is not None and any(field == name or field.startswith(f"{name}.") for name in _STANDS_FOR[option])
-    ]
 
 
 def indivisible(config: FullConfig, nodes: int) -> list[str]:
@@ -195,7 +183,7 @@ def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
 def planned_checkpointing(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu) -> Choice:
     """The choice of `training.activation_checkpointing: auto`, which a micro-batch size of `auto` follows."""
     first = with_first_batch_size(config, config.infra.num_gpus)
-    return choose(_planned(first, sizes, nodes), gpu.usable_bytes)
+    return choose_recompute(_planned(first, sizes, nodes), gpu.usable_bytes)
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu = GPUS[DEFAULT_GPU]) -> Job:
@@ -205,7 +193,7 @@ def planned_job(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu = GPUS[DE
     """
     job = _planned(config, sizes, nodes)
     engine_memory(job)
-    return closed(job, gpu.usable_bytes)
+    return resolve_recompute(job, gpu.usable_bytes)
 
 
 def _planned(config: FullConfig, sizes: Sizes, nodes: int) -> Job:

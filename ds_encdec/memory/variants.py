@@ -73,9 +73,6 @@ Fits = Callable[[Variant], bool]
 """Tells of a setting whether it fits into the memory there is."""
 
 
-# ------------------------------------------------------------------------------------------------------ changed jobs
-
-
 def changed(job: Job, change: Mapping[str, Any]) -> Job:
     """`job` under a configuration in which these fields have other values. Nothing is validated.
 
@@ -113,9 +110,6 @@ def as_overrides(change: Mapping[str, Any]) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------- settings of the table
-
-
 def variants(job: Job) -> list[Variant]:
     """The rows of the table: stage x offload x activation checkpointing, with the engine and the batch of `job`.
 
@@ -134,12 +128,17 @@ def smallest_variants(job: Job) -> list[Variant]:
 
 
 def _offloads(job: Job) -> Mapping[str, tuple[str, str]]:
+    """The offloads of the table. Where parameters are the master weights (`merges_settings`), they go with these."""
+    if ENGINES[job.engine].merges_settings:
+        return {name: places for name, places in OFFLOADS.items() if places[1] == "none"}
     return OFFLOADS | (_DISK_OFFLOADS if job.config.infra.nvme_path is not None else {})
 
 
 def settings(job: Job) -> Iterator[Change]:
-    """The changes of `job` that make the rows of the table."""
-    stages = (*STAGES, *HYBRID_STAGES) if job.world_size > job.ranks_per_node else STAGES
+    """The changes of `job` that make the rows of the table; settings that are the same have one row."""
+    stages: tuple[str, ...] = (*STAGES, *HYBRID_STAGES) if job.world_size > job.ranks_per_node else STAGES
+    if ENGINES[job.engine].merges_settings:  # gradients are scattered as they are reduced: zero1 is zero2
+        stages = tuple(stage for stage in stages if stage != "zero1")
     return (setting(job, *row) for row in itertools.product(stages, _offloads(job), ("none", "full")))
 
 
@@ -148,7 +147,7 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
 
     It frees the fields that would contradict it: a hybrid's size without one, and the engine.
     """
-    optimizer, params = _offloads(job)[offload]
+    optimizer, params = (OFFLOADS | _DISK_OFFLOADS)[offload]
     wanted: Change = {
         "infra.sharding_stage": stage,
         "infra.offload_optimizer": optimizer,
@@ -164,17 +163,6 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
     if job.engine != next(iter(ENGINES)) if kind == "auto" else stage != "zero0":
         wanted["infra.distributed_type"] = job.engine
     return {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
-
-
-def has_other_name(job: Job) -> bool:
-    """Return whether the table has the same setting by a more usual name.
-
-    FSDP2's zero1 is zero2, and it offloads all or none: it scatters gradients as it reduces
-    them, and its parameters are the master weights (engine/fsdp2.py).
-    """
-    infra, engine = job.config.infra, ENGINES[job.engine]
-    renamed = engine.merges_settings and (infra.sharding_stage == "zero1" or infra.offload_params == "cpu")
-    return renamed and not find_conflicts(job.config)
 
 
 def offload_of(job: Job) -> str | None:
@@ -202,9 +190,6 @@ def batches(job: Job) -> dict[int, Change]:
     return found | {configured: {}}
 
 
-# --------------------------------------------------------------------------------------------------- which to choose
-
-
 def recommend(job: Job, fits: Fits) -> Variant | None:
     """The first setting of `job` and its engine that fits, with its largest micro-batch; None where none does.
 
@@ -212,11 +197,7 @@ def recommend(job: Job, fits: Fits) -> Variant | None:
     """
     data, training = job.config.data, job.config.training
     kept: list[Change] = [{}, {"training.activation_offload": False}] if training.activation_offload else [{}]
-    asked = [
-        change
-        for change in _combined(settings(job), kept, _reductions(job))
-        if not change or not has_other_name(changed(job, change))
-    ]
+    asked = list(_combined(settings(job), kept, _reductions(job)))
     efficient = -(-EFFICIENT_TOKENS // (data.max_encoder_length + data.max_decoder_length))
     for smallest in dict.fromkeys((min(training.micro_batch_size, efficient), 1)):
         # A whole step in one micro-batch leaves out all that accumulation needs, so it may fit where smaller ones fail.
@@ -231,8 +212,7 @@ def recommend(job: Job, fits: Fits) -> Variant | None:
 
 def faster(job: Job, fits: Fits) -> Variant | None:
     """The fastest setting of the table that fits, at the batch of `job`; None where that is the one `job` has."""
-    changes = [change for change in settings(job) if change and not has_other_name(changed(job, change))]
-    costs = [(cost, change) for change in changes if (cost := _cost(job, change)) < _cost(job, {})]
+    costs = [(cost, change) for change in settings(job) if (cost := _cost(job, change)) < _cost(job, {})]
     return next(filter(fits, (variant(job, change) for _, change in sorted(costs, key=lambda each: each[0]))), None)
 
 

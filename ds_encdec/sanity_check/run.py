@@ -17,7 +17,7 @@ from ds_encdec.engine.select import join_ranks
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.world import discover
-from ds_encdec.memory.checkpointing import is_open
+from ds_encdec.memory.recompute import needs_recompute_choice
 from ds_encdec.model.source import read_config
 from ds_encdec.monitor.metrics_file import strict_json
 from ds_encdec.sanity_check.checks import CHECKS, Check, CheckResult, Subject
@@ -127,7 +127,7 @@ def on_one_rank(config: FullConfig) -> FullConfig:
         "warmup_ratio": None,
         "num_train_epochs": None,
     }
-    if is_open(config):
+    if needs_recompute_choice(config):
         fields["training"]["activation_checkpointing"] = "full"  # which fits wherever the run's own choice does
     fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
     fields["infra"]["deepspeed_extra"].pop("scheduler", None)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_encdec.memory.batch_size import auto_find_batch_size
+from ds_encdec.memory.library import auto_find_batch_size
 from ds_encdec.types import OutOfMemoryError
 
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from ds_encdec.memory.device_stats import _control_groups, clear_memory, get_memory_stats, log_memory_stats
+from ds_encdec.memory.library import _control_groups, clear_memory, get_memory_stats, log_memory_stats
 from ds_encdec.types import ConfigError
 
 BALLAST_FLOATS = 2**25

@@ -14,7 +14,6 @@ from ds_encdec.config.schema import load_config
 from ds_encdec.engines import EngineName
 from ds_encdec.memory import expected as expected_memory
 from ds_encdec.memory.breakdown import CATEGORIES
-from ds_encdec.memory.device_stats import device_capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import (
     LOADED_BYTES,
@@ -26,6 +25,7 @@ from ds_encdec.memory.expected import (
     settings_that_fit,
 )
 from ds_encdec.memory.job import make_job, run_sizes
+from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides
 from ds_encdec.types import OutOfMemoryError
 

@@ -21,7 +21,6 @@ from ds_encdec.memory.variants import (
     as_overrides,
     batches,
     changed,
-    has_other_name,
     nearest,
     recommend,
     settings,
@@ -162,12 +161,14 @@ def test_activations_on_the_host_are_offload() -> None:
     assert found == recommend(job("training.activation_offload=true"), room(GPUS["a100-80gb"].usable_bytes, 800 * GIB))
 
 
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_fsdp2_has_one_name_for_one_setting(stage: str) -> None:
-    asked = job("infra.distributed_type=fsdp", f"infra.sharding_stage={stage}")
-    other = {"infra.sharding_stage": "zero2"} if stage == "zero1" else {"infra.offload_params": "cpu"}
-    assert estimate(asked) == estimate(changed(asked, other))
-    assert has_other_name(asked) is not has_other_name(changed(asked, other))
+def test_fsdp2_has_one_name_for_one_setting() -> None:
+    """Its zero1 is zero2, and parameters are offloaded with the optimizer: the table has one row for each."""
+    for stage, other in (("zero1", {"infra.sharding_stage": "zero2"}), ("zero3", {"infra.offload_params": "cpu"})):
+        asked = job("infra.distributed_type=fsdp", f"infra.sharding_stage={stage}")
+        assert estimate(asked) == estimate(changed(asked, other))
+        rows = [changed(asked, change).config.infra for change in settings(asked)]
+        assert {row.sharding_stage for row in rows} == {"zero0", "zero2", "zero3"}
+        assert {row.offload_params for row in rows} == {"none"}
 
 
 def test_nothing_is_recommended_where_nothing_fits() -> None:

@@ -17,11 +17,11 @@ from ds_encdec.config.schema import load_config
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import GIB
-from ds_encdec.memory.checkpointing import MODES, choose
-from ds_encdec.memory.device_stats import Capacity
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, run_sizes
+from ds_encdec.memory.library import Capacity
 from ds_encdec.memory.question import planned_job
+from ds_encdec.memory.recompute import MODES, choose_recompute
 from ds_encdec.memory.variants import HEADROOM, changed, faster, variant
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import ConfigError
@@ -45,27 +45,27 @@ def test_it_is_the_first_that_fits_of_those_that_there_are(engine: str, modes: t
     sizes = [needed(asked, mode) for mode in modes]
     assert sizes == sorted(sizes, reverse=True)  # the cheaper in time, the larger
     for mode, size in zip(modes, sizes, strict=True):
-        found = choose(asked, size / (1 - HEADROOM) + 1)
+        found = choose_recompute(asked, size / (1 - HEADROOM) + 1)
         assert found.mode == mode
         assert [row.job.config.training.activation_checkpointing for row in found.tried] == [
             *modes[: modes.index(mode) + 1]
         ]
-    too_small = choose(asked, sizes[-1])
+    too_small = choose_recompute(asked, sizes[-1])
     assert too_small.mode == "full"
-    assert "does not fit either" in str(too_small)
+    assert "is full, and even that does not fit" in str(too_small)
 
 
 def test_a_run_goes_on_as_it_began_where_that_fits() -> None:
     asked, device = job(), 80 * GIB
-    assert choose(asked, device).mode == "none"
-    assert choose(asked, device, first="full").mode == "full"
-    assert choose(asked, device, first="every_n").mode == "none"  # not one that it would have chosen
-    assert choose(asked, 20 * GIB, first="none").mode == "full"
-    assert choose(asked, device, first="selective").mode == "none"  # DeepSpeed has none
+    assert choose_recompute(asked, device).mode == "none"
+    assert choose_recompute(asked, device, first="full").mode == "full"
+    assert choose_recompute(asked, device, first="every_n").mode == "none"  # not one that it would have chosen
+    assert choose_recompute(asked, 20 * GIB, first="none").mode == "full"
+    assert choose_recompute(asked, device, first="selective").mode == "none"  # DeepSpeed has none
 
 
 def test_cpus_recompute_nothing() -> None:
-    found = choose(job("infra.device=cpu"), 1)
+    found = choose_recompute(job("infra.device=cpu"), 1)
     assert (found.mode, list(found.tried)) == ("none", [])
 
 
@@ -91,7 +91,7 @@ def test_estimate_and_plan_tell_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["activation_checkpointing"], found["per_device_train_batch_size"]) == ("none", 4)
 
     assert cli.main(["plan", *ON_GPUS, AUTO]) == 0
-    assert f"{AUTO} is none (estimated: none {whole}; 75.2 GiB are to be had), on an a100-80gb." in (
+    assert f"{AUTO} is none (estimated: none {whole}; available: 75.2 GiB), on an a100-80gb." in (
         capsys.readouterr().out
     )
     assert cli.main(["plan", *ON_GPUS, "--json"]) == 0
@@ -129,7 +129,7 @@ def test_a_run_chooses_once(
     with caplog.at_level(logging.INFO):
         chosen = resolve.resolve_checkpointing(config, context, model, found)
     assert chosen.training.activation_checkpointing == (began_with or "none")
-    assert f"{(1 - HEADROOM) * 70:.1f} GiB are to be had" in caplog.text
+    assert f"available: {(1 - HEADROOM) * 70:.1f} GiB)" in caplog.text
     assert resolve.resolve_checkpointing(chosen, context, model, None) is chosen
 
 

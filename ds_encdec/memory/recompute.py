@@ -1,6 +1,6 @@
-"""The choice that `training.activation_checkpointing: auto` leaves open.
+"""The choice of `training.activation_checkpointing: auto`: the fastest mode that the estimate says fits the device.
 
-It is the cheapest in time that the estimate says fits into the device; on CPUs, where recomputation only costs, none.
+On CPUs, where recomputation only costs time, it is none.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from ds_encdec.memory.job import Job
 from ds_encdec.memory.variants import HEADROOM, Variant, variant
 
 Run = TypeVar("Run", bound=Sections)
-AUTO = "auto"
 MODES = ("none", "selective", "full")
-"""The modes that `auto` takes one of, the cheapest in time first."""
+"""The modes that `auto` takes one of, the fastest first."""
 _FIELD = "training.activation_checkpointing"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The modes that were estimated, the chosen one last, and the bytes of a device that they may take.
-
-    On CPUs none is estimated.
-    """
+    """The modes that were estimated, the chosen one last (none on CPUs), and the bytes that a device may give them."""
 
     tried: Sequence[Variant]
     limit_bytes: float
@@ -44,27 +40,25 @@ class Choice:
             for row in self.tried
         )
         fits = self.tried[-1].estimate.peak.total <= self.limit_bytes
-        reason = "" if fits else ": nothing else needs less, though this does not fit either"
-        return (
-            f"{_FIELD}=auto is {self.mode}{reason} (estimated: {needs}; {in_gib(self.limit_bytes)} GiB are to be had)"
-        )
+        even = "" if fits else ", and even that does not fit"
+        return f"{_FIELD}=auto is {self.mode}{even} (estimated: {needs}; available: {in_gib(self.limit_bytes)} GiB)"
 
 
-def is_open(config: Sections) -> bool:
+def needs_recompute_choice(config: Sections) -> bool:
     """Return whether the mode is still to be chosen."""
-    return config.training.activation_checkpointing == AUTO
+    return config.training.activation_checkpointing == "auto"
 
 
-def with_mode(config: Run, mode: str) -> Run:
+def with_recompute(config: Run, mode: str) -> Run:
     """`config` with this mode."""
     return config.model_copy(update={"training": config.training.model_copy(update={"activation_checkpointing": mode})})
 
 
-def choose(job: Job, device_bytes: float, *, first: str | None = None) -> Choice:
-    """The mode of `job` on devices of so many bytes, of which `HEADROOM` stays free; where none fits, `full`.
+def choose_recompute(job: Job, device_bytes: float, *, first: str | None = None) -> Choice:
+    """Choose the mode of `job` on devices of `device_bytes`, of which `HEADROOM` stays free; `full` where none fits.
 
-    `first`: a mode to take if it fits, though a cheaper one may fit, too. What the engine or another setting rules out
-    is passed over.
+    `first` is a mode that is taken if it fits, though a faster one may fit, too. Modes that the engine or another
+    setting rules out are skipped.
     """
     limit_bytes, tried = device_bytes * (1 - HEADROOM), list[Variant]()
     if job.device == "cpu":
@@ -77,8 +71,8 @@ def choose(job: Job, device_bytes: float, *, first: str | None = None) -> Choice
     return Choice(tried, limit_bytes)
 
 
-def closed(job: Job, device_bytes: float) -> Job:
+def resolve_recompute(job: Job, device_bytes: float) -> Job:
     """`job`, with a mode where that was still to be chosen."""
-    if not is_open(job.config):
+    if not needs_recompute_choice(job.config):
         return job
-    return replace(job, config=with_mode(job.config, choose(job, device_bytes).mode))
+    return replace(job, config=with_recompute(job.config, choose_recompute(job, device_bytes).mode))

@@ -1,0 +1,240 @@
+"""Memory of any model: what this machine has, what training takes by the formulas of the literature, and what fits.
+
+For a run of this program there is better: estimate.py knows its engine, its stage and its model, and
+`training.per_device_train_batch_size: auto` tries real steps.
+"""
+
+import gc
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
+from ds_encdec.monitor.machine import peak_host_bytes
+from ds_encdec.types import ConfigError, OutOfMemoryError
+
+logger = logging.getLogger(__name__)
+GB = 1e9
+Row = TypeVar("Row")
+_PRECISIONS = {
+    **dict.fromkeys(("fp32", "float32"), (4, 0)),
+    **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), (2, 0)),
+    **dict.fromkeys(("bf16_mixed", "fp16_mixed"), (2, 4)),
+}
+"""Bytes of one number of the weights, gradients and activations, and of the master weights where there are any."""
+_OPTIMIZER_BYTES = {
+    "adam": 8.0,  # two float32 moments
+    "adamw": 8.0,
+    "adam8bit": 2.0 + 8 / 256,  # two moments of one byte, with a float32 scale per block of 256 (arXiv 2110.02861)
+    "adamw8bit": 2.0 + 8 / 256,
+    "lion": 4.0,  # one float32 momentum (arXiv 2302.06675)
+    "sgd": 0.0,
+    "sgd_momentum": 4.0,
+}
+"""Bytes of the states, per parameter. Adafactor's depend on the width."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Bytes of a device's memory: all that can be used, and what is free now."""
+
+    total_bytes: int
+    free_bytes: int
+
+
+def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str, float]:
+    """`allocated_gb`, `reserved_gb`, `max_allocated_gb`, `free_gb` and `total_gb` of `device`, in GB (1e9 bytes).
+
+    None: the current GPU, or the CPU where there is none. On a GPU: what torch's allocator has given out, what it has
+    taken from the driver, the most it had given out since the start or the last `clear_memory`, and the driver's
+    figures, which count other processes. On the CPU: this process's resident memory, twice, for nothing is reserved
+    beside it; its peak since the process began; and what is available of the machine, or of the control group
+    (container, batch job) that this process is limited to. ConfigError where torch can use no such device.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={place}: it must be a GPU (cuda) or the CPU")
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={place}: torch finds no GPU here; leave it out, or say cpu")
+    capacity, resident = device_capacity(place), psutil.Process().memory_info().rss
+    # The kernel brings a process's peak up to date a little later.
+    allocated, reserved, peak = resident, resident, max(peak_host_bytes(), resident)
+    if place.type == "cuda":
+        allocated, peak = torch.cuda.memory_allocated(place), torch.cuda.max_memory_allocated(place)
+        reserved = torch.cuda.memory_reserved(place)
+    return {
+        "allocated_gb": allocated / GB,
+        "reserved_gb": reserved / GB,
+        "max_allocated_gb": peak / GB,
+        "free_gb": capacity.free_bytes / GB,
+        "total_gb": capacity.total_bytes / GB,
+    }
+
+
+def log_memory_stats(prefix: str = "", device: torch.device | str | int | None = None) -> None:
+    """Log what `get_memory_stats` says of `device` in one line, behind `prefix`."""
+    stats = get_memory_stats(device)
+    figures = ", ".join(f"{name.removesuffix('_gb').replace('_', ' ')} {value:.2f} GB" for name, value in stats.items())
+    logger.info("%s%s", f"{prefix}: " if prefix else "", figures)
+
+
+def clear_memory() -> None:
+    """Collect garbage, give what torch's allocator keeps on GPUs back to the driver, and begin their peaks anew.
+
+    The driver gets only what holds no tensor. A run's `mem/peak_bytes` begins anew as well. The peak of a CPU process
+    cannot.
+    """
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(index)
+
+
+def device_capacity(device: torch.device) -> Capacity:
+    """A GPU's memory as the driver reports it; a CPU's is the machine's, or this process's control group's."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return Capacity(total, free)
+    machine = psutil.virtual_memory()
+    total, free = int(machine.total), int(machine.available)
+    for limit, used in _control_groups():
+        total, free = min(total, limit), min(free, max(0, limit - used))
+    return Capacity(total, free)
+
+
+def _control_groups(
+    membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group around this process that has a limit; either version's.
+
+    Inside a container the path may be one of the host's, and then only the mount itself is there to be read.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return  # no Linux
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers == "":
+            root, (limit_name, use_name, cache_name) = mounted, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, limit_name, use_name = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cache_name = "total_inactive_file"
+        else:
+            continue
+        inner = root / path.strip("/")
+        for group in (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)):
+            with suppress(OSError):  # the root group of a machine has no such files
+                limit, used = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                if limit != "max":
+                    # Files that nobody has read lately are given up before anything runs out.
+                    yield int(limit), used - int(stat.get(cache_name, 0))
+
+
+def estimate_model_memory(
+    num_params: float,
+    batch_size: int,
+    seq_length: int,
+    hidden_size: int,
+    num_layers: int,
+    dtype: str = "bf16_mixed",
+    optimizer: str = "adamw",
+    gradient_checkpointing: bool = True,
+) -> dict[str, float]:
+    """GB (1e9 bytes) of training a transformer on one device: `{model,optimizer,gradient,activation,total}_gb`.
+
+    `dtype`: fp32 (float32); bf16 or fp16 (bfloat16, float16, half), in which weights and gradients take 2 bytes each
+    and the optimizer steps these weights; bf16_mixed or fp16_mixed, in which it steps float32 master weights besides:
+    they are in `optimizer_gb`, 4 bytes per parameter, with the moments, float32 in every case. So 7e9 parameters with
+    Adam take 14 + 14 + 56 GB in bf16, and 14 + 14 + 84 in bf16_mixed (K = 12 of ZeRO, arXiv 1910.02054).
+    `optimizer`: adam, adamw, adam8bit, adamw8bit, adafactor without momentum, lion, sgd, sgd_momentum.
+
+    Activations of `batch_size` sequences of `seq_length` tokens, after Korthikanti et al. (arXiv 2205.05198, equation
+    1 and table 2): 34·s·b·h bytes per layer in 16 bit, attention scores not kept; with `gradient_checkpointing` each
+    layer's input, 2·s·b·h. In float32 66 and 4: dropout masks are bytes in either. The logits, and the layer
+    that is recomputed, come on top. Raises ConfigError for any other value.
+    """
+    sizes = {"num_params": num_params, "batch_size": batch_size, "seq_length": seq_length}
+    for name, value in {**sizes, "hidden_size": hidden_size, "num_layers": num_layers}.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not (0 < value < math.inf):
+            raise ConfigError(f"{name}={value!r}: it must be a positive number")
+    weight, master_weight = _known("dtype", dtype, _PRECISIONS)
+    # Adafactor: sums of rows and of columns (arXiv 1804.04235), of matrices taken to be as wide as the model.
+    state_bytes = _known("optimizer", optimizer, _OPTIMIZER_BYTES | {"adafactor": 2 * 4 / hidden_size})
+    numbers, masks = (1, 0) if gradient_checkpointing else (16, 2)  # kept per token, layer and unit of width
+    memory = {
+        "model_gb": num_params * weight / GB,
+        "optimizer_gb": num_params * (master_weight + state_bytes) / GB,
+        "gradient_gb": num_params * weight / GB,
+        "activation_gb": num_layers * seq_length * batch_size * hidden_size * (numbers * weight + masks) / GB,
+    }
+    return memory | {"total_gb": sum(memory.values())}
+
+
+def _known(argument: str, name: str, table: Mapping[str, Row]) -> Row:
+    """The row of that name, which may be of any case, and torch's own (`torch.bfloat16`)."""
+    known = str(name).lower().removeprefix("torch.")
+    if known not in table:
+        raise ConfigError(f"{argument}={name!r}: it must be one of {', '.join(table)}")
+    return table[known]
+
+
+def auto_find_batch_size(
+    model: nn.Module, sample_batch_fn: Callable[[int], Any], start_batch_size: int = 32, min_batch_size: int = 1
+) -> int:
+    """The first of `start_batch_size`, its half, its quarter, …, `min_batch_size` that runs forward and backward.
+
+    `sample_batch_fn(size)` makes a batch on the model's device: a mapping (keyword arguments of the model), a sequence
+    (positional ones), or one argument. The loss is the output's `.loss`, or the output itself where that is a tensor
+    (summed). Optimizer states are not made: leave room for them. For a run of ds_encdec use
+    `training.per_device_train_batch_size: auto` instead.
+
+    Parameters stay as they are, and gradients are gone afterwards; buffers that the model changes (batch normalisation)
+    and the random state have moved on. Raises OutOfMemoryError where even `min_batch_size` does not fit, ValueError
+    for sizes that are not 1 <= min_batch_size <= start_batch_size, and what the model raises for another reason.
+    """
+    if not 1 <= min_batch_size <= start_batch_size:
+        raise ValueError(
+            f"start_batch_size={start_batch_size} and min_batch_size={min_batch_size}: sizes must be "
+            "1 <= min_batch_size <= start_batch_size"
+        )
+    size = start_batch_size
+    while (reason := _try(model, sample_batch_fn, size)) is not None:
+        if size == min_batch_size:
+            raise OutOfMemoryError(f"not even a batch of {size} fits: {reason}")
+        logger.info("a batch of %d does not fit (%s)", size, reason)
+        size = max(min_batch_size, size // 2)
+    return size
+
+
+def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> str | None:
+    """None where a batch of `size` fits; else the first line of what ran out."""
+    reason = None
+    try:
+        batch = sample_batch_fn(size)
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        else:
+            output = model(*batch) if isinstance(batch, Sequence) else model(batch)
+        (output if isinstance(output, Tensor) else output.loss).sum().backward()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = in_one_line(error)
+    finally:
+        model.zero_grad(set_to_none=True)
+    batch = output = None  # or they would hold what is to be freed
+    clear_memory()  # not inside `except`: there the error still holds the frames, and they the activations
+    return reason
