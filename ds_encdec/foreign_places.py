@@ -163,8 +163,6 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("torch", "read", "model/compiled_layers.py", "_dynamo _inductor"),
     ("torch._dynamo", "call", "model/compiled_layers.py", "mark_dynamic"),
     ("torch._dynamo.decorators", "read", "model/compiled_layers.py", "_dynamo_dynamic_indices"),
-    ("torch", "read", "model/attention_kernels.py", "_dynamo"),
-    ("torch._dynamo", "call", "model/attention_kernels.py", "graph_break"),
     ("torch.distributed.checkpoint.utils", "call", "checkpoint/saved_state.py", "_ReaderView"),
     ("torch", "read", "checkpoint/saved_state.py", "_C"),
     ("torch.distributed._tools.common_utils", "call", "memory/storage_log.py", "get_untyped_storages"),

@@ -1,9 +1,9 @@
 """Attention over packed documents: a table of kernels, of which the first that fits a device and dtype is taken.
 
 All rows compute the same: queries of a document see its keys and no others, a causal mask aligned to the bottom right
-where one is asked for. Each can stand inside a graph of torch.compile that serves batches of any documents: what goes
-by their lengths is an operator of its own, and the lengths reach it as tensors or as sizes of tensors, never as
-constants.
+where one is asked for. Those of GPUs stand inside a graph of torch.compile that serves batches of any documents: they
+are operators, which the lengths reach as tensors or as sizes of tensors, never as constants. One call per document ends
+a graph.
 
 A device gets a kernel of GPUs after a trial: on a few documents it must agree with one call per document.
 
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -192,17 +191,16 @@ def choose_kernel(wanted: Wanted, *, flash: bool = True) -> Choice:
     raise AssertionError("the last row takes everything")
 
 
+@torch.compiler.disable
 def attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float = 0.0
 ) -> Tensor:
     """One `scaled_dot_product_attention` for each document: the fastest form on CPUs, and the one every device has.
 
-    Neighbours that are short share a call, but for dropout. A CPU computes 16 bits in float32: it takes torch's kernel
-    a quarter of the time for documents of 30 tokens. A bottom-right aligned causal mask if `causal`. Of the padding
-    tail only one row is computed, and zeroed: enough to keep q, k and v in the autograd graph, at no cost.
+    Short neighbours share a call, except with dropout. A CPU computes 16 bits in float32, in which torch's kernel takes
+    a quarter of the time for documents of 30 tokens. Of the padding tail only one row is computed, and zeroed: enough
+    to keep q, k and v in the autograd graph.
     """
-    if torch.compiler.is_compiling():
-        return _compiled_by_document(q, k, v, segments, causal, dropout)
     dtype = q.dtype
     computed = torch.float32 if q.device.type == "cpu" and dtype.itemsize == 2 else dtype
     calls = segments.calls(causal, computed, q.device, joins=not dropout)
@@ -222,14 +220,6 @@ def attend_by_document(
     return torch.cat([one[0].transpose(0, 1) for one in out]).to(dtype) if out else q[0].transpose(0, 1).to(dtype)
 
 
-def _compiled_by_document(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float) -> Tensor:
-    """Call the operator below. With dropout the graph ends here, and begins again behind it."""
-    if dropout:
-        torch._dynamo.graph_break()
-        return attend_by_document(q, k, v, segments, causal, dropout)
-    return _documents(q, k, v, segments.query_cu_seqlens, segments.key_cu_seqlens, causal)
-
-
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
     """Torch's attention of q [B, Lq, heads, D] over k, v [B, Lk, key_value_heads, D], seen where `mask` is True."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -238,80 +228,6 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **opt
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options).transpose(1, 2)
-
-
-# A process may hold the package and several exported folders: operators of one name would replace each other.
-_NAMESPACE = re.sub(r"\W", "_", __name__)
-
-
-def _segments_of(query_cu_seqlens: Tensor, key_cu_seqlens: Tensor) -> Segments:
-    """The segments between these boundaries. Waits for their device: compiled code has no lengths on the host."""
-    (*queries, query_tail), (*keys, key_tail) = (x.diff().tolist() for x in (query_cu_seqlens, key_cu_seqlens))
-    return Segments(query_cu_seqlens, key_cu_seqlens, tuple(queries), tuple(keys), query_tail, key_tail)
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::documents", mutates_args=())
-def _documents(q: Tensor, k: Tensor, v: Tensor, query_cu: Tensor, key_cu: Tensor, causal: bool) -> Tensor:
-    """`attend_by_document` in one node of a graph."""
-    return attend_by_document(q, k, v, _segments_of(query_cu, key_cu), causal).contiguous()
-
-
-@torch.library.custom_op(f"{_NAMESPACE}::documents_backward", mutates_args=())
-def _documents_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, query_cu: Tensor, key_cu: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from the softmax computed again: autograd is off inside operators."""
-    gradients = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
-    queries, keys = query_cu.tolist(), key_cu.tolist()
-    # The last segment is the padding tail, whose gradients are zeros.
-    for (start, stop), (first, last) in zip(pairwise(queries[:-1]), pairwise(keys[:-1]), strict=True):
-        if start < stop:
-            spans = slice(start, stop), slice(first, last), slice(first, last)
-            one = _gradients_of_one(grad[spans[0]], q[spans[0]], k[spans[1]], v[spans[2]], causal)
-            for gradient, span, value in zip(gradients, spans, one, strict=True):
-                gradient[span] = value
-    dq, dk, dv = gradients
-    return dq, dk, dv
-
-
-def _gradients_of_one(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """The gradients of one document, computed in at least float32. Heads that share their keys are one matrix."""
-    (length, heads, width), key_heads = q.shape, k.shape[1]
-    dtype, scale = torch.promote_types(q.dtype, torch.float32), width**-0.5
-    grad, q = (x.to(dtype).unflatten(1, (key_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2) for x in (grad, q))
-    k, v = (x.to(dtype).transpose(0, 1) for x in (k, v))
-    scores = q @ k.mT * scale
-    if causal:
-        hidden = torch.ones(length, k.shape[1], dtype=torch.bool, device=q.device).triu(k.shape[1] - length + 1)
-        scores.masked_fill_(hidden.repeat(heads // key_heads, 1), -torch.inf)
-    weights = scores.softmax(-1)
-    by_weight = grad @ v.mT
-    by_score = weights * (by_weight - (by_weight * weights).sum(-1, keepdim=True)) * scale
-    dq = (by_score @ k).unflatten(1, (-1, length)).permute(2, 0, 1, 3).flatten(1, 2)
-    return dq, (by_score.mT @ q).transpose(0, 1), (weights.mT @ grad).transpose(0, 1)
-
-
-@_documents.register_fake
-def _(q: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(q, memory_format=torch.contiguous_format)
-
-
-@_documents_backward.register_fake
-def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
-
-
-def _save_documents(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.causal = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _documents_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_documents_backward(grad, *ctx.saved_tensors, ctx.causal), None, None, None)
-
-
-_documents.register_autograd(_documents_gradients, setup_context=_save_documents)
 
 
 @torch.compiler.assume_constant_result

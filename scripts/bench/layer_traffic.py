@@ -29,6 +29,7 @@ from turns import report
 
 from ds_encdec.model import precision
 from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.attention_kernels import AttentionKernel, attend_in_torch
 from ds_encdec.model.compiled_layers import compiled
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderLayer, rotary_tables
@@ -81,6 +82,7 @@ def planned(plan: Plan, sizes: Qwen3Seq2SeqConfig = SIZES) -> list[Kernel]:
     positions = {side: torch.arange(tokens) for side, tokens in TOKENS.items()}
     edges = [torch.tensor([0, tokens], dtype=torch.int32) for tokens in TOKENS.values()]
     layout = PackedLayout.build(*edges, *((tokens,) for tokens in TOKENS.values()), *positions.values())
+    layout = dataclasses.replace(layout, kernel=AttentionKernel("as on a GPU", lambda _: "", attend_in_torch))
     states = {
         side: torch.empty(tokens, sizes.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         for side, tokens in TOKENS.items()

@@ -57,12 +57,10 @@ def test_data_pipelines_take_turns(tmp_path: Path) -> None:
     Version(torch.__version__) < Version("2.12"), reason="torch 2.11 has no shapes for addmm's out_dtype"
 )
 def test_what_is_counted_for_a_gpu(tmp_path: Path) -> None:
-    kernel, operators, on_gpu, on_cpu, layers, recomputed = rows("kernel_counts.py", tmp_path, "--batches", "3")
+    kernel, operators, on_gpu, on_cpu = rows("kernel_counts.py", tmp_path)
     assert kernel["GB"] < operators["GB"] / 2
     # As a GPU's plan has it 91 GB a micro-batch, as a CPU's 107. Of the 91, 2.3 GB are not moved: of merged gradients
     # each side reads its own rows, and all are counted. What could go: gradients of states of two or three products are
     # added up where they are read (4.2 GB), since inductor takes a sum out of a product whose users are no products;
     # statistics of keys are computed before they are merged (1.4 GB).
     assert 80 < on_gpu["GB"] < 92 < on_cpu["GB"] < 108
-    for row in (layers, recomputed):
-        assert (row["graphs"], row["breaks"]) == (2, 0)

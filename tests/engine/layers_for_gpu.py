@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,14 +113,18 @@ def captured_graphs(name: str) -> list[Graph]:
 
 def run_layers(config: FullConfig, sizes: Qwen3Seq2SeqConfig, tokens: int = 8) -> None:
     """Run an encoder and a decoder layer forward and backward over one document, on the CPU."""
+    sys.path.append(str(Path(__file__).parents[1] / "model"))
+    from flash_on_cpus import IN_TORCH, flash_on_cpus
+
     model = empty_model(sizes, torch.bfloat16, torch.device("cpu")).train()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     prepare_for_training(model, config)
     edges, positions = torch.tensor([0, *[tokens] * 8], dtype=torch.int32), torch.arange(tokens)
-    layout = PackedLayout.build(edges, edges, (tokens,), (tokens,), positions, positions)
+    layout = replace(PackedLayout.build(edges, edges, (tokens,), (tokens,), positions, positions), kernel=IN_TORCH)
     states = torch.randn(tokens, sizes.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    model.decoder(states, model.encoder(states, layout=layout), layout=layout).float().square().sum().backward()
+    with flash_on_cpus():
+        model.decoder(states, model.encoder(states, layout=layout), layout=layout).float().square().sum().backward()
 
 
 class Driver:

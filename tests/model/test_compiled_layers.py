@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from flash_on_cpus import IN_TORCH, flash_on_cpus
 from tiny_models import Packed, pack, tiny_model
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ds_encdec.model import attention_kernels, modeling
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
-from ds_encdec.model.attention_kernels import AttentionKernel, Choice, attend_in_torch
+from ds_encdec.model.attention_kernels import Choice
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 TOKENS = (16, 17)
@@ -50,21 +50,24 @@ def three_layers(dropout: float = 0.0) -> Qwen3ForSeq2SeqLM:
 
 
 @pytest.fixture
-def _from_the_start() -> Iterator[None]:
+def lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """Attention runs in the operator of GPUs. Yields the largest lengths of queries and keys that it is given."""
+    monkeypatch.setattr(modeling, "choose_kernel", lambda wanted, flash: Choice(IN_TORCH, ()))
     torch._dynamo.reset()
     counters.clear()
-    yield
+    with flash_on_cpus() as longest:
+        yield longest
     torch._dynamo.reset()
 
 
 @pytest.fixture
-def _not_generated(monkeypatch: pytest.MonkeyPatch, _from_the_start: None) -> None:
+def _not_generated(monkeypatch: pytest.MonkeyPatch, lengths: object) -> None:
     """Graphs are run as they are captured, forward and backward: inductor takes many times longer."""
     capture = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", lambda forward, options=None: capture(forward))
 
 
-def assert_same_steps(mode: str, dropout: float = 0.0) -> Qwen3ForSeq2SeqLM:
+def assert_same_steps(mode: str, dropout: float = 0.0, *, breaks: bool = False) -> Qwen3ForSeq2SeqLM:
     """Losses and gradients of compiled layers, which are returned, beside those of the same model as it is."""
     model, compiled = three_layers(dropout), three_layers(dropout)
     apply_activation_checkpointing(compiled, mode, compile_layers=True, random=bool(dropout))  # type: ignore[arg-type]
@@ -75,14 +78,15 @@ def assert_same_steps(mode: str, dropout: float = 0.0) -> Qwen3ForSeq2SeqLM:
         largest = max(gradient.abs().max() for gradient in expected.values())
         for name, gradient in gradients.items():
             assert (gradient - expected[name]).abs().max() <= 1e-5 * largest, name
-    assert counters["stats"]["unique_graphs"] == GRAPHS
-    assert not counters["graph_break"]
+    assert breaks or counters["stats"]["unique_graphs"] == GRAPHS
+    assert bool(counters["graph_break"]) is breaks
     return compiled
 
 
 @pytest.mark.usefixtures("_not_generated")
-def test_one_graph_of_each_kind_serves_all_documents() -> None:
+def test_one_graph_of_each_kind_serves_all_documents(lengths: list[tuple[int, int]]) -> None:
     compiled = assert_same_steps("full")
+    assert len(set(lengths)) > 4
     with torch.no_grad():
         for batch in batches():
             compiled(**batch.inputs)
@@ -100,7 +104,7 @@ def test_layers_that_recompute_have_graphs_of_their_own() -> None:
     assert counters["stats"]["unique_graphs"] == 2 * GRAPHS
 
 
-@pytest.mark.usefixtures("_from_the_start")
+@pytest.mark.usefixtures("lengths")
 def test_what_inductor_makes_of_layers_gives_the_same_numbers() -> None:
     assert_same_steps("selective", 0.2)
 
@@ -119,36 +123,9 @@ def test_other_sizes_of_buffers_are_compiled_for_once() -> None:
     assert counts[-1] == counts[1] <= 2 * GRAPHS + 1
 
 
-@pytest.fixture
-def flash_attention_on_cpus() -> Iterator[list[tuple[int, int]]]:
-    """Torch's flash attention as if there were one for CPUs: it goes by document. Yields the largest lengths given."""
-    longest = []
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, *rest: Any, **_: Any) -> tuple[Any, ...]:
-        max_q, max_k, _dropout, causal, _debug = rest
-        assert (int(cu_q.diff().max()), int(cu_k.diff().max())) <= (max_q, max_k)
-        longest.append((max_q, max_k))
-        statistics = q.new_empty(q.shape[1], len(q), dtype=torch.float32)
-        out = attention_kernels._documents(q, k, v, cu_q, cu_k, causal)
-        return out, statistics, *(torch.empty(0) for _ in range(3))
-
-    def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> tuple[Tensor, ...]:
-        _out, _statistics, cu_q, cu_k, _max_q, _max_k, _dropout, causal, *_ = rest
-        return attention_kernels._documents_backward(grad, q, k, v, cu_q, cu_k, causal)
-
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", forward, "CPU")
-    library.impl("_flash_attention_backward", backward, "CPU")
-    yield longest
-    library._destroy()
-
-
 @pytest.mark.usefixtures("_not_generated")
-def test_torchs_kernel_stands_inside_the_graphs(
-    monkeypatch: pytest.MonkeyPatch, flash_attention_on_cpus: list[tuple[int, int]]
-) -> None:
-    """The operator that runs on GPUs, whose lengths are numbers."""
-    in_torch = Choice(AttentionKernel("torch's", lambda _: "", attend_in_torch), ())
-    monkeypatch.setattr(modeling, "choose_kernel", lambda wanted, flash: in_torch)
-    assert_same_steps("none")
-    assert len(set(flash_attention_on_cpus)) > 4
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_attention_by_document_ends_a_graph(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """As on CPUs: the numbers are the same, but there are more graphs, or none around a recomputation."""
+    monkeypatch.setattr(modeling, "choose_kernel", attention_kernels.choose_kernel)
+    assert_same_steps(mode, breaks=True)
