@@ -333,7 +333,7 @@ def _below(pids: list[int]) -> list[psutil.Process]:
 
 
 def _is_worker(process: psutil.Process) -> bool:
-    return "ds_encdec.data.lane" in _words(process)
+    return "ds_encdec.data.workers" in _words(process)
 
 
 def _is_rank(process: psutil.Process) -> bool:

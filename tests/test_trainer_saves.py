@@ -27,7 +27,7 @@ from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import MANIFEST, verify_checkpoint
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
-from ds_encdec.data.lane import WorkerKilledError
+from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.peers import Watchdog

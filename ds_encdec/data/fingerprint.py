@@ -171,8 +171,9 @@ def _in_words(name: str, facts: Facts) -> Any:
 
 
 def _words(facts: Facts) -> str:
-    """The number, kind, name and first file of a source, its size, and a digest of its identity."""
+    """The number, kind, name and first file of a source, its size, and its version."""
     first, *others = facts.get("files") or [None]
     files = f"{first} and {len(others)} more" if others else first
     words = " ".join(filter(None, [facts["kind"], facts.get("name"), files]))
-    return f"source {facts['number']} ({words}, size {facts['size']}, content {digest(_identity(facts))[:6]})"
+    version = f"commit {facts['commit']}" if "commit" in facts else f"content {digest(_identity(facts))}"
+    return f"source {facts['number']} ({words}, size {facts['size']}, {version})"

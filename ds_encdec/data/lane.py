@@ -3,32 +3,17 @@
 The record holds the reader's position, the document being cut, and what waits to be packed, all by reference.
 Restoring it reads the documents it refers to once more, and nothing else that was seen.
 
-Worker processes run lanes ahead of the training process. A worker is a fresh Python that imports this module, gets its
-lanes pickled through stdin, and writes pickled micro-batches to a pipe. It imports neither torch nor transformers
-(0.3 s and about 100 MB instead of seconds and several hundred), does not run the program's `__main__` again, uses no
-shared memory (which containers keep small), and is safe to start after threads and process groups exist. Arrays travel
-as int32 examples, some 100 kB a micro-batch; the training process collates them.
-
-A worker dies with its parent: its next write fails. From its first moment on it leaves signals to the parent, because
-launchers, schedulers and terminals signal every process of a job, and the parent may still want to finish its step and
-save.
+Worker processes (workers.py) run lanes ahead of the training process. Arrays travel as int32 examples, some 100 kB a
+micro-batch; the training process collates them.
 """
 
 import dataclasses
 import logging
-import os
-import pickle
-import queue
-import signal
-import subprocess
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.chunks import Tokenize
@@ -45,9 +30,8 @@ from ds_encdec.data.sources import (
     changed_since,
     check_bad_rows,
 )
-from ds_encdec.launch.preemption import stop_signals_left_to_this_process
-from ds_encdec.terminal import outlive_readers
-from ds_encdec.types import DataError, DsEncDecError, Example
+from ds_encdec.data.workers import Worker
+from ds_encdec.types import DataError, Example
 
 BARREN_DOCUMENTS = 10_000
 """Documents in a row without a usable one (empty, or held out) after which the data is called empty."""
@@ -60,11 +44,6 @@ LANE_STAGGER_SECONDS = 0.125
 begin at once."""
 LONGEST_STAGGER_SECONDS = 4.0
 """The most by which the last lane begins after the first one, however many there are."""
-
-_BOOTSTRAP = (
-    "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from {module} import serve; serve(sys.stdin.buffer)"
-)
 
 _LESS = (
     "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
@@ -290,107 +269,34 @@ class WorkerLanes:
     def __init__(
         self, pipeline: LanePipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
     ) -> None:
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._lanes = {} if num_workers else _opened(pipeline, lanes, records)
-        for worker in range(num_workers):
-            mine = list(lanes[worker::num_workers])
-            process = start_worker(__name__)
-            self._processes |= dict.fromkeys(mine, process)
-            try:
-                with pipe(process.stdin) as stdin:
-                    pickle.dump(sys.path, stdin)
-                    pickle.dump((pipeline, mine, {lane: records[lane] for lane in mine if lane in records}), stdin)
-            except BrokenPipeError as error:
-                raise worker_death(process, _LESS) from error
+        self._batches: dict[int, Iterator[LaneBatch]] = {}
+        self.workers: list[Worker] = []
+        for numbers in [lanes[worker::num_workers] for worker in range(num_workers)]:
+            mine = {lane: records[lane] for lane in numbers if lane in records}
+            ahead = READY_BATCHES_PER_LANE * len(numbers)
+            worker = Worker(lane_batches, pipeline, list(numbers), mine, ahead=ahead, advice=_LESS)
+            self.workers.append(worker)
+            self._batches |= dict.fromkeys(numbers, worker)
+        if not num_workers:
+            self._batches = dict.fromkeys(lanes, lane_batches(pipeline, lanes, records))
 
     def take(self, lane: int) -> LaneBatch:
         """The next micro-batch of `lane`. Raises what the worker raised, or DataError when it is gone."""
-        if lane in self._lanes:
-            return LaneBatch(next(self._lanes[lane]), self._lanes[lane].record)
-        process = self._processes[lane]
-        try:
-            answer = pickle.load(pipe(process.stdout))
-        except (EOFError, pickle.UnpicklingError) as error:
-            raise worker_death(process, _LESS) from error
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        return next(self._batches[lane])
 
     def close(self) -> None:
-        """End the workers. They hold nothing that would have to be saved."""
-        for process in set(self._processes.values()):
-            process.kill()
-            process.wait()
-            pipe(process.stdout).close()
+        """End the workers."""
+        for worker in self.workers:
+            worker.close()
 
 
-def _opened(pipeline: LanePipeline, numbers: Sequence[int], records: Mapping[int, dict[str, Any]]) -> dict[int, Lane]:
-    """The lanes of a process, by their numbers, when its turn has come; each process of a run has other numbers."""
+def lane_batches(
+    pipeline: LanePipeline, numbers: Sequence[int], records: Mapping[int, dict[str, Any]]
+) -> Iterator[LaneBatch]:
+    """The micro-batches of the lanes `numbers` of one process, in turns, endlessly."""
     if any(getattr(opened.source, "is_remote", False) for opened in pipeline.sources):
         time.sleep(min(LANE_STAGGER_SECONDS, LONGEST_STAGGER_SECONDS / pipeline.num_lanes) * numbers[0])
-    return {number: Lane(pipeline, number, records.get(number)) for number in numbers}
-
-
-def start_worker(module: str) -> subprocess.Popen[bytes]:
-    """A fresh Python in which `module.serve` works on what is pickled into its stdin, behind this process's path."""
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", _BOOTSTRAP.format(module=module)]
-    with stop_signals_left_to_this_process():
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-
-
-def pipe(of_process: IO[bytes] | None) -> IO[bytes]:
-    """The pipe of a process that was started with one."""
-    assert of_process is not None
-    return of_process
-
-
-class WorkerKilledError(DataError):
-    """A signal has ended a data worker: the kernel's, for want of memory, or that of whoever ends the run."""
-
-
-def worker_death(process: subprocess.Popen[bytes], advice: str) -> DataError:
-    """The error for a worker that is gone."""
-    code = process.wait()
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return (WorkerKilledError if code < 0 else DataError)(
-        f"a data worker (process {process.pid}) {how}. SIGKILL usually means that the machine ran out of memory: "
-        f"{advice}"
-    )
-
-
-def own_output() -> IO[bytes]:
-    """The pipe to the parent. It moves away from stdout, so that a library that prints cannot break the stream."""
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    return out
-
-
-def serve(task_stream: IO[bytes]) -> None:
-    """The life of a worker: read the task, then write micro-batches until the parent is gone."""
-    outlive_readers()
-    out = own_output()
-    pipeline, numbers, records = pickle.load(task_stream)
-    ready: queue.Queue[bytes | None] = queue.Queue(maxsize=READY_BATCHES_PER_LANE * len(numbers))
-    writer = threading.Thread(target=_write_all, args=(ready, out))
-    writer.start()
-    try:
-        lanes = _opened(pipeline, numbers, records)
-        while True:
-            for lane in lanes.values():
-                ready.put(pickle.dumps(LaneBatch(next(lane), lane.record)))
-    except DsEncDecError as error:
-        ready.put(pickle.dumps(error))
-    except Exception:
-        ready.put(pickle.dumps(RuntimeError(f"in a data worker:\n{traceback.format_exc()}")))
-    ready.put(None)
-    writer.join()
-
-
-def _write_all(ready: queue.Queue[bytes | None], out: IO[bytes]) -> None:
-    try:
-        while (message := ready.get()) is not None:
-            out.write(message)
-            out.flush()
-    except OSError:
-        os._exit(0)  # the parent is gone
+    lanes = [Lane(pipeline, number, records.get(number)) for number in numbers]
+    while True:
+        for lane in lanes:
+            yield LaneBatch(next(lane), lane.record)

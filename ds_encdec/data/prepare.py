@@ -1,8 +1,7 @@
 """`ds-encdec prepare`: makes what `prepared.py` reads, with processes that work on parts of a source side by side.
 
-A part is a range of a map's rows or of a stream's units. It is written shard by shard, each of which says where the
-next one begins, so whatever ends this program, the next start goes on behind the last shard of each part. The processes
-are fresh Pythons like a run's data workers, without torch, and end with their parent.
+A part is a range of a map's rows or of a stream's units. It is whole once its list of shards is written; so whatever
+ends this program, the next start makes the parts that are not.
 """
 
 from __future__ import annotations
@@ -10,41 +9,35 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import queue
 import socket
-import subprocess
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import count
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ds_encdec import terminal
 from ds_encdec.data.examples import ExampleMaker
-from ds_encdec.data.lane import own_output, pipe, start_worker, worker_death
 from ds_encdec.data.prepared import (
     INDEX,
-    Position,
     Shard,
     finished_shards,
     read_index,
     require_made_from,
+    write_part,
     write_shard,
     writing,
 )
 from ds_encdec.data.sources import AnySource, BadRow, Row, StreamSource, check_bad_rows
+from ds_encdec.data.workers import Worker
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import lock_file
-from ds_encdec.terminal import outlive_readers
-from ds_encdec.types import ConfigError, DsEncDecError, OutputLockedError
+from ds_encdec.types import ConfigError, OutputLockedError
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +45,6 @@ SHARD_TOKENS, SHARD_ROWS = 1 << 24, 1 << 20
 """Tokens (64 MiB of them) and rows behind which a shard ends."""
 PART_ROWS, MOST_PARTS = 1000, 512
 """Rows of a map that are worth a part of their own, and the most parts of a source."""
-_TOLD_ROWS = 500
 _LINE_SECONDS = 10.0
 
 
@@ -68,12 +60,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The rest of a part of a source: from `start` up to row, or unit, `stop`, behind `shards` finished shards."""
+    """A part of a source: the rows, or units, from `start` up to `stop`."""
 
     number: int
-    start: Position
+    start: int
     stop: int
-    shards: int
 
 
 @contextmanager
@@ -101,88 +92,86 @@ def locked(folder: Path) -> Iterator[Path]:
 def prepare_source(
     source: AnySource, facts: dict[str, Any], maker: ExampleMaker, folder: Path, bad_row_limit: int, num_proc: int
 ) -> str:
-    """Make the folder of a source, or finish it; return what is in it, in words.
+    """Make the folder of a source, or finish it; return a line about its content.
 
     `facts`: see `made_from`. Raises DataError for a folder that was made from something else, and for bad rows, and
     DiskRefusedError.
     """
     is_stream = isinstance(source, StreamSource)
     size = source.num_units if isinstance(source, StreamSource) else len(source)
+    identity = json.loads(json.dumps(source.identity))
     with writing(folder.parent).refusals_told():
         folder.mkdir(exist_ok=True)
     if (index := read_index(folder)) is None:
-        parts = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
-        edges = [number * size // parts for number in range(parts + 1)]
-        index = {"made_from": facts, "identity": json.loads(json.dumps(source.identity)), "is_stream": is_stream}
-        index |= {"parts": edges}
+        count = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
+        edges = [number * size // count for number in range(count + 1)]
+        index = {"made_from": facts, "identity": identity, "is_stream": is_stream, "parts": edges, "shards": None}
         with writing(folder).refusals_told():
-            write_atomically(folder / INDEX, json.dumps(index | {"shards": None}))
+            write_atomically(folder / INDEX, json.dumps(index))
     require_made_from(folder, index["made_from"], facts)
-    require_made_from(folder, index["identity"], json.loads(json.dumps(source.identity)))
-    made = [finished_shards(folder, number) for number in range(len(index["parts"]) - 1)]
-    todo = [
-        Part(number, (shards[-1].next if shards else None) or (start, 0), stop, len(shards))
-        for number, (start, stop, shards) in enumerate(zip(index["parts"], index["parts"][1:], made, strict=False))
-        if not shards or shards[-1].next is not None
-    ]
-    rows = sum(shard.rows for shards in made for shard in shards)
-    with _progress(folder.name, rows, None if is_stream else size) as advance:
-        for number, news in _work_off(Work(source, maker, folder, bad_row_limit), todo, num_proc):
-            if isinstance(news, int):
-                advance(news)
-            else:
-                made[number].append(news)
-            _check(made, bad_row_limit)
-    _check(made, bad_row_limit)
-    shards = [shard for shards in made for shard in shards]
+    require_made_from(folder, index["identity"], identity)
+    parts = [Part(number, *edges) for number, edges in enumerate(zip(index["parts"], index["parts"][1:], strict=False))]
+    made = {part.number: finished_shards(folder, part.number) for part in parts}
+    shards = [shard for finished in made.values() for shard in finished or ()]
+    todo = [part for part in parts if made[part.number] is None]
+    with _progress(folder.name, sum(shard.rows for shard in shards), None if is_stream else size) as advance:
+        _check(shards, bad_row_limit)
+        for shard in _work_off(Work(source, maker, folder, bad_row_limit), todo, num_proc):
+            shards.append(shard)
+            advance(shard.rows)
+            _check(shards, bad_row_limit)
+    shards.sort(key=lambda shard: shard.file)
     with writing(folder).refusals_told():
         write_atomically(folder / INDEX, json.dumps(index | {"shards": [asdict(shard) for shard in shards]}))
     rows, tokens, bad = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "tokens", "bad_rows"))
     return f"{folder}: {rows:,} rows, {tokens:,} tokens in {len(shards)} shards; {bad} rows could not be read"
 
 
-def _check(made: Sequence[Sequence[Shard]], bad_row_limit: int) -> None:
+def _check(shards: Sequence[Shard], bad_row_limit: int) -> None:
     """Raise DataError where the parts have more bad rows than they may all together."""
-    bad = [shard for shards in made for shard in shards if shard.bad_rows]
-    if bad:
+    if bad := [shard for shard in shards if shard.bad_rows]:
         check_bad_rows(sum(shard.bad_rows for shard in bad), bad_row_limit, str(bad[-1].problem))
 
 
 @contextmanager
 def _progress(name: str, rows: int, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yields what is told of further rows: a bar on a terminal, else a line now and then."""
+    """Yields a function to call with further rows: it draws a bar on a terminal, else logs a line now and then."""
     console = terminal.console(stderr=True)
     columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal or terminal.is_quiet()) as bar:
         task = bar.add_task(name, total=total, completed=rows)
-        told = time.monotonic()
+        logged = time.monotonic()
 
         def advance(more: int) -> None:
-            nonlocal rows, told
+            nonlocal rows, logged
             rows += more
             bar.update(task, completed=rows)
-            if not console.is_terminal and time.monotonic() - told > _LINE_SECONDS:
-                told = time.monotonic()
+            if not console.is_terminal and time.monotonic() - logged > _LINE_SECONDS:
+                logged = time.monotonic()
                 logger.info(f"{name}: {rows:,} {'' if total is None else f'of {total:,} '}rows")
 
         yield advance
 
 
-def _work_off(work: Work, todo: Sequence[Part], num_proc: int) -> Iterator[tuple[int, int | Shard]]:
-    """Have processes make `todo`; yield the number of a part with a shard that is made, or rows that are.
+def _work_off(work: Work, todo: Sequence[Part], num_proc: int) -> Iterator[Shard]:
+    """Have processes make `todo`; yields each shard once it is written. Raises what a process raised."""
+    shares = [todo[number::num_proc] for number in range(min(num_proc, len(todo)))]
+    answers: queue.SimpleQueue[Shard | BaseException | None] = queue.SimpleQueue()
 
-    Raises what a process raised, and DataError where one is gone.
-    """
-    tasks: queue.SimpleQueue[Part] = queue.SimpleQueue()
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    for part in todo:
-        tasks.put(part)
-    processes = [start_worker(__name__) for _ in range(min(num_proc, len(todo)))]
-    threads = [threading.Thread(target=_drive, args=(one, work, tasks, answers), daemon=True) for one in processes]
+    def listen(worker: Worker) -> None:
+        try:
+            for shard in worker:
+                answers.put(shard)
+            answers.put(None)
+        except BaseException as error:
+            answers.put(error)
+
+    workers: list[Worker] = []
     try:
-        for thread in threads:
-            thread.start()
-        running = len(threads)
+        for share in shares:
+            workers.append(Worker(_make, work, share, ahead=1, advice="give it fewer processes (--num-proc)"))
+            threading.Thread(target=listen, args=(workers[-1],), daemon=True).start()
+        running = len(shares)
         while running:
             answer = answers.get()
             if isinstance(answer, BaseException):
@@ -192,89 +181,39 @@ def _work_off(work: Work, todo: Sequence[Part], num_proc: int) -> Iterator[tuple
             else:
                 yield answer
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        for worker in workers:
+            worker.process.kill()
+            worker.process.wait()
 
 
-def _drive(
-    process: subprocess.Popen[bytes], work: Work, tasks: queue.SimpleQueue[Part], answers: queue.SimpleQueue[Any]
-) -> None:
-    """Give one process part after part, and hand its messages on; None when there is nothing left."""
-    try:
-        with pipe(process.stdin) as stdin, pipe(process.stdout) as stdout:
-            pickle.dump(sys.path, stdin)
-            pickle.dump(work, stdin)
-            while not tasks.empty():
-                part = tasks.get_nowait()
-                pickle.dump(part, stdin)
-                stdin.flush()
-                while (message := pickle.load(stdout)) is not None:
-                    answers.put(message if isinstance(message, BaseException) else (part.number, message))
-        answers.put(None)
-    except queue.Empty:  # another thread was faster
-        answers.put(None)
-    except (EOFError, OSError, pickle.UnpicklingError):
-        answers.put(worker_death(process, "give it fewer processes (--num-proc)"))
+def _make(work: Work, parts: Sequence[Part]) -> Iterator[Shard]:
+    """Write parts, one after the other; yields each shard once it is written."""
+    for part in parts:
+        shards: list[Shard] = []
+        rows: list[tuple[str, Any | BadRow]] = []
+        tokens = bad = 0
+        for row in _rows(work.source, part):
+            ids = row if isinstance(row, BadRow) else work.maker.read(row)
+            if isinstance(ids, BadRow):
+                bad += 1
+                check_bad_rows(bad, work.bad_row_limit, ids.problem)
+            else:
+                tokens += work.maker.size(ids)
+            rows.append((row.key, ids))
+            if tokens >= SHARD_TOKENS or len(rows) >= SHARD_ROWS:
+                shards.append(write_shard(work.folder, f"{part.number:04}-{len(shards):05}", rows))
+                yield shards[-1]
+                rows, tokens = [], 0
+        if rows:
+            shards.append(write_shard(work.folder, f"{part.number:04}-{len(shards):05}", rows))
+            yield shards[-1]
+        write_part(work.folder, part.number, shards)
 
 
-def serve(tasks: IO[bytes]) -> None:
-    """The life of a process: read what it works on, then make one part after the other until there is none."""
-    outlive_readers()
-    out = own_output()
-
-    def tell(message: Any) -> None:
-        try:
-            pickle.dump(message, out)
-            out.flush()
-        except OSError:
-            os._exit(0)  # the parent is gone
-
-    work = pickle.load(tasks)
-    try:
-        while True:
-            for news in _make(work, pickle.load(tasks)):
-                tell(news)
-            tell(None)
-    except EOFError:
-        return
-    except DsEncDecError as error:
-        tell(error)
-    except Exception:
-        tell(RuntimeError(f"in a process that prepares data:\n{traceback.format_exc()}"))
-
-
-def _make(work: Work, part: Part) -> Iterator[int | Shard]:
-    """Write what is left of a part; yield each shard, and before it how many rows are read, bit by bit."""
-    rows: list[tuple[str, Any | BadRow]] = []
-    tokens = untold = bad = 0
-    name = count(part.shards)
-    for row, then in _rows(work.source, part):
-        ids = row if isinstance(row, BadRow) else work.maker.read(row)
-        if isinstance(ids, BadRow):
-            bad += 1
-            check_bad_rows(bad, work.bad_row_limit, ids.problem)
+def _rows(source: AnySource, part: Part) -> Iterator[Row]:
+    """The rows of a part."""
+    for number in range(part.start, part.stop):
+        if isinstance(source, StreamSource):
+            yield from source.documents(number, 0)
         else:
-            tokens += work.maker.size(ids)
-        rows.append((row.key, ids))
-        untold += 1
-        if untold == _TOLD_ROWS:
-            yield untold
-            untold = 0
-        if tokens >= SHARD_TOKENS or len(rows) >= SHARD_ROWS:
-            yield write_shard(work.folder, f"{part.number:04}-{next(name):05}", rows, then)
-            rows, tokens = [], 0
-    yield untold
-    yield write_shard(work.folder, f"{part.number:04}-{next(name):05}", rows, None)
-
-
-def _rows(source: AnySource, part: Part) -> Iterator[tuple[Row, Position]]:
-    """The rows of a part, each with the position behind it."""
-    start, first_row = part.start
-    if not isinstance(source, StreamSource):
-        yield from ((source.document(index), (index + 1, 0)) for index in range(start, part.stop))
-        return
-    for unit in range(start, part.stop):
-        for row, document in enumerate(source.documents(unit, first_row), start=first_row):
-            yield document, (unit, row + 1)
-        first_row = 0
+            yield source.document(number)

@@ -6,7 +6,7 @@ PREPARED_DIR/                 `data.prepared_dir`
                               `validation` and `test` where these splits have sources of their own
     index.json                what it is made from, how the work is divided; when it is finished, its shards
     0003-00001.arrow          shard 1 of the fourth part: keys, token ids, and the problems of bad rows
-    0003-00001.json           its rows, tokens and digests: written behind it, so what has one is whole
+    0003.json                 the shards of that part: written behind them, so a part that has one is whole
 
 A row keeps its key, number and place, bad ones included. So a run sees of a prepared map what it would see of the map
 itself, and may change between the two at any time. A stream becomes a map, which is another order.
@@ -31,7 +31,7 @@ from ds_encdec.config.plain_files import MAX_RECORD_BYTES, read_plain
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import digest
-from ds_encdec.data.local_files import expand_files, file_digest, file_digests, local_errors, short_names
+from ds_encdec.data.local_files import expand_files, file_digests, local_errors, short_names
 from ds_encdec.data.own_reader import reader_digest
 from ds_encdec.data.sources import BadRow, Row
 from ds_encdec.data.tables import folder_files
@@ -42,28 +42,21 @@ from ds_encdec.source_kinds import HUB, PYTHON, local_kind
 from ds_encdec.types import DataError, Document
 
 INDEX = "index.json"
-_FORMAT = 2
-"""The version of the folder, and of what is made of rows: raised where either changes.
-2: turns and rows have weights."""
-_CHECKED_BYTES = 1 << 12
-"""Bytes at either end of a shard that are compared when it is opened, with its size."""
-
-Position = tuple[int, int]
-"""A row of a map and 0; a unit of a stream and a row in it."""
+_FORMAT = 3
+"""The version of the folder, and of what is made of rows: raised where either changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Facts about a shard. `digest`: of its size and ends. `next`: where the part goes on; None behind its last row."""
+    """Facts about a shard. `problem`: of the last of its bad rows."""
 
     file: str
     rows: int
     tokens: int
     bad_rows: int
     problem: str | None
+    num_bytes: int
     sha256: str
-    digest: str
-    next: Position | None
 
 
 class Columns(NamedTuple):
@@ -88,12 +81,12 @@ class PreparedSource:
             )
         require_made_from(folder, index["made_from"], facts)
         self._folder = folder
-        self._shards = [shard for shard in map(_shard, index["shards"]) if shard.rows]
+        self._shards = [Shard(**facts) for facts in index["shards"]]
         for shard in self._shards:
             if not is_whole(folder, shard):
                 raise DataError(
                     f"data.prepared_dir: {folder / shard.file} is missing or damaged: run `ds-encdec prepare` with "
-                    "this configuration, which makes it anew"
+                    "this configuration, which makes it again"
                 )
         self._first = [0, *accumulate(shard.rows for shard in self._shards)]
         self._makes_pairs = OBJECTIVES[facts["data.objective"]].takes_records
@@ -191,21 +184,19 @@ def read_index(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder / INDEX}: cannot be read ({error}). Delete {folder} and prepare it anew") from error
+        raise DataError(f"{folder / INDEX}: cannot be read ({error}). Delete {folder} and prepare it again") from error
 
 
 def is_whole(folder: Path, shard: Shard) -> bool:
-    """Return whether the file of a shard is there, with its size and ends."""
-    try:
-        return file_digest(str(folder / shard.file), _CHECKED_BYTES) == shard.digest
-    except DataError:
-        return False
+    """Return whether the file of a shard is there, with its size."""
+    path = folder / shard.file
+    return path.is_file() and path.stat().st_size == shard.num_bytes
 
 
 def verified_shards(prepared_dir: Path) -> Iterator[str]:
-    """Compare all shards with their SHA-256; yield each folder, in words. Raises DataError for one that differs."""
+    """Compare all shards with their SHA-256; yields a line for each folder. Raises DataError for one that differs."""
     for folder in sorted(path.parent for path in prepared_dir.glob(f"*/{INDEX}")):
-        shards = [_shard(facts) for facts in (read_index(folder) or {})["shards"] or ()]
+        shards = [Shard(**facts) for facts in (read_index(folder) or {})["shards"] or ()]
         for shard in shards:
             with local_errors(str(folder / shard.file)), open(folder / shard.file, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
@@ -213,21 +204,22 @@ def verified_shards(prepared_dir: Path) -> Iterator[str]:
         yield f"{folder}: {len(shards)} shards" if shards else f"{folder}: not finished"
 
 
-def finished_shards(folder: Path, part: int) -> list[Shard]:
-    """The shards of a part from its first on, as far as they are whole."""
-    found: list[Shard] = []
-    while not found or found[-1].next is not None:
-        try:
-            shard = _shard(json.loads((folder / f"{part:04}-{len(found):05}.json").read_text()))
-        except (OSError, ValueError, TypeError):
-            return found
-        if not is_whole(folder, shard):
-            return found
-        found.append(shard)
-    return found
+def finished_shards(folder: Path, part: int) -> list[Shard] | None:
+    """The shards of a part; None where it is not finished, or not all of them are whole."""
+    try:
+        shards = [Shard(**facts) for facts in json.loads((folder / f"{part:04}.json").read_text())]
+    except (OSError, ValueError, TypeError):
+        return None
+    return shards if all(is_whole(folder, shard) for shard in shards) else None
 
 
-def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]], then: Position | None) -> Shard:
+def write_part(folder: Path, part: int, shards: Sequence[Shard]) -> None:
+    """Write down that a part has these shards, and no more. Raises DiskRefusedError."""
+    with writing(folder).refusals_told():
+        write_atomically(folder / f"{part:04}.json", json.dumps([asdict(shard) for shard in shards]))
+
+
+def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
     """Write rows, each a key and what a maker has read, as the shard `name`. Raises DiskRefusedError."""
     import pyarrow as pa
 
@@ -249,24 +241,20 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
     with writing(folder).refusals_told():
         write_atomically(path, content)
     bad = [problem for problem in problems if problem is not None]
-    shard = Shard(
+    return Shard(
         file=path.name,
         rows=len(rows),
         tokens=sum(map(len, flat)),
         bad_rows=len(bad),
         problem=bad[-1] if bad else None,
+        num_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
-        digest=file_digest(str(path), _CHECKED_BYTES),
-        next=then,
     )
-    with writing(folder).refusals_told():
-        write_atomically(folder / f"{name}.json", json.dumps(asdict(shard)))
-    return shard
 
 
 def writing(folder: Path) -> Writing:
     """Prepared data that is written into `folder`, for a message where its file system refuses it."""
-    return Writing(folder, "The prepared data", "Make room, and run the same command again: it goes on from here.")
+    return Writing(folder, "The prepared data", "Free space there, and run the same command again.")
 
 
 def read_shard(path: Path) -> Columns:
@@ -295,7 +283,3 @@ def _pieces(ids: Any) -> list[np.ndarray]:
 
 def _edges(lengths: Iterable[int]) -> np.ndarray:
     return np.fromiter(accumulate(lengths, initial=0), dtype=np.int32)
-
-
-def _shard(facts: dict[str, Any]) -> Shard:
-    return Shard(**{**facts, "next": facts["next"] and tuple(facts["next"])})

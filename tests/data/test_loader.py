@@ -18,7 +18,7 @@ import torch
 from data_parts import make_config, make_data, texts, write_json_lines
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data import lane
+from ds_encdec.data import workers
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.launch.preemption import STOP_SIGNALS
 from ds_encdec.types import Batch, CheckpointError, ConfigError, DataError
@@ -147,7 +147,7 @@ def steps_of(loader: LaneLoader, count: int) -> None:
 
 
 def worker_processes(loader: LaneLoader) -> list[subprocess.Popen[bytes]]:
-    return list(set(loader._running._processes.values()))  # type: ignore[union-attr]
+    return [worker.process for worker in loader._running.workers]  # type: ignore[union-attr]
 
 
 def test_a_dead_worker_is_noticed(path: str) -> None:
@@ -160,10 +160,10 @@ def test_a_dead_worker_is_noticed(path: str) -> None:
 
 def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers and terminals signal every process of a job, as it starts or later; the parent may have work to end."""
-    start = lane.start_worker
+    start = workers.start_worker
 
-    def start_and_signal(module: str) -> subprocess.Popen[bytes]:
-        process = start(module)
+    def start_and_signal() -> subprocess.Popen[bytes]:
+        process = start()
         signal_all(process)
         return process
 
@@ -173,7 +173,7 @@ def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.Mo
 
     with loaders(path, 1, 0) as alone:
         expected = steps(alone, 6)
-    monkeypatch.setattr(lane, "start_worker", start_and_signal)
+    monkeypatch.setattr(workers, "start_worker", start_and_signal)
     with loaders(path, 1, 2) as ranks:
         first = steps(ranks, 1)
         for process in worker_processes(ranks[0]):
@@ -215,7 +215,7 @@ from data_parts import make_config, make_data
 config = make_config(dataset_name="json", data_files={path!r}, preprocessing_num_workers=2)
 loader = make_data(config).loader
 next(loader)
-print(*[process.pid for process in set(loader._running._processes.values())], flush=True)
+print(*[worker.process.pid for worker in loader._running.workers], flush=True)
 if {ending!r} == "exception":
     raise RuntimeError("crashed")
 if {ending!r} == "SIGKILL":

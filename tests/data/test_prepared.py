@@ -53,7 +53,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No processes, which take most of the time; the others' tests have them."""
 
     def work_off(work: prepare.Work, todo: Sequence[prepare.Part], num_proc: int) -> Iterator[Any]:
-        return ((part.number, news) for part in todo for news in prepare._make(work, part))
+        return prepare._make(work, todo)
 
     monkeypatch.setattr(prepare, "_work_off", work_off)
     monkeypatch.setattr(prepare, "SHARD_ROWS", 7)
@@ -69,8 +69,9 @@ def prepared(folder: Path, data: dict[str, Any], num_proc: int = 2) -> FullConfi
 
 def kept(folder: Path) -> dict[str, int]:
     """The shards that are said to be whole, and which file each is."""
-    said = (path.with_suffix(".arrow") for path in folder.glob("source-0/0*.json"))
-    return {path.name: path.stat().st_ino for path in said}
+    parts = folder.glob("source-0/0*.json")
+    shards = (path for part in parts for path in part.parent.glob(f"{part.stem}-*.arrow"))
+    return {path.name: path.stat().st_ino for path in shards}
 
 
 def plain(lane: Lane) -> list[Any]:
@@ -127,11 +128,11 @@ def test_a_stream_becomes_a_map_of_its_rows(tmp_path: Path, capsys: pytest.Captu
     reweighed = {**mixture[0], "weight": 5}, mixture[1]
     make_data(make_config(mixture=[*reweighed], prepared_dir=str(tmp_path / "out")))
 
-    # A part goes on behind the last shard that is whole, in the middle of a row group, too.
+    # A part that is not whole is made again.
     folder = tmp_path / "out" / "source-0"
     before = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
-    assert len(before) > 2 * 13
-    for gone in ("0000-00001.json", "0001-00002.arrow"):
+    assert len(before) > 13
+    for gone in ("0000.json", "0001-00002.arrow"):
         (folder / gone).unlink()
     prepared(tmp_path / "out", {"mixture": mixture})
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -175,7 +176,7 @@ def test_a_folder_of_an_earlier_format_is_refused(tmp_path: Path, lines: Path) -
     facts = json.loads(index.read_text())
     del facts["made_from"]["the format of prepared data"]  # as it was before there was one
     index.write_text(json.dumps(facts))
-    with pytest.raises(DataError, match=r"the format of prepared data: None there, 2 now.*delete the folder"):
+    with pytest.raises(DataError, match=r"the format of prepared data: None there, 3 now.*delete the folder"):
         make_data(config)
 
 

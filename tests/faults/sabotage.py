@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ds_encdec import build
 from ds_encdec.checkpoint.folder import CheckpointFolder
 from ds_encdec.checkpoint.upload import Uploads
-from ds_encdec.data import lane
+from ds_encdec.data import workers
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.protocol import StagedSave
@@ -288,11 +288,11 @@ def signal_all(rank: int, *, signals: list[str], at: int) -> None:
 
 def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> None:
     """Every process of the run gets these signals so long after rank 0 has started its first data worker."""
-    start = lane.start_worker
+    start = workers.start_worker
 
-    def start_and_signal(module: str) -> subprocess.Popen[bytes]:
-        process = start(module)
-        lane.start_worker = start
+    def start_and_signal() -> subprocess.Popen[bytes]:
+        process = start()
+        workers.start_worker = start
         if seconds:
             threading.Timer(seconds, _signal_group, [signals]).start()
         else:
@@ -300,7 +300,7 @@ def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> Non
         return process
 
     if rank == 0:
-        lane.start_worker = start_and_signal
+        workers.start_worker = start_and_signal
 
 
 def signal_after_training(rank: int, *, signals: list[str]) -> None:
@@ -325,7 +325,7 @@ def kill_workers(rank: int, *, at: int, on_rank: int, signals: list[str]) -> Non
     def kill(loader: LaneLoader, step: int) -> None:
         if rank != on_rank or step != at:
             return
-        for process in set(loader._running._processes.values()):  # type: ignore[union-attr]
+        for process in [worker.process for worker in loader._running.workers]:  # type: ignore[union-attr]
             process.kill()
             assert process.stdout is not None
             process.stdout.read()
