@@ -16,7 +16,6 @@ from ds_encdec.secret_names import is_secret
 
 _PLACE = re.compile(r"  (?P<place>(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?: [^:]*)?): (?P<said>.+)")
 _KEY = re.compile(r"([\w.-]+)[\"']?\s*:")
-_LONGEST_FILE = 1 << 24
 
 
 def marked(report: str, width: int) -> Text:
@@ -44,8 +43,8 @@ def _source(found: re.Match[str], field: str, value: str | None, width: int) -> 
     """The line of the file, and what is meant in it marked below: the value, or the key where that is unknown."""
     try:
         path = Path(found["file"])
-        source = path.read_text().splitlines()[int(found["line"]) - 1] if path.stat().st_size < _LONGEST_FILE else ""
-    except (OSError, ValueError, IndexError):  # a pipe, gone by now, or what is wrong with it
+        source = path.read_text().splitlines()[int(found["line"]) - 1] if path.is_file() else ""
+    except (OSError, ValueError, IndexError):  # gone by now, or what is wrong with it
         return
     if not source.isprintable() or any(map(is_secret, _KEY.findall(source))):
         return

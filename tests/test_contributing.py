@@ -148,7 +148,7 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
         "a launcher",
     ]
     for what, where, _, test in rows:
-        assert 1 <= len(re.findall(r"`ds_encdec/[\w/]+(?:\.py|/)`", where)) <= 2, what
+        assert 1 <= len(re.findall(r"`ds_encdec/[\w/]+(?:\.py|\.yaml|/)`", where)) <= 2, what
         assert re.fullmatch(r"`tests/[\w/]+\.py`", test), what
 
 

@@ -6,10 +6,7 @@ from functools import cache
 from ds_encdec.config.rules import fields
 from ds_encdec.config.sections import EvalSet
 from ds_encdec.config.settings import closest, join, unknown_key
-from ds_encdec.config.word_table import by_name
-from ds_encdec.config.words import SECTIONS
-
-THEIR_SECTIONS = frozenset(SECTIONS.split())
+from ds_encdec.config.words import their_sections, words_by_name
 
 
 def _called(name: str) -> list[str]:
@@ -48,7 +45,7 @@ def meant(path: str) -> tuple[str, list[str]]:
     if not parent and section in beside and field:
         return f"unknown key; behind a section stands a dot: `{section}.{field}`", []
     flat, words = _near_names(key) if "." not in parent else {}, _near_words(parent, key)
-    ours = [*beside, *flat] if not parent or parent in THEIR_SECTIONS else beside
+    ours = [*beside, *flat] if not parent or parent in their_sections() else beside
     guess = closest(key, ours, {**flat, **words})
     if guess is not None and guess not in beside and not _would_be_accepted(guess, key):
         guess = None
@@ -60,7 +57,7 @@ def meant(path: str) -> tuple[str, list[str]]:
         return unknown_key(key, (), elsewhere), elsewhere
     if guess is None:
         known = "unknown key; docs/coming-from.md lists the words that are known"
-        return known if parent in THEIR_SECTIONS else unknown_key(key, beside), []
+        return known if parent in their_sections() else unknown_key(key, beside), []
     field = flat.get(guess) or words[guess]
     return f"unknown key; did you mean `{guess}`" + (f" (here `{field}`)?" if field else "?"), [field] if field else []
 
@@ -73,8 +70,8 @@ def _near_names(key: str) -> dict[str, str]:
 
 def _near_words(parent: str, key: str) -> dict[str, str]:
     """The words of other tools that are read in the section `parent`, and the field of each; empty for none."""
-    words = dict.fromkeys(THEIR_SECTIONS, "") if not parent else {}
-    for word, row in by_name():
+    words = dict.fromkeys(their_sections(), "") if not parent else {}
+    for word, row in words_by_name().items():
         name = word.removeprefix(f"{parent}.")
         if "." not in name and (name != word or "." not in parent):
             words[name] = row.field

@@ -27,7 +27,7 @@ from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401  also found here
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
-from ds_encdec.config.rewording import Reading, read_overrides
+from ds_encdec.config.rewording import read_overrides, read_words
 from ds_encdec.config.rules import Sections, find_conflicts, marked  # noqa: F401
 from ds_encdec.config.sections import LOCAL_FORMATS, DataConfig, Mark, MixtureSource, Section, Source  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
@@ -138,7 +138,7 @@ def load_config(
     `deepspeed_config`: a raw DeepSpeed JSON; it replaces `infra.deepspeed_config` where that is not set. What the JSON
     and the other two both set must agree. `hostfile`: hosts that a run of it must be able to start on. `looks_here`:
     what it names must be on this machine. `unread`: sections or fields whose contradictions do not matter. `further`:
-    finds what only higher rooms know. `notes`: takes what was written in other tools' words (word_table.py) and how it
+    finds what only higher rooms know. `notes`: takes what was written in other tools' words (words.yaml) and how it
     was read, and warnings.
 
     The result stands on its own: `infra.deepspeed_config` is None, because everything the JSON says has gone
@@ -148,12 +148,12 @@ def load_config(
     """
     problems: list[Problem] = []
     path, deepspeed_config, hostfile = map(find_shipped, (path, deepspeed_config, hostfile))
-    settings, reading = read_yaml(path, problems) if path is not None else Settings(), Reading()
+    settings, found = read_yaml(path, problems) if path is not None else Settings(), list[str]()
     if not problems and _DEEPSPEED_KEYS & settings.values.keys():
         message = f"this is a DeepSpeed JSON, and no configuration of a run: --deepspeed_config {path} reads it"
         raise_if_any([file_problem(Path(str(path)), message)])
-    reading.read_file(settings, problems)
-    read_overrides(settings, overrides, reading, problems)
+    read_words(settings, problems, found)
+    read_overrides(settings, overrides, problems, found)
     json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
     if json_path is not None:
         document = read_deepspeed_json(json_path, problems, named_by)
@@ -176,7 +176,7 @@ def load_config(
     problems.extend(mention_all(settings, conflict) for conflict in (*absent, *beyond))
     raise_if_any(problems)
     if notes is not None:
-        notes += [*reading.notes, *implied, *misread_files(config.data), *evaluated_and_trained_on(config.data)]
+        notes += [*found, *implied, *misread_files(config.data), *evaluated_and_trained_on(config.data)]
     return config
 
 
@@ -187,7 +187,7 @@ def load_saved(path: Path) -> FullConfig:
     """
     problems: list[Problem] = []
     settings = read_yaml(path, problems)
-    Reading().read_file(settings, problems)  # fields that are gone are words by now
+    read_words(settings, problems, [])
     raise_if_any(problems)
     try:
         return FullConfig.model_validate(settings.values, context={"was_judged": True})

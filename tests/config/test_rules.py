@@ -163,20 +163,6 @@ def load(settings: dict[str, Any]) -> FullConfig:
                 "{bf16_master_weights_and_grads: true, bf16_optimizer_states: true}": {},
             }.items()
         ],
-        *[
-            (settings, f'{field} = "', f"both are {field}: make them equal")
-            for settings, field in (
-                (
-                    {"infra.fsdp_sharding_strategy": "SHARD_GRAD_OP", "infra.sharding_stage": "zero3"},
-                    "infra.sharding_stage",
-                ),
-                (
-                    {"infra.fsdp_activation_checkpointing": "false", "training.activation_checkpointing": "full"},
-                    "training.activation_checkpointing",
-                ),
-                ({"infra.fsdp_cpu_offload": "false", "infra.offload_optimizer": "cpu"}, "infra.offload_optimizer"),
-            )
-        ],
         (
             {"training.num_train_steps": 9, "training.warmup_steps": 9},
             "warmup_steps = 9",
