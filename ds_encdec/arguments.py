@@ -5,11 +5,9 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
-import platform
 import re
-import shutil
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +15,21 @@ from ds_encdec.types import ConfigError
 
 Arguments = dict[str, dict[str, Any]]
 """Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb of `ds-encdec`, with a summary and an example for its help.
+
+    `run` does what its options and settings say; its exit code is 0 where it returns None. `takes_settings`:
+    `section.field=value` may follow the arguments.
+    """
+
+    run: Callable[[argparse.Namespace, Sequence[str]], int | None]
+    summary: str
+    example: str
+    arguments: Arguments
+    takes_settings: bool = False
 
 
 def mistake(message: str, program: str) -> ConfigError:
@@ -90,29 +103,6 @@ _VALUES: dict[Any, str] = {Path: "FILE", COUNT: "N", int: "N", RATE: "X", float:
 """How help calls a value of each type, where its argument has no better name."""
 
 
-EXAMPLES = {
-    "train": "ds-encdec train --config my.yaml --resume auto training.num_train_steps=2000",
-    "validate": "ds-encdec validate my.yaml --hostfile hosts infra.num_gpus=16",
-    "estimate-memory": "ds-encdec estimate-memory my.yaml --gpus 8 --gpu h100-80gb",
-    "plan": "ds-encdec plan my.yaml --tokens 5B --measured output --price-per-gpu-hour 2.5",
-    "phases": "ds-encdec phases my.yaml --to validation --dry-run",
-    "inspect-data": "ds-encdec inspect-data my.yaml -n 5 data.use_mode_tokens=true",
-    "prepare": "ds-encdec prepare my.yaml --out prepared --num-proc 16",
-    "init": "ds-encdec init quickstart --out my.yaml",
-    "init-model": "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start",
-    "export": "ds-encdec export output/checkpoints/final exported --dtype bfloat16",
-    "average": "ds-encdec average output --last 3",
-    "verify": "ds-encdec verify output",
-    "sanity-check": "ds-encdec sanity-check my.yaml training.micro_batch_size=1",
-    "doctor": "ds-encdec doctor my.yaml --hostfile hosts",
-    "report": "ds-encdec report output --compare output2 --out compared",
-    "stop": "ds-encdec stop output",
-    "generate": "ds-encdec generate --model output/export/final --text 'Paris is <extra_id_0>.'",
-    "evaluate": "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
-}
-"""A call of each verb, for its help."""
-
-
 def near_option(name: str, table: Arguments) -> str | None:
     """The option of `table` that `name`, with or without dashes, most likely stands for; None where none is near."""
     known = {option.strip("-"): option for names in table for option in names.split() if option.startswith("-")}
@@ -139,32 +129,8 @@ CONFIG: Arguments = {
     "--config": value("the same, as an option", Path, dest="config_option"),
 }
 """A configuration that may be named without `--config`; `read_arguments` in config/command_line.py makes them one."""
-
-
-class ShowVersions(argparse.Action):
-    """Shows the versions of ours and of what it stands on, none of which is imported."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        """Print them and end."""
-        from importlib.metadata import PackageNotFoundError, version  # not for other calls
-
-        found = []
-        for name in ("ds_encdec", "torch", "deepspeed", "transformers"):
-            try:
-                found.append(f"{name} {version(name)}")
-            except PackageNotFoundError:
-                found.append(f"{name} (not installed)")
-        print(", ".join([*found, f"Python {platform.python_version()}"]))
-        parser.exit()
-
-
-def grouped(groups: Mapping[str, Sequence[str]], summaries: Mapping[str, str]) -> str:
-    """The verbs with their summaries in groups, as wide as the terminal."""
-    width, indent = shutil.get_terminal_size().columns - 2, 6 + max(map(len, summaries))
-    lines = []
-    for title, names in groups.items():
-        lines.append(f"{title}:")
-        for name in names:
-            start = f"    {name}".ljust(indent)
-            lines += textwrap.wrap(summaries[name], width, initial_indent=start, subsequent_indent=" " * indent)
-    return "\n".join([*lines, "", "`ds-encdec VERB --help` lists what a verb takes."])
+CONFIG_FILES = CONFIG | {"--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path)}
+VERBOSITY: Arguments = {
+    "-v --verbose": flag("say more: also what concerns developers, and what other ranks log") | {"only_one": True},
+    "-q --quiet": flag("say less: warnings and errors alone, and no progress") | {"only_one": True},
+}

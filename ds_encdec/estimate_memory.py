@@ -10,25 +10,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from ds_encdec.arguments import (
-    CONFIG,
-    JSON,
-    Arguments,
-    Parser,
-    add,
-    flag,
-    value,
-)
-from ds_encdec.config.command_line import read_arguments
+from ds_encdec.arguments import CONFIG_FILES, JSON, Arguments, Verb, flag, value
+from ds_encdec.config.command_line import read_program
 from ds_encdec.gpus import DEFAULT_GPU
 from ds_encdec.terminal import print_error, reader_may_leave
 from ds_encdec.types import DsEncDecError
 
 ARGUMENTS: Arguments = {
-    **CONFIG,
-    "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path),
+    **CONFIG_FILES,
     "--model": value("a model, instead of the configuration's", metavar="ID_OR_DIR"),
     "--gpus": value("GPUs in total (default infra.num_gpus)", int, metavar="N"),
     "--nodes": value("machines they are in (default 1)", int, default=1, metavar="N"),
@@ -45,16 +35,10 @@ FILE_COLUMNS = 120
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Estimate as told by the command line; returns the process's exit code."""
-    parser = Parser(
-        prog="python -m ds_encdec.estimate_memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add(parser, ARGUMENTS)
-    parser.explain(f"{parser.prog} my.yaml --gpus 8 --gpu h100-80gb", takes_settings=True)
+    program = "python -m ds_encdec.estimate_memory"
+    given, example = sys.argv[1:] if arguments is None else arguments, f"{program} my.yaml --gpus 8 --gpu h100-80gb"
     try:
-        given = sys.argv[1:] if arguments is None else arguments
-        options, overrides = read_arguments(parser, ARGUMENTS, given)
+        options, overrides = read_program(program, __doc__, example, ARGUMENTS, given)
         with reader_may_leave():
             return run(options, overrides)
     except DsEncDecError as error:
@@ -85,6 +69,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             show(console, asked, tables, traced, everything=options.all)
         print(*map(str.rstrip, written.get().splitlines()), sep="\n")
     return 0
+
+
+VERB = Verb(
+    run,
+    "say what a run would hold in memory, whether it fits, and what to choose",
+    "ds-encdec estimate-memory my.yaml --gpus 8 --gpu h100-80gb",
+    ARGUMENTS,
+    takes_settings=True,
+)
 
 
 if __name__ == "__main__":

@@ -17,19 +17,13 @@ import os
 import select
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TextIO
-
-from ds_encdec.arguments import Arguments, flag
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-VERBOSITY: Arguments = {
-    "-v --verbose": flag("say more: also what concerns developers, and what other ranks log") | {"only_one": True},
-    "-q --quiet": flag("say less: warnings and errors alone, and no progress") | {"only_one": True},
-}
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 _ERASED_LINE = "\r\x1b[K"
 
@@ -171,6 +165,14 @@ def print_error(error: Exception) -> None:
 
     shown = Console(stderr=True)
     shown.print(Text.assemble(("error:", "bold red"), " ", marked(str(error), shown.width)), soft_wrap=True)
+
+
+@contextmanager
+def libraries_print_to_stderr() -> Iterator[TextIO]:
+    """Inside, whatever libraries print goes to standard error; standard output is yielded, for the answer."""
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr):
+        yield stdout
 
 
 @contextmanager

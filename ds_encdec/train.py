@@ -28,14 +28,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.arguments import COUNT, Arguments, Parser, add, flag, value
-from ds_encdec.config.command_line import read_arguments
+from ds_encdec.arguments import COUNT, Arguments, Verb, flag, value
+from ds_encdec.config.command_line import read_program
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.gpus import grow_segments, has_gpu
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
 from ds_encdec.launch.cores import no_gpu, others_at_work, wait_without_spinning
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import VERBOSITY, log_to_terminal, outlive_readers, print_error
+from ds_encdec.terminal import log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import CheckpointError, ConfigError, DataError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
@@ -60,17 +60,12 @@ ARGUMENTS: Arguments = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run training as the command line asks; returns the process's exit code."""
-    parser = Parser(
-        prog="ds_encdec/train.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add(parser, ARGUMENTS)
-    add(parser, VERBOSITY)
-    parser.explain("deepspeed --num_gpus 8 ds_encdec/train.py --config my.yaml --resume auto", takes_settings=True)
+    example = "deepspeed --num_gpus 8 ds_encdec/train.py --config my.yaml --resume auto"
     given, in_sagemaker = list(sys.argv[1:] if arguments is None else arguments), is_container(os.environ)
     try:
         if in_sagemaker:
             given = container_arguments(os.environ, given, {name for names in ARGUMENTS for name in names.split()})
-        options, overrides = read_arguments(parser, ARGUMENTS, given)
+        options, overrides = read_program("ds_encdec/train.py", __doc__, example, ARGUMENTS, given)
         return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
@@ -211,6 +206,15 @@ def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str
             level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks find the same
             logging.getLogger(__name__).log(level, "%s", text)
     return config
+
+
+VERB = Verb(
+    run,
+    "train (one process; for several use deepspeed or torchrun)",
+    "ds-encdec train --config my.yaml --resume auto training.num_train_steps=2000",
+    ARGUMENTS,
+    takes_settings=True,
+)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 # inside a function, or for the type checker, counts like any other.
 LAYERS = (
     ("cli",),
-    ("train",),
-    ("phase_runs", "sanity_check", "doctor", "model_folders", "estimate_memory", "plan", "prepare"),
+    ("train", "estimate_memory", "commands"),
+    ("phase_runs", "sanity_check", "doctor", "model_folders", "plan"),
     ("phases",),
     ("build",),
     ("trainer",),

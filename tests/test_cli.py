@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli, estimate_memory, train
-from ds_encdec.arguments import EXAMPLES
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.run_folder import RunFolder
@@ -48,13 +47,13 @@ def test_help_of_a_verb_explains_its_values(verb: str, capsys: pytest.CaptureFix
     assert "_config" not in shown.partition("example:")[0]
     unexplained = re.findall(r"--(\w[\w-]*) (?=[A-Z])([A-Z_-]+)\b", shown)
     assert [name for name, called in unexplained if called == name.upper().replace("-", "_")] in ([], ["text", "text"])
-    assert ("[section.field=value ...]" in shown) is cli.VERBS[verb][1]
+    assert ("[section.field=value ...]" in shown) is cli.VERBS[verb].takes_settings
     *_, example = shown.rstrip().splitlines()
-    assert example == f"  {EXAMPLES[verb]}"
+    assert example == f"  {cli.VERBS[verb].example}"
     assert len(example) <= 80
-    words = shlex.split(EXAMPLES[verb])
+    words = shlex.split(cli.VERBS[verb].example)
     assert words[:2] == ["ds-encdec", verb]
-    cli._read(cli._parser(of=[verb]), words[1:])
+    cli.read_verb(words[1:])
 
 
 @pytest.mark.parametrize("main", [train.main, estimate_memory.main])

@@ -6,10 +6,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ds_encdec.arguments import Arguments, mistake, near_option
-from ds_encdec.terminal import VERBOSITY
+from ds_encdec.arguments import VERBOSITY, Arguments, Parser, add, mistake, near_option
 from ds_encdec.types import ConfigError
+
+if TYPE_CHECKING:
+    from ds_encdec.config.schema import FullConfig
 
 _ASSIGNED = re.compile(r"[^/]*=")
 """How a setting begins. A path may have the sign behind a slash."""
@@ -36,6 +40,17 @@ def read_arguments(
     return options, [*settings, *rest]
 
 
+def read_program(
+    name: str, description: str | None, example: str, table: Arguments, given: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The options and settings of a program that has no verbs. Raises ConfigError."""
+    parser = Parser(prog=name, description=description)
+    add(parser, table)
+    add(parser, VERBOSITY)
+    parser.explain(example, takes_settings=True)
+    return read_arguments(parser, table, given)
+
+
 def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tuple[list[str], list[str]]:
     """The arguments for argparse, and the settings. An option may be written with underscores."""
     named = {name: how for names, how in {**table, **VERBOSITY}.items() for name in names.split()}
@@ -60,3 +75,17 @@ def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tu
         else:
             (settings if _ASSIGNED.match(word) and not word.startswith("-") else own).append(word)
     return own, settings
+
+
+def config_files(
+    options: argparse.Namespace, settings: Sequence[str]
+) -> tuple[Path | None, Sequence[str], Path | None]:
+    """The files and settings of a command line, as `load_config` takes them."""
+    return options.config, settings, getattr(options, "deepspeed_config", None)
+
+
+def load(options: argparse.Namespace, settings: Sequence[str]) -> FullConfig:
+    """The configuration that a command line names. Raises ConfigError."""
+    from ds_encdec.config.schema import load_config  # not for --help
+
+    return load_config(*config_files(options, settings))

@@ -14,16 +14,16 @@ from ds_encdec.config.schema import load_config
 from ds_encdec.types import ConfigError
 
 NEEDED = {"evaluate": ["--model", "folder"]}
-WITH_SETTINGS = sorted(name for name, (_, takes_settings, _) in cli.VERBS.items() if takes_settings)
+WITH_SETTINGS = sorted(name for name, row in cli.VERBS.items() if row.takes_settings)
 
 
 @pytest.mark.parametrize("verb", WITH_SETTINGS)
 def test_every_verb_reads_words(verb: str) -> None:
-    takes_file = "config" in cli.ARGUMENTS[verb]
+    takes_file = "config" in cli.VERBS[verb].arguments
     words = ["--max_steps", "10", "--hf_model_id", "a/b", "--full_ft", *["a/x=1.yaml"][: 1 * takes_file]]
     words += ["--no_merge", "--output_dir=X", "lr=1e-4", "--verbose", "--training.bf16", "training.seed=3", "--fp16"]
     given = [verb, *NEEDED.get(verb, ()), *words]
-    options, settings = cli._read(cli._parser(of=[verb]), given)
+    options, settings = cli.read_verb(given)
     assert getattr(options, "config", None) == (Path("a/x=1.yaml") if takes_file else None)
     assert options.verbose
     assert settings == [
@@ -40,7 +40,7 @@ def test_every_verb_reads_words(verb: str) -> None:
     assert given_fields(settings) >= {"training.num_train_steps", "model.lora", "training.export_at_end"}
     if takes_file:
         with pytest.raises(ConfigError, match="both name a configuration"):
-            cli._read(cli._parser(of=[verb]), [verb, "quickstart", "--config", "b.yaml"])
+            cli.read_verb([verb, "quickstart", "--config", "b.yaml"])
 
 
 def test_a_switch_takes_a_value_but_no_configuration() -> None:

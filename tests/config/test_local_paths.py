@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli, text_metrics, train
+from ds_encdec.commands import configuration, evaluate
 from ds_encdec.config import schema
 from ds_encdec.config.schema import load_config
-from ds_encdec.evaluate import commands
 
 Output = pytest.CaptureFixture[str]
 
@@ -157,7 +157,7 @@ def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path
 def test_a_machine_without_the_gpu_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path, has_gpu: bool, options: list[str], warns: bool
 ) -> None:
-    monkeypatch.setattr(cli, "has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(configuration, "has_gpu", lambda: has_gpu)
     assert (
         cli.main(["validate", QUICKSTART, "infra.device=cuda", f"infra.output_dir={tmp_path / 'run'}", *options]) == 0
     )
@@ -167,7 +167,7 @@ def test_a_machine_without_the_gpu_that_is_asked_for(
 
 
 def test_who_asked_for_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path) -> None:
-    for module in (commands, train):
+    for module in (evaluate, train):
         monkeypatch.setattr(module, "has_gpu", lambda: False)
     assert cli.main(["evaluate", "--model", str(tmp_path), "--device", "cuda"]) == 2
     assert capsys.readouterr().err.startswith("error: --device cuda: this machine has no GPU. ")

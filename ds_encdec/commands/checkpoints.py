@@ -1,7 +1,4 @@
-"""`ds-encdec export`, `average` and `verify`: their arguments, and what they do.
-
-Torch is imported once they run.
-"""
+"""The verbs `export`, `average` and `verify`. Torch is imported once they run."""
 
 from __future__ import annotations
 
@@ -10,43 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.arguments import Arguments, flag, value
+from ds_encdec.arguments import Arguments, Verb, flag, value
 from ds_encdec.terminal import outlive_readers
 from ds_encdec.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-_CHECKPOINT: Arguments = {"checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path)}
-_WEIGHTS: Arguments = {
-    "--dtype": value(
-        "dtype of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"
-    ),
-}
-_BASE: Arguments = {
-    "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
-}
 
-EXPORT: Arguments = {
-    **_CHECKPOINT,
-    "out": value("folder to write; must not exist", Path),
-    "--encoder-only": flag("write the encoder alone, as a text embedding model, also for sentence-transformers"),
-    "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
-    **_BASE,
-    **_WEIGHTS,
-}
-AVERAGE: Arguments = {
-    "run_folder": value("a run, e.g. output", Path, metavar="run"),
-    "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
-    "--last": value("newest checkpoints to average (default 5)", int, default=5),
-    **_BASE,
-    **_WEIGHTS,
-}
-VERIFY: Arguments = {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)}
-
-
-def run_export(options: argparse.Namespace, _: Sequence[str]) -> None:
-    """Write a checkpoint as a Hugging Face folder, or its adapters as one for peft."""
+def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
     if options.adapter and options.encoder_only:
         raise ConfigError("--adapter and --encoder-only: adapters stand beside both sides; give one of the two")
     _require_sound(options.checkpoint, options.out)
@@ -62,8 +31,7 @@ def run_export(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"exported to {options.out}")
 
 
-def run_average(options: argparse.Namespace, _: Sequence[str]) -> None:
-    """Write the mean of a run's last checkpoints."""
+def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import refuse_existing
     from ds_encdec.launch.run_folder import RunFolder
 
@@ -78,8 +46,7 @@ def run_average(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
 
 
-def run_verify(options: argparse.Namespace, _: Sequence[str]) -> None:
-    """Compare every file with its digest, and print what is whole."""
+def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import verify_checkpoints
     from ds_encdec.data.prepared import INDEX, verified_shards
 
@@ -103,3 +70,40 @@ def _dtype(options: argparse.Namespace) -> torch.dtype:
 
     dtype: torch.dtype = getattr(torch, options.dtype)
     return dtype
+
+
+_WEIGHTS: Arguments = {
+    "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
+    "--dtype": value(
+        "dtype of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"
+    ),
+}
+EXPORT = Verb(
+    _export,
+    "write a checkpoint as a Hugging Face model folder",
+    "ds-encdec export output/checkpoints/final exported --dtype bfloat16",
+    {
+        "checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path),
+        "out": value("folder to write; must not exist", Path),
+        "--encoder-only": flag("write the encoder alone, as a text embedding model, also for sentence-transformers"),
+        "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+        **_WEIGHTS,
+    },
+)
+AVERAGE = Verb(
+    _average,
+    "write the mean of a run's last checkpoints as a Hugging Face model folder",
+    "ds-encdec average output --last 3",
+    {
+        "run_folder": value("a run, e.g. output", Path, metavar="run"),
+        "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
+        "--last": value("newest checkpoints to average (default 5)", int, default=5),
+        **_WEIGHTS,
+    },
+)
+VERIFY = Verb(
+    _verify,
+    "compare every file of a checkpoint, a run or prepared data with its SHA-256",
+    "ds-encdec verify output",
+    {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)},
+)

@@ -1,9 +1,8 @@
-"""`ds-encdec evaluate` and `generate`: their arguments, and what they do. Torch is imported once they run."""
+"""The verbs `generate` and `evaluate`. Torch is imported once they run."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import sys
@@ -12,63 +11,30 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.arguments import COUNT, JSON, Arguments, flag, value
+from ds_encdec.arguments import COUNT, JSON, Arguments, Verb, flag, value
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.folders import is_ours, require_ours, run_config
 from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.world import discover
 from ds_encdec.quantities import count
+from ds_encdec.terminal import libraries_print_to_stderr
 from ds_encdec.text_metrics import TEXT_METRICS, usable
 from ds_encdec.types import ConfigError, DsEncDecError
 
 
-def _settings(defaults: GenerationSettings, **others: str) -> Arguments:
-    """An option for each of the settings of generation; `others`: in words, defaults that are found later (None)."""
-    found = {field: getattr(defaults, field.name) for field in fields(defaults)}
+def _settings(defaults: GenerationSettings, *left_out: str, **later: str) -> Arguments:
+    """An option for each setting of generation that is not `left_out`; `later`: defaults that are found later."""
+    found = {field: getattr(defaults, field.name) for field in fields(defaults) if field.name not in left_out}
     return {
         f"--{field.name.replace('_', '-')}": value(
-            f"{field.metadata['meaning']} (default {others.get(field.name, default)})",
+            f"{field.metadata['meaning']} (default {later.get(field.name, default)})",
             type(default),
-            default=None if field.name in others else default,
+            default=None if field.name in later else default,
             metavar="N" if isinstance(default, int) else "X",
         )
         for field, default in found.items()
     }
-
-
-GENERATE: Arguments = {
-    "--model": value("exported folder", Path, required=True, metavar="DIR"),
-    "--text": value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
-    "--raw": flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
-    "--stream": flag("print tokens as they come"),
-    **{name: how for name, how in _settings(GenerationSettings(max_new_tokens=64)).items() if name != "--batch-tokens"},
-}
-
-EVALUATE: Arguments = {
-    "--model": value("exported folder", Path, required=True, metavar="DIR"),
-    "--config": value("YAML file with the data (default: that of the run whose export/ the model lies in)", Path),
-    "--split": value("split to generate for (default test)", choices=("train", "validation", "test"), default="test"),
-    "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
-    "--metrics": value(
-        f"metrics to compute (default: all that need no model): some of {','.join(TEXT_METRICS)}, or `module:name`",
-        lambda text: [name for name in text.split(",") if name],
-        metavar="M,M",
-    ),
-    "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
-    "--out": value(
-        "folder to write into (default MODEL-SPLIT beside the model, or the next such that is free)",
-        Path,
-        metavar="DIR",
-    ),
-    **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
-    "--device": value("where to compute (default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
-    "--dtype": value(
-        "dtype that the model's weights are loaded in (default: the stored one on a GPU, float32 on a CPU)",
-        choices=("float32", "bfloat16", "float16"),
-    ),
-    **JSON,
-}
 
 
 _UNITS = {
@@ -79,8 +45,7 @@ _UNITS = {
 }
 
 
-def run_generate(options: argparse.Namespace, _: Sequence[str]) -> None:
-    """Print what the model makes of a text."""
+def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     settings = _chosen(options)
     if not settings.max_new_tokens:
         raise ConfigError("--max-new-tokens 0 generates nothing: it is for `ds-encdec evaluate`")
@@ -95,8 +60,7 @@ def run_generate(options: argparse.Namespace, _: Sequence[str]) -> None:
         print(shown)
 
 
-def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Judge a model by what it generates for a split of the data, and print the figures."""
+def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     settings = _chosen(options)
     if options.metrics and not settings.max_new_tokens:
         raise ConfigError("--metrics compares generated texts, and --max-new-tokens 0 generates none: give one of them")
@@ -118,7 +82,7 @@ def run_evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         settings = replace(settings, max_new_tokens=config.data.max_decoder_length)
     from ds_encdec.evaluate.run import evaluate  # torch: once arguments and configuration are sound
 
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print, too
+    with libraries_print_to_stderr():
         out, found = evaluate(
             options.model,
             config,
@@ -157,3 +121,49 @@ def _chosen(options: argparse.Namespace) -> GenerationSettings:
     return GenerationSettings(
         **{field.name: given[field.name] for field in fields(GenerationSettings) if given.get(field.name) is not None}
     )
+
+
+GENERATE = Verb(
+    _generate,
+    "fill sentinels in a text, or continue it",
+    "ds-encdec generate --model output/export/final --text 'Paris is <extra_id_0>.'",
+    {
+        "--model": value("exported folder", Path, required=True, metavar="DIR"),
+        "--text": value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
+        "--raw": flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
+        "--stream": flag("print tokens as they come"),
+        **_settings(GenerationSettings(max_new_tokens=64), "batch_tokens"),
+    },
+)
+EVALUATE = Verb(
+    _evaluate,
+    "generate for a split of the data, and compare with its references",
+    "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
+    {
+        "--model": value("exported folder", Path, required=True, metavar="DIR"),
+        "--config": value("YAML file with the data (default: that of the run whose export/ the model lies in)", Path),
+        "--split": value(
+            "split to generate for (default test)", choices=("train", "validation", "test"), default="test"
+        ),
+        "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
+        "--metrics": value(
+            f"metrics to compute (default: all that need no model): some of {','.join(TEXT_METRICS)}, or `module:name`",
+            lambda text: [name for name in text.split(",") if name],
+            metavar="M,M",
+        ),
+        "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
+        "--out": value(
+            "folder to write into (default MODEL-SPLIT beside the model, or the next such that is free)",
+            Path,
+            metavar="DIR",
+        ),
+        **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
+        "--device": value("where to compute (default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
+        "--dtype": value(
+            "dtype that the model's weights are loaded in (default: the stored one on a GPU, float32 on a CPU)",
+            choices=("float32", "bfloat16", "float16"),
+        ),
+        **JSON,
+    },
+    takes_settings=True,
+)
