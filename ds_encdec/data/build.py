@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
-from ds_encdec.data.examples import ExampleMaker
-from ds_encdec.data.fingerprint import Facts, fingerprint, numbered, require_same
+from ds_encdec.data.fingerprint import fingerprint, numbered, require_same
 from ds_encdec.data.inspect import require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
@@ -97,33 +96,61 @@ def build_data(
     `saved`: what an earlier `TrainingData.saved()` of the run returned. `commits`: what `resolve_commits` found on one
     rank for all of them; None: looked up here. `evaluation_cache`: a folder; the evaluation examples are found now
     and kept in it, or read from it. None: they are found at the first evaluation, by every rank. `pin_memory`: batches
-    are in page-locked memory, for a GPU. `may_be_short`: data that is too short for one step is no error; `too_short`
-    says so.
+    are in page-locked memory, for a GPU. `may_be_short`: see `TrainingData.too_short`.
 
     Raises DataError for sources that are missing, unreadable or too small, ConfigError for lanes that ranks do not
     divide, and CheckpointError when the data is not that of `saved` (unless `accept_other_data`).
     """
-    data, training = config.data, config.training
+    data, seed = config.data, config.training.seed
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    objective = OBJECTIVES[data.objective]
-    maker = load(objective.maker).from_config(data, training.seed, tokenizer, vocabulary)
-    own = own_split(data, "validation", training.seed, maker, commits)
-    sources = open_sources(data, training.seed, maker, num_lanes, commits)
-    too_short = None
+    maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
+    own = own_split(data, "validation", seed, maker, commits)
+    sources = open_sources(data, seed, maker, num_lanes, commits)
     if saved is None:
-        found = sample_statistics(sources, maker, data.bad_row_limit)
-        ratio, forms = found.ratio, found.forms
-        try:
-            require_one_step(found, num_lanes, token_budgets(data, training.micro_batch_size, ratio))
-        except DataError as error:
-            if not may_be_short:
-                raise
-            too_short = str(error)
+        ratio, forms, too_short = _survey(config, sources, maker, num_lanes, may_be_short=may_be_short)
     else:
-        ratio, forms = saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ()))
+        ratio, forms, too_short = saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ())), None
         sources = numbered(sources, saved["fingerprint"]["sources"])
-    pipeline = LanePipeline(
+    pipeline = _pipeline(config, sources, maker, num_lanes, ratio)
+    facts = fingerprint(config, pipeline, own)
+    if saved is not None and not accept_other_data:
+        require_same(saved["fingerprint"], facts)
+    workers = data.preprocessing_num_workers
+    loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
+    evaluated = partial(_evaluated, config, pipeline, ratio, evaluation_cache, rank, world_size, pin_memory)
+    eval_examples, eval_batches = evaluated(own)
+    eval_sets = {}
+    for name in data.eval_sets:
+        try:
+            eval_sets[name] = evaluated(own_split(data.of_eval_set(name), "validation", seed, maker, commits, name))[1]
+        except DataError as error:
+            raise DataError(f"data.eval_sets.{name}: {error}") from error
+    return TrainingData(
+        loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets, forms, too_short
+    )
+
+
+def _survey(
+    config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker, num_lanes: int, *, may_be_short: bool
+) -> tuple[float, tuple[str, ...], str | None]:
+    """The ratio, the forms and `too_short` of the data of a new run; see `TrainingData`."""
+    found = sample_statistics(sources, maker, config.data.bad_row_limit)
+    budgets = token_budgets(config.data, config.training.micro_batch_size, found.ratio)
+    try:
+        require_one_step(found, num_lanes, budgets)
+    except DataError as error:
+        if not may_be_short:
+            raise
+        return found.ratio, found.forms, str(error)
+    return found.ratio, found.forms, None
+
+
+def _pipeline(
+    config: FullConfig, sources: tuple[OpenSource, ...], maker: ExampleMaker, num_lanes: int, ratio: float
+) -> LanePipeline:
+    data, training = config.data, config.training
+    return LanePipeline(
         sources=sources,
         maker=maker,
         budgets=token_budgets(data, training.micro_batch_size, ratio),
@@ -133,32 +160,27 @@ def build_data(
         pool_examples=data.packing_pool_examples,
         max_wait_batches=data.packing_max_wait_batches,
         bad_row_limit=data.bad_row_limit,
-        tasks=tuple(objective.tasks),
+        tasks=tuple(OBJECTIVES[data.objective].tasks),
     )
-    facts = fingerprint(config, pipeline, own)
-    if saved is not None and not accept_other_data:
-        require_same(saved["fingerprint"], facts)
-    workers = data.preprocessing_num_workers
-    loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
 
-    def packed(facts: Facts, own: Sequence[OpenSource]) -> tuple[Callable[[], Sequence[Example]], Any]:
-        find = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, evaluation_cache, own))
-        if evaluation_cache and training.eval_samples:
-            find()
-        budgets = token_budgets(data, training.per_device_eval_batch_size, ratio)
-        return find, cache(lambda: pack_examples(find(), pipeline, budgets, rank, world_size, pin_memory))
 
-    eval_examples, eval_batches = packed(facts, own)
-    eval_sets = {}
-    for name in data.eval_sets:
-        try:
-            mine = own_split(data.of_eval_set(name), "validation", training.seed, maker, commits, name)
-            eval_sets[name] = packed(fingerprint(config, pipeline, mine), mine)[1]
-        except DataError as error:
-            raise DataError(f"data.eval_sets.{name}: {error}") from error
-    return TrainingData(
-        loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets, forms, too_short
-    )
+def _evaluated(
+    config: FullConfig,
+    pipeline: LanePipeline,
+    ratio: float,
+    cache_folder: Path | None,
+    rank: int,
+    world_size: int,
+    pin_memory: bool,
+    own: Sequence[OpenSource],
+) -> tuple[Callable[[], Sequence[Example]], Callable[[], Sequence[Batch]]]:
+    """What finds the examples of the sources `own`, or of those held out, and what packs this rank's part of them."""
+    facts, training = fingerprint(config, pipeline, own), config.training
+    find = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, cache_folder, own))
+    if cache_folder and training.eval_samples:
+        find()
+    budgets = token_budgets(config.data, training.per_device_eval_batch_size, ratio)
+    return find, cache(lambda: pack_examples(find(), pipeline, budgets, rank, world_size, pin_memory))
 
 
 def open_sources(

@@ -22,7 +22,6 @@ from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import BadRow, OpenSource, Row, Split, all_rows
 from ds_encdec.launch.disk import atomic_file
-from ds_encdec.quantities import count
 from ds_encdec.types import Batch, DataError, Example
 
 _FORMAT = 2
@@ -51,36 +50,15 @@ def evaluation_examples(
         logger.info("building the evaluation set (cached in %s)", kept)
     examples = list(islice(held_out_examples(pipeline, own), num_examples))
     if not examples:
-        if told := _why_none(pipeline, own):
-            raise DataError(told)
+        where = "the files or the split to evaluate on (eval_files, eval_split)" if own else "the held-out documents"
         raise DataError(
-            "there is no example in the files or the split to evaluate on (eval_files, eval_split)"
-            if own
-            else "no document is held out for evaluation: raise data.eval_fraction (for sft lower "
-            "data.train_split_ratio), add documents (two at least), or turn evaluation off with training.eval_samples=0"
+            f"{where} give no example: there are none, or they are empty, too long (data.on_long_row) or of weight 0. "
+            "Raise data.eval_fraction (for sft lower data.train_split_ratio), add documents (two at least), or turn "
+            "evaluation off with training.eval_samples=0"
         )
     if kept:
         _write_examples(kept, examples)
     return examples
-
-
-def _why_none(pipeline: LanePipeline, own: Sequence[OpenSource]) -> str | None:
-    """Say why no document of the split gives an example; None where it has no document."""
-    maker, sources = pipeline.maker.of_evaluation(), own or pipeline.sources
-    documents, long = 0, 0
-    for document, ids in usable_documents(split_rows(sources, "validation", maker), pipeline.bad_row_limit):
-        documents += 1
-        long += any(made.is_long for made in maker.examples(ids, document.key, 0))
-    if not documents:
-        return None
-    too_long = (
-        f"{long} of them too long for data.max_encoder_length or data.max_decoder_length. Raise these, or set "
-        "data.on_long_row=truncate"
-    )
-    others = "they are empty, or of weight 0. Name other files, or turn evaluation off with training.eval_samples=0"
-    return f"there is nothing to evaluate on: {count(documents, 'document')}, and an example of none; " + (
-        too_long if long else others
-    )
 
 
 def pack_examples(

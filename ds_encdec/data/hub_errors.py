@@ -54,7 +54,6 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
 
 def content_error(where: str, error: Exception, files: Sequence[str]) -> DataError:
     """The error for data that `datasets` cannot read on from `where`; `files`: those of this machine that it may be."""
-    differing = _differing_columns(files)
     kinds = {kind_of_file(path) for path in files if not is_remote(path)}
     if kinds == {"parquet"}:
         way_out = "data.streaming=true reads each file by itself"
@@ -66,7 +65,7 @@ def content_error(where: str, error: Exception, files: Sequence[str]) -> DataErr
     else:
         way_out = "files of other columns or types can be sources of their own in data.mixture"
     return DataError(
-        f"{where}: cannot be read ({differing or _reason(error)}). The columns and types of all files must be alike "
+        f"{where}: cannot be read ({_reason(error)}). The columns and types of all files must be alike "
         f"there, and no file may be damaged: mend that, or {way_out}"
     )
 
@@ -128,24 +127,3 @@ def _reason(error: BaseException) -> str:
     cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
     told = error if cause is None else cause
     return f"{type(told).__name__}: {' '.join(str(told).split()):.600}"
-
-
-def _differing_columns(files: Sequence[str]) -> str | None:
-    """The first parquet file of this machine with other columns than the first, or with one twice."""
-    from pyarrow import ArrowException
-    from pyarrow.parquet import read_schema
-
-    first = None
-    for path in files if all(kind_of_file(path) == "parquet" and not is_remote(path) for path in files) else ():
-        try:
-            schema = read_schema(path)
-        except (OSError, ArrowException) as error:
-            return f"{path}: {error}"
-        no_repeated(path, schema.names)
-        columns = {field.name: str(field.type) for field in schema}
-        if first is not None and columns != first:
-            odd = [f"{name} {kind}" for name, kind in columns.items() if first.get(name) != kind]
-            odd += [f"no {name}" for name in first if name not in columns]
-            return f"{path} has {', '.join(odd):.300}, unlike {files[0]}"
-        first = columns
-    return None

@@ -12,7 +12,6 @@ import json
 import logging
 import lzma
 import os
-import socket
 import time
 import zlib
 from abc import ABC, abstractmethod
@@ -56,7 +55,7 @@ _FORMAT = 2
 """Raised whenever the code makes another copy or index of the same file, so that an earlier one is not read."""
 
 _ABANDONED_SECONDS = 86_400
-"""Without a write, after which another host's unfinished file is taken for a killed process's."""
+"""Without a write, after which an unfinished file is taken for a killed process's."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,48 +88,43 @@ def local_errors(path: str, what: str = "cannot be read") -> Iterator[None]:
 
 
 def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Size in bytes of each file and a digest of its first and last 64 KiB, by its short name.
+    """Size in bytes of each file and a digest of its first and last 64 KiB, by its short name. Raises DataError.
 
     Cheap for any number of gigabytes. A change in the middle that keeps the size goes unnoticed; a copy, or a
     newer modification time, is no change.
     """
-    return {name: file_digest(path) for name, path in zip(names, files, strict=True)}
+    return {name: _file_digest(path) for name, path in zip(names, files, strict=True)}
 
 
-def file_digest(path: str, digested_bytes: int = _DIGESTED_BYTES) -> str:
-    """Size in bytes, and a digest of the first and last `digested_bytes`. Raises DataError."""
+def _file_digest(path: str) -> str:
     with local_errors(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        content = hashlib.blake2b(file.read(digested_bytes), digest_size=8)
-        file.seek(max(0, size - digested_bytes))
-        content.update(file.read(digested_bytes))
+        content = hashlib.blake2b(file.read(_DIGESTED_BYTES), digest_size=8)
+        file.seek(max(0, size - _DIGESTED_BYTES))
+        content.update(file.read(_DIGESTED_BYTES))
     return f"{size}-{content.hexdigest()}"
 
 
-def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None], checked_bytes: int = 1 << 16) -> str:
+def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) -> str:
     """The file that `make(source, file)` writes, in the cache folder as `KIND-DIGEST`.
 
-    It is made again by code of another `_FORMAT`, when `source` has another path, size or modification time, or when it
-    is damaged itself: its size and `checked_bytes` at either end are compared at every call. One process of a machine
-    makes it while the others wait, and it appears whole or not at all, with the permissions of `source`. Raises what
-    `make` raises, and DataError where it cannot be kept.
+    It is made again by code of another `_FORMAT`, and when `source` has another path, size or modification time. One
+    process of a machine makes it while the others wait, and it appears whole or not at all, with the permissions of
+    `source`. Raises what `make` raises, and DataError where it cannot be kept.
     """
     try:
         status = os.stat(source)
         made_from = f"{_FORMAT} {os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
         path = cache_folder() / f"{kind}-{hashlib.sha256(made_from.encode(errors='surrogateescape')).hexdigest()[:32]}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{path}.sum", "a+") as record:
+        with open(f"{path}.lock", "a+") as lock:
             with suppress(ConfigError):  # without locks several may make it, each a file of its own
-                if lock_file(record, wait=True):
-                    _remove_unfinished(path)
-            record.seek(0)
-            if not path.is_file() or record.read() != file_digest(str(path), checked_bytes):
+                lock_file(lock, wait=True)
+            if not path.is_file():
                 logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
+                _remove_abandoned(path)
                 with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
                     make(source, file)
-                record.truncate(0)
-                record.write(file_digest(str(path), checked_bytes))
         return str(path)
     except (OSError, RuntimeError) as error:
         raise DataError(
@@ -139,12 +133,11 @@ def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None], ch
         ) from error
 
 
-def _remove_unfinished(path: Path) -> None:
-    """Delete what killed processes left unfinished. The lock may hold on this host alone: others may be at work."""
-    for left in path.parent.glob(f"*{path.name}.*.tmp"):
+def _remove_abandoned(path: Path) -> None:
+    """Delete what processes left unfinished that were killed long ago."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
         with suppress(OSError):
-            is_mine = f"{path.name}.{socket.gethostname()}." in left.name
-            if is_mine or time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
                 left.unlink()
 
 
@@ -330,9 +323,7 @@ def _line_index(path: str) -> np.ndarray:
         is_large = os.path.getsize(path) >= INDEXED_BYTES
     if is_large:
         with suppress(DataError):  # no folder to keep it in
-            kept = kept_file(
-                path, "lines", lambda source, out: np.save(out, _line_edges(source)), checked_bytes=1 << 26
-            )
+            kept = kept_file(path, "lines", lambda source, out: np.save(out, _line_edges(source)))
             return np.load(kept, mmap_mode="r")
     return _line_edges(path)
 

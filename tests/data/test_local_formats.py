@@ -10,7 +10,6 @@ import lzma
 import multiprocessing
 import os
 import pickle
-import socket
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -99,9 +98,8 @@ def test_compressed_files_are_read(tmp_path: Path, cache: Path, suffix: str) -> 
     kept = {path.name: path.stat().st_mtime_ns for path in cache.iterdir()}
     assert opened("json", packed).identity == source.identity  # it is that of the compressed file
     assert {path.name: path.stat().st_mtime_ns for path in cache.iterdir()} == kept  # unpacked once
-    (copy,) = (path for path in cache.iterdir() if path.name.startswith("plain") and path.suffix != ".sum")
-    copy.write_bytes(copy.read_bytes()[:-100])
-    assert all_texts(opened("json", packed)) == documents  # a damaged copy is made again
+    (copy,) = (path for path in cache.iterdir() if path.name.startswith("plain") and path.suffix != ".lock")
+    assert copy.read_bytes() == plain
 
     text = tmp_path / f"b.txt.{suffix}"
     text.write_bytes(COMPRESSED[suffix](b"\n\n".join(line.encode() for line in documents)))
@@ -115,7 +113,7 @@ def test_a_compressed_file_that_is_cut_short_is_named(tmp_path: Path, cache: Pat
     packed.write_bytes(content[: len(content) - 1000])
     with pytest.raises(DataError, match=rf"a\.jsonl\.{suffix}: cannot be unpacked: damaged, or cut short"):
         opened("json", packed)
-    assert [path.name for path in cache.iterdir() if path.suffix != ".sum"] == []
+    assert [path.name for path in cache.iterdir() if path.suffix != ".lock"] == []
 
 
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
@@ -211,7 +209,7 @@ def test_a_file_without_rows_is_named_by_the_run_and_by_validate(
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_a_copy_is_as_private_as_its_source_and_takes_the_place_of_unfinished_ones(
+def test_a_copy_is_as_private_as_its_source_and_abandoned_ones_are_removed(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
 ) -> None:
     """Without locks (a stand-in for such a file system) an unfinished one may be another process's work."""
@@ -221,15 +219,15 @@ def test_a_copy_is_as_private_as_its_source_and_takes_the_place_of_unfinished_on
     if not locks:
         monkeypatch.setattr("fcntl.flock", partial(fail, OSError(errno.ENOLCK, "No locks available")))
     assert all_texts(opened("text", packed)) == ["text"]
-    (copy,) = (path for path in cache.iterdir() if path.suffix != ".sum")
+    (copy,) = (path for path in cache.iterdir() if path.suffix != ".lock")
     assert copy.stat().st_mode & 0o777 == 0o600
     copy.unlink()
-    mine, other, old = (copy.with_name(f"{copy.name}.{host}.1.tmp") for host in (socket.gethostname(), "other", "old"))
-    for left in (mine, other, old):
+    other, old = (copy.with_name(f".{copy.name}.{host}.1.tmp") for host in ("other", "old"))
+    for left in (other, old):
         left.touch()
     os.utime(old, (0, 0))
     assert all_texts(opened("text", packed)) == ["text"]
-    assert {path for path in cache.iterdir() if path.suffix == ".tmp"} == ({other} if locks else {mine, other, old})
+    assert {path for path in cache.iterdir() if path.suffix == ".tmp"} == {other}
 
 
 def fail(error: Exception, *_: Any) -> None:
@@ -398,7 +396,7 @@ def test_the_index_of_lines_is_made_by_one_process_and_kept(tmp_path: Path) -> N
         lambda index, _: index.write_bytes(index.read_bytes()[:-8]),
         lambda index, _: index.write_bytes(index.read_bytes().replace(b"\1\0", b"\2\0", 1)),
         lambda index, _: index.unlink(),
-        lambda index, _: index.with_name(index.name + ".sum").write_text("other"),
+        lambda index, _: index.with_name(index.name + ".lock").write_text("other"),
         lambda _, path: path.write_text('{"text": "new"}\n' + path.read_text()),
     ],
 )
@@ -409,7 +407,7 @@ def test_the_index_is_made_again_when_it_or_the_file_has_changed(
     source = JsonLines([path], "text")
     assert len(pickle.dumps(source)) < 2000  # a worker opens the index, it is not sent one
     assert pickle.loads(pickle.dumps(source)).document(4321).text == documents[4321]
-    (index,) = (kept for kept in cache.iterdir() if kept.suffix != ".sum")
+    (index,) = (kept for kept in cache.iterdir() if kept.suffix != ".lock")
     change(index, Path(path))
     again = JsonLines([path], "text")
     assert all_texts(again)[-5000:] == documents
