@@ -21,8 +21,7 @@ import torch
 from ds_encdec.callbacks import Callback, call
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.data.device_copies import copied_ahead
-from ds_encdec.data.loader import LaneLoader
+from ds_encdec.data.loader import LaneLoader, copied_ahead
 from ds_encdec.data.sources import check_bad_rows, sum_by_pass
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.compilation import warn_of_ranks_that_differ

@@ -174,7 +174,7 @@ def _evaluated(
     pin_memory: bool,
     own: Sequence[OpenSource],
 ) -> tuple[Callable[[], Sequence[Example]], Callable[[], Sequence[Batch]]]:
-    """What finds the examples of the sources `own`, or of those held out, and what packs this rank's part of them."""
+    """Two functions: one finds the examples of the sources `own`, or the held-out ones, the other packs this rank's."""
     facts, training = fingerprint(config, pipeline, own), config.training
     find = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, cache_folder, own))
     if cache_folder and training.eval_samples:

@@ -149,7 +149,7 @@ class ChunkMaker:
         return self.chunker.vocabulary
 
     @property
-    def barren(self) -> str:
+    def why_empty(self) -> str:
         """Texts without a token, and those that are not trained on."""
         return "empty, held out or not readable. Check data.data_files, data.text_column and data.eval_fraction"
 

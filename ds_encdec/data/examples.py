@@ -54,7 +54,7 @@ class ExampleMaker(Protocol):
         ...
 
     @property
-    def barren(self) -> str:
+    def why_empty(self) -> str:
         """Say what documents may be of which there is no example, and which fields to check."""
         ...
 

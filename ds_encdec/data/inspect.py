@@ -77,7 +77,7 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
             raise DataError(f"the data set is empty: no row that was looked at can be used. {first.problem}")
         raise DataError(
             f"the data set is empty: none of {len(all_read)} documents looked at has text to train on. All were "
-            f"{maker.barren}"
+            f"{maker.why_empty}"
         )
     return SampleStatistics(maker.ratio(usable), documents, tokens, tuple(sorted(filter(None, forms))))
 
@@ -184,7 +184,7 @@ def _one_pass(pipeline: LanePipeline) -> Looked:
         counted["long_rows"] += sum(one.is_long for one in found)
         counted["skipped_documents"] += all(one.example is None for one in found)
     if not made:
-        raise DataError(f"the data set is empty: no document gave an example. All were {pipeline.maker.barren}")
+        raise DataError(f"the data set is empty: no document gave an example. All were {pipeline.maker.why_empty}")
     return made, pipeline.num_lanes, counted
 
 

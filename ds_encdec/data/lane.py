@@ -16,7 +16,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.chunks import Tokenize
 from ds_encdec.data.examples import ALL, ExampleMaker
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import (
@@ -33,7 +32,7 @@ from ds_encdec.data.sources import (
 from ds_encdec.data.workers import Worker
 from ds_encdec.types import DataError, Example
 
-BARREN_DOCUMENTS = 10_000
+MAX_EMPTY_DOCUMENTS = 10_000
 """Documents in a row without a usable one (empty, or held out) after which the data is called empty."""
 
 READY_BATCHES_PER_LANE = 2
@@ -72,11 +71,6 @@ class LanePipeline:
     max_wait_batches: int
     bad_row_limit: int = 0
 
-    @property
-    def tokenize(self) -> Tokenize:
-        """The function from a document to the ids of its text."""
-        return self.maker.tokenize
-
 
 class _Origin(NamedTuple):
     """The place that an example comes from: enough to make it again."""
@@ -86,7 +80,7 @@ class _Origin(NamedTuple):
     chunk: int
 
 
-class _Made(NamedTuple):
+class _PlacedExample(NamedTuple):
     """An example, its place, and that of the next one of its document."""
 
     example: Example
@@ -120,8 +114,8 @@ class Lane:
         self._bad_rows: list[int] = [*start["bad_rows"]]
         self._last_bad_row: list[Any] | None = start["last_bad_row"]
         self._long_rows: list[int] = [*start["long_rows"]]
-        self._next_chunk = start["next_chunk"] and _origin(*start["next_chunk"])
-        self._packer: Packer[_Made] = Packer(
+        self._next_chunk = start["next_chunk"] and _origin(start["next_chunk"])
+        self._packer: Packer[_PlacedExample] = Packer(
             pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
         )
         self._packer.waiting = self._make_again(start["waiting"])
@@ -155,9 +149,9 @@ class Lane:
         waiting = (entry.item.origin.epoch for entry in self._packer.waiting)
         return min(self._reader.epoch, *waiting, *([self._next_chunk.epoch] if self._next_chunk else []))
 
-    def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_Made]]:
+    def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_PlacedExample]]:
         """The entries of the pool that a record holds as `waiting`; each document is read once."""
-        origins = [_origin(*place) for *place, _ in waiting]
+        origins = [_origin(place) for *place, _ in waiting]
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
@@ -173,7 +167,7 @@ class Lane:
             for origin, (*_, waited) in zip(origins, waiting, strict=True)
         ]
 
-    def _read_examples(self) -> Iterator[Waiting[_Made]]:
+    def _read_examples(self) -> Iterator[Waiting[_PlacedExample]]:
         """Examples in the order of reading, endlessly; `_next_chunk` points behind the last one.
 
         They are of documents that are not held out and have text. Raises DataError when there seems to be none.
@@ -184,25 +178,26 @@ class Lane:
                 self._next_chunk = entry.item.next
                 yield entry
         # A look that meets more bad rows than two passes may have has gone over all documents.
-        most = BARREN_DOCUMENTS + 2 * self._pipeline.bad_row_limit
-        barren = 0
-        while barren < most:
-            barren += 1
+        most = MAX_EMPTY_DOCUMENTS + 2 * self._pipeline.bad_row_limit
+        empty = 0
+        while empty < most:
+            empty += 1
             located = next(self._reader)
-            if not isinstance(located.document, BadRow) and self._is_held_out(located):
+            document, (number, *_), _ = located
+            if not isinstance(document, BadRow) and self._reader.sources[number].holds_out(document.key):
                 continue
-            ids = self._read(located.document)
+            ids = self._read(document)
             if isinstance(ids, BadRow):
                 self._pass_over(ids, located.epoch)
                 continue
-            self._reader.took(located.reference[0], self._pipeline.maker.size(ids))
+            self._reader.took(number, self._pipeline.maker.size(ids))
             for entry in self._cut(located, ids):
-                barren, self._next_chunk = 0, entry.item.next
+                empty, self._next_chunk = 0, entry.item.next
                 yield entry
-            self._skipped_documents += barren > 0
+            self._skipped_documents += empty > 0
         raise DataError(
             f"lane {self._number} read {most} documents in a row without finding text to train on: all "
-            f"were {self._pipeline.maker.barren}"
+            f"were {self._pipeline.maker.why_empty}"
         )
 
     def _pass_over(self, row: BadRow, epoch: int) -> None:
@@ -215,9 +210,6 @@ class Lane:
         if is_new and not same:
             logger.warning("passed over: %s", row.problem)
         self._last_bad_row = [self._batches, row.problem]
-
-    def _is_held_out(self, located: Located) -> bool:
-        return self._reader.sources[located.reference[0]].holds_out(located.document.key)
 
     def _read(self, row: Row) -> Any | BadRow:
         return row if isinstance(row, BadRow) else self._pipeline.maker.read(row)
@@ -232,7 +224,7 @@ class Lane:
 
     def _cut(
         self, located: Located, ids: Any, wanted: Container[int] = ALL, *, again: bool = False
-    ) -> Iterator[Waiting[_Made]]:
+    ) -> Iterator[Waiting[_PlacedExample]]:
         """The `wanted` examples of a document, for the packer. One without text has none.
 
         Those that are too long are counted, unless they are made `again`.
@@ -244,11 +236,12 @@ class Lane:
                 self._long_rows[epoch] += 1
             if example is not None:
                 behind = None if is_last else _Origin(reference, epoch, number + 1)
-                made = _Made(example, _Origin(reference, epoch, number), behind)
+                made = _PlacedExample(example, _Origin(reference, epoch, number), behind)
                 yield Waiting(made, len(example.encoder_ids), len(example.decoder_ids))
 
 
-def _origin(reference: list[int], epoch: int, chunk: int) -> _Origin:
+def _origin(saved: list[Any]) -> _Origin:
+    reference, epoch, chunk = saved
     return _Origin(tuple(reference), epoch, chunk)
 
 

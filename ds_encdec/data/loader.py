@@ -15,8 +15,8 @@ out, however far ahead the workers are.
 
 import atexit
 import dataclasses
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -159,10 +159,7 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     )
     if not pin_memory:
         return batch
-    tensors: dict[str, Any] = {
-        name: value.pin_memory() for name in Batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)
-    }
-    return dataclasses.replace(batch, **tensors)
+    return dataclasses.replace(batch, **{name: tensor.pin_memory() for name, tensor in _tensors(batch).items()})
 
 
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
@@ -176,3 +173,43 @@ def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
 def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
     """Cumulative lengths from 0, the last repeated; int32 [max_examples + 1]."""
     return torch.from_numpy(np.cumsum([0, *lengths, *[0] * (max_examples - len(lengths))], dtype=np.int32))
+
+
+def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
+    """The batches on `device`, each copied on a side stream as soon as the one before it has been handed out.
+
+    The copies of page-locked memory then run beside the device's work instead of behind it, and the host waits for
+    none. At most two batches are on the device. Without a GPU the batches are handed on as they are.
+    """
+    if device.type != "cuda":
+        yield from batches
+        return
+    side = _side_stream(device)
+    ahead: list[tuple[Batch, torch.cuda.Event]] = []
+    for batch in batches:
+        # Not behind the work that is queued: the memory of these copies is the side stream's own.
+        with torch.cuda.stream(side):
+            ahead.append((batch.to(device), side.record_event()))
+        if len(ahead) == 2:
+            yield _taken(*ahead.pop(0), device)
+    if ahead:
+        yield _taken(*ahead.pop(), device)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One stream for all steps: memory that a stream has used serves no other."""
+    return torch.cuda.Stream(device)
+
+
+def _taken(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """The batch for the current stream, which waits for the copies; their memory is kept until it has done with it."""
+    using = torch.cuda.current_stream(device)
+    using.wait_event(copied)
+    for tensor in _tensors(batch).values():
+        tensor.record_stream(using)
+    return batch
+
+
+def _tensors(batch: Batch) -> dict[str, Any]:
+    return {name: value for name in Batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)}

@@ -100,7 +100,7 @@ class PairMaker:
         return cls(TextTokenizer(backend), vocabulary, data, specials, ChatTemplate.of(tokenizer))
 
     @property
-    def barren(self) -> str:
+    def why_empty(self) -> str:
         """Rows that are left out or bad, and those that are not trained on."""
         data = self.data
         made_nothing = "" if data.converter is None else ", made into nothing by data.converter"

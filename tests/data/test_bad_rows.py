@@ -243,7 +243,7 @@ def read_until(data: TrainingData, epoch: int) -> None:
 
 
 def test_bad_rows_in_a_row_have_their_own_limit_and_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "BARREN_DOCUMENTS", 10)
+    monkeypatch.setattr(lane, "MAX_EMPTY_DOCUMENTS", 10)
     more = {"on_bad_row": "skip", "eval_fraction": 0.0, "shuffle_buffer_size": 1}
     data = make_data(config_of(CASES["row group"], tmp_path, **more), num_lanes=1)
     read_until(data, 2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_encdec.data import device_copies
-from ds_encdec.data.device_copies import copied_ahead
+from ds_encdec.data import loader
+from ds_encdec.data.loader import copied_ahead
 from ds_encdec.types import Batch
 
 GPU = torch.device("cuda", 0)
@@ -31,7 +31,7 @@ class Streams:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.current = ["work"]
-        patch.setattr(device_copies, "_side_stream", lambda device: self)
+        patch.setattr(loader, "_side_stream", lambda device: self)
         patch.setattr(torch.cuda, "stream", self._inside)
         patch.setattr(torch.cuda, "current_stream", lambda device: self)
         patch.setattr(Batch, "to", lambda given, device: self._copy(given, device))

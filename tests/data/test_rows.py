@@ -81,7 +81,7 @@ def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(split.tokens_by_denoiser, split.by_denoiser)
     assert split.tokens_by_denoiser[len(names)] == (batch.denoiser_ids == len(names)).sum() > 0
 
-    tokens = data.pipeline.tokenize(Document("", texts(1)[0]))[:100]
+    tokens = data.pipeline.maker.tokenize(Document("", texts(1)[0]))[:100]
     pair = denoise(tokens, "R3", vocabulary, np.random.default_rng(0), document_ends=True)
     assert reconstruct(*pair, vocabulary).tolist() == tokens.tolist()
     assert data.saved()["fingerprint"]["data.ul2_task_weights"] == list(weights)

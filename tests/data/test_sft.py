@@ -421,7 +421,7 @@ def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(
                 seen.setdefault(word, []).extend(zip(batch.documents, batch.decoder_lengths, strict=True))
         assert data.loader.long_rows[0] == len(long)
     assert not {key for key, _ in seen["skip"]} & set(long)
-    monkeypatch.setattr("ds_encdec.data.lane.BARREN_DOCUMENTS", 10)
+    monkeypatch.setattr("ds_encdec.data.lane.MAX_EMPTY_DOCUMENTS", 10)
     barren = Lane(data_of(sft_config(path, max_decoder_length=4, on_long_row="skip", **kept)).pipeline, 0)
     with pytest.raises(DataError, match=r"above data\.max_encoder.*data\.max_decoder_length=4.*on_long_row"):
         next(barren)
