@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ds_encdec.config.yaml_text import compose, file_problem, read_text
 logger = logging.getLogger(__name__)
 
 _EXTRA = "infra.deepspeed_extra."
-_HPZ = "zero_optimization.zero_hpz_partition_size"
+_HPZ = f"{_EXTRA}zero_optimization.zero_hpz_partition_size"
 
 
 def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention | None = None) -> Settings:
@@ -73,13 +72,8 @@ def _keys(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.Mark]]:
             yield from _keys(item, join(path, index))
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """A key of the JSON (`said` with its value there) sets `field` of the schema to `value`."""
-
-    field: str
-    value: Any
-    said: Mention
+Claims = dict[str, tuple[Any, Mention]]
+"""The fields that a JSON sets, each with the value and the key that sets it."""
 
 
 def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[Problem]) -> Settings:
@@ -87,109 +81,91 @@ def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[
 
     Unknown keys, and values that disagree with `settings` or with each other, are appended to `problems`.
     """
-    merger = _Merger(settings, document, problems)
-    merger.read_keys()
-    merger.claim_hybrid()
-    merger.claim_lanes()
-    return merger.merged()
+    claims = _claims(document, problems)
+    _claim_hybrid(claims, problems)
+    _claim_lanes(claims, settings, document, problems)
+    result = deepcopy(settings)
+    for field, (value, key) in claims.items():
+        if (present := settings.get(field)) is None:
+            result.put(field, value, f"{key.place} ({key.field})")
+        elif not _agree(field, present, value, key, problems):
+            message = 'the two disagree: make them equal, or leave it to one (null here, or "auto" in the JSON)'
+            problems.append(Problem((mention(settings, field), key), message))
+    if "infra.sharding_stage" in claims:
+        key = claims["infra.sharding_stage"][1]
+        for field in ("infra.offload_optimizer", "infra.offload_params"):
+            if result.get(field) is None:
+                result.put(field, "none", f"{key.place} ({key.field})")
+    return result
 
 
-@dataclass
-class _Merger:
-    """Collects what a JSON says about the fields of the schema."""
+def _claims(document: Settings, problems: list[Problem]) -> Claims:
+    claims: Claims = {}
+    for path, value, message in check_keys(document.values):
+        key, block = _mention(document, path, value), above(path)
+        switched_off = f"{block}.enabled" in document and not path.endswith(".enabled")
+        if path in IGNORED and message is None and value and not switched_off:
+            logger.warning("%s: `%s` does nothing here: %s", key.place, path, IGNORED[path])
+        found = message or ([] if value is None else _meant(path, value))
+        if isinstance(found, str):
+            problems.append(Problem((key,), found))
+            continue
+        for field, wanted in found:
+            _claim(claims, field, wanted, key, problems)
+    return claims
 
-    settings: Settings
-    document: Settings
-    problems: list[Problem]
-    claims: dict[str, _Claim] = field(default_factory=dict)
 
-    def read_keys(self) -> None:
-        for path, value, message in check_keys(self.document.values):
-            said, block = _mention(self.document, path, value), above(path)
-            switched_off = f"{block}.enabled" in self.document and not path.endswith(".enabled")
-            if path in IGNORED and message is None and value and not switched_off:
-                logger.warning("%s: `%s` does nothing here: %s", said.place, path, IGNORED[path])
-            found = message or ([] if value is None else _meant(path, value))
-            if isinstance(found, str):
-                self._report(found, said)
-                continue
-            for name, meant in found:
-                self._accept(name, meant, said)
+def _claim(claims: Claims, field: str, value: Any, key: Mention, problems: list[Problem]) -> None:
+    """Note that `key` sets a field, unless another key of the same JSON sets it to something else."""
+    earlier, by = claims.setdefault(field, (value, key))
+    if not _agree(field, earlier, value, key, problems):
+        problems.append(Problem((by, key), f"both set `{field}` and must agree"))
 
-    def claim_hybrid(self) -> None:
-        """A secondary partition (hpZ) is what the schema calls zero3_hybrid."""
-        hybrid = self.claims.get(_EXTRA + _HPZ)
-        if hybrid is None or hybrid.value <= 1:
-            self.claims.pop(_EXTRA + _HPZ, None)
-            return
-        stage = self.claims.pop("infra.sharding_stage", None)
-        if stage is not None and stage.value != "zero3":
-            message = "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"
-            self._report(message, stage.said, hybrid.said)
-        self._accept("infra.sharding_stage", "zero3_hybrid", hybrid.said)
 
-    def claim_lanes(self) -> None:
-        """`train_batch_size` fixes the micro-batches of one optimizer step, whatever the number of ranks."""
-        total = self.document.get("train_batch_size")
-        if total in (None, "auto"):
-            return
-        field = "training.per_device_train_batch_size"
-        claim, said = self.claims.get(field), _mention(self.document, "train_batch_size", total)
-        micro = claim.value if claim else self.settings.get(field, default_of(field))
-        if not _is_count(total):
-            self._report('must be a whole number >= 1, or "auto"', said)
-        elif micro == "auto":  # the YAML file's: into how many micro-batches these sequences go is not known yet
-            self._accept("training.global_batch_size", total, said)
-        elif _is_count(micro) and total % micro:
-            set_by = claim.said if claim else mention(self.settings, field)
-            self._report("train_batch_size must be a multiple of the micro-batch size", said, set_by)
-        elif _is_count(micro):
-            self._accept("data.num_lanes", total // micro, said)
+def _claim_hybrid(claims: Claims, problems: list[Problem]) -> None:
+    """A secondary partition (hpZ) is what the schema calls zero3_hybrid."""
+    size, key = claims.get(_HPZ, (1, None))
+    if key is None or size <= 1:
+        claims.pop(_HPZ, None)
+        return
+    stage, by = claims.pop("infra.sharding_stage", ("zero3", key))
+    if stage != "zero3":
+        message = "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"
+        problems.append(Problem((by, key), message))
+    _claim(claims, "infra.sharding_stage", "zero3_hybrid", key, problems)
 
-    def merged(self) -> Settings:
-        """The settings, with every claim put in where nothing was set; where something was, the two must agree.
 
-        DeepSpeed reads more into the JSON than is written there: a stage alone means no offload.
-        """
-        for claim in self.claims.values():
-            present = self.settings.get(claim.field)
-            if present is not None and not self._agree(present, claim):
-                message = 'the two disagree: make them equal, or leave it to one (null here, or "auto" in the JSON)'
-                self._report(message, mention(self.settings, claim.field), claim.said)
-        stage, implied = self.claims.get("infra.sharding_stage"), list[_Claim]()
-        if stage is not None:
-            implied = [_Claim(f"infra.offload_{what}", "none", stage.said) for what in ("optimizer", "params")]
-        result = deepcopy(self.settings)
-        for claim in [*self.claims.values(), *implied]:
-            if result.get(claim.field) is None:
-                result.put(claim.field, claim.value, f"{claim.said.place} ({claim.said.field})")
-        return result
+def _claim_lanes(claims: Claims, settings: Settings, document: Settings, problems: list[Problem]) -> None:
+    """`train_batch_size` fixes the micro-batches of one optimizer step, whatever the number of ranks."""
+    total, field = document.get("train_batch_size"), "training.per_device_train_batch_size"
+    if total in (None, "auto"):
+        return
+    key = _mention(document, "train_batch_size", total)
+    micro, by = claims.get(field, (settings.get(field, default_of(field)), mention(settings, field)))
+    if not _is_count(total):
+        problems.append(Problem((key,), 'must be a whole number >= 1, or "auto"'))
+    elif micro == "auto":  # the YAML file's: into how many micro-batches these sequences go is not known yet
+        _claim(claims, "training.global_batch_size", total, key, problems)
+    elif _is_count(micro) and total % micro:
+        problems.append(Problem((key, by), "train_batch_size must be a multiple of the micro-batch size"))
+    elif _is_count(micro):
+        _claim(claims, "data.num_lanes", total // micro, key, problems)
 
-    def _accept(self, field: str, value: Any, said: Mention) -> None:
-        """Note a claim, unless another key of the same JSON says something else about the field."""
-        claim = _Claim(field, value, said)
-        earlier = self.claims.setdefault(field, claim)
-        if not self._agree(earlier.value, claim):
-            self._report(f"both set `{field}` and must agree", earlier.said, said)
 
-    def _agree(self, earlier: Any, claim: _Claim) -> bool:
-        """Return whether `claim` leaves its field at `earlier`. A value that is wrong by itself disagrees with nothing.
+def _agree(field: str, earlier: Any, value: Any, key: Mention, problems: list[Problem]) -> bool:
+    """Return whether `value` leaves a field at `earlier`. A value that is wrong by itself disagrees with nothing.
 
-        One in `claim` is reported here; one in `earlier` is in the settings, and reported when they are validated.
-        """
-        if earlier == claim.value and isinstance(earlier, bool) == isinstance(claim.value, bool):
-            return True
-        wrong = wrong_value(claim.field, claim.value)
-        if wrong is not None:
-            self._report(wrong, claim.said)
-        return wrong is not None or wrong_value(claim.field, earlier) is not None
-
-    def _report(self, message: str, *mentions: Mention) -> None:
-        self.problems.append(Problem(mentions, message))
+    Such a `value` is reported here; `earlier` is in the settings, and reported when they are validated.
+    """
+    if earlier == value and isinstance(earlier, bool) == isinstance(value, bool):
+        return True
+    if wrong := wrong_value(field, value):
+        problems.append(Problem((key,), wrong))
+    return wrong is not None or wrong_value(field, earlier) is not None
 
 
 def _meant(path: str, value: Any) -> list[tuple[str, Any]] | str:
-    """The fields that a key sets, with their values, or what is wrong with its value. `claim_lanes` reads one more."""
+    """The fields that a key sets, with their values, or what is wrong with its value. `_claim_lanes` reads one more."""
     if path == "zero_optimization.stage":
         is_stage = value in (0, 1, 2, 3) and not isinstance(value, bool)
         return [(SCHEMA_FIELDS[path], f"zero{int(value)}")] if is_stage else 'allowed: 0, 1, 2, 3 or "auto"'

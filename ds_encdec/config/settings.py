@@ -196,20 +196,11 @@ def _printable(text: str, length: int = 200) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-def closest(word: str, candidates: Iterable[str], others: Iterable[str] = (), *, cutoff: float = 0.7) -> str | None:
-    """The candidate that `word` is most likely a misspelling of, or None; one of `others` only where it is much nearer.
-
-    Nothing is nearer than a name of which `word` is the beginning.
-    """
-    own = {candidate.lower(): candidate for candidate in candidates}
-    every = {other.lower(): other for other in others} | own
-    word = word.lower()
-
-    def rank(name: str) -> float:
-        return name.startswith(word) + difflib.SequenceMatcher(None, name, word).ratio() + 0.05 * (name in own)
-
-    found = difflib.get_close_matches(word, every, n=len(every) or 1, cutoff=cutoff)
-    return every[max(found, key=rank)] if found else None
+def closest(word: str, candidates: Iterable[str], *, cutoff: float = 0.7) -> str | None:
+    """The candidate that `word` is most likely a misspelling of, or the beginning of; None where all are too far."""
+    names, word = {candidate.lower(): candidate for candidate in candidates}, word.lower()
+    found = difflib.get_close_matches(word, names, n=len(names) or 1, cutoff=cutoff)
+    return names[max(found, key=lambda name: name.startswith(word))] if found else None
 
 
 def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
