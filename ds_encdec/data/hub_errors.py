@@ -1,20 +1,39 @@
-"""Errors of `datasets`, pyarrow and HTTP clients as DataErrors that name the data, the reason and a way out."""
+"""Errors of `datasets`, pyarrow and HTTP clients: tried again where the network is at fault, else DataErrors.
+
+These name the data, the reason and a way out.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections import Counter
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from ds_encdec.config.schema import MixtureSource
 from ds_encdec.source_kinds import kind_of_file
 from ds_encdec.types import DataError, DsEncDecError
 
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
 _LOOSE_FILES = (
     ". In a folder, files with train, dev, valid or test in their names are read as those splits; loose files are read "
     "by data.dataset_name=text (json, csv, parquet) data.data_files='FOLDER/**'"
 )
+
+RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+"""Pauses between attempts: two minutes in total, on top of what the libraries below wait by themselves."""
+
+_REFUSED = {401, 403, 404, 410}
+"""HTTP statuses that another attempt does not change."""
+
+_POINTLESS = (FileNotFoundError, PermissionError, ValueError)
+"""Errors of the system's and of HTTP clients' that it does not change either."""
 
 _HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "http.client", "botocore", "gcsfs")
 
@@ -117,13 +136,44 @@ def is_of_network(error: BaseException) -> bool:
     return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
 
 
-def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error holds, if any."""
-    return getattr(getattr(error, "response", None), "status_code", None)
-
-
 def _reason(error: BaseException) -> str:
     """The reason of an error in one line: the cause where `datasets` names none."""
     cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
     told = error if cause is None else cause
     return f"{type(told).__name__}: {' '.join(str(told).split()):.600}"
+
+
+def retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str, *, is_local: bool = False) -> Iterator[T]:
+    """Yield the rows of `read(first_row)`; after a transient failure `read(row)` goes on with the first missing row.
+
+    The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
+    another attempt is pointless: where the data is `is_local`, or it and not the network is at fault.
+    """
+    row, failures = first_row, 0
+    while True:
+        try:
+            for item in read(row):
+                yield item
+                row, failures = row + 1, 0
+            return
+        except DataError:
+            raise
+        except Exception as error:
+            if is_local or not is_of_network(error):
+                raise content_error(f"{what}, from row {row} on", error, [what] if is_local else ()) from error
+            reason = f"{type(error).__name__}: {error}"
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if isinstance(error, _POINTLESS) or status in _REFUSED:
+                raise DataError(f"{what}: cannot be read ({reason})") from error
+            attempts = len(RETRY_DELAYS_SECONDS) + 1
+            failures += 1
+            if failures == attempts:
+                raise DataError(
+                    f"{what}: cannot be read after {attempts} attempts ({reason}). Check the network, and start again "
+                    "from the last checkpoint once it is back"
+                ) from error
+            delay = RETRY_DELAYS_SECONDS[failures - 1]
+            logger.warning(
+                "%s: attempt %d of %d failed (%s); trying again in %g s", what, failures, attempts, reason, delay
+            )
+            time.sleep(delay)

@@ -18,17 +18,8 @@ from typing import Any, NamedTuple
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.examples import ALL, ExampleMaker
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sources import (
-    BadRow,
-    LaneShare,
-    Located,
-    MixtureReader,
-    OpenSource,
-    Reference,
-    Row,
-    changed_since,
-    check_bad_rows,
-)
+from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference, changed_since
+from ds_encdec.data.sources import BadRow, OpenSource, Row, check_bad_rows
 from ds_encdec.data.workers import Worker
 from ds_encdec.types import DataError, Example
 

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from glob import has_magic
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +28,7 @@ from ds_encdec.data.hub_errors import (
     no_repeated,
     no_shifted,
     readable_errors,
-    status_of,
+    retry_rows,
 )
 from ds_encdec.data.local_files import CsvFiles, JsonLines, file_digests, local_errors, short_names
 from ds_encdec.data.sources import (
@@ -55,15 +53,6 @@ T = TypeVar("T")
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
 """Tells which of the columns that a table has are read of its rows."""
-
-RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
-"""Pauses between attempts: two minutes in total, on top of what the libraries below wait by themselves."""
-
-_REFUSED = {401, 403, 404, 410}
-"""HTTP statuses that another attempt does not change."""
-
-_POINTLESS = (FileNotFoundError, PermissionError, ValueError)
-"""Errors of the system's and of HTTP clients' that it does not change either."""
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +159,7 @@ class ParquetFiles:
     def _tried_again(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
         """The rows of `read(first_row)`, with patience where the file is remote."""
         path = self._files[file]
-        return _retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
+        return retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
 
     def _opened(self, file: int, _first_row: int) -> Iterator[Any]:
         yield self._open(file)
@@ -243,11 +232,6 @@ def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
     import datasets
 
     check("datasets")
-    if os.path.isdir(entry.dataset_name) and has_magic(entry.dataset_name):
-        raise DataError(
-            f"{entry.dataset_name}: the datasets library takes brackets, * and ? in a folder's path for a pattern. "
-            "Rename it, or read its files by data.dataset_name=json (csv, parquet, text) data.data_files='FOLDER/**'"
-        )
     builder = datasets.load_dataset_builder(
         entry.dataset_name,
         entry.dataset_config,
@@ -363,7 +347,7 @@ class HubStream:
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
         where = self._files[unit] if len(self._files) == self.num_units else f"{self._name}, shard {unit}"
-        return _retry_rows(lambda row: islice(shard, row, None), first_row, where, is_local=not self.is_remote)
+        return retry_rows(lambda row: islice(shard, row, None), first_row, where, is_local=not self.is_remote)
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -405,40 +389,3 @@ def _require_split(entry: MixtureSource, held: str) -> None:
 def _require_column(column: str | None, where: str, existing: Sequence[str]) -> None:
     if column is not None and column not in existing:
         raise DataError(missing_column(column, where, existing))
-
-
-def _retry_rows(
-    read: Callable[[int], Iterator[T]], first_row: int, what: str, *, is_local: bool = False
-) -> Iterator[T]:
-    """Yield the rows of `read(first_row)`; after a transient failure `read(row)` goes on with the first missing row.
-
-    The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
-    another attempt is pointless: where the data is `is_local`, or it and not the network is at fault.
-    """
-    row, failures = first_row, 0
-    while True:
-        try:
-            for item in read(row):
-                yield item
-                row, failures = row + 1, 0
-            return
-        except DataError:
-            raise
-        except Exception as error:
-            if is_local or not is_of_network(error):
-                raise content_error(f"{what}, from row {row} on", error, [what] if is_local else ()) from error
-            reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, _POINTLESS) or status_of(error) in _REFUSED:
-                raise DataError(f"{what}: cannot be read ({reason})") from error
-            attempts = len(RETRY_DELAYS_SECONDS) + 1
-            failures += 1
-            if failures == attempts:
-                raise DataError(
-                    f"{what}: cannot be read after {attempts} attempts ({reason}). Check the network, and start again "
-                    "from the last checkpoint once it is back"
-                ) from error
-            delay = RETRY_DELAYS_SECONDS[failures - 1]
-            logger.warning(
-                "%s: attempt %d of %d failed (%s); trying again in %g s", what, failures, attempts, reason, delay
-            )
-            time.sleep(delay)

@@ -17,7 +17,7 @@ from huggingface_hub.utils import http_backoff
 from local_hub import LocalHub, local_hub
 
 from ds_encdec.config.schema import FullConfig, MixtureSource
-from ds_encdec.data import lane, tables
+from ds_encdec.data import hub_errors, lane
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.tables import ParquetFiles, open_hub_data, resolve_commits
 from ds_encdec.types import CheckpointError, DataError
@@ -115,7 +115,7 @@ def read(source: ParquetFiles) -> list[str]:
 
 def shorten_patience(monkeypatch: pytest.MonkeyPatch, retries: int) -> None:
     """Our pauses in milliseconds, and huggingface_hub's own retries, of up to 23 s a request, switched off."""
-    monkeypatch.setattr(tables, "RETRY_DELAYS_SECONDS", (0.01,) * retries)
+    monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", (0.01,) * retries)
     monkeypatch.setattr(hf_file_system, "http_backoff", partial(http_backoff, max_retries=0))
 
 
@@ -129,10 +129,10 @@ def test_broken_connections_are_outlived(
     for broken in (1, 3):
         hub.breaking, hub.breaking_how = broken, how
         caplog.clear()
-        with caplog.at_level(logging.WARNING, logger=tables.__name__):
+        with caplog.at_level(logging.WARNING, logger=hub_errors.__name__):
             assert read(streamed) == expected
         assert hub.breaking == 0
-        warnings = [record.message for record in caplog.records if record.name == tables.__name__]
+        warnings = [record.message for record in caplog.records if record.name == hub_errors.__name__]
         assert [message.partition(" failed")[0].partition("parquet: ")[2] for message in warnings] == [
             f"attempt {attempt} of 5" for attempt in range(1, broken + 1)
         ]
@@ -161,7 +161,7 @@ def test_what_will_never_work_is_not_tried_again(hub: LocalHub, streamed: Parque
 
 
 def test_rows_go_on_behind_the_last_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "RETRY_DELAYS_SECONDS", (0.0,))
+    monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", (0.0,))
     starts: list[int] = []
 
     def rows(first: int) -> Iterator[int]:
@@ -171,7 +171,7 @@ def test_rows_go_on_behind_the_last_one_read(monkeypatch: pytest.MonkeyPatch) ->
                 raise ConnectionResetError("gone")
             yield row
 
-    assert list(tables._retry_rows(rows, 1, "numbers")) == list(range(1, 10))
+    assert list(hub_errors.retry_rows(rows, 1, "numbers")) == list(range(1, 10))
     assert starts == [1, 3, 7]  # patience is restored by every row that arrives
 
 
@@ -187,7 +187,7 @@ def test_what_is_wrong_with_the_data_is_not_tried_again() -> None:
     for is_local, error in [*((False, one) for one in wrong), (True, OSError("bad page"))]:
         attempts.clear()
         with pytest.raises(DataError, match="a set, from row 6 on: cannot be read"):
-            list(tables._retry_rows(partial(rows, error=error), 5, "a set", is_local=is_local))
+            list(hub_errors.retry_rows(partial(rows, error=error), 5, "a set", is_local=is_local))
         assert attempts == [5]
 
 
@@ -198,7 +198,7 @@ def test_a_hub_that_does_not_answer_is_named(
     """No network, by a server that is gone. Its library's own error is of whatever HTTP client that has."""
     hub.shutdown()
     hub.server_close()  # connections are refused from now on
-    monkeypatch.setattr(tables, "RETRY_DELAYS_SECONDS", ())
+    monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", ())
     config = config_of(streaming=streaming)
     with caplog.at_level(logging.WARNING):
         assert resolve_commits(config.data) == {}

@@ -11,16 +11,8 @@ import pytest
 from data_parts import texts, write_json_lines, write_parquet
 
 from ds_encdec.data.local_files import JsonLines
-from ds_encdec.data.sources import (
-    LaneShare,
-    Located,
-    MapReader,
-    MapSource,
-    MixtureReader,
-    OpenSource,
-    StreamReader,
-    StreamSource,
-)
+from ds_encdec.data.readers import LaneShare, Located, MapReader, MixtureReader, StreamReader
+from ds_encdec.data.sources import MapSource, OpenSource, StreamSource
 from ds_encdec.data.tables import ParquetFiles
 from ds_encdec.types import DataError
 
