@@ -1,6 +1,6 @@
-"""The steps, tokens, days and money that a run or the phases of a pre-training take, before any of them is spent.
+"""Computes the steps, tokens, days and money that a run or the phases of a pre-training take. Imports no torch.
 
-For a run also disks and host memory. Imports no torch.
+For a run it also computes the space on disks and in the memory of hosts.
 """
 
 import textwrap
@@ -11,7 +11,6 @@ from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
 from ds_encdec.gpus import DEFAULT_GPU, GPUS, has_gpu
-from ds_encdec.memory.breakdown import in_gib
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import (
     Job,
@@ -26,7 +25,7 @@ from ds_encdec.memory.recompute import needs_recompute_choice, with_recompute
 from ds_encdec.memory.variants import Variant
 from ds_encdec.memory.zero import swapped_bytes
 from ds_encdec.phases import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
-from ds_encdec.quantities import count, disk_size, duration, short
+from ds_encdec.quantities import count, disk_size, duration, in_gib, short
 from ds_encdec.types import ConfigError
 
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
@@ -37,8 +36,6 @@ HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
     "--measured RUN, the folder of a run on the same machines, such as that of a phase."
 )
-DAYS_FROM = 2
-"""Less is told in hours, minutes and seconds."""
 NOT_COUNTED = "Evaluations, checkpoints and starts come on top."
 
 
@@ -126,41 +123,37 @@ def _disk(job: Job, steps: int) -> dict[str, Any]:
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
     """The plan in words."""
-    disk, time = plan["disk"], plan["time"]
-    money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
-    hours = f" ({time['hours']:,.1f} hours)" if time and time["days"] >= DAYS_FROM else ""
-    put_aside, at_end = disk["abandoned_checkpoints"], disk["averaged"] + disk["exported"]
-    exports = " or ".join(f"{disk_size(size)} in {dtype}" for dtype, size in disk["export"].items())
+    disk, time, steps = plan["disk"], plan["time"], plan["steps"]
     lines = [
-        f"{plan['steps']:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, "
-        f"padding included) are {plan['tokens']:,} tokens, on {_ranks(plan)} in {count(plan['nodes'], 'node')}.",
-        f"Set training.num_train_steps={plan['steps']} for it (now {plan['num_train_steps']:,})."
-        if plan["steps"] != plan["num_train_steps"]
-        else "",
-        f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {_how_long(time['days'])}{hours}{money}. {NOT_COUNTED}"
-        if time
-        else HOW_TO_KNOW_THE_TIME,
+        f"{steps:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, padding "
+        f"included) are {plan['tokens']:,} tokens, on {_ranks(plan)} in {count(plan['nodes'], 'node')}."
+    ]
+    if steps != plan["num_train_steps"]:
+        lines.append(f"Set training.num_train_steps={steps} for it (now {plan['num_train_steps']:,}).")
+    if time is None:
+        lines.append(HOW_TO_KNOW_THE_TIME)
+    else:
+        hours = f" ({time['hours']:,.1f} hours)" if time["days"] >= 2 else ""
+        money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
+        takes = f"{duration(time['seconds'])}{hours}{money}"
+        lines.append(f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {takes}. {NOT_COUNTED}")
+    where = "" if has_gpu() else " beside their GPUs (CPUs alone: infra.device=cpu)"
+    if plan["device"] == "cpu":
+        where = ", all there is: they compute on CPUs"
+    put_aside, at_end = disk["abandoned_checkpoints"], disk["averaged"] + disk["exported"]
+    lines += [
         f"A checkpoint takes {disk_size(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']:.3g} bytes for "
         f"each of {plan['trainable']:,} trained parameters). The run's folder grows to {disk_size(disk['total'])}: "
         f"{count(disk['checkpoints'], 'checkpoint')} (those kept, the best, the one being written)"
         + (f", {put_aside} put aside by rollbacks" if put_aside else "")
-        + (f", and the models at its end, {disk_size(at_end)}" if at_end else "")
-        + ".",
-        f"An export takes {exports}.",
-        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{_of_cpus(plan)}.",
-        f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: the optimizer's states and gradients."
-        if (swapped := plan["nvme_bytes_per_node"])
-        else "",
-        *plan["remarks"],
+        + (f", and the models at its end, {disk_size(at_end)}." if at_end else "."),
+        f"An export takes {' or '.join(f'{disk_size(size)} in {dtype}' for dtype, size in disk['export'].items())}.",
+        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{where}.",
     ]
-    return "\n".join(line for line in lines if line)
-
-
-def _of_cpus(plan: Mapping[str, Any]) -> str:
-    """A remark on where the ranks compute, which the memory of their hosts depends on."""
-    if plan["device"] == "cpu":
-        return ", all there is: they compute on CPUs"
-    return "" if has_gpu() else " beside their GPUs (CPUs alone: infra.device=cpu)"
+    if swapped := plan["nvme_bytes_per_node"]:
+        what = "the optimizer's states and gradients"
+        lines.append(f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: {what}.")
+    return "\n".join([*lines, *plan["remarks"]])
 
 
 def plan_of_phases(
@@ -172,51 +165,56 @@ def plan_of_phases(
     and `steps_for_tokens`, the two numbers of which the smaller counts, `tokens` of its steps, `num_tokens` asked for,
     `tokens_per_step`; `time` (`estimate_training_time`) and `usd`, None where they cannot be known.
     """
-    num_gpus = plans[0].config.infra.num_gpus
-    phases: list[dict[str, Any]] = [
-        {
-            "phase": str(planned.phase),
-            "description": planned.settings.description,
-            "steps": planned.num_steps,
-            "ends_with": min(
-                (planned.settings.num_train_steps, "steps"),
-                (planned.steps_for_tokens, "tokens"),
-                (planned.num_steps, "--steps-per-phase"),
-                key=lambda limit: limit[0],
-            )[1],
-            "num_train_steps": planned.settings.num_train_steps,
-            "steps_for_tokens": planned.steps_for_tokens,
-            "tokens": planned.num_steps * planned.tokens_per_step,
-            "num_tokens": planned.settings.num_tokens,
-            "tokens_per_step": planned.tokens_per_step,
-            **_cost(planned.num_steps * planned.tokens_per_step, num_gpus, tokens_per_second, price_per_gpu_hour),
+    infra = plans[0].config.infra
+    phases = []
+    for planned in plans:
+        settings, tokens = planned.settings, planned.num_steps * planned.tokens_per_step
+        limits = {
+            "steps": settings.num_train_steps,
+            "tokens": planned.steps_for_tokens,
+            "--steps-per-phase": planned.num_steps,
         }
-        for planned in plans
-    ]
+        phases.append(
+            {
+                "phase": str(planned.phase),
+                "description": settings.description,
+                "steps": planned.num_steps,
+                "ends_with": min(limits, key=lambda name: limits[name]),
+                "num_train_steps": settings.num_train_steps,
+                "steps_for_tokens": planned.steps_for_tokens,
+                "tokens": tokens,
+                "num_tokens": settings.num_tokens,
+                "tokens_per_step": planned.tokens_per_step,
+                **_cost(tokens, infra.num_gpus, tokens_per_second, price_per_gpu_hour),
+            }
+        )
     sums = {name: sum(phase[name] for phase in phases) for name in ("steps", "tokens")}
-    whole = _cost(sums["tokens"], num_gpus, tokens_per_second, price_per_gpu_hour)
     return {
         "tokens_per_second": tokens_per_second,
-        "num_gpus": num_gpus,
-        "device": plans[0].config.infra.device,
+        "num_gpus": infra.num_gpus,
+        "device": infra.device,
         "phases": phases,
-        "total": {**sums, "days": whole["time"] and whole["time"]["days"], "usd": whole["usd"]},
+        "total": {**sums, **_cost(sums["tokens"], infra.num_gpus, tokens_per_second, price_per_gpu_hour)},
     }
 
 
 def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
     """The phases as a table of at most 80 columns, and below it what is not known of them."""
-    columns = {"phase": str.ljust, "ends after": str.ljust, "runs": str.rjust, "time": str.rjust, "USD": str.rjust}
-    rows = []
+    table = [["phase", "ends after", "runs", "time", "USD"]]
     for row in [*plan["phases"], {"phase": "total", **plan["total"]}]:
-        days = row["days"] if "days" in row else row["time"] and row["time"]["days"]
         limits = f"{short(row['num_train_steps'])} steps or {short(row['num_tokens'])}" if "num_tokens" in row else ""
-        runs = f"{short(row['steps'])} steps, {short(row['tokens'])}"
+        time = "" if row["time"] is None else duration(row["time"]["seconds"])
         usd = "" if row["usd"] is None else short(row["usd"], 2)
-        rows.append((row["phase"], limits, runs, "" if days is None else _how_long(days), usd))
-    cells = [column for column in zip(columns, *rows, strict=True) if any(column[1:])]
-    padded = [[columns[name](cell, max(map(len, (name, *rest)))) for cell in (name, *rest)] for name, *rest in cells]
-    lines = ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+        table.append([row["phase"], limits, f"{short(row['steps'])} steps, {short(row['tokens'])}", time, usd])
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for cells in zip(*columns, strict=True):
+        aligned = [
+            cell.ljust(width) if number < 2 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(aligned).rstrip())
     rate, cut = plan["tokens_per_second"], any(row["ends_with"] == "--steps-per-phase" for row in plan["phases"])
     remarks = (
         "A phase ends after its steps or its tokens (M, B, T: millions, billions, trillions), whichever come first"
@@ -230,7 +228,3 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
 
 def _ranks(plan: Mapping[str, Any]) -> str:
     return count(plan["num_gpus"], "GPU" if plan["device"] == "cuda" else "rank")
-
-
-def _how_long(days: float) -> str:
-    return f"{days:,.{2 if days < 100 else 0}f} days" if days >= DAYS_FROM else duration(days * 86400)

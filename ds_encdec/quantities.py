@@ -1,6 +1,10 @@
-"""Numbers of things, and durations, in words. It stands on the floor: every room says some."""
+"""Numbers of things, bytes and durations as text. Every module may import this one."""
 
+import math
 from collections.abc import Sequence, Sized
+
+GIB = 2**30
+"""Bytes of a GiB, the unit that memory is shown in."""
 
 
 def count(things: Sized | float, noun: str) -> str:
@@ -32,11 +36,23 @@ def disk_size(num_bytes: float) -> str:
     return count(num_bytes, "byte")
 
 
+def gib(num_bytes: float) -> str:
+    """Memory with its unit, to three significant digits below 100 GiB, as tiny models have little: `0.32 GiB`."""
+    amount = num_bytes / GIB
+    return f"{amount:.3g} GiB" if amount < 100 else f"{amount:,.0f} GiB"
+
+
+def in_gib(num_bytes: float) -> str:
+    """Memory in GiB as a figure of a table, whose header has the unit."""
+    return f"{num_bytes / GIB:,.1f}"
+
+
 def duration(seconds: float) -> str:
-    """A duration in its two largest units."""
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if hours >= 48:
-        return f"{hours // 24} d {hours % 24} h"
+    """A duration in its two largest units, or in days from 2 days on: `3 min 20 s`, `4.55 days`."""
+    seconds = max(0.0, seconds) if math.isfinite(seconds) else 0.0
+    minutes, hours, days = int(seconds // 60), int(seconds // 3600), seconds / 86400
+    if days >= 2:
+        return f"{days:,.{2 if days < 100 else 0}f} days"
     if hours:
         return f"{hours} h {minutes % 60} min"
     return f"{minutes} min {int(seconds % 60)} s" if minutes else f"{seconds:.0f} s"

@@ -9,12 +9,12 @@ from ds_encdec.engine.select import attention_kernel
 from ds_encdec.engines import ENGINES
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.triton_compiler import triton_lacks
-from ds_encdec.memory.expected import ExpectedMemory, gib
+from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
 from ds_encdec.model.trained import told
-from ds_encdec.quantities import count
+from ds_encdec.quantities import count, gib
 
 
 def start_banner(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ds_encdec.gpus import GPUS, grow_segments, parse_bytes, parse_gpu, peak_flops
-from ds_encdec.memory.breakdown import GIB
+from ds_encdec.quantities import GIB
 from ds_encdec.types import ConfigError
 
 

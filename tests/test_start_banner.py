@@ -19,13 +19,13 @@ from ds_encdec.doctor.checks import _triton as check_triton
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
-from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.memory.library import Capacity
 from ds_encdec.memory.question import planned_job
 from ds_encdec.plan import plan_run
+from ds_encdec.quantities import GIB
 from ds_encdec.start_banner import start_banner
 
 

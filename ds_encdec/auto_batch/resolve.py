@@ -24,13 +24,14 @@ from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_first_
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.expected import ExpectedMemory, explanation, gib
+from ds_encdec.memory.expected import ExpectedMemory, explanation
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.recompute import choose_recompute, needs_recompute_choice, with_recompute
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.precision import product_dtype
+from ds_encdec.quantities import gib
 from ds_encdec.types import ConfigError, DsEncDecError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)

@@ -9,14 +9,6 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-GIB = 2**30
-"""Bytes of a GiB, the unit that memory is shown in."""
-
-
-def in_gib(num_bytes: float) -> str:
-    """A figure of a table in GiB, whose header has the unit."""
-    return f"{num_bytes / GIB:,.1f}"
-
 
 def power_of_two(num_bytes: float) -> float:
     """The next power of two, which torch's allocator of pinned memory rounds up to."""

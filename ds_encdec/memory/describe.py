@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ds_encdec.engines import ENGINES
 from ds_encdec.memory.answer import EngineTable
-from ds_encdec.memory.breakdown import CATEGORIES, in_gib
+from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.question import Question
@@ -26,7 +26,7 @@ from ds_encdec.memory.variants import (
     smallest_variants,
     variant,
 )
-from ds_encdec.quantities import count
+from ds_encdec.quantities import count, in_gib
 
 if TYPE_CHECKING:
     from ds_encdec.memory.trace import TracedMemory

@@ -30,8 +30,9 @@ from typing import Any, Literal
 
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.engines import ENGINES, load
-from ds_encdec.memory.breakdown import GIB, Breakdown, EngineMemory, Estimate
+from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.job import Job, with_micro_batch
+from ds_encdec.quantities import GIB
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
 """A process's driver, kernels and cuBLAS workspaces on its GPU. An assumption, and on the high side."""

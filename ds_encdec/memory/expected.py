@@ -16,7 +16,7 @@ import torch
 
 from ds_encdec.launch.memory_errors import is_of_device, is_of_driver, is_out_of_memory, out_of_memory
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.memory.breakdown import GIB, Breakdown, HostBreakdown
+from ds_encdec.memory.breakdown import Breakdown, HostBreakdown
 from ds_encdec.memory.estimate import RANK_PROCESS_BYTES, estimate
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import GB, device_capacity, get_memory_stats
@@ -30,6 +30,7 @@ from ds_encdec.memory.variants import (
     settings,
     variant,
 )
+from ds_encdec.quantities import GIB, gib
 from ds_encdec.types import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -176,9 +177,3 @@ def _itemised(breakdown: Breakdown | HostBreakdown) -> str:
     parts = sorted(dataclasses.asdict(breakdown).items(), key=lambda part: -part[1])
     named = [f"{name.replace('_', ' ')} {gib(value)}" for name, value in parts if value]
     return f"{gib(breakdown.total)} ({', '.join(named)})" if named else gib(0)
-
-
-def gib(num_bytes: float) -> str:
-    """An amount with its unit; three significant digits below 100 GiB, as tiny models have little."""
-    amount = num_bytes / GIB
-    return f"{amount:.3g} GiB" if amount < 100 else f"{amount:,.0f} GiB"

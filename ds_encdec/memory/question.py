@@ -24,7 +24,7 @@ from ds_encdec.config.shares import (
     with_micro_batch_size,
 )
 from ds_encdec.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
-from ds_encdec.memory.breakdown import GIB, Estimate, in_gib
+from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
 from ds_encdec.memory.recompute import (
@@ -36,6 +36,7 @@ from ds_encdec.memory.recompute import (
 )
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated, swapped_bytes
+from ds_encdec.quantities import GIB, in_gib
 from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")

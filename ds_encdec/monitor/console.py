@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -58,14 +57,6 @@ def in_lines(parts: Sequence[str], width: int) -> Iterator[str]:
             longer = part
         line = longer
     yield line
-
-
-def time_left(seconds: float) -> str:
-    """A duration as `[days d ]hours:minutes:seconds`."""
-    minutes, rest = divmod(max(0, round(seconds)), 60) if math.isfinite(seconds) else (0, 0)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return f"{f'{days}d ' if days else ''}{hours}:{minutes:02}:{rest:02}"
 
 
 class ProgressLine:

@@ -25,6 +25,7 @@ from torch.profiler import record_function
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, make_alert
+from ds_encdec.quantities import gib
 
 MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
 MEMORY_BASELINE_INTERVALS = range(2, 5)
@@ -303,7 +304,7 @@ class MachineWatch:
             return []
         worst = max(grown, key=lambda rank: growth[rank])
         message = (
-            f"{place} memory of rank {worst} has grown from {_gib(levels[worst])} to {_gib(now[worst])}; "
+            f"{place} memory of rank {worst} has grown from {gib(levels[worst])} to {gib(now[worst])}; "
             f"that of {len(grown)} of {len(now)} ranks by more than the share "
             f"monitor.memory_growth_threshold={threshold:g}"
         )
@@ -323,7 +324,3 @@ def _latest(rank_stats: Sequence[RankStats]) -> tuple[int, float]:
     waits = [rank.exchange_wait_s for rank in rank_stats]
     latest = waits.index(min(waits))
     return latest, (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB"

@@ -26,9 +26,10 @@ from ds_encdec import terminal
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import leaves
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.monitor.console import ProgressLine, in_lines, shown, time_left
+from ds_encdec.monitor.console import ProgressLine, in_lines, shown
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 from ds_encdec.plugins import load_plugin
+from ds_encdec.quantities import duration
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +225,7 @@ class ConsoleSink(Sink):
         """Show the metrics of `step` that a person watches."""
         parts, eta = shown(metrics, self._best), ""
         if "perf/step_time_s" in metrics:
-            eta = f"ETA {time_left((self._total_steps - step) * metrics['perf/step_time_s'])}"
+            eta = f"ETA {duration((self._total_steps - step) * metrics['perf/step_time_s'])}"
         if "train/loss" in metrics and self._live is not None:
             self._line.step, self._line.metrics, self._line.eta = step, parts, eta or self._line.eta
             self._live.refresh()

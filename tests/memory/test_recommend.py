@@ -9,7 +9,6 @@ import pytest
 from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.answer import answer
-from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import Question, planned_job
@@ -25,6 +24,7 @@ from ds_encdec.memory.variants import (
     recommend,
     settings,
 )
+from ds_encdec.quantities import GIB
 
 FSDP = ("infra.distributed_type=fsdp", "infra.offload_optimizer=none")
 

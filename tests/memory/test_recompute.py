@@ -16,7 +16,6 @@ from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import load_config
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
-from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.library import Capacity
@@ -24,6 +23,7 @@ from ds_encdec.memory.question import planned_job
 from ds_encdec.memory.recompute import MODES, choose_recompute
 from ds_encdec.memory.variants import HEADROOM, changed, faster, variant
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.quantities import GIB
 from ds_encdec.types import ConfigError
 
 AUTO = "training.activation_checkpointing=auto"

@@ -8,7 +8,6 @@ import pytest
 
 from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
-from ds_encdec.memory.breakdown import GIB
 from ds_encdec.memory.estimate import FRAGMENTATION, engine_memory, estimate
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import Question, planned_job
@@ -19,6 +18,7 @@ from ds_encdec.memory.variants import (
     changed,
     variants,
 )
+from ds_encdec.quantities import GIB
 from ds_encdec.types import ConfigError
 
 PARAMETERS = {

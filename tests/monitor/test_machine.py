@@ -203,7 +203,7 @@ def test_memory_growth_is_said_again_only_after_as_much_growth() -> None:
     assert alerts[0]["value"] == pytest.approx(0.3)
     assert alerts[0]["threshold"] == 0.25
     assert alerts[0]["message"].partition(": ")[2] == (
-        "host memory of rank 1 has grown from 8.00 GiB to 10.40 GiB; that of 1 of 2 ranks by more than the share "
+        "host memory of rank 1 has grown from 8 GiB to 10.4 GiB; that of 1 of 2 ranks by more than the share "
         "monitor.memory_growth_threshold=0.25"
     )
 
@@ -212,7 +212,7 @@ def test_ranks_that_grow_together_are_one_alert_of_each_memory() -> None:
     grown = [with_memory(host=20 * GIB, device=(70 + rank) * GIB) for rank in range(4)]
     host_alert, device_alert = feed(watch(), [ranks()] * 4 + [grown] * 3)
     assert "host memory of rank 0" in host_alert["message"]
-    assert "device memory of rank 3 has grown from 40.00 GiB to 73.00 GiB" in device_alert["message"]
+    assert "device memory of rank 3 has grown from 40 GiB to 73 GiB" in device_alert["message"]
 
 
 def test_without_an_accelerator_there_is_no_device_memory() -> None:

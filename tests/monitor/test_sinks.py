@@ -315,7 +315,7 @@ class TestConsole:
         sink.log(10, {"ckpt/blocked_s": 1.0})
         sink.close()
         assert out.getvalue().splitlines() == [
-            "step 10/110 | loss 3.2500 | lr 1.00e-04 | grad norm 0.500 | tokens/s 12,345 | MFU 41.3% | ETA 0:03:20",
+            "step 10/110 | loss 3.2500 | lr 1.00e-04 | grad norm 0.500 | tokens/s 12,345 | MFU 41.3% | ETA 3 min 20 s",
             "step 10/110 | eval loss 3.0000 | perplexity 20.09",
         ]
 
@@ -352,7 +352,7 @@ class TestConsole:
         sink.log(50_000, {**METRICS, "perf/step_time_s": 9.0, "perf/mfu": 0.4})
         sink.close()
         (last,) = screen(out.getvalue())
-        assert re.fullmatch(r"step 50000/100000 ━{4,}[╺╸]━{3,} ETA 5d 5:00:00 " + re.escape(fit), last.rstrip())
+        assert re.fullmatch(r"step 50000/100000 ━{4,}[╺╸]━{3,} ETA 5.21 days " + re.escape(fit), last.rstrip())
         assert len(last) <= width
 
     def test_no_figure_of_an_evaluation_is_cut_by_the_end_of_a_line(self) -> None:
@@ -399,12 +399,12 @@ sink.close()
             "saved step 40",
         ]
         if terminal == "dumb":
-            last = ["step 50/100000 | loss 2.0000 | ETA 1d 3:45:50", "step 50/100000 | eval loss 2.5000"]
+            last = ["step 50/100000 | loss 2.0000 | ETA 27 h 45 min", "step 50/100000 | eval loss 2.5000"]
             assert [*log, bar] == [*said, *last]
             return
         assert log == [*said, "step 50/100000 | eval loss 2.5000"]
         assert bar.startswith("step 50/100000 ")
-        assert bar.rstrip().endswith(" ETA 1d 3:45:50 loss 2.0000")
+        assert bar.rstrip().endswith(" ETA 27 h 45 min loss 2.0000")
 
 
 def screen(written: str) -> list[str]:

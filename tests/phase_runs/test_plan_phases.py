@@ -35,7 +35,7 @@ def test_days_and_money(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_throughput_the_time_is_unknown(capsys: pytest.CaptureFixture[str]) -> None:
-    assert dry_run(capsys, "--price-per-gpu-hour", "3")["total"]["days"] is None
+    assert dry_run(capsys, "--price-per-gpu-hour", "3")["total"]["time"] is None
     assert main(["phases", "--dry-run", "--config", QUICKSTART, "--steps-per-phase", "40"]) == 0
     text = capsys.readouterr().out
     assert "not known: give --tokens-per-second" in text

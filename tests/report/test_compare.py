@@ -38,7 +38,7 @@ def test_curves_over_tokens_and_what_differed_beside_what_came_out(tmp_path: Pat
     assert table["steps"] == ["200", "400"]
     assert table["tokens seen"] == ["100,000,000", "200,000,000"]
     assert table["last loss"] == [f"{read_run(run).curve('train/loss').known[-1]:.5g}" for run in (one, two)]
-    assert table["from first start to end"] == ["2 d 2 h", "2 d 2 h"]
+    assert table["from first start to end"] == ["2.08 days", "2.08 days"]
 
 
 def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None:
