@@ -82,10 +82,9 @@ def test_a_run_leaves_what_the_readme_promises(finished: Path) -> None:
 def test_a_profile_is_of_every_rank(finished: Path) -> None:
     for rank in (0, 1):
         found = json.loads((finished / "profile" / f"rank-{rank}.json").read_text())
-        assert (found["rank"], found["first_step"], found["last_step"]) == (rank, 4, 5)
+        assert (found["rank"], found["steps"], found["last_step"]) == (rank, 2, 5)
         assert 0 < found["communication_share"] < 1
         assert 0 < found["data_wait_share"] < 1
-        assert "aten::mm" in {row["name"] for row in found["operators"]}
         trace = json.loads((finished / "profile" / f"trace-rank-{rank}.json").read_text())
         names = {event.get("name", "") for event in trace["traceEvents"]}
         assert {"waits for data", "c10d::allreduce_"} <= names
