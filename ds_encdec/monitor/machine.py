@@ -1,9 +1,7 @@
-"""How fast the run is, and the machines under it: clocked, measured on every rank once per logging interval, watched.
+"""Measures speed, memory and waits on every rank once per logging interval, and raises the alerts of the machines.
 
-Tokens per second, model FLOPs utilisation, and where the time goes; slow and late ranks, memory, and waits for data. In
-synchronous training every rank has the same step time, since the others wait for the slow one inside collectives (under
-ZeRO-3 in the forward pass of every layer). What does tell them apart: how long each of them waits for the others before
-a step, and how long each takes for a piece of arithmetic that involves nobody else.
+In synchronous training every rank has the same step time, since the others wait for the slow one inside collectives.
+Ranks differ in how long each waits for the others before a step, and in the time of arithmetic without collectives.
 """
 
 import math
@@ -29,8 +27,7 @@ from ds_encdec.quantities import gib
 
 MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
 MEMORY_BASELINE_INTERVALS = range(2, 5)
-"""Intervals of this process, and then after its first save, whose largest memory is the baseline: what is allocated
-late belongs to it."""
+"""Intervals of a process, and again after its first save, whose largest memory is the baseline."""
 _WARMUP_PRODUCTS = 4
 
 
@@ -38,7 +35,7 @@ _WARMUP_PRODUCTS = 4
 class Lap:
     """Seconds of one interval. `training_s` contains the waits for data, and no pauses.
 
-    `exchange_wait_s`: by which this rank was there before the last one, in the exchanges before the steps.
+    `exchange_wait_s`: the waits for the last rank in the exchanges before the steps.
     """
 
     training_s: float
@@ -47,25 +44,22 @@ class Lap:
 
 
 class IntervalClock:
-    """Monotonic time since the last lap, kept apart by what it was spent on.
-
-    The first lap begins with the first wait for data: building or loading a model is no training time.
-    """
+    """Monotonic time since the last lap, by what it was spent on. The first lap begins with the first wait for data."""
 
     def __init__(self) -> None:
         self._has_begun, self._lap_began, self._seconds = False, time.monotonic(), defaultdict[str, float](float)
 
     @contextmanager
     def spent_on(self, what: Literal["data", "pause"]) -> Iterator[None]:
-        """Time that the loop waits for its next batch.
+        """Count the time inside as a wait for data, or as a pause (evaluation, checkpoints), which is no training time.
 
-        A `pause` is no training time: evaluation, checkpoints. One inside another counts once.
+        A pause inside another counts once.
         """
         if what == "data" and not self._has_begun:
             self.lap()
         began, before = time.monotonic(), self._seconds[what]
         try:
-            with record_function(f"waits for {what}"):  # so that a profile shows it
+            with record_function(f"waits for {what}"):  # shown in profiles
                 yield
         finally:
             if self._lap_began > began:  # a lap has ended in between
@@ -73,11 +67,11 @@ class IntervalClock:
             self._seconds[what] = before + time.monotonic() - began
 
     def add_exchange(self, seconds: float) -> None:
-        """Time by which this rank came to the exchange before a step earlier than the last one."""
+        """Count a wait for the last rank, in the exchange before a step."""
         self._seconds["ranks"] += seconds
 
     def lap(self) -> Lap:
-        """The time since the last lap, and start a new one."""
+        """End the lap and start a new one."""
         now, spent = time.monotonic(), self._seconds
         lap = Lap(now - self._lap_began - spent["pause"], spent["data"], spent["ranks"])
         self._has_begun, self._lap_began, self._seconds = True, now, defaultdict(float)
@@ -93,10 +87,9 @@ def performance_metrics(
     flops: float | None = None,
     peak_flops_per_device: float | None = None,
 ) -> dict[str, float]:
-    """The `perf/` metrics of an interval.
+    """The `perf/` metrics of an interval; `perf/mfu` where FLOPs and the peak are known.
 
-    `tokens`: non-padding tokens of both sides over all ranks. `flops`: model FLOPs of the interval over all
-    ranks, recomputation not counted. `perf/mfu` (a fraction) is there where FLOPs and the peak are known.
+    `tokens` (non-padding, both sides) and `flops` (of the model, without recomputation) are of all ranks.
     """
     seconds = max(lap.training_s, 1e-9)
     metrics = {
@@ -112,13 +105,11 @@ def performance_metrics(
 
 @dataclass(frozen=True, slots=True)
 class RankStats(Lap):
-    """One rank in one logging interval; gathered from all ranks, so that all judge by the same.
+    """One rank in one logging interval; gathered, so that all ranks judge by the same.
 
-    `exchange_wait_s`: in the exchange before each step the last rank to come waits least. `arithmetic_s`:
-    `measure_arithmetic`. `memory`, in bytes: `host`, resident memory of the process now; `device`, allocated on its
-    accelerator now, if it has one; `peak`, the largest device memory so far, without an accelerator the largest host
-    memory; `reserved`, what the allocator has taken from the accelerator's driver; and once in a process the engine's
-    tensors by category (engine/protocol.py).
+    `arithmetic_s`: `measure_arithmetic`. `memory`, in bytes: `host`, resident now; `device`, allocated on the
+    accelerator now; `peak`, the largest of that so far, or of the host's without an accelerator; `reserved`, by the
+    allocator; and once in a process the engine's tensors by category (engine/protocol.py).
     """
 
     arithmetic_s: float
@@ -126,7 +117,7 @@ class RankStats(Lap):
 
 
 def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, int]) -> RankStats:
-    """This rank's statistics: the seconds and what is held as they are given, the rest measured now."""
+    """This rank's statistics; what is not given is measured now."""
     host = psutil.Process().memory_info().rss
     # The kernel brings its peak up to date a little later.
     memory = {"host": host, "peak": max(peak_host_bytes(), host)}
@@ -140,10 +131,7 @@ def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, 
 
 
 def peak_host_bytes() -> int:
-    """The most resident memory that this program has had.
-
-    Linux's `ru_maxrss` begins with that of the process that started this one, which may be larger; VmHWM does not.
-    """
+    """The most resident memory that this program has had. Linux's `ru_maxrss` begins with the parent process's."""
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):
@@ -154,15 +142,14 @@ def peak_host_bytes() -> int:
 
 
 def measure_arithmetic(device: torch.device) -> float:
-    """Seconds that `device` takes for a fixed number of matrix products; waits for them.
+    """Seconds that `device` takes for a fixed number of matrix products; waits for them, about ten milliseconds.
 
-    On a GPU this is the time between two events of its stream, so what was queued before is not in it. On a CPU it
-    is wall-clock time: a rank whose core is taken away is slow, though its CPU time shows nothing. Costs about ten
-    milliseconds at most; the operands stay allocated (24 MiB on a GPU, less than 1 MiB on a CPU).
+    On a GPU this is the time between two events of its stream, without what was queued before. On a CPU it is
+    wall-clock time: a rank without its core is slow, though its CPU time shows nothing. The operands stay allocated.
     """
     if device.type != "cuda":
         _multiply(cpu := torch.device("cpu"), _WARMUP_PRODUCTS)
-        # The shortest of three: another program's turn on the core is noise, but who is short of a core always waits.
+        # The shortest of three: another program's turn on the core is noise, a core that is always shared is not.
         return min(timeit.repeat(lambda: _multiply(cpu, 16), repeat=3, number=1))
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     with torch.cuda.device(device):
@@ -191,26 +178,25 @@ def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class MachineWatch:
-    """Looks at the statistics of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
+    """Judges the statistics of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
 
-    An alert is raised once, and again when what it says has ended and come back (memory: when it has grown further).
-    The first interval of a process pays for compiling and for starting workers, and is left out of throughput.
+    An alert is raised once, and again when it has ended and come back (memory: when it has grown further). The first
+    interval of a process (compilation, workers that start) is left out of throughput.
     """
 
     def __init__(self, settings: MonitorConfig) -> None:
         self._settings = settings
         self._intervals = self._memory_intervals = 0
-        # Tokens per second and rank: comparable with what it was before a resume on more or fewer ranks. It is saved;
-        # memory and streaks are this process's own, and start anew.
+        # Tokens per second and rank, comparable after a resume on other ranks. It is saved; the rest is the process's.
         self.throughput = MetricWindow(settings.window_size)
-        self._streaks: dict[tuple[str, int], int] = {}
+        self._streaks: dict[str, int] = {}
         self._memory_levels: dict[str, list[float]] = {}
         self._saved = False
 
     def update(self, step: int, rank_stats: Sequence[RankStats], *, tokens_per_second: float) -> list[dict[str, Any]]:
-        """Take in one logging interval, and return its new alerts.
+        """Add one logging interval and return its new alerts.
 
-        `rank_stats` of all ranks in their order; `tokens_per_second` of all ranks together, NaN if it was not measured.
+        `rank_stats` are in the order of the ranks, `tokens_per_second` of all together, NaN if it was not measured.
         """
         self._intervals += 1
         self._memory_intervals += 1
@@ -221,13 +207,13 @@ class MachineWatch:
         ]
 
     def note_save(self) -> None:
-        """A checkpoint was saved. The first one of a process keeps its staging buffers: memory has a new baseline."""
+        """Begin a new baseline of memory at the first checkpoint of a process, which keeps its staging buffers."""
         if not self._saved:
             self._saved, self._memory_intervals, self._memory_levels = True, 0, {}
 
     @staticmethod
     def metrics(rank_stats: Sequence[RankStats]) -> dict[str, float]:
-        """Memory, the largest of all ranks', and of two ranks or more who is slowest and latest in an interval."""
+        """The largest memory of all ranks, and the slowest and latest of several ranks."""
         metrics = {
             f"mem/{name}_bytes": largest
             for name in rank_stats[0].memory
@@ -241,56 +227,52 @@ class MachineWatch:
         return metrics
 
     def _judge_persistent(self, step: int, rank_stats: Sequence[RankStats], speed: float) -> list[dict[str, Any]]:
-        """Alerts of what has now been beyond its threshold in `PERSISTENT_INTERVALS` intervals in a row.
+        """Alerts of what has now been beyond its limit in `PERSISTENT_INTERVALS` intervals in a row.
 
         `speed`: tokens per second and rank.
         """
-        settings, usual = self._settings, self.throughput.mean
+        settings, ranks = self._settings, len(rank_stats)
         is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
-        least = settings.throughput_drop_threshold * usual if is_compared else 0.0
+        least = settings.throughput_drop_threshold * self.throughput.mean if is_compared else 0.0
         if self._intervals > 1 and not math.isnan(speed):
-            # A low value counts like any other: a speed that stays becomes the one to be compared with.
-            self.throughput.add(speed)
-        shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
-        share, (latest, lateness) = max(shares), _latest(rank_stats)
-        waits, slow, late = (
-            settings.data_wait_threshold,
-            settings.straggler_threshold,
-            settings.straggler_late_threshold,
-        )
-        ranks = len(rank_stats)
-        low_speed = (
-            f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
-            f"monitor.throughput_drop_threshold={settings.throughput_drop_threshold:g} times the mean of the "
-            "intervals before"
-        )
-        waiting = (
-            f"rank {shares.index(share)} waits for its next batch for {share:.1%} of the time, more than the share "
-            f"monitor.data_wait_threshold={waits:g} in {PERSISTENT_INTERVALS} logging intervals in a row"
-        )
-        waited_for = (
-            f"rank {latest} is late: others wait for it before the steps for {lateness:.1%} of the time, more than the "
-            f"share monitor.straggler_late_threshold={late:g}"
-        )
-        # What and whose, whether it is beyond its threshold, and the alert. Ranks that wait for data take turns, so it
-        # does not count which one does.
-        rows = [
-            (("throughput", 0), speed < least, make_alert("throughput_drop", step, speed, least, low_speed)),
-            (("data_wait", 0), share > waits, make_alert("data_wait", step, share, waits, waiting)),
-        ]
-        for rank, ratio in enumerate(_slowness(rank_stats)):
+            self.throughput.add(speed)  # a low one too: a speed that stays becomes the usual one
+        seen: dict[str, dict[str, Any]] = {}  # one alert a streak
+        if speed < least:
             message = (
-                f"rank {rank} is slow: for the same arithmetic it takes {ratio:.2f} times as long as the "
-                f"{'faster' if ranks == 2 else 'median'} rank, more than monitor.straggler_threshold={slow:g} times"
+                f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
+                f"monitor.throughput_drop_threshold={settings.throughput_drop_threshold:g} times the mean of the "
+                "intervals before"
             )
-            rows.append((("slow", rank), ratio > slow, make_alert("straggler", step, ratio, slow, message)))
-        rows.append((("late", latest), lateness > late, make_alert("straggler", step, lateness, late, waited_for)))
-        seen = {key: alert for key, is_beyond, alert in rows if is_beyond}
+            seen["throughput"] = make_alert("throughput_drop", step, speed, least, message)
+        shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
+        share, limit = max(shares), settings.data_wait_threshold
+        if share > limit:  # of any rank: ranks that wait for data take turns
+            message = (
+                f"rank {shares.index(share)} waits for its next batch for {share:.1%} of the time, more than the share "
+                f"monitor.data_wait_threshold={limit:g} in {PERSISTENT_INTERVALS} logging intervals in a row"
+            )
+            seen["data"] = make_alert("data_wait", step, share, limit, message)
+        limit = settings.straggler_threshold
+        for rank, ratio in enumerate(_slowness(rank_stats)):
+            if ratio > limit:
+                message = (
+                    f"rank {rank} is slow: for the same arithmetic it takes {ratio:.2f} times as long as the "
+                    f"{'faster' if ranks == 2 else 'median'} rank, more than "
+                    f"monitor.straggler_threshold={limit:g} times"
+                )
+                seen[f"slow {rank}"] = make_alert("straggler", step, ratio, limit, message)
+        (latest, lateness), limit = _latest(rank_stats), settings.straggler_late_threshold
+        if lateness > limit:
+            message = (
+                f"rank {latest} is late: others wait for it before the steps for {lateness:.1%} of the time, more than "
+                f"the share monitor.straggler_late_threshold={limit:g}"
+            )
+            seen[f"late {latest}"] = make_alert("straggler", step, lateness, limit, message)
         self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
-        """One alert for all ranks that have grown: mostly they do so together."""
+        """One alert for all ranks whose memory has grown."""
         if self._memory_intervals < MEMORY_BASELINE_INTERVALS.start:
             return []
         levels = self._memory_levels.setdefault(place, list(now))
@@ -320,7 +302,7 @@ def _slowness(rank_stats: Sequence[RankStats]) -> list[float]:
 
 
 def _latest(rank_stats: Sequence[RankStats]) -> tuple[int, float]:
-    """The rank that the others wait for most, and for which share of the interval its last one does."""
+    """The rank that the others wait for most, and the share of the interval that they wait."""
     waits = [rank.exchange_wait_s for rank in rank_stats]
     latest = waits.index(min(waits))
     return latest, (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)

@@ -1,7 +1,6 @@
 """Sums of a run's steps: collected on the device, reduced over the ranks once per interval, then floats.
 
-One optimizer step becomes one `StepRecord`. Between two lines of metrics the sums stay where the loss
-was computed, so that recording never waits for the device:
+One optimizer step becomes one `StepRecord`. Recording never waits for the device:
 
     add         per micro-batch   two small additions on the device
     end_step    per step          keeps the sums, the gradient norm and the engine's other metrics as tensors
@@ -26,16 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import DENOISERS, TASKS, LossSum, StepResult
+from ds_encdec.types import TASKS, LossSum, StepResult
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 class MetricWindow:
-    """The last `window_size` values of one metric, with their statistics.
-
-    Those of an empty window: mean and std 0.0, min inf, max -inf.
-    """
+    """The last `window_size` values of one metric. An empty window has mean and std 0.0, min inf and max -inf."""
 
     def __init__(self, window_size: int = 100) -> None:
         if window_size < 1:
@@ -47,7 +43,7 @@ class MetricWindow:
         return len(self.values)
 
     def add(self, value: float) -> None:
-        """Append `value`; the oldest one leaves when the window is full."""
+        """Append `value`; a full window drops its oldest one."""
         self.values.append(float(value))
 
     @property
@@ -84,9 +80,8 @@ class MetricWindow:
 class StepRecord:
     """One optimizer step, over all micro-batches and all ranks; equal on every rank.
 
-    `loss_sums` (nats) and `target_tokens` (whole numbers) are by denoiser. `global_step` and `data_step` are
-    `TrainingState`'s, after the step; `grad_norm` is the norm before clipping. `extra`: `StepResult.extra`, the mean
-    over the ranks.
+    `loss_sums` (nats) and `target_tokens` are by denoiser, `global_step` and `data_step` those after the step,
+    `grad_norm` the norm before clipping, `extra` the mean of `StepResult.extra` over the ranks.
     """
 
     global_step: int
@@ -111,28 +106,25 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Restore exactly what was saved. Older checkpoints have lists instead of names, and no `extra`."""
-
-        def named(part: str) -> dict[str, float]:
-            saved = values.get(part, {})
-            items = zip(DENOISERS, saved, strict=False) if isinstance(saved, list) else saved.items()
-            return {name: float(value) for name, value in items}
-
-        parts = {part: named(part) for part in ("loss_sums", "target_tokens", "extra")}
+        """Restore exactly what was saved."""
+        parts = {
+            part: {name: float(value) for name, value in values[part].items()}
+            for part in ("loss_sums", "target_tokens", "extra")
+        }
         return cls(**{**values, **parts, "grad_norm": float(values["grad_norm"])})
 
 
 class StepAccumulator:
     """Collects this rank's steps and turns them into `StepRecord`s of all ranks.
 
-    Sums are float64 and added in the order of the ranks, whatever the number of steps reduced together: the
-    records of a run that was interrupted between two lines equal an uninterrupted run's to the bit.
+    Sums are float64 and added in the order of the ranks: the records of a run that was interrupted between two lines
+    equal an uninterrupted run's to the bit.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._begin_step()
-        # The steps that have not been reduced, without what is summed over the ranks; and this rank's part of that.
+        # The steps that have not been reduced, and this rank's part of their sums.
         self._pending: list[tuple[StepRecord, Tensor]] = []
         self._records: list[StepRecord] = []
 
@@ -143,7 +135,7 @@ class StepAccumulator:
 
     def end_step(self, result: StepResult, *, global_step: int, data_step: int) -> None:
         """Close the current step, applied or not; the counters are those after it."""
-        step = StepRecord(  # what the ranks have to add up is filled in by `reduce`
+        step = StepRecord(  # `reduce` fills in the sums over the ranks
             global_step=global_step,
             data_step=data_step,
             applied=result.applied,
@@ -212,11 +204,7 @@ def _gather(row: Tensor) -> list[Tensor]:
 
 
 def sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
-    """The sum of every rank's tensor.
-
-    Added here, because the order in which an all-reduce adds depends on where in the buffer an element lies, and so on
-    how many steps are reduced together.
-    """
+    """The sum of every rank's tensor. An all-reduce would add in an order that depends on the size of the buffer."""
     return functools.reduce(torch.add, ranks)
 
 
@@ -240,10 +228,7 @@ def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Map
 def eval_metrics(
     loss_sums: Mapping[str, float], target_tokens: Mapping[str, float], eval_set: str = ""
 ) -> dict[str, float]:
-    """`eval/loss`, `eval/perplexity`, and both per denoiser (`eval/loss_X1`, `eval/perplexity_X1`).
-
-    Those of a set of `data.eval_sets` are `eval/NAME/loss` and so on.
-    """
+    """`eval/loss`, `eval/perplexity` and both per denoiser (`eval/loss_X1`); `eval/NAME/loss`… of an `eval_set`."""
     losses = loss_metrics(f"eval/{eval_set}" if eval_set else "eval", loss_sums, target_tokens)
     return losses | {
         "/perplexity".join(name.rsplit("/loss", 1)): math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
@@ -254,8 +239,8 @@ def eval_metrics(
 def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     """The `train/` metrics of an interval of at least one step, and the engine's own (`StepResult.extra`).
 
-    Losses are those of the applied steps, and the engine's metrics are averaged over them: a step that was skipped for
-    its NaN would hide the others. (If none was applied, of all.) Learning rate and gradient norm are the last step's.
+    Losses and the engine's metrics are means over the applied steps (if there are none, over all): a skipped NaN would
+    hide the others. Learning rate and gradient norm are the last step's.
     """
     counted = [record for record in records if record.applied] or records
     loss_sums = _by_name([record.loss_sums for record in counted], sum)

@@ -1,23 +1,7 @@
 """metrics.jsonl and ledger.jsonl of a run, one strict JSON object a line: written, cut, and read back.
 
+The ledger has the events of the run in the order of time, and is never taken back (docs/recovery.md has the fields).
 What is read may have been written by others, and is believed as little as possible.
-
-The ledger has the events of the run: what happened to it, and what it did about it; and the alerts among them
-(docs/monitor.md). It is in the order of time, and never taken back:
-
-    time       ISO 8601 with its zone
-    kind       start | alert | rollback | no_rollback | early_stop | stop
-    step       applied optimizer steps, `data_step` consumed ones, when it happened
-
-    start      resumed_from (a path, or null), world_size, engine
-    alert      type, value, threshold, message (`make_alert`), action: warn | skip_step | rollback | stop;
-               those that are only warned of once per type and logging interval
-    rollback   type and message of the alert; to_step, to_data_step: of the checkpoint; number: of the run's rollbacks
-    no_rollback, early_stop   message
-    stop       message and exit_code, where the run ended before its end
-
-A rollback trains on nothing of the data steps after `to_data_step` up to `data_step` again. A run that is resumed
-meets what came after its checkpoint once more, so an entry may come twice.
 """
 
 import json
@@ -51,8 +35,8 @@ Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"
 class StepLines(NamedTuple):
     """The JSON objects of a file of lines that have a finite `step`.
 
-    `problem`: what else is in the file, in words without a full stop; empty where nothing is. `is_torn`: its last line
-    is not whole, as while a run is writing it or after a kill.
+    `problem`: words about unreadable lines, without a full stop. `is_torn`: the last line is not whole, as after a
+    kill.
     """
 
     lines: list[dict[str, Any]]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple, Protocol
 
 from torch import nn
@@ -55,13 +54,13 @@ class Observation(NamedTuple):
 class TrainingMonitor:
     """Windows of loss, gradient norm and throughput; alerts when one leaves its bounds.
 
-    Alerts are dicts with `type` (one of `TRAINING_ALERTS`), `step`, `value`, `threshold` and `message`. What is not
-    finite, and what belongs to a step that was not applied, raises its alert and stays out of all statistics.
-    `history` holds the last `MAX_HISTORY` observations of this process; a run's earlier ones are in metrics.jsonl.
+    Alerts are dicts with `type` (one of `TRAINING_ALERTS`), `step`, `value`, `threshold` and `message`. Values that are
+    not finite or of a step that was not applied stay out of all statistics. `history`: the last `MAX_HISTORY`
+    observations of this process.
 
-    `loss_plateau_steps` None: a plateau is never looked for. `planned_learning_rate` gives the rate of the i-th
-    applied update (from 0); None: rates are not looked at. `loss_scaling`: a norm that overflows is the search
-    for a loss scale (float16), and no alert while the loss is finite. The other arguments are `MonitorConfig`'s.
+    `loss_plateau_steps` None: no alerts of plateaus. `planned_learning_rate`: the rate of the i-th applied update (from
+    0); None: no alerts of rates. `loss_scaling` (float16): a norm that overflows is no alert while the loss is finite.
+    The other arguments are `MonitorConfig`'s.
     """
 
     window_size: int = 100
@@ -81,8 +80,7 @@ class TrainingMonitor:
     min_loss: float | None = field(default=None, init=False)
     max_loss: float | None = field(default=None, init=False)
     steps: int = field(default=0, init=False)
-    # These are the window's mean and the step when it last fell by enough, and whether an alert was raised since then
-    # because it had not.
+    # The window's mean and the step when it last fell by enough, and whether an alert was raised since then.
     plateau_mean: float | None = field(default=None, init=False)
     plateau_step: int = field(default=0, init=False)
     plateau_said: bool = field(default=False, init=False)
@@ -98,7 +96,7 @@ class TrainingMonitor:
 
     @classmethod
     def from_config(cls, config: FullConfig) -> TrainingMonitor:
-        """The monitor of a run. Rates are held against the schedule, unless the raw DeepSpeed JSON changes that."""
+        """The monitor of a run. Rates are compared with the schedule, unless raw DeepSpeed JSON has its own."""
         settings = {name: getattr(config.monitor, name) for name in MonitorConfig.model_fields if hasattr(cls, name)}
         schedule = partial(learning_rate, training=config.training)
         planned = None if "scheduler" in config.infra.deepspeed_extra else schedule
@@ -115,7 +113,7 @@ class TrainingMonitor:
         *,
         applied: bool = True,
     ) -> list[dict[str, Any]]:
-        """Take in one optimizer step, and return its new alerts.
+        """Add one optimizer step and return its new alerts.
 
         `step`: applied steps after this one. `loss` in nats per target token, `grad_norm` before clipping,
         `tokens_per_second` NaN where it was not measured.
@@ -147,9 +145,9 @@ class TrainingMonitor:
     def get_summary(self) -> dict[str, Any]:
         """The run in numbers: `loss`, `grad_norm`, `throughput`, `alerts` and `steps`.
 
-        The `current` loss is the mean of its window, and `decrease` what that is below the `initial` one: neither hangs
-        on a single step. The other losses are over the whole run; None before the first one. Norms and throughput are
-        over their windows. `steps` counts those that were not applied too.
+        The `current` loss is the mean of its window, and `decrease` its distance below the `initial` one. The other
+        losses are over the whole run (None before the first step), norms and throughput over their windows. `steps`
+        counts those that were not applied too.
         """
         current = self.loss_window.mean if len(self.loss_window) else None
         decrease = None if self.initial_loss is None or current is None else self.initial_loss - current
@@ -175,8 +173,7 @@ class TrainingMonitor:
     def validate_phase(self, phase_config: PhaseLimits) -> dict[str, Any]:
         """Judge the run by the phase's gate: `passed`, and `checks` of `name`, `passed`, `message`.
 
-        A loss that was never measured fails its check. Spikes that a rollback took back are not in the weights, and do
-        not count.
+        A loss that was never measured fails its check. Spikes that a rollback took back do not count.
         """
         after_warmup, decrease = self.warmup_complete_loss, self.get_summary()["loss"]["decrease"]
         found = [alert for alert in self.alerts if alert["type"] == "loss_spike"]
@@ -227,25 +224,25 @@ class TrainingMonitor:
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
         """Alerts of a step by itself, against the window before its loss is in it."""
-        enough = len(self.loss_window) >= self.loss_spike_min_values  # to be compared with
-        largest, steepest = self.loss_spike_threshold * self.loss_window.mean, self.grad_norm_threshold
-        is_finite = math.isfinite(loss) and (math.isfinite(grad_norm) or self.loss_scaling)
-        culprit = grad_norm if math.isfinite(loss) else loss
-        not_finite = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
-        spike = (
-            f"loss {loss:.4f} is above {largest:.4f}, monitor.loss_spike_threshold={self.loss_spike_threshold:g} times "
-            f"the mean of the {len(self.loss_window)} losses before it"
-        )
-        explosion = (
-            f"gradient norm {grad_norm:.4f} before clipping is above the largest one allowed, "
-            f"monitor.grad_norm_threshold={steepest:g}"
-        )
-        rows = [
-            (not is_finite, make_alert("non_finite", step, culprit, math.inf, not_finite)),
-            (enough and largest < loss < math.inf, make_alert("loss_spike", step, loss, largest, spike)),
-            (steepest < grad_norm < math.inf, make_alert("grad_explosion", step, grad_norm, steepest, explosion)),
-        ]
-        return [alert for is_raised, alert in rows if is_raised]
+        alerts = []
+        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.loss_scaling):
+            message = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
+            value = grad_norm if math.isfinite(loss) else loss
+            alerts.append(make_alert("non_finite", step, value, math.inf, message))
+        limit, count = self.loss_spike_threshold * self.loss_window.mean, len(self.loss_window)
+        if count >= self.loss_spike_min_values and limit < loss < math.inf:
+            message = (
+                f"loss {loss:.4f} is above {limit:.4f}, monitor.loss_spike_threshold={self.loss_spike_threshold:g} "
+                f"times the mean of the {count} losses before it"
+            )
+            alerts.append(make_alert("loss_spike", step, loss, limit, message))
+        if self.grad_norm_threshold < grad_norm < math.inf:
+            message = (
+                f"gradient norm {grad_norm:.4f} before clipping is above the largest one allowed, "
+                f"monitor.grad_norm_threshold={self.grad_norm_threshold:g}"
+            )
+            alerts.append(make_alert("grad_explosion", step, grad_norm, self.grad_norm_threshold, message))
+        return alerts
 
     def _judge_plateau(self, step: int) -> list[dict[str, Any]]:
         """One alert per stretch of steps in which the full window's mean has not fallen by enough."""
@@ -288,8 +285,12 @@ _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
 
 def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`alerts` in their order, the last `MAX_ALERTS_OF_A_TYPE` of each type."""
-    numbers: defaultdict[str, Iterator[int]] = defaultdict(count)  # of each type's, the newest is number 0
-    return [alert for alert in reversed(alerts) if next(numbers[alert["type"]]) < MAX_ALERTS_OF_A_TYPE][::-1]
+    kept, numbers = [], Counter[str]()
+    for alert in reversed(alerts):
+        numbers[alert["type"]] += 1
+        if numbers[alert["type"]] <= MAX_ALERTS_OF_A_TYPE:
+            kept.append(alert)
+    return kept[::-1]
 
 
 def _number(value: float | None, reason: str) -> str:
@@ -297,9 +298,7 @@ def _number(value: float | None, reason: str) -> str:
 
 
 def compute_gradient_norm(model: nn.Module) -> float:
-    """Global L2 norm, in float32, of the gradients that lie in `p.grad`; 0.0 without any.
-
-    For unsharded models (the engines report their own norm, since ZeRO keeps `p.grad` empty). Waits for the device.
-    """
+    """Global L2 norm, in float32, of the gradients in `p.grad` of an unsharded model; 0.0 without any. Waits for the
+    device."""
     gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
     return float(nn.utils.get_total_norm(gradients))

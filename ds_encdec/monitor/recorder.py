@@ -1,4 +1,4 @@
-"""Turns what the loop reports into metrics and into answers to alerts: one object, so that the loop stays a loop."""
+"""Turns the steps that the loop reports into metrics and into answers to alerts."""
 
 import logging
 import math
@@ -35,10 +35,10 @@ Alert = Mapping[str, Any]  # see `make_alert`
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """The actions that alerts ask the run for, each with the first alert that asks for it; equal on every rank.
+    """The actions that alerts demand, each with the first such alert; equal on every rank.
 
-    `stop`: end now, training is at fault and its state not worth saving. `rollback`: go back. `leave`: the machine is
-    at fault; save, then end.
+    `stop`: end without a save, since training is at fault. `rollback`: go back. `leave`: save, then end, since the
+    machine is at fault.
     """
 
     stop: Alert | None = None
@@ -50,11 +50,11 @@ class Actions:
 class Recorder:
     """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
 
-    What it judges by is gathered from all ranks first, so that all come to the same actions. `state` is the run's when
-    it starts. `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `sinks` is
-    empty on every rank but 0, and `events` writes nothing there. `peak_flops`: of one device, in FLOP/s; None where it
-    is not known. `estimated_bytes`: what the largest `mem/peak_bytes` should come to. `on_long_row`: of the run's data.
-    The loop reports to `clock` when it waits for data or for other ranks or pauses, and to `machine` when it saves.
+    Figures are gathered from all ranks first, so that all come to the same actions. `state` is the run's when it
+    starts. `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `peak_flops`: of
+    one device, in FLOP/s; None where it is not known. `sinks` is empty and `events` writes nothing except on rank 0.
+    `estimated_bytes`: the estimate of the largest `mem/peak_bytes`. `on_long_row`: of the run's data. The loop reports
+    waits and pauses to `clock`, and saves to `machine`.
     """
 
     device: torch.device
@@ -81,38 +81,37 @@ class Recorder:
         self._once: dict[str, float] = {}
         self._steps_to_held = STEPS_TO_HELD
         self._held_bytes: Mapping[str, int] = {}
-        measure_arithmetic(self.device)  # allocates what it works on: better now than in a full memory
+        measure_arithmetic(self.device)  # allocates its operands before memory is full
 
     def add(self, loss: LossSum, batch: Batch) -> None:
-        """One micro-batch of this rank. Does not wait for the device."""
+        """Add one micro-batch of this rank. Does not wait for the device."""
         self._steps.add(loss, encoder_tokens=batch.encoder_tokens)
         self._flops += self.batch_flops(batch)
 
     def measure_held(self, held_bytes: Callable[[], Mapping[str, int]]) -> None:
-        """Before each step: in one step of this process, take `Engine.held_bytes` for the next line of metrics."""
+        """Call before each step: once in this process `Engine.held_bytes` goes into the next line of metrics."""
         self._steps_to_held -= 1
         if self._steps_to_held == 0:
             self._held_bytes = held_bytes()
 
     @property
     def veto(self) -> Callable[[Tensor], bool] | None:
-        """Decides whether to skip the step whose gradient norm (float32 scalar) it is given; the same on all ranks.
+        """Decides by its finite gradient norm (float32 scalar) whether to skip a step; the same on all ranks.
 
-        None, and so no wait for the device at each step, unless some alert is answered with `skip_step`. A norm that is
-        not finite never comes here: the engine skips such a step itself.
+        None, and so no wait for the device at each step, unless some alert is answered with `skip_step`.
         """
         return self._refuses if self.judges_every_step else None
 
     @property
     def judges_every_step(self) -> bool:
-        """True if every step is judged before the next one: a veto compares with windows up to this very step."""
+        """True if every step is judged before the next one, as a veto needs it."""
         return "skip_step" in (self.settings.on_loss_spike, self.settings.on_grad_explosion)
 
     def end_step(self, state: TrainingState, result: StepResult) -> None:
-        """The end of a step, applied or not; `state` is the one after it."""
+        """End a step, applied or not; `state` is the one after it."""
         self._steps.end_step(result, global_step=state.global_step, data_step=state.data_step)
         if state.long_rows and not self._last.long_rows and self.collectives.rank == 0:
-            logger.warning("%s; data/long_rows in metrics.jsonl counts on", self._told_long(state))
+            logger.warning("%s; data/long_rows in metrics.jsonl counts on", self._long_rows(state))
         self._last = state
 
     def judge(self) -> Actions:
@@ -164,7 +163,7 @@ class Recorder:
         return actions
 
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
-        """Note how long a checkpoint held training up, and took in all, for the next line of metrics."""
+        """Put the pause of training for a checkpoint and its whole time into the next line of metrics."""
         self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
 
     def go_back(self, saved: Mapping[str, Any], state: TrainingState) -> None:
@@ -178,7 +177,7 @@ class Recorder:
             sink.go_back(state.global_step, state.rollbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Windows and the steps, all judged, of an unfinished interval; equal on all ranks. A collective."""
+        """Windows and the judged steps of an unfinished interval; equal on all ranks. A collective."""
         return {
             "steps": self._steps.state_dict(),
             "monitor": self.monitor.state_dict(),
@@ -186,19 +185,19 @@ class Recorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken: a resume. (A rollback changes nothing about the machines.)"""
+        """Continue where `state_dict` was taken: a resume."""
         self._load(state)
         self.monitor.load_state_dict(state["monitor"])
         self.machine.throughput.load_state_dict(state["machine"]["throughput"])
 
     def close(self, exit_code: int, reason: str = "") -> None:
-        """Write into the events why the run ended, if not at its end, log what was left out, and close the sinks."""
+        """Record why the run stopped early, log how many rows were left out, and close the sinks."""
         last = self._last
         if exit_code:
             where = {"step": last.global_step, "data_step": last.data_step}
             self.events.write("stop", **where, exit_code=exit_code, message=reason)
         if last.long_rows and self.collectives.rank == 0:
-            logger.info("%s", self._told_long(last))
+            logger.info("%s", self._long_rows(last))
         if last.bad_rows and self.collectives.rank == 0:
             logger.info("%s not readable and left out (data.on_bad_row=skip)", _were(last.bad_rows, "row"))
         if self._once and exit_code == 0:  # of the last save, which no line follows
@@ -206,7 +205,7 @@ class Recorder:
         for sink in self.sinks:
             sink.close(exit_code)
 
-    def _told_long(self, state: TrainingState) -> str:
+    def _long_rows(self, state: TrainingState) -> str:
         what = "cut off" if self.on_long_row == "truncate" else "left out"
         return (
             f"{_were(state.long_rows, 'example')} longer than data.max_encoder_length or data.max_decoder_length and "
@@ -249,8 +248,8 @@ class Recorder:
         ]
 
     def _answer(self, alerts: Sequence[tuple[Alert, int]]) -> Actions:
-        """Write the alerts into the events and the log, and return what they ask for."""
-        asked: dict[str, Alert] = {}
+        """Write the alerts into the events and the log, and return the actions that they demand."""
+        actions: dict[str, Alert] = {}
         for alert, data_step in alerts:
             kind, action = alert["type"], answer(alert["type"], self.settings)
             self._alerts_in_interval[kind] += 1
@@ -259,8 +258,8 @@ class Recorder:
                 if self.collectives.rank == 0:
                     logger.warning("%s: %s (%s)", kind, alert["message"], action)
             if action in ("stop", "rollback"):
-                asked.setdefault("leave" if action == "stop" and kind in MACHINE_ALERTS else action, alert)
-        return Actions(**asked)
+                actions.setdefault("leave" if action == "stop" and kind in MACHINE_ALERTS else action, alert)
+        return Actions(**actions)
 
     def publish(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
         """Hand metrics to the sinks: those of an interval, or of an evaluation."""

@@ -1,11 +1,9 @@
 """The places where metrics go: metrics.jsonl and the console always, TensorBoard and W&B as configured.
 
-A sink sees a step and plain floats. Only rank 0 has any: `open_sinks` gives the other ranks an empty list, so
-the loop never asks who it is. A tracker that fails is dropped with one warning, for no picture of a run is
-worth the run. metrics.jsonl is not dropped: it says so at each line it cannot write, and goes on trying.
+A sink sees a step and plain floats; only rank 0 has any. A tracker that fails is dropped with one warning, and the run
+goes on. metrics.jsonl is never dropped: each line that cannot be written is an error in the log.
 """
 
-import functools
 import logging
 import math
 import netrc
@@ -24,7 +22,6 @@ from rich.live import Live
 
 from ds_encdec import terminal
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.settings import leaves
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.console import ProgressLine, in_lines, shown
 from ds_encdec.monitor.metrics_file import append_line, cut_after
@@ -36,24 +33,9 @@ logger = logging.getLogger(__name__)
 WANDB_INIT_TIMEOUT_S = 30.0
 """Time for W&B's server to answer before the run is kept offline. Training has not begun then."""
 
-COMPARED = ("training.learning_rate", "training.num_train_steps", "training.seed", "infra.distributed_type")
-"""Fields that TensorBoard's table of hyperparameters has of every run."""
-TENSORBOARD_LAYOUT = {
-    "losses": {
-        "training and evaluation": ["Multiline", ["train/loss$", "eval/([^/]+/)?loss$"]],
-        "training, by denoiser": ["Multiline", ["train/loss_"]],
-        "evaluation, by denoiser": ["Multiline", ["eval/loss_"]],
-    },
-    "machines": {
-        "memory, bytes": ["Multiline", ["mem/(peak|host|device|estimated)_bytes"]],
-        "checkpoints, seconds": ["Multiline", ["ckpt/"]],
-    },
-}
-"""Charts of several metrics, which are regular expressions, in TensorBoard's tab Custom Scalars."""
-
 
 class Sample(NamedTuple):
-    """One held-out example: what the encoder was given, what it should have become, and what the model made of it."""
+    """One held-out example with the text that the model generated for it."""
 
     input: str
     reference: str
@@ -70,10 +52,10 @@ class Sink:
         """Write texts that the model has generated in the evaluation at `step`."""
 
     def go_back(self, step: int, rollback: int) -> None:
-        """The run goes back to `step`, by its rollback of this number: later ones no longer belong to its history."""
+        """Take back the steps after `step`, by the run's rollback of this number."""
 
     def close(self, exit_code: int = 0) -> None:
-        """Write what is left. `exit_code` is the run's."""
+        """Write the rest. `exit_code` is the run's."""
 
 
 def open_sinks(
@@ -86,10 +68,8 @@ def open_sinks(
 ) -> list[Sink]:
     """The sinks of a run whose next step is `start_step` + 1. Empty on ranks other than 0.
 
-    `report` writes a page about a run that is complete, for W&B, and returns its path.
-
-    What a resumed run wrote beyond `start_step` before it was stopped is taken back: cut from metrics.jsonl,
-    hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened.
+    `report` writes a page about a run that is complete, for W&B, and returns its path. Later steps of a resumed run are
+    cut from metrics.jsonl and hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened.
     """
     if rank != 0:
         return []
@@ -116,56 +96,50 @@ def _own_sink(name: str, config: FullConfig, logging_dir: Path, start_step: int)
     return sink
 
 
+def _guarded(method: str) -> Callable[..., None]:
+    def forward(self: "GuardedSink", *values: Any) -> None:
+        if self.sink is not None:
+            self.attempt(getattr(self.sink, method), *values)
+
+    return forward
+
+
 class GuardedSink(Sink):
     """A sink whose failure costs one warning and the sink, never the run. Once it has failed, it does nothing."""
 
     def __init__(self, name: str, opener: Callable[[], Sink]) -> None:
         self._name = name
-        self._opener: Callable[[], Sink] | None = functools.cache(opener)
-        self._guard(lambda sink: None)
+        self.sink: Sink | None = None
+        self.sink = self.attempt(opener)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand on."""
-        self._guard(lambda sink: sink.log(step, metrics))
+    log = _guarded("log")
+    show = _guarded("show")
+    go_back = _guarded("go_back")
+    close = _guarded("close")
 
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Hand on."""
-        self._guard(lambda sink: sink.show(step, samples))
-
-    def go_back(self, step: int, rollback: int) -> None:
-        """Hand on."""
-        self._guard(lambda sink: sink.go_back(step, rollback))
-
-    def close(self, exit_code: int = 0) -> None:
-        """Close the sink if it still lives."""
-        self._guard(lambda sink: sink.close(exit_code))
-        self._opener = None
-
-    def _guard(self, action: Callable[[Sink], None]) -> None:
-        if self._opener is None:
-            return
+    def attempt(self, action: Callable[..., Any], *values: Any) -> Any:
+        """Call `action`; where it raises, drop the sink."""
         try:
-            action(self._opener())
+            return action(*values)
         except KeyboardInterrupt:  # the second Ctrl-C
             raise
         except BaseException as error:  # whatever a tracker raises; rich and wandb know SystemExit, too
             logger.warning("%s has failed and is dropped, training goes on: %r", self._name, error)
-            self._opener = None
+            self.sink = None
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: one JSON object a line with `step`, then the metrics by name.
+    """metrics.jsonl: one JSON object a line with `step`, then the metrics by name; null for NaN and infinity.
 
-    JSON has no NaN and no infinity: such a value is written as null (pandas reads it back as NaN). What a kill left of
-    a torn line, and lines of later steps than `start_step`, are cut off here. What a rollback takes back goes to
-    metrics.abandoned.jsonl, with the rollback's number.
+    A torn line and lines of later steps than `start_step` are cut off here. A rollback moves lines to
+    metrics.abandoned.jsonl, with its number.
     """
 
     def __init__(self, path: Path, *, start_step: int = 0) -> None:
         self._path = path
         if path.exists():
             cut_after(path, start_step)
-        self._file = path.open("ab", buffering=0)  # kept open: never does a line go into a file that replaced this one
+        self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line."""
@@ -173,7 +147,7 @@ class JsonlSink(Sink):
         append_line(self._file, {"step": step} | finite)
 
     def go_back(self, step: int, rollback: int) -> None:
-        """Move the lines of later steps to the other file. Where the disk refuses, that is logged as an error."""
+        """Move the lines of later steps to the other file; a disk that refuses is an error in the log."""
         try:
             abandoned = self._path.with_name(f"{self._path.stem}.abandoned{self._path.suffix}")
             cut_after(self._path, step, aside=abandoned, rollback=rollback)
@@ -204,10 +178,7 @@ class SamplesSink(JsonlSink):
 
 
 class ConsoleSink(Sink):
-    """A progress bar where somebody watches, else one line per logging interval.
-
-    Training moves the bar; evaluations are printed.
-    """
+    """A progress bar on a terminal, else one line per logging interval. Evaluations are always printed."""
 
     def __init__(
         self, total_steps: int, *, start_step: int = 0, best: str = "loss", console: Console | None = None
@@ -222,7 +193,7 @@ class ConsoleSink(Sink):
             self._console.show_cursor()  # nobody would, were this process killed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of `step` that a person watches."""
+        """Show the most important metrics of `step`."""
         parts, eta = shown(metrics, self._best), ""
         if "perf/step_time_s" in metrics:
             eta = f"ETA {duration((self._total_steps - step) * metrics['perf/step_time_s'])}"
@@ -237,7 +208,7 @@ class ConsoleSink(Sink):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print the first text, and what it should be; each in one line at most."""
+        """Print the first text and its reference, each in one line at most."""
         for name, text in zip(Sample._fields, samples[0], strict=True):
             line = f"  {name}: {' '.join(text.split()) or '(nothing)'}"
             width = self._console.width if self._live is not None else 160
@@ -258,21 +229,16 @@ class ConsoleSink(Sink):
 class TensorBoardSink(Sink):
     """Event files in `directory`. On resume the steps after `start_step` are hidden (TensorBoard's purge).
 
-    Beside the metrics they hold the configuration as text and as hyperparameters, and charts of several metrics.
+    Beside the metrics they hold the configuration as text.
     """
 
     def __init__(self, directory: Path, config: FullConfig, *, start_step: int = 0) -> None:
         # Imported late: it costs half a second and nobody else needs it.
         from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
 
         self._open = lambda step: SummaryWriter(str(directory), purge_step=step + 1)
         self._writer = self._open(start_step)
         self._writer.add_text("configuration", indent(config.dump_yaml(), "    "), start_step)
-        self._writer.add_custom_scalars(TENSORBOARD_LAYOUT)
-        # Without the first part, which lists them: TensorBoard makes the list of what all runs have.
-        _, values, self._ending = hparams(hyperparameters(config), {})
-        self._writer._get_file_writer().add_summary(values)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add one scalar per metric."""
@@ -287,25 +253,22 @@ class TensorBoardSink(Sink):
         self._writer.flush()
 
     def go_back(self, step: int, rollback: int) -> None:
-        """Hide the later points: a new event file says so."""
+        """Hide the later points by a new event file."""
         self._writer.close()
         self._writer = self._open(step)
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the event file; it says that the run is complete if `exit_code` is 0."""
-        if exit_code == 0:
-            self._writer._get_file_writer().add_summary(self._ending)
+        """Close the event file."""
         self._writer.close()
 
 
 class WandbSink(Sink):
     """A Weights & Biases run: online where somebody is logged in, else offline with one warning.
 
-    Credentials come from W&B's own places (WANDB_API_KEY, netrc); WANDB_MODE, WANDB_DIR and WANDB_RUN_ID are obeyed.
-    The run's id is kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the
-    chart's x axis and not W&B's, which cannot go back to the step of a checkpoint. At a rollback W&B keeps every point,
-    and the abandoned branch is seen beside the new one. The page that `report` writes about a complete run is kept
-    with it, as an artifact.
+    Credentials come from WANDB_API_KEY or netrc; WANDB_MODE, WANDB_DIR and WANDB_RUN_ID are obeyed. The run's id is
+    kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the chart's x axis,
+    since W&B's cannot go back; after a rollback the abandoned branch stays beside the new one. The page that `report`
+    writes about a complete run is kept as an artifact.
     """
 
     def __init__(self, logging_dir: Path, config: FullConfig, report: Callable[[], Path] | None = None) -> None:
@@ -349,16 +312,6 @@ class WandbSink(Sink):
             self._run.finish(exit_code=exit_code)
 
 
-def hyperparameters(config: FullConfig) -> dict[str, bool | int | float | str]:
-    """The fields that tell runs apart, by their dotted names: those that are not at their defaults, and `COMPARED`."""
-    defaults = dict(leaves(FullConfig().model_dump(mode="json")))
-    return {
-        path: value if isinstance(value, bool | int | float | str) else str(value)
-        for path, value in leaves(config.model_dump(mode="json"))
-        if path in COMPARED or value != defaults.get(path)
-    }
-
-
 def _in_a_cell(text: str) -> str:
     """A text as it stands in a cell of a Markdown table."""
     return escape(text).replace("|", "&#124;").replace("\n", "<br>")
@@ -385,9 +338,7 @@ def has_wandb_login(base_url: str) -> bool:
     """True if W&B would find credentials without asking (its prompt would stop an unattended run)."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    hosts = (urlsplit(os.environ.get("WANDB_BASE_URL", base_url)).netloc, "api.wandb.ai")
     try:
-        entries = netrc.netrc(os.environ.get("NETRC"))
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(base_url).netloc) is not None
     except (OSError, netrc.NetrcParseError):
         return False
-    return any(entries.authenticators(host) for host in hosts)

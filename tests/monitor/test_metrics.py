@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from ds_encdec.monitor.metrics import (
     loss_metrics,
     train_metrics,
 )
-from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import DENOISERS, TASKS, LossSum, StepResult
+from ds_encdec.types import TASKS, LossSum, StepResult
 
 
 def loss_sum(*by_denoiser: float, tokens: tuple[float, ...] = (10, 0, 0, 0, 30)) -> LossSum:
@@ -179,15 +177,6 @@ def test_metrics_of_the_engine_are_averaged_over_the_applied_steps_that_have_the
     records += [record(applied=False, extra={"train/clipped": math.nan}), record(extra={"train/rare": 4.0})]
     metrics = train_metrics(records)
     assert (metrics["train/clipped"], metrics["train/rare"]) == (0.5, 4.0)
-
-
-def test_records_of_older_checkpoints_have_no_names() -> None:
-    saved = strict_json(asdict(record(grad_norm=math.inf)))
-    assert StepRecord.from_dict(json.loads(json.dumps(saved, allow_nan=False))) == record(grad_norm=math.inf)
-    del saved["extra"]
-    old = saved | {"loss_sums": [20.0, 0.0, 0.0, 0.0, 90.0], "target_tokens": [10, 0, 0, 0, 30]}
-    of_denoisers = {name: dict(zip(DENOISERS, old[name], strict=True)) for name in ("loss_sums", "target_tokens")}
-    assert StepRecord.from_dict(old) == record(grad_norm=math.inf, **of_denoisers)
 
 
 def test_eval_metrics_have_perplexities_per_denoiser() -> None:
