@@ -40,7 +40,7 @@ LAYERS = (
     ("engines", "types"),
     ("objectives",),
     ("marked_errors",),
-    ("denoisers", "source_kinds", "file_patterns", "secret_names", "quantities"),
+    ("denoisers", "source_kinds", "file_patterns", "secret_names", "quantities", "findings"),
 )
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from ds_encdec.arguments import CONFIG_FILES, JSON, Verb, flag, value
 from ds_encdec.config.command_line import config_files, load
 from ds_encdec.evaluate.folders import require_model_folder
+from ds_encdec.findings import Finding, describe
 from ds_encdec.terminal import console, libraries_print_to_stderr, outlive_readers, print_marked
 from ds_encdec.types import GateError
 
@@ -17,7 +18,7 @@ from ds_encdec.types import GateError
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     files = config_files(options, overrides)
     with libraries_print_to_stderr() as stdout:
-        from ds_encdec.doctor.run import as_json, describe, look_at_hosts, look_here
+        from ds_encdec.doctor.run import as_json, look_at_hosts, look_here
 
         findings, tells = (
             look_here(files) if options.hostfile is None else (look_at_hosts(options.hostfile, files), True)
@@ -40,7 +41,12 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
         config = config_for_model(options.model, *config_files(options, overrides))
     outlive_readers()  # the exit code is the answer
     with libraries_print_to_stderr() as stdout:
-        report = check_config(config, lambda check: None if options.json else print(check, file=stdout, flush=True))
+
+        def show(finding: Finding) -> None:
+            if not options.json:
+                print(describe([finding], column=30), file=stdout, flush=True)
+
+        report = check_config(config, show)
     if options.json:
         print(report.as_json())
     if report.error is not None:

@@ -1,8 +1,4 @@
-"""Checks of each host by itself: one small function each, in the order in which they run.
-
-They start nothing and leave nothing behind. What only several hosts together can show (one folder, equal versions,
-the speed between them) is in meeting.py.
-"""
+"""Checks of each host by itself: one small function each. They start nothing and leave nothing behind."""
 
 import importlib
 import logging
@@ -14,10 +10,9 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,6 +21,7 @@ from ds_encdec.config.model_folder import is_hub_name, model_folder
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.engines import ENGINES
+from ds_encdec.findings import Finding
 from ds_encdec.launch.agreement import versions
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.launch.host_collectives import GLOO_GROUPS, OWN_OPEN_FILES
@@ -44,28 +40,21 @@ BUSY_BYTES = 2**30  # of a GPU's memory, held before the run: more than contexts
 SHARED_MEMORY_BYTES = 2**28  # NCCL's buffers between the GPUs of a host; containers have 64 MiB unless told otherwise
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """The answer to one check on one host: whether all is well, what was seen, and what to do where it is not."""
-
-    check: str
-    host: str
-    passed: bool
-    message: str
-    fix: str = ""
+ConfigFiles = tuple[Path | None, Sequence[str], Path | None]
+"""A configuration as `load_config` takes it: a file, settings, and a raw DeepSpeed JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The subject of the checks: a configuration, given by `settings` (of `load_config`), on the host of `world`."""
+    """The subject of the checks: the configuration of `files` on the host of `world`."""
 
     config: FullConfig
-    settings: tuple[Any, ...]
+    files: ConfigFiles
     world: World
 
     @property
     def ranks(self) -> int:
-        """Ranks of the run, which one process that asks beforehand is none of."""
+        """Ranks of the run: the world's, or the planned ones before the run is started."""
         return max(self.world.world_size, self.config.infra.num_gpus)
 
     @property
@@ -76,22 +65,22 @@ class Host:
 
     @property
     def uses_gpus(self) -> bool:
-        """True if ranks of this host compute on GPUs, as far as it has any."""
+        """True if ranks of this host compute on GPUs."""
         return self.config.infra.device != "cpu" and torch.cuda.is_available()
 
 
 Answer = str | tuple[str, str] | None
-"""All is well, with what was seen; or what is wrong, and what to do; or None, where there is nothing to look at."""
+"""The message of a check that passed; a problem and its fix; or None where the check does not apply."""
 
 
 def _configuration(host: Host) -> Answer:
     """The files, folders and packages that the configuration names are on this host."""
-    load_config(*host.settings, looks_here=True)
+    load_config(*host.files, looks_here=True)
     return "the local files, folders and packages that it names were found"
 
 
 def _packages(host: Host) -> Answer:
-    """The engine's package can be imported, which takes a compiler or a driver; all packages are of tested versions."""
+    """The engine's package can be imported, and all packages are of tested versions."""
     package = ENGINES[resolve_engine(host.config)].package
     if package is not None:
         if not torch.cuda.is_available():
@@ -111,7 +100,7 @@ def _packages(host: Host) -> Answer:
 
 
 def import_as_gpu_rank(package: str) -> None:
-    """Import `package` in a process of its own as ranks on GPUs do. Raises ImportError with its last line."""
+    """Import `package` in a new process as ranks on GPUs do. Raises ImportError with its last line."""
     environment = os.environ | {"DS_ACCELERATOR": "cuda"}
     done = subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -283,7 +272,7 @@ CHECKS: dict[str, Callable[[Host], Answer]] = {
 
 
 def look(host: Host) -> list[Finding]:
-    """Make every check; one that raises has found what it raises."""
+    """Make every check; an error of one is its finding."""
     findings, name = [], socket.gethostname()
     for check, function in CHECKS.items():
         try:
@@ -293,7 +282,7 @@ def look(host: Host) -> list[Finding]:
             ours = isinstance(error, DsEncDecError)
             answer = (str(error) if ours else f"{type(error).__name__}: {error}", "")
         if isinstance(answer, tuple):
-            findings.append(Finding(check, name, False, *answer))
+            findings.append(Finding(check, False, *answer, host=name))
         elif answer is not None:
-            findings.append(Finding(check, name, True, answer))
+            findings.append(Finding(check, True, answer, host=name))
     return findings

@@ -1,15 +1,13 @@
 """The checks: each is one small function, in the order in which they run.
 
-They use what a run uses: its model, its data, its engine and its checkpoints. What is looked at inside the model
-(gradients, ties, generation) is looked at in the same model in plain torch, because an engine keeps its parameters and
-gradients in shards.
+They use the model, data, engine and checkpoints of a run. Gradients, ties and generation are checked in the same model
+in plain torch, because an engine keeps its parameters and gradients in shards.
 """
 
 import gc
 import json
 import math
 import shutil
-import signal
 import statistics
 import tempfile
 import time
@@ -19,7 +17,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,6 +34,7 @@ from ds_encdec.data.sources import OpenSource, all_rows, source_entries
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engine.sharded_engine import packed_forward
+from ds_encdec.findings import Finding
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.lora import choose_trained, with_new_adapters
@@ -66,31 +64,12 @@ DOCUMENTS_SEARCHED = 256  # documents of a source among which those are looked f
 PROMPT = "The quick brown fox jumps over the lazy dog"
 NEW_TOKENS = 8
 BYTES_PER_PARAMETER = 14  # Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them
-ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals from schedulers, keyboards and terminals that are closed; those that are ignored (nohup) stay so."""
-
-
-Found = tuple[bool, str, dict[str, float]]
-"""The finding of a check: passed or not, what it saw in words, and its figures by name."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """A check and what came of it. One that was skipped has not passed."""
-
-    name: str
-    passed: bool
-    skipped: bool
-    message: str
-    values: dict[str, float]
-
-    def __str__(self) -> str:
-        mark = "✓" if self.passed else "-" if self.skipped else "✗"
-        return f"{mark} {self.name:<28}{self.message}"
+Result = tuple[bool, str, dict[str, float]]
+"""The result of a check: passed or not, a message, and its figures by name."""
 
 
 class Subject:
-    """The objects that the checks look at. Those that are named in a check's `needs` have set what it reads."""
+    """The objects of the checks. Each reads attributes that the checks in its `needs` have set."""
 
     run_model: RunModel
     model: Qwen3ForSeq2SeqLM
@@ -106,7 +85,7 @@ class Subject:
         self.opened = ExitStack()  # ends what runs
 
     def forget_plain_model(self) -> None:
-        """Make room for the engine's."""
+        """Free its memory for the engine's."""
         for name in ("model", "loss_sum"):
             vars(self).pop(name, None)
         gc.collect()
@@ -124,19 +103,19 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check: its name, what it does, and the checks without which it cannot."""
+    """A check: its name, its function, and the checks that must pass before it."""
 
     name: str
-    function: Callable[[Subject], Found]
+    function: Callable[[Subject], Result]
     needs: tuple[str, ...] = ()
 
-    def look(self, subject: Subject) -> CheckResult:
-        """Make the check; it raises whatever goes wrong."""
+    def look(self, subject: Subject) -> Finding:
+        """Make the check. Raises whatever its function does."""
         passed, message, values = self.function(subject)
-        return CheckResult(self.name, passed, False, message, values)
+        return Finding(self.name, passed, message, values=values)
 
 
-def _model_loads(subject: Subject) -> Found:
+def _model_loads(subject: Subject) -> Result:
     """The model of the configuration, in plain torch, in the dtype that it computes in."""
     subject.run_model = run_model = new_model(subject.config)
     training = subject.config.training
@@ -170,7 +149,7 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _data_reconstructs(subject: Subject) -> Found:
+def _data_reconstructs(subject: Subject) -> Result:
     """Documents of every source, denoised by every denoiser and put together again, are what they were."""
     config, run_model = subject.config, subject.run_model
     subject.data = data = build_data(
@@ -212,7 +191,7 @@ def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, Any
     return list(islice(texts, DOCUMENTS_PER_SOURCE))
 
 
-def _forward(subject: Subject) -> Found:
+def _forward(subject: Subject) -> Result:
     """The first micro-batch of the data has a finite loss."""
     (subject.batch,) = next(subject.data.loader)
     encoder_tokens, tokens = subject.batch.encoder_tokens, subject.batch.target_tokens
@@ -222,7 +201,7 @@ def _forward(subject: Subject) -> Found:
     return math.isfinite(loss), message, {"loss": loss}
 
 
-def _initial_loss(subject: Subject) -> Found:
+def _initial_loss(subject: Subject) -> Result:
     """Fresh weights know nothing: ln(vocabulary), and what the spread of their random logits adds.
 
     The states before the head have the norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of
@@ -237,7 +216,7 @@ def _initial_loss(subject: Subject) -> Found:
     return passed, message, {"loss": loss, "expected": expected}
 
 
-def _backward(subject: Subject) -> Found:
+def _backward(subject: Subject) -> Result:
     """Every parameter that is trained has a finite gradient."""
     (subject.loss_sum.total / subject.batch.target_tokens).backward()
     wanted = trained_shapes(subject.config, subject.run_model.config)
@@ -249,27 +228,27 @@ def _backward(subject: Subject) -> Found:
     return True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)}
 
 
-def _gradients_reach_both_sides(subject: Subject) -> Found:
+def _gradients_reach_both_sides(subject: Subject) -> Result:
     sides = {side: getattr(subject.model, side) for side in ("encoder", "decoder")}
     norms = {side: compute_gradient_norm(module) for side, module in sides.items() if _trained(module)}
     message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
     return min(norms.values(), default=1.0) > 0, f"gradient norm of each that is trained: {message}", norms
 
 
-def _gradient_norm(subject: Subject) -> Found:
+def _gradient_norm(subject: Subject) -> Result:
     norm = compute_gradient_norm(subject.model)
     message = f"{norm:.4g}, to be between 0 and {MAX_GRADIENT_NORM:g}"
     return 0 < norm < MAX_GRADIENT_NORM, message, {"gradient_norm": norm}
 
 
-def _embeddings_tied(subject: Subject) -> Found:
+def _embeddings_tied(subject: Subject) -> Result:
     tied = subject.model.lm_head.weight is subject.model.shared.weight
     wanted = bool(subject.run_model.config.tie_word_embeddings)
     word = {True: "tied", False: "not tied"}
     return tied == wanted, f"{word[tied]} to the output layer, to be {word[wanted]}", {"tied": tied}
 
 
-def _generation(subject: Subject) -> Found:
+def _generation(subject: Subject) -> Result:
     """A short text has a continuation of known ids."""
     model = subject.model.eval()
     ids = subject.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
@@ -279,7 +258,7 @@ def _generation(subject: Subject) -> Found:
     return known and new > 0, f"{new} tokens, {'' if known else 'not '}all in the vocabulary", {"tokens": new}
 
 
-def _overfits_one_batch(subject: Subject) -> Found:
+def _overfits_one_batch(subject: Subject) -> Result:
     """The configured engine learns one micro-batch by heart."""
     subject.forget_plain_model()
     run_model = subject.run_model
@@ -302,7 +281,7 @@ def _overfits_one_batch(subject: Subject) -> Found:
     return last <= OVERFIT_FACTOR * first, message, {"first_loss": first, "last_loss": last}
 
 
-def _checkpoint_resumes(subject: Subject) -> Found:
+def _checkpoint_resumes(subject: Subject) -> Result:
     """Steps made after a checkpoint have the same losses when they are made again from it."""
     with checkpoint_folder(count_parameters(subject.run_model.config)) as folder:
         checkpoint = _save(subject, folder)
@@ -321,12 +300,7 @@ def _checkpoint_resumes(subject: Subject) -> Found:
 
 @contextmanager
 def checkpoint_folder(parameters: int) -> Iterator[Path]:
-    """A temporary folder with room for a checkpoint of so many parameters. Raises CheckpointError where there is none.
-
-    Many gigabytes must neither fill a disk nor be left on it. So it is removed in the end, or, where a signal comes
-    before that, by it; then it ends the process. An exception raised by the signal's handler would not do: the library
-    that it comes up in may turn it into another.
-    """
+    """A temporary folder with room for a checkpoint of `parameters` weights. Raises CheckpointError without room."""
     where, needed = tempfile.gettempdir(), BYTES_PER_PARAMETER * parameters
     usage = shutil.disk_usage(where)
     if usage.total and usage.free < needed:  # some network file systems report 0 in all
@@ -334,27 +308,11 @@ def checkpoint_folder(parameters: int) -> Iterator[Path]:
             f"a checkpoint takes about {disk_size(needed)} and {where} has {disk_size(usage.free)} free: free space "
             "there, or set TMPDIR to a folder that has it"
         )
-    folder = Path(tempfile.mkdtemp(prefix="ds-encdec-sanity-check-"))
-
-    def end(number: int, _: FrameType | None) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-    previous = {
-        number: signal.signal(number, end)
-        for number in ENDING_SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    with tempfile.TemporaryDirectory(prefix="ds-encdec-sanity-check-") as folder:
+        yield Path(folder)
 
 
-def _throughput(subject: Subject) -> Found:
+def _throughput(subject: Subject) -> Result:
     seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
     speed = (subject.batch.encoder_tokens + subject.batch.target_tokens) / seconds
     on_gpu = subject.device.type == "cuda"

@@ -1,26 +1,24 @@
-"""`ds-encdec sanity-check`: a few minutes on one process, before any money is spent on many.
-
-What the checks are given, and what becomes of their findings. The checks: checks.py.
-"""
+"""`ds-encdec sanity-check`: a few minutes of checks in one process, before a long run on many."""
 
 import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import with_assumed_batch_size
 from ds_encdec.engine.select import join_ranks
+from ds_encdec.findings import Finding
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.recompute import needs_recompute_choice
 from ds_encdec.model.source import read_config
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.sanity_check.checks import CHECKS, Check, CheckResult, Subject
+from ds_encdec.sanity_check.checks import CHECKS, Check, Subject
 from ds_encdec.types import ConfigError, DsEncDecError, GateError, OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -28,36 +26,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SanityReport:
-    """All checks, and what the process should fail with: None where all have passed.
+    """All checks, and the error that the process should fail with: None where all have passed.
 
-    That is a GateError, or, where a check failed by an error with an exit code of its own (configuration 2, data 4,
-    model or checkpoint 5, memory 6), that error.
+    That is a GateError, or the error of a check that has an exit code of its own (configuration 2, data 4, model or
+    checkpoint 5, memory 6).
     """
 
-    checks: tuple[CheckResult, ...]
+    checks: tuple[Finding, ...]
     error: DsEncDecError | None
 
     def as_json(self) -> str:
         """One object of strict JSON: whether all passed, and the list of checks. See `strict_json`."""
-        checks = [asdict(check) for check in self.checks]
+        others = ("passed", "skipped", "message", "values")
+        checks = [{"name": check.check, **{name: getattr(check, name) for name in others}} for check in self.checks]
         return json.dumps(strict_json({"passed": self.error is None, "checks": checks}), indent=2, allow_nan=False)
 
 
 def check_config(
-    config: FullConfig, tell: Callable[[CheckResult], None] = lambda result: None, *, checks: Sequence[Check] = CHECKS
+    config: FullConfig, report: Callable[[Finding], None] = lambda finding: None, *, checks: Sequence[Check] = CHECKS
 ) -> SanityReport:
-    """Run `checks` (all: `CHECKS`) on a configuration, in this process alone; `tell` is called with each as it ends.
+    """Run `checks` on a configuration in this process alone; `report` is called with each finding.
 
-    Leaves nothing behind, and `infra.output_dir` as it is. For the main thread, which heeds signals.
-
-    Raises ConfigError for what this machine cannot do at all.
+    Leaves nothing behind, and `infra.output_dir` as it is. Raises ConfigError for what this machine cannot do at all.
     """
     world = discover(os.environ)
     if world.world_size > 1:
         raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
     config = on_one_rank(config)
     subject = Subject(config, join_ranks(config, world))
-    results: dict[str, CheckResult] = {}
+    results: dict[str, Finding] = {}
     errors: list[DsEncDecError] = []
     subject.opened.callback(shutdown)
     with subject.opened:
@@ -65,17 +62,17 @@ def check_config(
             missing = [name for name in check.needs if name not in results or not results[name].passed]
             try:
                 skipped = f"skipped, because {' and '.join(missing)} did not pass"
-                result = CheckResult(check.name, False, True, skipped, {}) if missing else check.look(subject)
+                result = Finding(check.name, False, skipped, skipped=True) if missing else check.look(subject)
             except Exception as error:
                 logger.debug("%s:", check.name, exc_info=True)
-                result = CheckResult(check.name, False, False, f"{type(error).__name__}: {error}", {})
+                result = Finding(check.name, False, f"{type(error).__name__}: {error}")
                 if is_out_of_memory(error):
                     errors.append(OutOfMemoryError(result.message))
                 elif isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code:
                     errors.append(error)
             results[check.name] = result
-            tell(result)
-    failed = [result.name for result in results.values() if not (result.passed or result.skipped)]
+            report(result)
+    failed = [result.check for result in results.values() if not (result.passed or result.skipped)]
     gate = GateError(f"the sanity check is not passed: {', '.join(failed)}") if failed else None
     return SanityReport(tuple(results.values()), errors[0] if errors else gate)
 

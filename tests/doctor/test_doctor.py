@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.doctor.checks import CHECKS, Finding, Host, import_as_gpu_rank
-from ds_encdec.doctor.run import _command, _no_ssh, describe
+from ds_encdec.doctor.checks import CHECKS, Host, import_as_gpu_rank
+from ds_encdec.doctor.run import _command, _no_ssh
+from ds_encdec.findings import Finding, describe
 from ds_encdec.launch.world import World, free_port
 
 DOCTOR = ("-m", "ds_encdec.cli", "doctor", "--config", "quickstart", "--json")
@@ -93,7 +94,7 @@ def test_ranks_meet_and_one_tells(tmp_path: Path) -> None:
 def test_the_master_is_an_address_that_others_reach() -> None:
     def look(address: str, node: int = 1) -> Any:
         world = World(num_nodes=2, master_addr=address, node_rank=node)
-        return CHECKS["master address"](Host(FullConfig(), (), world))
+        return CHECKS["master address"](Host(FullConfig(), (None, (), None), world))
 
     assert look("192.0.2.7") == "192.0.2.7 is 192.0.2.7"
     assert "127.0.1.1 here, which is this host itself" in look("127.0.1.1")[0]
@@ -103,17 +104,16 @@ def test_the_master_is_an_address_that_others_reach() -> None:
 
 def test_a_sound_configuration_says_what_was_found(tmp_path: Path) -> None:
     """Not that all is there: a model on the hub is another check's."""
-    settings = ("quickstart", [f"infra.output_dir={tmp_path}"], None)
+    settings = (Path("quickstart"), [f"infra.output_dir={tmp_path}"], None)
     found = CHECKS["configuration"](Host(FullConfig(), settings, World()))
     assert found == "the local files, folders and packages that it names were found"
 
 
 def test_hosts_share_a_line() -> None:
-    text = describe([Finding("versions", host, True, "all new") for host in ("a", "b")], 80)
+    text = describe([Finding("versions", True, "all new", host=host) for host in ("a", "b")], 80)
     assert text == "✓ versions all new"
-    differing = describe(
-        [Finding("ssh", "a", True, "1.2.3.4"), Finding("ssh", "b", False, "refused", "start sshd")], 80
-    )
+    findings = [Finding("ssh", True, "1.2.3.4", host="a"), Finding("ssh", False, "refused", "start sshd", "b")]
+    differing = describe(findings, 80)
     assert differing.splitlines() == ["✓ ssh 1.2.3.4 (a)", "✗ ssh refused (b)", "      → start sshd"]
 
 

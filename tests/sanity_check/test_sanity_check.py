@@ -28,7 +28,7 @@ from ds_encdec.resume import RunModel, new_model
 from ds_encdec.sanity_check import checks
 from ds_encdec.sanity_check.checks import CHECKS, Subject
 from ds_encdec.sanity_check.run import SanityReport, check_config, config_for_model, on_one_rank
-from ds_encdec.types import GateError
+from ds_encdec.types import CheckpointError, GateError
 
 pytestmark = pytest.mark.distributed
 
@@ -67,11 +67,11 @@ def tiny(*overrides: str) -> FullConfig:
 
 
 def failed(report: SanityReport) -> list[str]:
-    return [check.name for check in report.checks if not check.passed and not check.skipped]
+    return [check.check for check in report.checks if not check.passed and not check.skipped]
 
 
 def skipped(report: SanityReport) -> list[str]:
-    return [check.name for check in report.checks if check.skipped]
+    return [check.check for check in report.checks if check.skipped]
 
 
 def test_the_quickstart_passes_under_deepspeed(tmp_path: Path) -> None:
@@ -233,6 +233,12 @@ def test_an_unforeseen_error_fails_its_check_and_memory_has_its_exit_code(monkey
     assert "no 3 GB left" in report.checks[NAMES.index("forward")].message
     assert report.error is not None
     assert report.error.exit_code == 6
+
+
+def test_a_checkpoint_without_room_is_not_begun() -> None:
+    wanted = r"takes about 14,000,000,000.0 GB and .* free: free space there, or set TMPDIR"
+    with pytest.raises(CheckpointError, match=wanted), checks.checkpoint_folder(parameters=10**18):
+        pytest.fail("was begun")
 
 
 def test_untied_embeddings_and_frozen_parameters_are_found() -> None:
