@@ -19,10 +19,8 @@ CHECKPOINT/
 Stage 0 has no zero_to_fp32.py: its weights stand in full in `mp_rank_00_model_states.pt`.
 """
 
-import copy
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -63,8 +61,8 @@ from ds_encdec.engine.sharded_engine import (
     compute_dtype,
     empty_model,
     full_shape,
-    on_the_host,
 )
+from ds_encdec.engine.staging import StagingArea
 from ds_encdec.engine.swapped_states import prepare_folder, remove_states, states_mapped
 from ds_encdec.engines import load
 from ds_encdec.foreign_places import check, replaced, write
@@ -327,63 +325,6 @@ def _build_model(
         model = empty_model(model_config, dtype, device)
         choose_trained(model, config)
     return model
-
-
-class StagingArea:
-    """Holds the state to save, by file, and keeps the memory of its copies for the next save, which needs the same.
-
-    Tensors that share storage share it here too, and are counted and written once.
-    """
-
-    def __init__(self, *, pin_memory: bool) -> None:
-        """`pin_memory`: an accelerator then copies several times faster."""
-        self._pin_memory = pin_memory
-        self._kept: list[torch.UntypedStorage] = []
-        self._copies = False
-        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
-
-    def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
-        """The bytes of the tensors in `item`, and `item` with them copied to the host or, without `copy`, referred to.
-
-        What an earlier call has copied is written over. Once there is memory for copies, all calls use it: a save at
-        once would otherwise take as much host memory again beside it.
-        """
-        self._copies, self._storages = copy or bool(self._kept), {}
-        taken = self._take(item)
-        num_bytes, self._storages = sum(storage.nbytes() for storage in self._storages.values()), {}
-        return num_bytes, taken
-
-    def _take(self, item: Any) -> Any:
-        """`item` (nested containers) with its tensors copied or referred to, and all else copied."""
-        if isinstance(item, Tensor):
-            return self._take_tensor(item.detach())
-        if isinstance(item, dict):
-            taken = ((key, self._take(value)) for key, value in item.items())
-            return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
-        if type(item) in (list, tuple):
-            return type(item)(map(self._take, item))
-        return copy.deepcopy(item)
-
-    def _take_tensor(self, tensor: Tensor) -> Tensor:
-        source = tensor.untyped_storage()
-        key = (tensor.device, source.data_ptr())
-        if key not in self._storages:
-            self._storages[key] = self._copy(source) if self._copies else source
-        held = torch.empty(0, dtype=tensor.dtype, device=self._storages[key].device)
-        return held.set_(self._storages[key], tensor.storage_offset(), tensor.size(), tensor.stride())
-
-    def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The content of `source` in the next buffer, which is replaced where it has another size."""
-        index = len(self._storages)
-        if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
-            memory = on_the_host(partial(_empty, source.nbytes()), pin_memory=self._pin_memory)
-            self._pin_memory = self._pin_memory and memory.is_pinned()  # what has failed once is not tried again
-            self._kept[index : index + 1] = [memory.untyped_storage()]
-        return self._kept[index].copy_(source)
-
-
-def _empty(num_bytes: int, pin_memory: bool) -> Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
 
 
 class _Collector(TorchCheckpointEngine):

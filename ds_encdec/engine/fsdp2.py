@@ -57,7 +57,8 @@ from ds_encdec.engine.kept_state import kept_state
 from ds_encdec.engine.muon import local_tensors
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype, on_the_host
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
+from ds_encdec.engine.staging import StagingArea
 from ds_encdec.engines import load
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
@@ -112,7 +113,7 @@ class FSDP2Engine(ShardedEngine):
             dtype = compute_dtype(config.training)
             self._collectives.on_every_rank(lambda: put_in(model, weights, dtype, self.device))
         self.optimizer = _optimizer(self._parameter_groups(model), config.training, context.device)
-        self._host_copies: dict[str, DTensor] = {}
+        self._area = StagingArea(pin_memory=config.infra.pin_memory and self.device.type == "cuda")
         self._applied_steps = 0
         model.train()
 
@@ -151,11 +152,11 @@ class FSDP2Engine(ShardedEngine):
         saved = {name: parameter for name, parameter in self._parameters.items() if name in self._shapes}
         tensors = state_tensors(saved, self.optimizer)
         mine = keys_to_write(tensors)
-        # DCP keeps what it has fetched from a GPU until its file is closed: a second copy beside the one that is held.
-        if copy or self._host_copies:
-            # Host memory may run out on one rank alone.
-            self._collectives.on_every_rank(lambda: self._copy_to_host({key: tensors[key] for key in mine}))
-            tensors |= self._host_copies
+        # Where there are host copies, also a save at once goes through them: DCP keeps what it has fetched from a GPU
+        # until its file is closed. Host memory may run out on one rank alone.
+        own = {key: tensors[key] for key in mine}
+        _, staged = self._collectives.on_every_rank(lambda: self._area.take_all(own, copy=copy))
+        tensors |= staged
         num_bytes = sum(tensors[key].to_local().nbytes for key in mine)
         record = self._record(self._applied_steps)
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
@@ -173,20 +174,7 @@ class FSDP2Engine(ShardedEngine):
         """See protocol.Engine. Afterwards drop the last reference to the engine."""
         super().close()
         self.optimizer.zero_grad()
-        del self.model, self._engine, self._units, self._parameters, self.optimizer, self._host_copies
-
-    def _copy_to_host(self, tensors: Mapping[str, DTensor]) -> None:
-        """Copy `tensors` into host memory, into the same buffers every time. Waits for the device once."""
-        pin_memory = self._infra.pin_memory and self.device.type == "cuda"  # several times faster
-        if not self._host_copies:
-            for key, tensor in tensors.items():
-                made = partial(_host_copy, tensor)
-                self._host_copies[key] = on_the_host(made, pin_memory=pin_memory)
-                pin_memory = pin_memory and self._host_copies[key].to_local().is_pinned()
-        for key, tensor in tensors.items():
-            self._host_copies[key].to_local().copy_(tensor.to_local(), non_blocking=True)
-        if any(tensor.to_local().is_cuda for tensor in tensors.values()):
-            torch.cuda.current_stream().synchronize()
+        del self.model, self._engine, self._units, self._parameters, self.optimizer, self._area
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for name, parameter in self._parameters.items():
@@ -210,10 +198,6 @@ class FSDP2Engine(ShardedEngine):
             "gradients": [parameter.grad for parameter in shards],
             "optimizer": self.optimizer.state,
         }
-
-
-def _host_copy(tensor: DTensor, pin_memory: bool) -> DTensor:
-    return cast(DTensor, torch.empty_like(tensor, device="cpu", pin_memory=pin_memory))
 
 
 def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:

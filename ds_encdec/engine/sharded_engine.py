@@ -4,13 +4,12 @@ The state is filled by shards: whatever a rank's optimizer steps, each with the 
 So one loop reads a checkpoint for all engines and stages, and an engine only says what it holds (`_states`).
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +31,6 @@ from ds_encdec.optim import parameter_groups
 from ds_encdec.optimizers import row_of
 from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""
 
@@ -265,22 +261,6 @@ def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> Loss
 def compute_dtype(training: TrainingConfig) -> torch.dtype:
     """The dtype of activations, and of the parameters that layers compute with."""
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
-
-
-def on_the_host(make: Callable[[bool], T], *, pin_memory: bool) -> T:
-    """Return what `make` makes of host memory, page-locked or, where the system allows no more of that, as it is."""
-    try:
-        return make(pin_memory)
-    except (RuntimeError, MemoryError) as error:
-        if not pin_memory:
-            raise
-        made = make(False)
-        logger.warning(
-            "Copies of saves are in pageable memory, which takes longer: the host has locked no more pages (%s). "
-            "infra.pin_memory=false asks for none",
-            " ".join(str(error).split())[:200],
-        )
-        return made
 
 
 def set_step(state: dict[str, Any], applied_steps: int) -> None:

@@ -17,13 +17,12 @@ def power_of_two(num_bytes: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Bytes on one device by what they are for.
+    """Bytes on one device by their use.
 
-    `weights`: parameters in the dtype that layers compute with. `master_weights`: float32 weights of the optimizer.
-    `gradients`: all forms of them. `optimizer`: Adam's moments. `activations`: what the backward pass needs, and what a
-    layer works on. `logits`: the chunk of logits and its gradients, and the head's own buffers. `communication`:
-    reduction buckets, and parameters gathered from other ranks. `framework`: the CUDA context, kernels' workspaces, and
-    what the allocator cannot give out for fragmentation; on a CPU the libraries of the process.
+    `weights`: parameters in the compute dtype. `master_weights`: the optimizer's float32 weights. `optimizer`: Adam's
+    moments. `activations`: kept for the backward pass, and worked on by a layer. `logits`: a chunk of them, its
+    gradients, and the head's buffers. `communication`: reduction buckets and gathered parameters. `framework`: the CUDA
+    context, workspaces and fragmentation; on a CPU the libraries of the process.
     """
 
     weights: float = 0.0
@@ -51,10 +50,10 @@ _bytes_of = operator.attrgetter(*CATEGORIES)
 
 @dataclass(frozen=True, slots=True)
 class HostBreakdown:
-    """Bytes in the memory of one host (per rank, or of all ranks of a node, as the user of it says).
+    """Bytes in one host's memory, for a rank or for all ranks of a node.
 
-    `states`: offloaded master weights, moments and gradients. `parameters`: offloaded parameters. `activations`:
-    offloaded ones. `save`: the copies that background saves are written from. `process`: libraries, data workers.
+    `states`: offloaded master weights, moments and gradients; `parameters` and `activations`: offloaded ones. `save`:
+    copies that background saves are written from. `process`: libraries and data workers.
     """
 
     states: float = 0.0
@@ -87,15 +86,13 @@ class Count(NamedTuple):
 class EngineMemory:
     """An engine's parameters, gradients and optimizer on one rank, in the parts of a step.
 
-    On the device: `resting` between two steps; beyond that, `forward` at the end of the last micro-batch's forward
-    pass; `backward(done, unit)` in its backward pass, when it has left the parameters `done` behind and the layer or
-    embedding in work has the parameters `unit`; `step` at the worst moment of the optimizer's step. Gradients of the
-    step's earlier micro-batches are in `forward` and `backward`. `last_reduction`: of gradients, at the end of the last
-    backward pass, when no activations are left; empty where they are reduced layer by layer. `host`: of this rank.
-    `build`: everything, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep their
-    inputs for the backward pass, which needs them for nothing. `reduces_every_micro_batch`: gradients are reduced more
-    than once a step. `sums_in_16_bits`: those of several micro-batches are added up so. `communicators`: groups of
-    ranks that talk by NCCL, where there are several ranks.
+    On the device: `resting` between two steps. Beyond that, `forward` at the end of the last micro-batch's forward
+    pass; `backward(done, unit)` in its backward pass, behind the parameters `done` and in the layer or embedding with
+    the parameters `unit`; `last_reduction` of gradients behind the backward pass, where they are not reduced layer by
+    layer; `step` at the worst moment of the optimizer's step. `build`: everything while the engine is built. `host`: of
+    this rank. `keeps_frozen_inputs`: products with frozen weights keep inputs that nothing needs.
+    `reduces_every_micro_batch`: gradients are reduced more than once a step. `sums_in_16_bits`: micro-batches are added
+    up in 16 bits. `communicators`: NCCL's, where there are several ranks.
     """
 
     backward: Callable[[Count, Count], Breakdown]

@@ -47,20 +47,15 @@ _PAGE_LOCKED = (
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory(Variant):
-    """A run's job, and the estimate of it.
-
-    `resident_bytes`: what the rank's process held when that was made, before its engine was built.
-    """
+    """A run's job and its estimate. `resident_bytes`: of the rank's process before its engine was built."""
 
     resident_bytes: float = RANK_PROCESS_BYTES["cpu"]
 
     @property
     def peak_bytes(self) -> float:
-        """The value that `mem/peak_bytes` should come to.
+        """The value that `mem/peak_bytes` should come to: what torch's allocator gives out, without `framework`.
 
-        On a GPU that is what torch's allocator has given out, so without the `framework`'s share. On a CPU it is one
-        process's resident memory: what it held before the engine was built, and all that comes on top. Data workers
-        are not in it.
+        On a CPU it is the resident memory of one process, without its data workers.
         """
         peak, host = self.estimate.peak, self.estimate.host
         tensors = peak.total - peak.framework
@@ -85,10 +80,7 @@ def estimate_run(job: Job) -> ExpectedMemory | None:
 
 @contextmanager
 def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.device, rank: int) -> Iterator[None]:
-    """Inside, an error that means no memory leaves as OutOfMemoryError with all that is known; others as they are.
-
-    Takes no memory of the device, and gives back what the failed step held before it says anything.
-    """
+    """Inside, an error that means no memory leaves as OutOfMemoryError with all that is known; others as they are."""
     try:
         yield
     except BaseException as error:
@@ -109,7 +101,7 @@ def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.devic
 def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of_device: bool) -> str:
     """The estimate by category, this rank's measured peak, the capacity, and settings that would fit.
 
-    `of_device`: whether it is an accelerator's memory that ran out; else it is the host's.
+    `of_device`: an accelerator's memory ran out, not the host's.
     """
     device_bytes = device_capacity(device).total_bytes
     host_bytes = device_capacity(torch.device("cpu")).total_bytes
@@ -132,10 +124,7 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
 
 
 def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float, *, of_device: bool) -> list[Variant]:
-    """At most `SETTINGS` other settings that are estimated to fit, where an accelerator's or the host's memory ran out.
-
-    `device_bytes`: of one accelerator. `host_bytes`: of a node, for all its ranks.
-    """
+    """At most `SETTINGS` other settings that should fit. `device_bytes`: of an accelerator; `host_bytes`: of a node."""
     job, peak, host, on_cpu = expected.job, expected.estimate.peak, expected.estimate.host, expected.job.device == "cpu"
     fixed = host.process + (peak.framework if on_cpu else 0.0)
     node_limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
@@ -163,10 +152,9 @@ def is_for_new_run(setting: Variant) -> bool:
 
 
 def _limit(needed: float, fixed: float, capacity: float) -> float:
-    """How many bytes other settings may need, where those that need so many, `fixed` ones among them, ran out.
+    """The bytes that other settings may need, where settings that need `needed` bytes ran out of `capacity`.
 
-    Where the estimate says that these should have fitted, something else takes memory, or the estimate is wrong: they
-    must then need a tenth less.
+    Where those should have fitted by the estimate, others must need a tenth less, apart from `fixed` bytes.
     """
     usable = capacity * (1 - HEADROOM)
     return usable if needed > usable else needed - 0.1 * (needed - fixed)

@@ -400,7 +400,7 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 def _host(s: _Settings) -> HostBreakdown:
     """Return what is offloaded, and the copies that a background save is written from.
 
-    Of those it is the mean of the first node's ranks (deepspeed_zero.StagingArea). Rank 0 saves the weights; of stage 3
+    Of those it is the mean of the first node's ranks (engine/staging.py). Rank 0 saves the weights; of stage 3
     each rank only the frozen ones, which the optimizer does not have (FROZEN_PARAM_FRAGMENTS). Ranks save their
     optimizers' states, the first one's alone where all have them whole.
     """

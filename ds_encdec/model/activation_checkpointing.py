@@ -1,12 +1,10 @@
 """Trading activation memory for computation (recompute) or for transfers (offload to host memory).
 
-Layers are patched in place, on the instance's `forward`, so module and parameter names stay as they are and the hooks
-of ZeRO-3 and FSDP2, which sit around `forward`, keep working. Checkpointing is torch's non-reentrant one; losses and
-gradients are bit-identical in every mode.
+Layers are patched in place, on the instance's `forward`, so names stay as they are and the hooks of ZeRO-3 and FSDP2
+around `forward` keep working. Losses and gradients are bit-identical in every mode.
 
-`selective` decides per operation: the outputs of attention and of every second matrix product are kept, the rest (the
-other products, norms, rotations, activations) is computed again. It needs a parameter that stays where it is while a
-layer runs, as under FSDP2.
+`selective` keeps the outputs of attention and of every second matrix product, and computes the rest again. It needs
+parameters that stay in place while a layer runs, as under FSDP2.
 """
 
 from collections.abc import Callable
@@ -48,11 +46,10 @@ def apply_activation_checkpointing(
 ) -> None:
     """Make layers recompute their activations in the backward pass, or keep them in host memory, or both.
 
-    `full`: every layer recomputes; `every_n`: of either stack the layers 0, n, 2n, …; `selective`: every layer, the
-    cheaper half of its operations; `none`: no layer. `offload`: what layers save for the backward pass (with
-    recomputation only their input) lives in host memory until then. `compile_layers`: each layer, with its
-    recomputation, runs through torch.compile. `random`: layers drop out. Apply once, before the model is wrapped by an
-    engine.
+    `full`: every layer recomputes; `every_n`: the layers 0, n, 2n, … of either stack; `selective`: every layer, the
+    cheaper half of its operations. `offload`: everything that layers save (with recomputation only their input) waits
+    in host memory. `compile_layers`: each layer runs through torch.compile. `random`: layers drop out. Apply once,
+    before an engine wraps the model.
     """
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
     contexts = _selective_contexts if mode == "selective" else None

@@ -1,21 +1,21 @@
 """Activations that wait for the backward pass in host memory.
 
-What autograd saves inside a layer is copied to the host behind the layer, and back before its backward pass. On a GPU
-both happen on a stream of their own, beside the work on other layers: a layer's copies leave while the next one
-computes, and come back while the one behind it (in the order of the forward pass) is gone through backwards. At most
-two layers' activations are on the device.
+Everything that autograd saves inside a layer is copied to the host behind the layer, and back before its backward pass.
+On a GPU both happen on a second stream while other layers compute: a layer's copies leave while the next layer
+computes, and come back while the backward pass works on the layer behind it. At most two layers' activations are on the
+device.
 
-No memory is handed from one stream to another by `record_stream`: the host runs ahead, and would allocate anew what the
-device has not yet let go of. Instead the computing stream waits for a layer's copies before its tensors are let go, and
-the copying stream waits for what has been computed before it takes memory again.
+No memory changes streams by `record_stream`: the host runs ahead, and would allocate again what the device still uses.
+Instead the computing stream waits for a layer's copies before its tensors are freed, and the copying stream waits for
+what has been computed before it takes memory again.
 """
 
 import dataclasses
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, Protocol
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,52 +25,27 @@ from ds_encdec.model.attention_kernels import Segments
 from ds_encdec.model.compiled_layers import Forward
 
 
-class Streams(Protocol):
-    """The place where copies run."""
-
-    layers_on_their_way: int
-    """Layers whose tensors stay on the device after their forward pass, so that nobody waits for the copies."""
-
-    def run(self, copy: Callable[[], None]) -> Any:
-        """Copy behind what has been computed so far; returns what to wait for."""
-        ...
-
-    def wait(self, copied: Any) -> None:
-        """Have what is computed from now on wait."""
-        ...
-
-
-class HostStreams:
-    """Without a GPU: copies are there when they return."""
-
-    layers_on_their_way = 0
-
-    def run(self, copy: Callable[[], None]) -> None:
-        """See Streams."""
-        copy()
-
-    def wait(self, copied: None) -> None:
-        """See Streams."""
-
-
-class GpuStreams:
-    """A stream of a GPU beside the computing one."""
-
-    layers_on_their_way = 1
+class Streams:
+    """The place where copies run: a second stream of a GPU; elsewhere copies are done when `run` returns."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, torch.cuda.Stream(device)
+        self._device, self._side = device, torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.layers_on_their_way = 0 if self._side is None else 1
+        """Layers whose tensors stay on the device after their forward pass, so that nothing waits for the copies."""
 
-    def run(self, copy: Callable[[], None]) -> torch.cuda.Event:
-        """See Streams."""
+    def run(self, copy: Callable[[], None]) -> Any:
+        """Copy behind what has been computed so far; returns what to `wait` for."""
+        if self._side is None:
+            return copy()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._side):
             copy()
             return self._side.record_event()
 
-    def wait(self, copied: torch.cuda.Event) -> None:
-        """See Streams."""
-        torch.cuda.current_stream(self._device).wait_event(copied)
+    def wait(self, copied: Any) -> None:
+        """Have everything that is computed from now on wait."""
+        if copied is not None:
+            torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -89,7 +64,7 @@ class _Record:
 
     before: Callable[[], "_Record | None"]
     saved: dict[Any, _Saved] = dataclasses.field(default_factory=dict)
-    left: Any = None  # what to wait for
+    left: Any = None  # what to wait for on the way out, and on the way back
     arrived: Any = None
     in_use: bool = False
 
@@ -97,23 +72,22 @@ class _Record:
 class ActivationOffload:
     """Wraps layers of one model. Their forward passes come in one order, their backward passes in the opposite one."""
 
-    def __init__(self, streams: Callable[[torch.device], Streams] | None = None) -> None:
-        """`streams`: of a device; by default a side stream of a GPU."""
-        self._new_streams = streams or _streams_of
-        self._streams: Streams = HostStreams()
-        self._device: torch.device | None = None
+    def __init__(self, streams: Callable[[torch.device], Streams] = Streams) -> None:
+        self._new_streams = cache(streams)
+        self._streams = streams(torch.device("cpu"))
         self._leaving: deque[_Record] = deque()
         self._last: Callable[[], _Record | None] = lambda: None
 
     def around(self, forward: Forward, layer: nn.Module) -> Forward:
         """The forward pass of `layer`, with what autograd saves inside it kept on the host.
 
-        Parameters stay where they are, and so does what all layers share, in tuples and layouts (the encoder's output,
-        rotary tables, boundaries): copying those would cost memory instead of sparing it.
+        Parameters stay where they are, and so does everything that layers share (the encoder's output, rotary tables,
+        boundaries).
         """
 
         def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
-            self._let_go(self._streams_for(hidden_states.device).layers_on_their_way)
+            self._streams = self._new_streams(hidden_states.device)
+            self._let_go(self._streams.layers_on_their_way)
             record = _Record(before=self._last)
             staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors((shared, options))}
             with saved_tensors_hooks(partial(_pack, record, staying, layer), self._unpack):
@@ -123,11 +97,6 @@ class ActivationOffload:
             return output
 
         return offloading_forward
-
-    def _streams_for(self, device: torch.device) -> Streams:
-        if device != self._device:
-            self._device, self._streams = device, self._new_streams(device)
-        return self._streams
 
     def _send(self, record: _Record) -> None:
         """Begin to copy what the layer has saved to the host."""
@@ -217,7 +186,3 @@ def _tensors(item: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(item):
         for field in dataclasses.fields(item):
             yield from _tensors(getattr(item, field.name))
-
-
-def _streams_of(device: torch.device) -> Streams:
-    return GpuStreams(device) if device.type == "cuda" else HostStreams()

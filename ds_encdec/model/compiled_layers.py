@@ -1,7 +1,7 @@
-"""Layers through torch.compile: one graph for all encoder layers and one for all decoder layers, for all batches.
+"""Layers through torch.compile: on GPUs one graph for all encoder layers and one for all decoder layers.
 
-Attention is one node of a graph (attention_kernels.py). What differs from batch to batch are the documents: their
-boundaries and the longest of them reach a graph as sizes that it takes for variables from the start.
+Attention is one node of a graph (attention_kernels.py). Only documents differ from batch to batch: their boundaries and
+the longest of them reach a graph as sizes that it takes for variables from the start.
 """
 
 from collections import deque
@@ -16,7 +16,7 @@ from ds_encdec.model.attention import PackedLayout
 
 Forward = Callable[..., Tensor]
 uncompiled: deque[bool] = deque(maxlen=1)
-"""True where a layer that was to be compiled has run as it is, which torch does where it may pass over errors."""
+"""True where a layer that was to be compiled has run as it is, as torch does where errors are suppressed."""
 
 _FUSED: dict[str, Any] = {
     "force_pointwise_cat": True,
@@ -24,12 +24,11 @@ _FUSED: dict[str, Any] = {
     "realize_opcount_threshold": 400,
     "realize_acc_reads_threshold": 64,
 }
-"""Inductor reads the halves of rotated heads, and the two sides of merged rows, where they are used, and computes a few
-operations again there instead of writing what they give to memory, which for gradients of heads is float32: less
-traffic (tests/bench/test_bench_scripts.py)."""
+"""Inductor computes cheap operations (halves of rotated heads, merged rows) again where they are used, instead of
+writing their results to memory: less traffic (tests/bench/test_bench_scripts.py)."""
 GRAPHS = 32
-"""Graphs of layers that an engine lets torch make before it leaves the others as they are: 4 for each pair of sizes of
-the flat buffers, for two kinds of layers, in training and in evaluation."""
+"""The most graphs of layers that torch makes: 4 for each pair of buffer sizes, for two kinds of layers, in training and
+in evaluation."""
 
 
 def compiled(forward: Forward, *, random: bool) -> Forward:

@@ -53,20 +53,12 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
         use_flash_attention: bool = True,
         **kwargs: Any,
     ) -> None:
-        if num_attention_heads % num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({num_attention_heads}) is not a multiple of num_key_value_heads "
-                f"({num_key_value_heads})"
-            )
-        if head_dim % 2:
-            raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
+        _refuse_impossible(num_attention_heads, num_key_value_heads, head_dim)
         _refuse_other_rotations(rope_parameters, kwargs)
         # Set here, since Hugging Face looks for the rotary parameters before it sets fields, and drops `use_cache`.
         self.use_cache = use_cache
-        self.rope_parameters = rope_parameters or {
-            "rope_type": "default",
-            "rope_theta": kwargs.get("rope_theta") or 1e6,
-        }
+        default = {"rope_type": "default", "rope_theta": kwargs.get("rope_theta") or 1e6}
+        self.rope_parameters = rope_parameters or default
         own = {
             "vocab_size": vocab_size,
             "hidden_size": hidden_size,
@@ -94,6 +86,13 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             "loss_type": "ForMaskedLM",
         }
         super().__init__(**kwargs | own)
+
+
+def _refuse_impossible(heads: int, key_heads: int, head_dim: int) -> None:
+    if heads % key_heads:
+        raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_heads})")
+    if head_dim % 2:
+        raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
 
 
 def _refuse_other_rotations(rope_parameters: dict[str, Any] | None, others: dict[str, Any]) -> None:

@@ -155,10 +155,7 @@ if triton is not None:
         IGNORED: tl.constexpr,
         BLOCK: tl.constexpr,
     ) -> None:
-        """Fill one row's loss, its extra loss and its gradients, by pointers to the first row of each.
-
-        A label that is no word of the vocabulary makes the loss a NaN, and reads nothing.
-        """
+        """Fill one row's loss, extra loss and gradients. A label outside the vocabulary makes the loss a NaN."""
         row = tl.program_id(0).to(tl.int64)  # rows times words may be more than 32 bits hold
         logits += row * words
         gradients += row * words
@@ -192,8 +189,7 @@ if triton is not None:
             factor = scale / normalizer
             if HAS_EXTRAS:
                 above_mean = target_logit - tl.sum(logit_sums, axis=0) / words
-                extra = label_smoothing * above_mean + z_loss * log_normalizer * log_normalizer
-                tl.store(extra_losses + row, extra)
+                tl.store(extra_losses + row, label_smoothing * above_mean + z_loss * log_normalizer * log_normalizer)
                 factor *= 1.0 + 2.0 * z_loss * log_normalizer
             if WRITES_GRADIENTS:
                 of_target = scale * (1.0 - label_smoothing)

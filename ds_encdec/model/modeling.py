@@ -148,17 +148,6 @@ class PackedLossOutput(ModelOutput):
     token_losses: Tensor | None = None
 
 
-def _one_cache(past_key_values: object, cache: object) -> Cache:
-    """The cache that a call hands over by either name. Raises TypeError for two, and for one of another class."""
-    given = [one for one in (past_key_values, cache) if one is not None]
-    if not all(one is given[0] and isinstance(one, EncoderDecoderCache) for one in given):
-        raise TypeError(
-            "past_key_values, cache: needed is one EncoderDecoderCache, such as EncoderDecoderCache(DynamicCache(), "
-            f"DynamicCache()), not {' and '.join(type(one).__name__ for one in given)}"
-        )
-    return given[0] if given else None
-
-
 class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     """The encoder-decoder with its language-model head.
 
@@ -225,17 +214,18 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
     ) -> PackedLossOutput | Seq2SeqLMOutput | tuple[Tensor, ...]:
         """Packed, with `packing`: input_ids int64 [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`.
 
-        Ordinary, without: input_ids int64 [B, Le] (or `inputs_embeds`, or `encoder_outputs`), decoder_input_ids
-        int64 [B, Ld] (or `decoder_inputs_embeds`, or made from labels by shifting right), masks [B, length], non-zero
-        on real tokens → `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token
-        loss, which takes `kwargs`. With `output_hidden_states` the embeddings and the states behind each layer, the
-        last ones normed. `cache` is what transformers 5.24 calls `past_key_values`. Raises TypeError for what neither
-        this nor the loss knows.
+        Ordinary: input_ids int64 [B, Le] (or `inputs_embeds`, `encoder_outputs`), decoder_input_ids int64 [B, Ld] (or
+        `decoder_inputs_embeds`, or labels shifted right), masks [B, length], non-zero on real tokens →
+        `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token loss, which takes
+        `kwargs`. `output_hidden_states`: the embeddings and the states behind each layer, the last ones normed.
+        transformers 5.24 calls `past_key_values` `cache`. Raises TypeError for unknown arguments.
         """
         for_loss = self._for_loss(kwargs)
         if packing is not None:
             return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
-        past_key_values = _one_cache(past_key_values, cache)
+        generated = self._cache_of_call(
+            past_key_values, cache, self.config.use_cache if use_cache is None else use_cache
+        )
         asked = self._asked(output_hidden_states, output_attentions)
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **asked)
@@ -244,43 +234,51 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         decoder_embeds = embedded(self.shared, decoder_input_ids, decoder_inputs_embeds, "decoder_")
-        recomputes = self.training and torch.is_grad_enabled() and self.decoder.layers[0].gradient_checkpointing
-        if past_key_values is not None and recomputes:
-            raise NotImplementedError(
-                "past_key_values: layers that are computed again for gradients would write to the cache twice; call "
-                "eval(), or torch.no_grad(), or gradient_checkpointing_disable()"
-            )
-        if past_key_values is not None and past_key_values.cross_attention_cache.offloading:
-            raise NotImplementedError(
-                "cache_implementation: an offloaded cache keeps the encoder's keys and values in host memory, where "
-                "this model does not fetch them from; use 'dynamic' or 'static'"
-            )
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if use_cache and past_key_values is None and not self.training:
-            past_key_values = EncoderDecoderCache(DynamicCache(), DynamicCache())
         layout = PaddedLayout.build(
             encoder_length=encoder_states.shape[1],
             encoder_valid=attention_mask,
             decoder_length=decoder_embeds.shape[1],
             decoder_valid=decoder_attention_mask,
-            past_length=0 if past_key_values is None else int(past_key_values.get_seq_length()),
+            past_length=0 if generated is None else int(generated.get_seq_length()),
             device=encoder_states.device,
         )
         kept: States = [] if asked["output_hidden_states"] else None
-        hidden_states = self.decoder(
-            decoder_embeds, encoder_states, layout=layout, generated=past_key_values, kept=kept
-        )
+        hidden_states = self.decoder(decoder_embeds, encoder_states, layout=layout, generated=generated, kept=kept)
         logits = self.lm_head(hidden_states)
-        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **for_loss)
         output = Seq2SeqLMOutput(
-            loss=loss,
+            loss=None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **for_loss),
             logits=logits,
-            **{_CACHE: past_key_values},
+            **{_CACHE: generated},
             decoder_hidden_states=None if kept is None else tuple(kept),
             encoder_last_hidden_state=encoder_states,
             encoder_hidden_states=encoded.hidden_states,
         )
         return self._answer(output, return_dict)
+
+    def _cache_of_call(self, past_key_values: object, cache: object, use_cache: bool) -> Cache:
+        """The cache that a call hands over by either name, or a new one. Raises TypeError for two, or another class."""
+        given = [one for one in (past_key_values, cache) if one is not None]
+        if not given:
+            is_made = use_cache and not self.training
+            return EncoderDecoderCache(DynamicCache(), DynamicCache()) if is_made else None
+        found = given[0]
+        if found is not given[-1] or not isinstance(found, EncoderDecoderCache):
+            kinds = " and ".join(type(one).__name__ for one in given)
+            raise TypeError(
+                "past_key_values, cache: needed is one EncoderDecoderCache, such as "
+                f"EncoderDecoderCache(DynamicCache(), DynamicCache()), not {kinds}"
+            )
+        if self.training and torch.is_grad_enabled() and self.decoder.layers[0].gradient_checkpointing:
+            raise NotImplementedError(
+                "past_key_values: layers that are computed again for gradients would write to the cache twice; call "
+                "eval(), or torch.no_grad(), or gradient_checkpointing_disable()"
+            )
+        if found.cross_attention_cache.offloading:
+            raise NotImplementedError(
+                "cache_implementation: an offloaded cache keeps the encoder's keys and values in host memory, where "
+                "this model does not fetch them from; use 'dynamic' or 'static'"
+            )
+        return found
 
     def _for_loss(self, given: dict[str, Any]) -> dict[str, Any]:
         """The arguments in `given` that the loss takes. Raises TypeError for others."""

@@ -16,6 +16,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 from engine_plan import LANES, LAST_STEP, SAVED_STEP
 from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
+from flash_on_cpus import attention_of_gpus
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
@@ -120,9 +121,10 @@ def compiling(**overrides: Any) -> dict[str, Any]:
         kept += not isinstance(tensor, torch.nn.Parameter) and tensor.untyped_storage().data_ptr() in whole
         return tensor
 
-    steps = [short_step(engine, 0)]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        steps.append(short_step(engine, 1))
+    with attention_of_gpus():
+        steps = [short_step(engine, 0)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            steps.append(short_step(engine, 1))
     graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     result = {"steps": steps, "weights": full_weights(engine), "kept": kept, "graphs": graphs, "breaks": breaks}
     engine.close()

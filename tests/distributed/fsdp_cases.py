@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from device_waits import device_waits
 from engine_steps import Case, Collectives, copied_weights, run_all, skipping_steps, train_step
+from flash_on_cpus import attention_of_gpus
 from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
@@ -28,6 +29,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.engine.staging import StagingArea
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -119,7 +121,7 @@ def compiled_trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
     in tests/model, and takes minutes here.
     """
     capture = partial(torch.compile, backend="aot_eager")
-    with mock.patch.object(torch, "compile", lambda forward, options: capture(forward)):
+    with attention_of_gpus(), mock.patch.object(torch, "compile", lambda forward, options: capture(forward)):
         return trajectory(steps, **overrides)
 
 
@@ -274,7 +276,7 @@ def host_copies(directory: str) -> dict[str, str]:
     with mock.patch("torch.cuda.is_available", return_value=True), mock.patch(loader, side_effect=AssertionError):
         background.write()
     found["written"] = "without a GPU"
-    failing = mock.patch.object(FSDP2Engine, "_copy_to_host", side_effect=MemoryError("no more"))
+    failing = mock.patch.object(StagingArea, "_copy", side_effect=MemoryError("no more"))
     with failing if dist.get_rank() == 1 else nullcontext():
         try:
             engine.stage(folder, copy=True)

@@ -113,7 +113,7 @@ def captured_graphs(name: str) -> list[Graph]:
 
 def run_layers(config: FullConfig, sizes: Qwen3Seq2SeqConfig, tokens: int = 8) -> None:
     """Run an encoder and a decoder layer forward and backward over one document, on the CPU."""
-    sys.path.append(str(Path(__file__).parents[1] / "model"))
+    sys.path.append(str(Path(__file__).parents[1]))
     from flash_on_cpus import IN_TORCH, flash_on_cpus
 
     model = empty_model(sizes, torch.bfloat16, torch.device("cpu")).train()

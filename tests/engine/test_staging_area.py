@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_encdec.engine.deepspeed_zero import StagingArea
+from ds_encdec.engine.staging import StagingArea
 
 
 def tied_state() -> tuple[dict[str, Any], Tensor]:

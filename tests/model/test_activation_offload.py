@@ -10,16 +10,15 @@ import torch
 from tiny_models import pack, tiny_model
 from torch import Tensor, nn
 
-from ds_encdec.model.activation_offload import ActivationOffload, _pack, _Record, _tensors
+from ds_encdec.model.activation_offload import ActivationOffload, Streams, _pack, _Record, _tensors
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 
-class LateStreams:
+class LateStreams(Streams):
     """Copies nothing before somebody waits for it, and then all that was asked for until then."""
 
-    layers_on_their_way = 1
-
     def __init__(self) -> None:
+        self.layers_on_their_way = 1
         self.queue: list[Callable[[], None]] = []
         self.done = 0
 
@@ -34,7 +33,7 @@ class LateStreams:
 
 
 def offloading(model: Qwen3ForSeq2SeqLM, streams: LateStreams | None = None) -> ActivationOffload:
-    offload = ActivationOffload((lambda device: streams) if streams else None)
+    offload = ActivationOffload((lambda device: streams) if streams else Streams)
     for layer in (*model.encoder.layers, *model.decoder.layers):
         layer.forward = offload.around(layer.forward, layer)  # type: ignore[method-assign]
     return offload

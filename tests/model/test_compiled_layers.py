@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from flash_on_cpus import IN_TORCH, flash_on_cpus
+from flash_on_cpus import attention_of_gpus
 from tiny_models import Packed, pack, tiny_model
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from ds_encdec.model import attention_kernels, modeling
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
-from ds_encdec.model.attention_kernels import Choice
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 TOKENS = (16, 17)
@@ -50,12 +49,11 @@ def three_layers(dropout: float = 0.0) -> Qwen3ForSeq2SeqLM:
 
 
 @pytest.fixture
-def lengths(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+def lengths() -> Iterator[list[tuple[int, int]]]:
     """Attention runs in the operator of GPUs. Yields the largest lengths of queries and keys that it is given."""
-    monkeypatch.setattr(modeling, "choose_kernel", lambda wanted, flash: Choice(IN_TORCH, ()))
     torch._dynamo.reset()
     counters.clear()
-    with flash_on_cpus() as longest:
+    with attention_of_gpus() as longest:
         yield longest
     torch._dynamo.reset()
 

@@ -6,13 +6,23 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from ds_encdec.model.attention_kernels import AttentionKernel, Segments, attend_by_document, attend_in_torch
+from ds_encdec.model import modeling
+from ds_encdec.model.attention_kernels import AttentionKernel, Choice, Segments, attend_by_document, attend_in_torch
 
 IN_TORCH = AttentionKernel("torch's", lambda _: "", attend_in_torch)
+
+
+@contextmanager
+def attention_of_gpus() -> Iterator[list[tuple[int, int]]]:
+    """Inside, models on CPUs run attention in the operators of GPUs. Yields as `flash_on_cpus` does."""
+    choice = Choice(IN_TORCH, ())
+    with patch.object(modeling, "choose_kernel", lambda wanted, flash: choice), flash_on_cpus() as longest:
+        yield longest
 
 
 def _segments(cu_q: Tensor, cu_k: Tensor) -> Segments:

@@ -1,0 +1,89 @@
+"""Host memory that saves are copied into, so that training goes on while they are written."""
+
+import copy
+import logging
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
+
+
+class StagingArea:
+    """Holds the state to save, and keeps the memory of its copies for the next save, which needs the same.
+
+    Tensors that share storage share it here too, and are counted once.
+    """
+
+    def __init__(self, *, pin_memory: bool) -> None:
+        """`pin_memory`: an accelerator then copies several times faster."""
+        self._pin_memory = pin_memory
+        self._kept: list[torch.UntypedStorage] = []
+        self._copies = False
+        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    @torch.no_grad()
+    def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
+        """The bytes of the tensors in `item`, and `item` with them copied to the host or, without `copy`, referred to.
+
+        What an earlier call has copied is overwritten. Once there is memory for copies, all calls use it: a save at
+        once would otherwise take as much host memory again beside it. Waits for the device once.
+        """
+        self._copies, self._storages = copy or bool(self._kept), {}
+        taken = self._take(item)
+        if self._copies and any(device.type == "cuda" for device, _ in self._storages):
+            torch.cuda.current_stream().synchronize()
+        num_bytes, self._storages = sum(storage.nbytes() for storage in self._storages.values()), {}
+        return num_bytes, taken
+
+    def _take(self, item: Any) -> Any:
+        """`item` (nested containers) with its tensors copied or referred to, and all else copied."""
+        if isinstance(item, Tensor):
+            return self._take_tensor(item.detach())
+        if isinstance(item, dict):
+            taken = ((key, self._take(value)) for key, value in item.items())
+            return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
+        if type(item) in (list, tuple):
+            return type(item)(map(self._take, item))
+        return copy.deepcopy(item)
+
+    def _take_tensor(self, tensor: Tensor) -> Tensor:
+        local = _local(tensor)
+        source = local.untyped_storage()
+        key = (local.device, source.data_ptr())
+        if key not in self._storages:
+            self._storages[key] = self._copy(source) if self._copies else source
+        if not self._copies:
+            return tensor
+        taken = torch.empty_like(tensor, device="cpu")
+        _local(taken).set_(self._storages[key], local.storage_offset(), local.size(), local.stride())
+        return taken
+
+    def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The content of `source` in the next buffer, which is replaced where it has another size."""
+        index = len(self._storages)
+        if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
+            self._kept[index : index + 1] = [self._allocate(source.nbytes()).untyped_storage()]
+        return self._kept[index].copy_(source, non_blocking=True)
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        """Page-locked memory or, where the system allows no more of that, pageable memory from now on."""
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+        except (RuntimeError, MemoryError) as error:
+            if not self._pin_memory:
+                raise
+            self._pin_memory, reason = False, " ".join(str(error).split())[:200]
+        logger.warning(
+            "Copies of saves are in pageable memory, which takes longer: the host has locked no more pages (%s). "
+            "infra.pin_memory=false asks for none",
+            reason,
+        )
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
