@@ -156,8 +156,8 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     # torch.
     ("torch", "call", "engine/fsdp2.py", "_foreach_mul_"),
     ("torch.optim:AdamW", "override", "engine/muon.py", "_init_group"),
-    ("torch", "read", "engine/compilation.py", "_dynamo"),
-    ("torch._dynamo.config", "replace", "engine/compilation.py", "suppress_errors"),
+    ("torch", "read", "engine/select.py", "_dynamo"),
+    ("torch._dynamo.config", "replace", "engine/select.py", "suppress_errors"),
     ("torch", "read", "engine/sharded_engine.py", "_dynamo"),
     ("torch._dynamo.config", "replace", "engine/sharded_engine.py", "recompile_limit"),
     ("torch", "read", "model/compiled_layers.py", "_dynamo _inductor"),

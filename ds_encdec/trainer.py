@@ -24,7 +24,6 @@ from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.data.loader import LaneLoader, copied_ahead
 from ds_encdec.data.sources import check_bad_rows, sum_by_pass
 from ds_encdec.data.workers import WorkerKilledError
-from ds_encdec.engine.compilation import warn_of_ranks_that_differ
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.garbage import by_hand
 from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attempt
@@ -153,7 +152,6 @@ def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
         state = advance(state, result, totals)
         run.recorder.end_step(state, result)
         collect_garbage()
-        _look_at_first_step(run, state)
         _tell(run, "after_step", state, result)
         skipped_in_a_row = _count_skipped(state, result, skipped_in_a_row, training)
 
@@ -168,12 +166,6 @@ def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
         if due.leave and not is_over(state, training):
             raise _preempted(state, actions)
     return state
-
-
-def _look_at_first_step(run: Trainer, state: TrainingState) -> None:
-    """Compare the ranks after the first step of this start: all have chosen their kernels and compiled their layers."""
-    if state.data_step == run.state.data_step + 1:
-        warn_of_ranks_that_differ(run.collectives)
 
 
 def _read_ahead(run: Trainer, state: TrainingState, last_save: float) -> Ahead | None:

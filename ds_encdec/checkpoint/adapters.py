@@ -23,7 +23,7 @@ from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import merged_weights, peft_fields, peft_names, quiet_bitsandbytes, require_peft
+from ds_encdec.model.lora import merged_weights, peft_fields, peft_names, require_peft
 from ds_encdec.model.source import Base, base_model, read_config
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 from ds_encdec.types import CheckpointError, WeightSource
@@ -141,8 +141,7 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
 
 def write_peft_config(folder: Path, section: ModelConfig, base: str | None) -> None:
     """Write peft's own description of the adapters of `section`, in inference, beside the model `base`."""
-    with quiet_bitsandbytes():
-        from peft import LoraConfig, TaskType
+    from peft import LoraConfig, TaskType
 
     assert section.lora is not None
     LoraConfig(

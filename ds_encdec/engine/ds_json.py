@@ -21,20 +21,19 @@ from ds_encdec.types import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# Elements of the buffers that gradients and parameters are collected in. DeepSpeed's default of 5e8 takes
-# 1 GB of each rank in bf16 (twice with overlap); beyond 5e7 the collectives gain nothing.
+# Elements of the buffers for gradients and parameters. DeepSpeed's default of 5e8 takes 1 GB of each rank in bf16
+# (twice with overlap); beyond 5e7 the collectives gain nothing.
 _BUCKET_ELEMENTS = {"cuda": 50_000_000, "cpu": 5_000_000}
 # Parameters smaller than this stay whole on every rank: norms, whose gathering costs more than it saves.
 _PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
 # ZeRO-3 gathers the parameters of each of these modules, the model's layers, at once and with one set of hooks, which
 # halves what hooks cost the host (scripts/bench/host_time.py). Only where all is trained: see `rules.deepspeed_lacks`.
 _LEAF_MODULES = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
-# Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's own 1e9, 2 GB
-# in bf16. All of a 1 B model then waits for its backward pass and is gathered once a step, which is faster and needs
-# those 2 GB; where they are missing, infra.deepspeed_extra lowers both.
+# Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's 1e9, 2 GB in
+# bf16. A 1 B model is then gathered once a step, which is faster; infra.deepspeed_extra lowers both.
 _LIVE_PARAMETERS = 1_000_000_000
-# Elements that are read, stepped and written back at a time of an optimizer whose states are on a disk: of 100 MB in
-# float32 reads are as fast as a disk is, and four buffers of them are what a rank holds in host memory.
+# Elements of an optimizer on a disk that are read, stepped and written at a time: reads of 100 MB are as fast as a
+# disk is, and a rank holds four such buffers in host memory.
 _SWAPPED_ELEMENTS = 25_000_000
 SWAP_BUFFERS = 4
 """Buffers of the largest sub-group's size: weights, gradients and both moments."""
@@ -50,20 +49,15 @@ def render_deepspeed_json(
 ) -> dict[str, Any]:
     """The complete DeepSpeed configuration of a run.
 
-    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step (it follows from `data.num_lanes`).
-    `device`: "cpu" or an accelerator's name. `ranks_per_node`: the size of zero3_hybrid's secondary partition (hpZ,
-    ZeRO++, arXiv 2306.10209) where `infra.hybrid_shard_size` names none; None: all ranks are on one node.
+    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step. `device`: "cpu" or an accelerator's
+    name. `ranks_per_node`: the size of zero3_hybrid's secondary partition (hpZ, ZeRO++, arXiv 2306.10209) where
+    `infra.hybrid_shard_size` names none; None: all ranks are on one node. The schedule is part of the JSON only where
+    it is DeepSpeed's own class. Batch sizes are bookkeeping: a "sample" is a packed sequence.
 
-    The schedule is part of the JSON only where it is DeepSpeed's own class; the engine hooks the others in. Batch sizes
-    are bookkeeping: DeepSpeed never sees a data loader, and one "sample" of theirs is a packed sequence of ours.
-
-    Raises ConfigError for a JSON file that nobody has read, and for ranks that do not divide into hpZ partitions.
+    Raises ConfigError for a JSON file that has not been read, and for ranks that do not divide into hpZ partitions.
     """
     if config.infra.deepspeed_config is not None:
-        raise ConfigError(
-            f"infra.deepspeed_config = {config.infra.deepspeed_config!r} has not been read: "
-            "load the configuration with load_config or FullConfig.from_yaml"
-        )
+        raise ConfigError("infra.deepspeed_config has not been read: use load_config or FullConfig.from_yaml")
     training = config.training
     rendered: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -93,15 +87,7 @@ def render_deepspeed_json(
     if training.lr_scheduler_type in NATIVE_SCHEDULES:
         rendered["scheduler"] = _scheduler(training)
     rendered = _merge(rendered, config.infra.deepspeed_extra)
-    if training.optimizer in OPTIMIZERS:
-        adam = rendered["optimizer"]["params"]
-        adam["torch_adam"] = True
-        adam.pop("bias_correction", None)  # no word of torch's, which always does
-        if not adam.keys() & {"fused", "foreach"}:
-            adam["fused"] = True  # torch's own choice is a loop over single operations
-    else:  # DeepSpeed is given it, and would refuse what it does not know
-        del rendered["optimizer"]
-        rendered |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    _set_optimizer(rendered, training)
     if _reduces_in_float32(rendered, world_size):
         rendered.setdefault("communication_data_type", "fp32")
     partition = rendered["zero_optimization"].get("zero_hpz_partition_size", 1)
@@ -111,6 +97,18 @@ def render_deepspeed_json(
         f"zero3_hybrid: partitions of {partition} ranks (infra.hybrid_shard_size or zero_hpz_partition_size)",
     )
     return rendered
+
+
+def _set_optimizer(rendered: dict[str, Any], training: TrainingConfig) -> None:
+    if training.optimizer in OPTIMIZERS:
+        adam = rendered["optimizer"]["params"]
+        adam["torch_adam"] = True
+        adam.pop("bias_correction", None)  # torch has no such word, and always corrects
+        if not adam.keys() & {"fused", "foreach"}:
+            adam["fused"] = True  # torch's own choice is a loop over single operations
+    else:  # DeepSpeed gets the optimizer itself, and would refuse what it does not know
+        del rendered["optimizer"]
+        rendered |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
 
 def run_json(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ds_encdec.config.rules import engine_candidates, engine_conflicts
+from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
@@ -171,11 +171,34 @@ def create_engine(
             require_bitsandbytes()
         if weights is not None:
             weights = with_new_adapters(weights, lora, model_config, config.training.seed)
-    from ds_encdec.engine.compilation import with_compilation_decided
-
-    config = with_compilation_decided(config, context)
+    config = _with_compilation_decided(config, context)
     build: Callable[..., Engine] = load(context.engine_spec.build)
     return build(config, context, model_config, weights, gradient_accumulation_steps)
+
+
+def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullConfig:
+    """`config` with true or false in place of `training.torch_compile: auto`.
+
+    `auto` is true on GPUs for what the engine can compile, except for ZeRO-3, whose layers are compiled between its
+    hooks: that has run on CPUs alone. Layers that cannot be compiled then run as they are, with torch's warning; where
+    `true` was asked for, the first step raises torch's error.
+    """
+    if config.training.torch_compile == "auto":
+        by_hooks = context.engine_spec.gathers_by_hooks and config.infra.sharding_stage.startswith("zero3")
+        compiles = context.device.type == "cuda" and not by_hooks
+        compiled = _compiling(config, True)
+        found = [*find_conflicts(compiled), *engine_conflicts(compiled, context.engine)] if compiles else []
+        compiles = compiles and not any("training.torch_compile" in conflict.fields for conflict in found)
+        if compiles:
+            context.undo.enter_context(torch._dynamo.config.patch(suppress_errors=True))
+        config = _compiling(config, compiles)
+    if config.training.torch_compile and context.world.is_main:
+        logger.info("the first step and the first evaluation compile the layers, which takes up to some minutes")
+    return config
+
+
+def _compiling(config: FullConfig, value: bool) -> FullConfig:
+    return config.model_copy(update={"training": config.training.model_copy(update={"torch_compile": value})})
 
 
 def _is_installed(engine: EngineSpec) -> bool:

@@ -56,10 +56,12 @@ class StagingArea:
         key = (local.device, source.data_ptr())
         if key not in self._storages:
             self._storages[key] = self._copy(source) if self._copies else source
-        if not self._copies:
+        storage, is_sharded = self._storages[key], isinstance(tensor, DTensor)
+        if is_sharded and not self._copies:
             return tensor
-        taken = torch.empty_like(tensor, device="cpu")
-        _local(taken).set_(self._storages[key], local.storage_offset(), local.size(), local.stride())
+        plain = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        taken = torch.empty_like(tensor, device="cpu") if is_sharded else plain
+        _local(taken).set_(storage, local.storage_offset(), local.size(), local.stride())
         return taken
 
     def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -1,15 +1,12 @@
-"""The peak of a training step: the engine's states, activations and the loss head, added up at every moment that may be
-the worst one.
+"""The peak of a training step: states, activations and the loss head, added up at every moment that may be the worst.
 
 A step is walked through once: the loss (all activations are there), the head's backward pass, each layer's (activations
-go, gradients come), the embedding's, the optimizer's step, and an evaluation. The estimate is the moment with the most
-bytes, and says which one it is.
+go, gradients come), the embedding's, the optimizer's step, and an evaluation.
 
-The bytes that the forward pass keeps for the backward pass, and what both work on, per layer and in the loss head, are
-sums of products of sizes, such as `8*D*I` for four tensors of decoder tokens × intermediate size in 16 bits. They are
-in activations.json, which scripts/memory_formulas.py writes from traces of a small model (trace.py) for each kind of
-numbers and each mode of activation checkpointing: exact in every storage, for models of any size. A test compares them
-with new traces. docs/memory.md explains the terms.
+Activations of a layer and of the loss head are sums of products of sizes, such as `8*D*I` for four tensors of decoder
+tokens × intermediate size in 16 bits. They are in activations.json, which scripts/memory_formulas.py writes from traces
+of a small model (trace.py) for each kind of numbers and each mode of activation checkpointing: exact in every storage,
+for models of any size. docs/memory.md explains the terms.
 
 Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `m` keys of the
 longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and intermediate size and
@@ -120,10 +117,7 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
 
 
 def _generation_cache(job: Job) -> float:
-    """Bytes of the keys and values of the largest batch of texts that evaluations generate.
-
-    Batches come one after the other, and only for examples of the main set: `data.eval_sets` have losses alone.
-    """
+    """Bytes of the keys and values of the largest batch of texts that evaluations generate."""
     training, sizes = job.config.training, job.sizes
     settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
     row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
@@ -136,9 +130,8 @@ def _generation_cache(job: Job) -> float:
 class Layer:
     """A layer's pass over a micro-batch. `kept`: bytes from its forward to its backward pass.
 
-    `offloaded`: the bytes of them in host memory under `training.activation_offload`. Pinned copies are rounded up to
-    powers of two, which is taken to cost half of what they hold. `working`: what there is at the worst moment of its
-    backward pass beyond what the layers before it keep.
+    `offloaded`: those in host memory under `training.activation_offload`; pinned copies are taken to cost a half more.
+    `working`: the worst moment of its backward pass, beyond what the layers before it keep.
     """
 
     name: str
@@ -236,10 +229,7 @@ class MicroBatch:
         return Layer("", kept, kept * (1.5 if job.device == "cuda" else 1.0), working)
 
     def _unread(self) -> float:
-        """Bytes that the last norm of the encoder keeps otherwise, where that is frozen with the embedding.
-
-        In the head's backward pass they are all of the encoder's width beside its output.
-        """
+        """Bytes that the last norm of the encoder does not keep, where it is frozen with the embedding."""
         job, head = self._job, _formulas(self._kind, self._mode)["head"][0]
         if job.model.of("encoder.").trained or job.model.of("shared.").trained:
             return 0.0
@@ -247,10 +237,7 @@ class MicroBatch:
         return self._value(head) - self._value(head, "E*H") - output
 
     def _frozen_inputs(self, side: Side) -> float:
-        """Bytes of inputs that frozen products keep, and nothing else does: adapters with dropout have other ones.
-
-        Emulated, each product has its own copy.
-        """
+        """Bytes of inputs that only frozen products keep: adapters with dropout have other ones, emulation copies."""
         sizes, tokens = self._job.sizes, self._symbols[side[0].upper()]
         wide = sizes.num_attention_heads * sizes.head_dim + sizes.intermediate_size
         if self._job.emulates_bf16:
@@ -261,10 +248,9 @@ class MicroBatch:
     def _scores(self, side: Side) -> tuple[float, float]:
         """Bytes that attention without a flash kernel keeps, on a GPU or with dropout, and those of its backward pass.
 
-        torch computes grouped queries under a mask, and dropout, in single operations, document by document, all of
-        them taken to be as long as allowed: each keeps its softmax, and keys and values at full width, with dropout
-        also the mask and what it leaves; three of the float32 scores of one document exist at a time, and gradients of
-        queries, keys and values as wide as the queries. A CPU computes all this in float32.
+        Documents are taken to be as long as allowed. Each keeps its softmax, keys and values at full width, and with
+        dropout the mask and its result; three float32 scores of one document exist at a time, and gradients of queries,
+        keys and values as wide as the queries. A CPU computes all this in float32.
         """
         job, symbols, (queries, keys) = self._job, self._symbols, self._job.longest_document
         queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)

@@ -1,11 +1,10 @@
 """The memory that FSDP2 (torch 2.13) holds on a rank for parameters, gradients and optimizer in the parts of a step.
 
-The engine shards float32 parameters, gathers them in the compute dtype, and reduces gradients in float32. Each layer is
-a group that is gathered and reduced at once; the root group has the rest, above all the embedding, and is the last to
-be reduced. Every term names the place in torch/distributed/fsdp/_fully_shard/ that makes the tensor.
+Each layer is a group that is gathered and reduced at once; the root group has the rest, above all the embedding, and is
+the last to be reduced. Every term names the place in torch/distributed/fsdp/_fully_shard/ that makes the tensor.
 
-What layers compute with counts as `weights` where it stays from the forward pass to the backward pass, and as
-`communication` where it comes and goes layer by layer (zero3). docs/memory.md has the principle.
+Gathered parameters count as `weights` where they stay from the forward pass to the backward pass, and as
+`communication` where they come and go layer by layer (zero3). docs/memory.md has the principle.
 """
 
 from collections import Counter
@@ -24,11 +23,10 @@ _NF4 = 1 / 2 + (1 + 4 / 256) / 64
 
 
 def fsdp_memory(job: Job) -> EngineMemory:
-    """The memory of `job` under FSDP2. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
+    """The memory of `job` under FSDP2, on the rank with the most. See EngineMemory.
 
-    `step` includes the reduction of the root's gradients: it comes after the backward pass, when no activations are
-    left. Of ranks that hold different amounts it is the one with the most. Raises ConfigError for a hybrid that does
-    not divide the ranks.
+    `step` includes the reduction of the root's gradients, which comes after the backward pass. Raises ConfigError for a
+    hybrid that does not divide the ranks.
     """
     s = _Sharding(job)
     states, frozen = (0, 0) if s.offloads else (_FLOAT32 * s.trained_shard, s.compute * s.frozen_shard)
@@ -70,15 +68,13 @@ class _Group(NamedTuple):
 class _Sharding:
     """The job's parameters on the mesh of config/shares.py, `replicas` × `shards` ranks.
 
-    `layers`: groups beside the root's; `units`, `in_layers`: their numbers, and the sum of them. `layer`, `root`: what
-    is gathered of them; `trained_layer` (the mean of all layers), `trained_root`: what gets gradients. `trained_shard`,
-    `frozen_shard`: parameters that the rank holds. `matrices`: those of `Job.stepped_matrices`.
-    `gathered_layer`: bytes of a gathered layer. `quantized`: bytes of matrices in 4 bits, which every rank has whole.
-    `frees_layers`: layers let go of gathered parameters between the forward and the backward pass. `accumulates`:
-    earlier micro-batches of the step have left gradients; `accumulates_whole`: whole ones, because nothing is reduced
-    before the last micro-batch. `offloads`: shards, moments and reduced gradients are on the host; `keeps_gradients`:
-    not in another memory (on a CPU they stay, and count at each moment). `clones`: gloo clones what it scatters
-    (ProcessGroupGloo::_reduce_scatter_tensor_coalesced); NCCL does not.
+    `layers`: the number of groups beside the root's; `units`, `in_layers`: their parameters, and all of them. `layer`
+    (the mean), `root`: groups of all parameters; `trained_layer`, `trained_root`: of those with gradients.
+    `trained_shard`, `frozen_shard`: parameters that the rank holds. `matrices`: those of `Job.stepped_matrices`.
+    `gathered_layer`: bytes. `quantized`: bytes of matrices in 4 bits, which every rank has whole. `frees_layers`:
+    layers free gathered parameters before the backward pass. `accumulates`: earlier micro-batches have left gradients;
+    `accumulates_whole`: unreduced ones. `offloads`: states are on the host; `keeps_gradients`: reduced gradients stay
+    in the same memory. `clones`: gloo copies what it scatters (_reduce_scatter_tensor_coalesced).
     """
 
     def __init__(self, job: Job) -> None:
@@ -123,10 +119,9 @@ class _Sharding:
         return _Group(parameters, shard, shard * self.shards)
 
     def backward(self, done: Count, unit: Count) -> Breakdown:
-        """A layer or the embedding is in work. Layers that are done are reduced, and no longer gathered.
+        """A layer or the embedding is in work; layers that are done are reduced, and no longer gathered.
 
-        All gradients of the layer count, though at its worst moment most of them are still to come. Where gloo reduces,
-        the worst may come afterwards, with the layer's activations gone: they are counted there too.
+        All gradients of the layer count. Where gloo reduces, the worst moment may come after the layer.
         """
         # An untied head's gradients wait for the root's reduction.
         head = 0 if self.job.sizes.tie_word_embeddings else min(done.all, self.job.embedding_parameters)
@@ -160,11 +155,10 @@ class _Sharding:
         return self.compute * self.root.gathered + layers * self.gathered_layer
 
     def held_gradients(self, layers_done: float) -> float:
-        """Gradients of the step on the device, beside the layer in work, once the last micro-batch has reduced some.
+        """Gradients on the device, beside the layer in work, once the last micro-batch has reduced some.
 
-        Of earlier micro-batches they are whole (FSDPParam.unsharded_accumulated_grad, or the gathered parameter's own
-        .grad where that is float32), or reduced, and then replicas have still to meet
-        (FSDPParamGroup._partial_reduce_output).
+        Those of earlier micro-batches are whole (FSDPParam.unsharded_accumulated_grad), or reduced but not yet over the
+        replicas (FSDPParamGroup._partial_reduce_output).
         """
         reduced = layers_done * self.trained_layer.shard
         if self.accumulates_whole:
@@ -197,8 +191,7 @@ class _Sharding:
     def _orthogonalization(self) -> float:
         """Bytes of the largest round of engine/muon.py: this rank's rows of all its matrices, and one whole.
 
-        Of that, where it was gathered, the input, and then two iterates and two products of the shorter side; or where
-        replicas tell each other, their rows of all results.
+        A whole one has its input, two iterates and two products of the shorter side; replicas gather all results.
         """
         most = 0.0
         for (height, width), times in Counter(shape for _, shape in self.job.stepped_matrices).items():

@@ -59,9 +59,9 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """The parameters of a run's model, those of adapters included: shape by canonical name, in the model's order.
+    """The parameters of a run's model, adapters included: shape by canonical name, in the model's order.
 
-    `trained`: those that the run trains. An answer asks for what follows thousands of times, of one model.
+    `trained`: those that the run trains. An answer asks for the rest thousands of times.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -104,8 +104,7 @@ class Job:
     """One rank's share of a training step: the configuration, the model's sizes, and where it runs.
 
     `encoder_tokens`, `decoder_tokens`: of a micro-batch, padding included. `gradient_accumulation_steps`: micro-batches
-    of this rank in one optimizer step. `emulates_bf16`: the device multiplies bfloat16 in float32, as CPUs without such
-    instructions do (model/precision.py).
+    of this rank in one optimizer step. `emulates_bf16`: bfloat16 is multiplied in float32 (model/precision.py).
     """
 
     config: FullConfig
@@ -221,10 +220,8 @@ def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
 def checkpoint_bytes_per_parameter(job: Job) -> float:
     """Bytes of a checkpoint's tensors for each trained parameter: float32 weights, the optimizer's moments, and more.
 
-    Under Muon the mean of matrices with one moment and the rest.
-
-    An engine that `saves_compute_weights` also writes those that layers compute with, under ZeRO-0 to 2 (in float32
-    under ZeRO-0 these are the same).
+    Under Muon it is the mean of matrices with one moment and the rest. An engine that `saves_compute_weights` also
+    writes those that layers compute with, under ZeRO-0 to 2 (in float32 under ZeRO-0 these are the same).
     """
     stage = job.config.infra.sharding_stage
     only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
@@ -235,9 +232,9 @@ def checkpoint_bytes_per_parameter(job: Job) -> float:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """The tensors of one checkpoint; what else is in it, the tokenizer above all, is some megabytes.
+    """The tensors of one checkpoint; frozen ones, unless beside adapters, in the compute dtype.
 
-    What is frozen is in it as layers compute with it, unless adapters are trained beside it.
+    The rest, above all the tokenizer, is some megabytes.
     """
     frozen = 0 if job.config.model.lora is not None else job.parameters - job.trainable_parameters
     return round(job.trainable_parameters * checkpoint_bytes_per_parameter(job)) + frozen * job.compute_bytes
@@ -295,8 +292,8 @@ https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and
 def run_sizes(config: FullConfig) -> Sizes:
     """The sizes of the model that a run of `config` trains, sentinels included.
 
-    From `model.architecture`, a local folder, a published Qwen3's sizes, or the Hugging Face cache. Raises
-    ConfigError for a model that is none of these, or that a run would refuse.
+    They come from `model.architecture`, a local folder, a published Qwen3, or the Hugging Face cache. Raises
+    ConfigError for other models, and for one that a run would refuse.
     """
     section = config.model
     if section.architecture is not None:
@@ -356,7 +353,6 @@ def _cached_config(name: str) -> Path:
     raise ConfigError(
         f"model.model_name_or_path: {name} is not a local folder, not in the Hugging Face cache, and not one of the "
         f"models whose sizes are known here ({', '.join(PUBLISHED)}); nothing is downloaded for an estimate. "
-        "Only Qwen3 decoders can be used."
-        f"{f' Did you mean {meant}?' if meant else ''} Give a folder that holds its config.json, or its sizes: "
-        "model.architecture.hidden_size=… and so on, with model.tokenizer_name_or_path=builtin"
+        f"Only Qwen3 decoders can be used.{f' Did you mean {meant}?' if meant else ''} Give a folder with its "
+        "config.json, or its sizes: model.architecture.hidden_size=… and model.tokenizer_name_or_path=builtin"
     )

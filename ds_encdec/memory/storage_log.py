@@ -1,14 +1,13 @@
-"""A log of the sizes of storages: what tensors hold, by what it is for, at every moment that was noted.
+"""A log of the sizes of storages, by purpose, at every moment that was noted.
 
-A dispatch mode notes the storages that operators make (trace.py, scripts/bench/tracked.py). The log hears of their
-deaths and resizes itself. What a storage is for may be known only when it has been filled, and storages also die in
-other threads, gloo's above all: so nothing is added up before the log is read.
+A dispatch mode notes the storages that operators make (trace.py, scripts/bench/tracked.py); the log follows their
+deaths and resizes by itself. A purpose may be known only later, and storages also die in other threads (gloo's): so
+nothing is added up before the log is read.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 from unittest.mock import patch
 from weakref import finalize
 
@@ -16,46 +15,44 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed._tools.common_utils import get_untyped_storages
 
-Purpose = TypeVar("Purpose", bound=str)
-
 
 @dataclass
-class _Entry(Generic[Purpose]):
-    """One storage: what it is for, and its bytes now, or at last."""
+class _Entry:
+    """One storage: its purpose, and its bytes now, or at last."""
 
-    purpose: Purpose
+    purpose: str
     num_bytes: int = 0
 
 
-class StorageLog(Generic[Purpose]):
-    """Follows the storages that it is told of, without keeping them alive. Sizes are in bytes."""
+class StorageLog:
+    """Follows storages without keeping them alive. Sizes are in bytes."""
 
     def __init__(self) -> None:
         self.moment = ""
         """The name of changes from now on: what is in work."""
-        self._alive: dict[int, _Entry[Purpose]] = {}
-        self._changes: list[tuple[_Entry[Purpose], int, str]] = []
+        self._alive: dict[int, _Entry] = {}
+        self._changes: list[tuple[_Entry, int, str]] = []
 
-    def note(self, storages: Iterable[UntypedStorage], purpose: Purpose) -> None:
+    def note(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
         """`storages` are there; those that are new are for `purpose`."""
         for storage in storages:
             self._follow(storage, purpose)
 
-    def claim(self, storages: Iterable[UntypedStorage], purpose: Purpose) -> None:
+    def claim(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
         """`storages` are there and for `purpose`, as they have been from their beginning."""
         for storage in storages:
             self._follow(storage, purpose).purpose = purpose
 
-    def purpose_of(self, storage: UntypedStorage) -> Purpose | None:
+    def purpose_of(self, storage: UntypedStorage) -> str | None:
         """Return what `storage` is for; None if it was never noted."""
         entry = self._alive.get(storage._cdata)
         return None if entry is None else entry.purpose
 
-    def changes(self) -> Iterator[tuple[str, Purpose, int]]:
-        """Every change so far: what was in work, what the storage is for, and the bytes that came or, below 0, went."""
+    def changes(self) -> Iterator[tuple[str, str, int]]:
+        """Every change so far: the moment, the purpose, and the bytes that came or, below 0, went."""
         return ((when, entry.purpose, change) for entry, change, when in self._changes)
 
-    def peak(self, counted: Iterable[Purpose]) -> tuple[dict[Purpose, int], str]:
+    def peak(self, counted: Iterable[str]) -> tuple[dict[str, int], str]:
         """The bytes for the purposes of `counted` when they were most, of equals first, and what was in work then."""
         held = dict.fromkeys(counted, 0)
         at_peak, moment = dict(held), ""
@@ -80,14 +77,14 @@ class StorageLog(Generic[Purpose]):
         with patch.object(UntypedStorage, "resize_", resize_):
             yield
 
-    def _follow(self, storage: UntypedStorage, purpose: Purpose) -> _Entry[Purpose]:
+    def _follow(self, storage: UntypedStorage, purpose: str) -> _Entry:
         if (key := storage._cdata) not in self._alive:
             self._alive[key] = _Entry(purpose)
             finalize(storage, lambda: self._log_size(self._alive.pop(key), 0)).atexit = False
         self._log_size(self._alive[key], storage.nbytes())
         return self._alive[key]
 
-    def _log_size(self, entry: _Entry[Purpose], num_bytes: int) -> None:
+    def _log_size(self, entry: _Entry, num_bytes: int) -> None:
         if num_bytes != entry.num_bytes:
             self._changes.append((entry, num_bytes - entry.num_bytes, self.moment))
             entry.num_bytes = num_bytes

@@ -1,14 +1,13 @@
-"""A training step of this model and engine, run without its memory: what it would hold, by category, and when.
+"""A traced training step: the bytes that this model and engine would hold, by category, without the memory for it.
 
-The FSDP2 engine's own code builds its shards, runs forward, backward and step under torch's FakeTensorMode, where
-tensors have shapes and no data, in a process group that is a fake of any size. Every storage is followed from operator
-to operator (storage_log.py). So a machine without a GPU can tell within a minute what a rank of a cluster would hold,
-down to each temporary, and the arithmetic of the estimate is checked against it.
+The FSDP2 engine's own code runs forward, backward and step under torch's FakeTensorMode, where tensors have shapes and
+no data, in a fake process group of any size. Every storage is followed from operator to operator (storage_log.py). So a
+machine without a GPU finds within a minute what a rank of a cluster would hold, down to each temporary, and the
+arithmetic of the estimate is checked against it.
 
-What runs is what a GPU would run, on fake tensors of the CPU, for torch has no fake GPU where it has no CUDA: asked
-what its device can do, the model hears of a job's device, and what stands in for a GPU's kernels computes nothing, and
-allocates, keeps for the backward pass and gives back what the kernels do. What operators allocate inside and give back
-before they return is not seen, except in flash attention's backward pass.
+The fake tensors are on the CPU, for torch has no fake GPU where it has no CUDA: the model is told of the job's device,
+and stand-ins for a GPU's kernels compute nothing, but allocate, keep and free what the kernels do. What operators
+allocate and free inside is not seen, except in flash attention's backward pass.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -54,14 +53,10 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.optimizers import moments_kept
 from ds_encdec.types import Batch
 
-Category = Literal[
-    "weights", "master_weights", "gradients", "optimizer", "activations", "logits", "communication", "host"
-]
-"""The categories of `Breakdown`; `host`: what an offloading engine keeps there, which is left out of every sum."""
-
-_ACTIVATIONS: tuple[Category, ...] = ("activations", "logits")
-_ENGINE: tuple[Category, ...] = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")
-"""The categories that a trace finds without the engine, and with it."""
+_ACTIVATIONS = ("activations", "logits")
+_ENGINE = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")
+"""The categories of `Breakdown` that a trace finds without the engine, and with it. `host`, which an offloading engine
+keeps in host memory, is left out of every sum."""
 
 _DEVICE = torch.device("cpu")
 
@@ -70,9 +65,8 @@ _DEVICE = torch.device("cpu")
 class TracedMemory:
     """The bytes that one rank's device held at its worst moment of a traced step.
 
-    `categories`: those of `peak` that were traced; the others are 0 in it. `moment`: the part of the step, and the
-    layer in work. `seconds`: what the trace took. `remark`: what the trace leaves out of this job, in whole sentences;
-    empty for nothing.
+    `categories`: those that were traced; the others are 0 in `peak`. `moment`: the part of the step, and the layer in
+    work. `seconds`: of the trace. `remark`: what the trace leaves out of this job, in whole sentences.
     """
 
     peak: Breakdown
@@ -85,46 +79,39 @@ class TracedMemory:
 def trace_memory(job: Job) -> TracedMemory:
     """Trace a step of `job` on rank 0, which holds most where rows do not divide evenly.
 
-    Only in a process without a process group.
-
-    For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch.
+    For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch. Not in a
+    process with a process group.
     """
     start, traced, remarks = time.monotonic(), ENGINES[job.engine].trace, _remarks(job)
-    training = job.config.training
-    # What is the user's own is tried here: a trial needs numbers, which the tensors below do not have.
+    training, lora = job.config.training, job.config.model.lora
+    # The user's optimizer and loss are tried here: a trial needs numbers, which the tensors below do not have.
     moments_kept(training.optimizer, training.optimizer_args)
     if training.loss != CROSS_ENTROPY:
         load_loss(training.loss)
-    if _is_quantized(job):
-        assert job.config.model.lora is not None
-        lora = job.config.model.lora.model_copy(update={"quantize": "none"})
-        model = job.config.model.model_copy(update={"lora": lora})
+    if lora is not None and lora.quantize != "none":
+        model = job.config.model.model_copy(update={"lora": lora.model_copy(update={"quantize": "none"})})
         job = dataclasses.replace(job, config=job.config.model_copy(update={"model": model}))
-    log: StorageLog[Category] = watched_pass(job) if traced is None else load(traced)(job)
+    log: StorageLog = watched_pass(job) if traced is None else load(traced)(job)
     held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
     return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, remarks)
 
 
-def _is_quantized(job: Job) -> bool:
-    return job.config.model.lora is not None and job.config.model.lora.quantize != "none"
-
-
 def _remarks(job: Job) -> str:
-    engine, training = ENGINES[job.engine], job.config.training
+    engine, training, lora = ENGINES[job.engine], job.config.training, job.config.model.lora
     offloads, on_host = job.config.infra.offload_optimizer == "cpu", training.activation_offload
-    without_kernel = job.device == "cuda" and not _choose_as_on_gpu(compute_dtype(training)).is_flash
+    without_kernel = job.device == "cuda" and job.compute_bytes != 2
     remarks = {
         f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
         "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
         "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
         "Layers are traced as they are without torch.compile.": training.torch_compile is True,
-        "Matrices in 4 bits are traced in the compute dtype.": _is_quantized(job),
+        "Matrices in 4 bits are traced in the compute dtype.": lora is not None and lora.quantize != "none",
         "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
     }
     return " ".join(remark for remark, applies in remarks.items() if applies)
 
 
-def fsdp_step(job: Job) -> StorageLog[Category]:
+def fsdp_step(job: Job) -> StorageLog:
     """The log of a step of the FSDP2 engine, but for the optimizer's part.
 
     That works in place: beside its states it holds no more than the gradients.
@@ -160,7 +147,7 @@ def fsdp_step(job: Job) -> StorageLog[Category]:
         dist.destroy_process_group()
 
 
-def watched_pass(job: Job, *, backward: bool = True) -> StorageLog[Category]:
+def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:
     """The log of one micro-batch's pass through a model that is not sharded: forward, and `backward` unless False."""
     training = job.config.training
     with FakeTensorMode(), as_on_device(job), no_init_weights(), torch.set_grad_enabled(backward):
@@ -234,9 +221,9 @@ class _StorageWatch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.log: StorageLog[Category] = StorageLog()
+        self.log: StorageLog = StorageLog()
         self._fake_mode = active_fake_mode()
-        self._category: Category = "activations"  # of storages made from now on
+        self._category: str = "activations"  # of storages made from now on
         self._part = self._module = ""
         for name, module in model.named_modules():
             if name in ("lm_head", "shared") or name.rpartition(".")[0] in ("encoder.layers", "decoder.layers"):
@@ -261,7 +248,7 @@ class _StorageWatch(TorchDispatchMode):
         self._part, self._module = part or self._part, module or self._module
         self.log.moment = ", ".join(filter(None, (self._part, self._module)))
 
-    def claim(self, tensors: Iterable[object], category: Category) -> None:
+    def claim(self, tensors: Iterable[object], category: str) -> None:
         """`tensors` (what else is among them is passed over) are there, for `category`."""
         self.log.claim(storages_of(tensors), category)
 
@@ -277,7 +264,7 @@ class _StorageWatch(TorchDispatchMode):
 
 
 def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, undo: ExitStack, *, on_host: bool) -> None:
-    """Tell `watch` what is there between two steps, and, until `undo`, what FSDP2 gathers and reduces during one."""
+    """Claim what is there between two steps and, until `undo`, what FSDP2 gathers and reduces during one."""
     watch.claim(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
@@ -289,7 +276,7 @@ def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, undo: Exi
 
 
 def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: bool, *arguments: Any) -> None:
-    """Do `group.post_backward`, and say what each storage of the group is for: by now all of them exist."""
+    """Do `group.post_backward`, and claim the storages of the group: by now all of them exist."""
     for parameter in group.fsdp_params:
         # The first forward pass pads the shards anew.
         watch.claim([parameter.sharded_param], "host" if on_host else "master_weights")
@@ -321,14 +308,10 @@ def as_on_device(job: Job) -> Iterator[None]:
         yield
 
 
-def _choose_as_on_gpu(dtype: torch.dtype) -> attention_kernels.AttentionKernel:
-    return _VARLEN if dtype in (torch.bfloat16, torch.float16) else attention_kernels.BY_DOCUMENT
-
-
 def choose_kernel(wanted: attention_kernels.Wanted, *, flash: bool = True) -> attention_kernels.Choice:
     """Stand in for `attention_kernels.choose_kernel`, as for tensors on a GPU."""
-    kernel = _choose_as_on_gpu(wanted.dtype) if flash else attention_kernels.BY_DOCUMENT
-    return attention_kernels.Choice(kernel, ())
+    is_flash = flash and wanted.dtype in (torch.bfloat16, torch.float16)
+    return attention_kernels.Choice(_VARLEN if is_flash else attention_kernels.BY_DOCUMENT, ())
 
 
 def _varlen_attention(
@@ -346,10 +329,10 @@ _VARLEN = attention_kernels.AttentionKernel("as on a GPU", lambda _: "", _varlen
 
 
 def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Size, segments: int) -> None:
-    """Allocate, and give back, what flash attention 2 does in `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
+    """Allocate and free what flash attention 2 does in `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
 
-    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment, an empty one too; where
-    heads share keys, those of keys and values of each head.
+    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment; where heads share keys,
+    those of keys and values of each head.
     """
     held = [grad.new_empty(shape) for shape in (query, key, key)]
     rows = query[0] + 128 * segments

@@ -1,8 +1,8 @@
-"""Other settings of a job: what each would hold, and which of those that fit to choose.
+"""Other settings of a job: their estimates, and which of those that fit to choose.
 
-A change is a mapping of dotted fields to values, the same that the command line takes as overrides. All choices come
-from one list of changes, in the order of one cost: the recommendation is the first that fits, and the nearest settings,
-also after memory ran out, are the first few that differ in kind.
+A change maps dotted fields to values, like overrides on the command line. All choices come from lists of changes in the
+order of one cost (`_cost`): the recommendation is the first that fits, the nearest settings are the first few that
+differ in kind.
 """
 
 import itertools
@@ -28,8 +28,7 @@ Change = dict[str, str | int | bool | None]
 HEADROOM = 0.05
 """Share of a device's usable memory that a fitting setting leaves free: for what the estimate may miss."""
 HOST_HEADROOM = 0.1
-"""Share of a host's memory that stays free, for the page cache and for what the build of an engine copies; a process
-that takes the last of it is killed silently."""
+"""Share of a host's memory that stays free, for the page cache and for what the build of an engine copies."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only where nothing else fits."""
 BATCH_FIELDS = {
@@ -51,10 +50,9 @@ _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A setting of a run: a row of the table. `overrides`: what it changes of the configuration it was derived from.
+    """A setting of a run: a row of the table. `overrides`: its changes, none for the configuration itself.
 
-    They are empty for that configuration itself. A combination that does not exist has the `reason` why not, and fits
-    nowhere.
+    A combination that does not exist has the `reason`, and fits nowhere.
     """
 
     job: Job
@@ -237,9 +235,8 @@ def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
 def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
     """Sort changes, the most desirable first: what they offload, how they add up, the time they cost, how much is new.
 
-    The time is a share of a step's. Its figures are assumed, for the order only, and measured only where it says so.
-    Those for ranks in several nodes are larger, as their network is an order of magnitude slower. A rank alone sends
-    nothing. What does not exist may come anywhere, as it fits nowhere.
+    The time is a share of a step's; its figures are assumed, for the order only. A network between nodes is an order of
+    magnitude slower. What does not exist may come anywhere, as it fits nowhere.
     """
     other = changed(job, change)
     stage, training = other.config.infra.sharding_stage, other.config.training

@@ -1,9 +1,8 @@
 """The memory that DeepSpeed 0.19.8 holds on a rank for parameters, gradients and optimizer in the parts of a step.
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
-stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). Norms and overflow checks look at one
-parameter at a time, which is the worst part of a step of stages 1 and 2 alone. docs/memory.md has the
-formulas in tables. Rare settings are estimated at their defaults, and remarked on: `not_estimated`.
+stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). docs/memory.md has the formulas in
+tables. Rare settings are estimated at their defaults: `not_estimated`.
 """
 
 import dataclasses
@@ -30,19 +29,13 @@ _DEFAULTS = {
     "zero_hpz_partition_size": 1,
 }
 """DeepSpeed's values of the sizes that a JSON may leave out (runtime/zero/config.py)."""
-_NOT_ESTIMATED = (
-    ("zero_optimization", "contiguous_gradients", True),
-    ("zero_optimization", "stage3_module_granularity_threshold", 0),
-    ("optimizer.params", "fused", True),
-    ("optimizer.params", "foreach", False),
-)
+_ZERO_AS = {"contiguous_gradients": True, "stage3_module_granularity_threshold": 0}
+_ADAM_AS = {"fused": True, "foreach": False}
 """Keys of the JSON that change memory, and the value for which it is estimated whatever they say."""
 
 
 def zero_memory(job: Job) -> EngineMemory:
-    """The memory of `job` under DeepSpeed. See EngineMemory; `forward`, `backward` and `step` come on top of `resting`.
-
-    Where ranks differ, it is the rank with the most.
+    """The memory of `job` under DeepSpeed, on the rank with the most. See EngineMemory.
 
     Raises ConfigError for settings of which no JSON for DeepSpeed can be made, and for values in it that are no sizes.
     """
@@ -71,42 +64,32 @@ def swapped_bytes(job: Job) -> float:
     """Bytes on the disk of each node that the optimizer's states take (`infra.offload_optimizer: nvme`); 0 without."""
     if job.config.infra.offload_optimizer != "nvme":
         return 0.0
-    s = _Settings(job)
-    # weights, moments, and the gradients of a step: swap_params_info
+    s = _Settings(job)  # weights, moments, and the gradients of a step: swap_params_info
     return (s.master + s.moments * s.moment + s.master) * s.partition * job.ranks_per_node
 
 
 def not_estimated(job: Job) -> list[str]:
     """Settings of the JSON that change memory in a way that the estimate does not follow."""
     rendered = _rendered(job)
-    blocks = {
-        "zero_optimization": rendered["zero_optimization"],
-        "optimizer.params": rendered.get("optimizer", {}).get("params", {}),
-    }
-    return [
-        f"{block}.{key}" for block, key, estimated in _NOT_ESTIMATED if blocks[block].get(key, estimated) != estimated
-    ]
+    zero, adam = rendered["zero_optimization"], rendered.get("optimizer", {}).get("params", {})
+    found = [f"zero_optimization.{key}" for key, value in _ZERO_AS.items() if zero.get(key, value) != value]
+    return found + [f"optimizer.params.{key}" for key, value in _ADAM_AS.items() if adam.get(key, value) != value]
 
 
 class _Settings:
     """One rank's share of a run under DeepSpeed, in the terms of its source. Sizes are elements.
 
     `weight`, `accumulation`, `communication`, `master`, `moment`: bytes of one number of the parameters, the
-    accumulated gradients, the gradients in a collective, the optimizer's weights, and each of Adam's moments. `each`:
-    of the gradients that are collected in a `bucket`; `reduced`: in allreduce_bucket, a flat copy, and another where
-    the collective has a dtype of its own. `overlaps`: gradients are reduced while the backward pass goes on.
-    `accumulates`: earlier micro-batches of a step leave gradients behind. `number`: the JSON's by key of `_DEFAULTS`.
-    `gathers_layers`: under stage 3 a layer's parameters come, and its gradients are reduced, at once (leaf_module).
+    accumulated gradients, the gradients in a collective, the optimizer's weights, and each moment. `each`: of the
+    gradients in a `bucket`; `reduced`: of their flat copies in allreduce_bucket. `overlaps`: reductions run beside the
+    backward pass. `accumulates`: earlier micro-batches leave gradients. `number`: the JSON's by key of `_DEFAULTS`.
+    `gathers_layers`: stage 3 gathers and reduces a layer at once (leaf_module).
 
-    `sizes`: those of the model's parameters, and how many have each; `trained_sizes`: of those that are trained.
-    `largest`: the largest trained parameter. `weight_partition`: what a rank has of all parameters, under stage 3 a
-    part of each, rounded up; `partition`: of the trained ones; under stages 1 and 2 of each group of parameters, to an
-    even number. `states`: the parameters that the rank's optimizer has.
-
-    `is_compact`: under stages 1 and 2 a rank accumulates its partition in float32: _use_compact_grad_partition_buffer.
-    `kept`: bytes that it then keeps of reduced gradients, also with offload on the device, as one flat partition
-    (`averaged_gradients`); else `grads_in_partition`, the parameters that the partition touches, in full (`owned`; one
-    across the border of two partitions counts on both).
+    `sizes`, `trained_sizes`: sizes of parameters and how many have each; `largest`: of the trained ones.
+    `weight_partition`, `partition`: a rank's part of all and of the trained parameters (stage 3 cuts each of them,
+    stages 1 and 2 each group). `states`: parameters that the rank's optimizer has. `is_compact`: stages 1 and 2
+    accumulate the partition in float32 (_use_compact_grad_partition_buffer). `kept`: bytes of reduced gradients that
+    stay on the device: that partition, or else in full the parameters that it touches (`owned`, grads_in_partition).
     """
 
     def __init__(self, job: Job) -> None:
@@ -168,10 +151,7 @@ class _Settings:
         return bytes_each * min(done.trained + unit.trained, self.trainable)
 
     def is_filled(self, done: Count, unit: Count) -> bool:
-        """Return whether a bucket has been full by then in this micro-batch, and so was reduced.
-
-        The embedding's gradient comes to the buckets last of all: what that leads to is in `last_reduction`.
-        """
+        """Return whether a bucket has been full, and reduced, by then. The embedding's gradient comes last of all."""
         return done.trained + (0 if unit.all == self.job.embedding_parameters else unit.trained) > self.bucket
 
     def is_reducing(self, done: Count, unit: Count) -> bool:
@@ -194,13 +174,6 @@ def _rendered(job: Job) -> dict[str, Any]:
     )
 
 
-def _kept(s: _Settings) -> int:
-    # The way back counts for the distance, but for leaves, whose search for the next use ends with the whole model's
-    # turn: __params_to_release, which then looks into every module.
-    distance = s.number["stage3_max_reuse_distance"]
-    return max(s.number["stage3_max_live_parameters"], distance if s.gathers_layers else distance // 2)
-
-
 def _number(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"zero_optimization.{key} = {value!r} in infra.deepspeed_extra: give a number")
@@ -212,9 +185,6 @@ def _bytes(block: dict[str, Any], key: str, default: int) -> int:
     if dtype is not None and dtype not in _BYTES:
         raise ConfigError(f"{key} = {dtype!r} in infra.deepspeed_extra: give one of {', '.join(_BYTES)}")
     return default if dtype is None else _BYTES[dtype]
-
-
-# An answer asks for these thousands of times, of one model.
 
 
 @lru_cache
@@ -258,49 +228,31 @@ def _partitioned(s: _Settings) -> EngineMemory:
 
     Stage 2 reduces every micro-batch's gradients as they come (partition_grads). Under stage 1 they stay whole, in
     p.grad or p.grad_accum, and are reduced in the last micro-batch: with overlap_comm during its backward pass, and
-    otherwise after it (reduce_gradients). Each goes as soon as it is reduced, while the partition's are allocated with
-    the first of them. What is in a bucket is nowhere else: p.grad is a view of it then.
+    otherwise after it (reduce_gradients). In a bucket p.grad is a view of it.
     """
     buckets, reduces_late = s.each * s.bucket * (1 + s.overlaps), s.stage == 1 and not s.overlaps  # setup_buckets
     accumulates_whole, accumulates_parts = (s.accumulates and s.stage == stage for stage in (1, 2))
-
-    def partitions(is_filled: bool) -> float:
-        """Return the bytes of the partition, which comes with the first reduction and stays.
-
-        Where it is not compact, each micro-batch makes one of its own: grads_in_partition, beside all_grad_tensors of
-        the earlier ones.
-        """
-        return s.kept * min(is_filled + accumulates_parts, 1 if s.is_compact else 2)
-
-    def reducing(gradients: float, largest: int, *, adds: bool) -> Breakdown:
-        """Add a bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
-
-        With offload such a gradient is cloned before (reduce_independent_p_g_buckets_and_remove_grads): no more than
-        this. `adds`: one parameter's is there in the dtype of the partition, too: _add_to_grad_partition_buffer.
-        """
-        if adds and s.is_compact and s.communication != s.accumulation:
-            gradients += s.accumulation * min(largest, s.partition)
-        return Breakdown(
-            gradients=gradients, communication=buckets + s.reduced * min(max(s.bucket, largest), s.trainable)
-        )
+    # The partition comes with the first reduction and stays; where it is not compact, each micro-batch makes one of its
+    # own: grads_in_partition, beside all_grad_tensors of the earlier ones.
+    filled, unfilled = (s.kept * min(n + accumulates_parts, 1 if s.is_compact else 2) for n in (1, 0))
 
     def backward(done: Count, unit: Count) -> Breakdown:
         if reduces_late:
             return Breakdown(gradients=s.whole_gradients(s.each, done, unit), communication=buckets)
         head, largest = s.waiting_head(done), s.largest_of(unit)
         waiting = s.each * max(s.trainable - done.trained, 0) * accumulates_whole
-        gradients = waiting + s.weight * largest + s.each * head + partitions(s.is_filled(done, unit))
+        gradients = waiting + s.weight * largest + s.each * head + (filled if s.is_filled(done, unit) else unfilled)
         if s.is_reducing(done, unit):
-            return reducing(gradients, max(largest, head), adds=s.stage == 2)
+            return _reducing(s, gradients, buckets, max(largest, head), adds=s.stage == 2)
         return Breakdown(gradients=gradients, communication=buckets)
 
     # With offload, when it is reduced: the largest gradient of a partition in float64, for its norm (get_norm_dtype).
     norm = 8.0 * min(s.largest, s.partition)
     # At the end of the backward pass: the bucket that the embedding fills, it alone, or all if one holds it.
-    held = partitions(True) + (s.each * s.largest if s.trainable > s.bucket else 0)
+    held = filled + (s.each * s.largest if s.trainable > s.bucket else 0)
     if reduces_late:
         held = s.kept + s.each * max(s.trainable - s.bucket, 0)
-    last = reducing(held, s.largest, adds=not reduces_late)
+    last = _reducing(s, held, buckets, s.largest, adds=not reduces_late)
     if s.offloads_optimizer and not reduces_late:
         last = max(last, Breakdown(gradients=held + norm, communication=buckets), key=lambda moment: moment.total)
     # DeepSpeedZeroOptimizer.step: the partition's gradients flat in the master weights' dtype, and where they are not
@@ -324,6 +276,17 @@ def _partitioned(s: _Settings) -> EngineMemory:
     )
 
 
+def _reducing(s: _Settings, gradients: float, buckets: float, largest: int, *, adds: bool) -> Breakdown:
+    """Add a bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
+
+    `adds`: one parameter's is there in the dtype of the partition, too (_add_to_grad_partition_buffer).
+    """
+    if adds and s.is_compact and s.communication != s.accumulation:
+        gradients += s.accumulation * min(largest, s.partition)
+    copies = s.reduced * min(max(s.bucket, largest), s.trainable)
+    return Breakdown(gradients=gradients, communication=buckets + copies)
+
+
 def _sharded(s: _Settings) -> EngineMemory:
     """zero/stage3.py, and the gathering of parameters in zero/partitioned_param_coordinator.py."""
     number, ranks, on_device = s.number, s.job.world_size, 0 if s.offloads_optimizer else s.partition
@@ -337,7 +300,10 @@ def _sharded(s: _Settings) -> EngineMemory:
     # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in the
     # forward pass to the next is not released (__params_to_release, fetch_sub_module).
     layer = max(unit.all for unit in s.job.model.layers.values()) if s.gathers_layers else 0
-    live = _kept(s) + number["stage3_prefetch_bucket_size"] + max(*s.sizes, layer)
+    # The way back counts for the distance, except for leaves (__params_to_release).
+    distance = number["stage3_max_reuse_distance"] // (1 if s.gathers_layers else 2)
+    kept = max(number["stage3_max_live_parameters"], distance)
+    live = kept + number["stage3_prefetch_bucket_size"] + max(*s.sizes, layer)
     bucket = min(s.bucket, s.trainable)
     # A bucket on its way is put together by rank (reduce_scatter_coalesced); itself it is in the collective's dtype.
     scattered = s.communication * bucket + _scattering(s, bucket, alone=False)
@@ -345,9 +311,7 @@ def _sharded(s: _Settings) -> EngineMemory:
     def gathered(done: int) -> float:
         """Whole parameters in a backward pass that has left `done` behind (0: at the end of the forward pass).
 
-        The prefetcher runs ahead until stage3_max_live_parameters are there. Beyond that limit there is what the last
-        prefetch has begun and what the module in work needs; and while its parameters are used one after the other,
-        the buffer that a prefetch was received in stays (__inflight_param_registry).
+        The prefetcher runs ahead until stage3_max_live_parameters are there, and the last prefetch goes beyond.
         """
         return secondary + s.weight * max(min(s.parameters - persistent - done, live), 0) * is_gathered
 
@@ -398,11 +362,10 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 
 
 def _host(s: _Settings) -> HostBreakdown:
-    """Return what is offloaded, and the copies that a background save is written from.
+    """Return what is offloaded, and the copies that a background save is written from: the mean of the first node.
 
-    Of those it is the mean of the first node's ranks (engine/staging.py). Rank 0 saves the weights; of stage 3
-    each rank only the frozen ones, which the optimizer does not have (FROZEN_PARAM_FRAGMENTS). Ranks save their
-    optimizers' states, the first one's alone where all have them whole.
+    Rank 0 saves the weights; at stage 3 each rank saves its part of the frozen ones (FROZEN_PARAM_FRAGMENTS). Ranks
+    save their optimizers' states; where all have them whole, rank 0 does.
     """
     on_gpu, on_node, infra = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.infra
     states = parameters = save = 0.0

@@ -35,8 +35,6 @@ try:
 except ImportError:
     flash_attn = None
 
-from .precision import kernels_taken
-
 logger = logging.getLogger(__name__)
 
 _JOINED_SCORES = 4096
@@ -176,16 +174,12 @@ class Choice:
 
 
 def choose_kernel(wanted: Wanted, *, flash: bool = True) -> Choice:
-    """Take the first row that is right on what is `wanted`; with `flash=False`, the one that goes by document.
-
-    Each rank chooses for itself, and `kernels_taken` holds what: where rows differ, so do speed, memory, and rounding.
-    """
+    """Take the first row that is right on what is `wanted`; with `flash=False`, the one that goes by document."""
     if not flash:
         return Choice(BY_DOCUMENT, ())
     passed_over: list[tuple[AttentionKernel, str]] = []
     for kernel in KERNELS:
         if not (reason := why_not(kernel, wanted)):
-            kernels_taken["attention with dropout" if wanted.dropout else "attention"] = kernel.name
             return Choice(kernel, tuple(passed_over))
         passed_over.append((kernel, reason))
     raise AssertionError("the last row takes everything")

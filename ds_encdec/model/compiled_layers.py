@@ -4,7 +4,6 @@ Attention is one node of a graph (attention_kernels.py). Only documents differ f
 the longest of them reach a graph as sizes that it takes for variables from the start.
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from torch import Tensor
 from ds_encdec.model.attention import PackedLayout
 
 Forward = Callable[..., Tensor]
-uncompiled: deque[bool] = deque(maxlen=1)
-"""True where a layer that was to be compiled has run as it is, as torch does where errors are suppressed."""
 
 _FUSED: dict[str, Any] = {
     "force_pointwise_cat": True,
@@ -34,13 +31,7 @@ in evaluation."""
 def compiled(forward: Forward, *, random: bool) -> Forward:
     """Return a layer's `forward` compiled. `random`: it draws numbers, which must be those of torch's own operators."""
     known = {name: value for name, value in _FUSED.items() if hasattr(torch._inductor.config, name)}
-
-    def counted(*inputs: Any, **options: Any) -> Tensor:
-        if not torch.compiler.is_compiling():  # in a graph this is known, and leaves nothing
-            uncompiled.append(True)
-        return forward(*inputs, **options)
-
-    run = torch.compile(counted, options={**known, "fallback_random": random})
+    run = torch.compile(forward, options={**known, "fallback_random": random})
 
     def compiled_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
         if isinstance(layout := options["layout"], PackedLayout):

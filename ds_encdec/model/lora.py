@@ -7,10 +7,8 @@ here; B is zero, so that a run begins as the model it starts from.
 """
 
 import importlib.util
-import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -34,21 +32,6 @@ from ds_encdec.model.trained import (
 )
 from ds_encdec.model.weights import keyed_generator
 from ds_encdec.types import ConfigError, WeightSource
-
-
-@contextmanager
-def quiet_bitsandbytes() -> Iterator[None]:
-    """Inside, import peft: that imports bitsandbytes, which warns on every rank that a faster kernel is not there."""
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "gemm_4bit_forward" not in str(record.msg)
-
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
 
 
 def require_peft() -> None:
@@ -84,12 +67,11 @@ def peft_fields(lora: LoraConfig) -> dict[str, Any]:
 
 
 def _add_adapters(model: nn.Module, lora: LoraConfig) -> None:
-    with quiet_bitsandbytes():
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
 
-        # Values come from a weight source or a checkpoint.
-        inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
+    # Values come from a weight source or a checkpoint.
+    inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
     for name, module in model.named_modules():
         if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
             if type(module) is not nn.Linear:

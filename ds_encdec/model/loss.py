@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .loss_kernel import IGNORE_INDEX, Extras, Rows, losses_and_gradients
-from .precision import kernels_taken, product_dtype
+from .precision import product_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +197,6 @@ def passes_trial(device: torch.device, dtype: torch.dtype, adding: bool) -> bool
     except Exception as raised:
         reason = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
     name = f"{'sum' if adding else 'product'} of {str(dtype).removeprefix('torch.')}"
-    kernels_taken[f"the loss's {name}"] = "rounded steps" if reason else "float32"
     if reason:
         logger.warning("The loss does without its %s in float32 on %s: %s", name, device, reason)
     return not reason

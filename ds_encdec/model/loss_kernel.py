@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .precision import kernels_taken
-
 try:
     import triton
     import triton.language as tl
@@ -212,7 +210,6 @@ def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> boo
     except Exception as raised:  # whatever the driver, the compiler or this kind of GPU does not like
         reason = f"{type(raised).__name__}: {raised}"
     part = "evaluations" if gradients_in is None else f"training in {str(gradients_in).removeprefix('torch.')}"
-    kernels_taken[f"the loss of {part}"] = "torch's operators" if reason else "its kernel"
     if reason:
         logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, reason)
     else:

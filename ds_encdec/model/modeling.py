@@ -217,8 +217,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         Ordinary: input_ids int64 [B, Le] (or `inputs_embeds`, `encoder_outputs`), decoder_input_ids int64 [B, Ld] (or
         `decoder_inputs_embeds`, or labels shifted right), masks [B, length], non-zero on real tokens →
         `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token loss, which takes
-        `kwargs`. `output_hidden_states`: the embeddings and the states behind each layer, the last ones normed.
-        transformers 5.24 calls `past_key_values` `cache`. Raises TypeError for unknown arguments.
+        `kwargs`. transformers 5.24 calls `past_key_values` `cache`. Raises TypeError for unknown arguments.
         """
         for_loss = self._for_loss(kwargs)
         if packing is not None:
@@ -244,9 +243,9 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         )
         kept: States = [] if asked["output_hidden_states"] else None
         hidden_states = self.decoder(decoder_embeds, encoder_states, layout=layout, generated=generated, kept=kept)
-        logits = self.lm_head(hidden_states)
+        logits, words = self.lm_head(hidden_states), self.config.vocab_size
         output = Seq2SeqLMOutput(
-            loss=None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **for_loss),
+            loss=None if labels is None else self.loss_function(logits, labels, words, **for_loss),
             logits=logits,
             **{_CACHE: generated},
             decoder_hidden_states=None if kept is None else tuple(kept),

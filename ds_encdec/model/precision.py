@@ -26,10 +26,6 @@ _EMULATED_ON_CPU = frozenset(
 """Dtypes that this machine's CPU has no instructions to multiply in."""
 
 
-kernels_taken: dict[str, str] = {}
-"""The parts of the model whose kernel this process has chosen, and what each of them runs in."""
-
-
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which to multiply what comes in x's dtype on x's device."""
     return torch.float32 if x.device.type == "cpu" and x.dtype in _EMULATED_ON_CPU else x.dtype

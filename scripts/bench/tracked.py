@@ -151,7 +151,7 @@ class _StorageWatch(TorchDispatchMode, _Phases):
         TorchDispatchMode.__init__(self)
         _Phases.__init__(self)
         self._model, self._optimizer, self._device_type = model, optimizer, device.type
-        self.log: StorageLog[Kind] = StorageLog()
+        self.log: StorageLog = StorageLog()
         self._names: list[str] = []
         self.log.note(_storages(_all_tensors(), self._device_type), "engine")
         self._name_kinds()

@@ -37,7 +37,7 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
 
 
 @contextmanager
-def ended_collectives(log: StorageLog[Any]) -> Iterator[None]:
+def ended_collectives(log: StorageLog) -> Iterator[None]:
     """Let no collective return before gloo's thread has let go of its tensors, and of copies of its own, seen by `log`.
 
     The thread first wakes who waits for it, so that on a busy machine a buffer that is done with outlives its use, and

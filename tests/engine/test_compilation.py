@@ -1,4 +1,4 @@
-"""The values that `training.torch_compile: auto` takes by device and engine; ranks that run something else."""
+"""The values that `training.torch_compile: auto` takes by device and engine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 from layers_for_gpu import machine_code
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine import compilation
-from ds_encdec.engine.compilation import warn_of_ranks_that_differ, with_compilation_decided
+from ds_encdec.engine.select import _with_compilation_decided
 from ds_encdec.engine.sharded_engine import ShardedEngine
 from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.model.compiled_layers import GRAPHS, compiled, uncompiled
+from ds_encdec.model.compiled_layers import GRAPHS
 from ds_encdec.model.loss_kernel import triton
 
 CONTEXTS: list[RunContext] = []
@@ -34,7 +33,7 @@ def decided(device: str, engine: EngineName = "fsdp", stage: str = "zero3", lora
     config = FullConfig.model_validate({"training": training, "infra": infra, "model": {"lora": lora}})
     context = RunContext(discover({}), torch.device(device), engine, HostCollectives())
     CONTEXTS.append(context)
-    return with_compilation_decided(config, context).training.torch_compile
+    return _with_compilation_decided(config, context).training.torch_compile
 
 
 @pytest.mark.parametrize(
@@ -64,62 +63,6 @@ def test_layers_are_compiled_where_engine_and_device_can(
     while CONTEXTS:
         CONTEXTS.pop().undo.close()
     assert torch._dynamo.config.suppress_errors is False  # in the process's next run
-
-
-class Ranks(HostCollectives):
-    """The first of three ranks; `others` is what the others bring."""
-
-    others: tuple[Any, ...] = ()
-
-    def gather_to_zero(self, record: Any) -> list[Any]:
-        return [record, *self.others]
-
-
-def test_ranks_whose_model_runs_in_other_kernels_are_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(compilation, "kernels_taken", {"attention": "varlen", "the loss of evaluations": "its kernel"})
-    ranks = Ranks()
-    ranks.others = ({"attention": "varlen", "the loss of evaluations": "its kernel"},) * 2
-    warn_of_ranks_that_differ(ranks)
-    assert not caplog.messages
-    ranks.others = (
-        ranks.others[0],
-        {"attention": "one call per document", "each layer": "torch's operators, uncompiled"},
-    )
-    warn_of_ranks_that_differ(ranks)
-    (warning,) = caplog.messages
-    for part in (
-        "attention in one call per document on rank 2, elsewhere in varlen",
-        "the loss of evaluations in nothing yet on rank 2, elsewhere in its kernel",
-        "each layer in torch's operators, uncompiled on rank 2, elsewhere in compiled code",
-    ):
-        assert part in warning
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_layers_that_were_to_be_compiled_and_were_not_are_noticed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: bool
-) -> None:
-    """A stand-in for inductor fails, where torch may pass over errors."""
-
-    def backend(graph: Any, _inputs: Any) -> Any:
-        if broken:
-            raise RuntimeError("no kernel for this")
-        return graph.forward
-
-    capture = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda forward, options=None: capture(forward, backend=backend))
-    uncompiled.clear()
-    torch.compiler.reset()
-    with torch._dynamo.config.patch(suppress_errors=True):
-        run = compiled(lambda states, *, layout: states * 2, random=False)
-        assert torch.equal(run(torch.ones(3), layout=None), torch.full((3,), 2.0))
-    torch.compiler.reset()
-    for warned in (broken, False):  # once
-        caplog.clear()
-        warn_of_ranks_that_differ(HostCollectives())
-        assert ("each layer in torch's operators, uncompiled on all" in caplog.text) is warned
 
 
 def test_an_engine_takes_back_how_many_graphs_it_lets_torch_make() -> None:

@@ -125,5 +125,6 @@ def test_other_sizes_of_buffers_are_compiled_for_once() -> None:
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_attention_by_document_ends_a_graph(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """As on CPUs: the numbers are the same, but there are more graphs, or none around a recomputation."""
-    monkeypatch.setattr(modeling, "choose_kernel", attention_kernels.choose_kernel)
-    assert_same_steps(mode, breaks=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling, "choose_kernel", attention_kernels.choose_kernel)
+        assert_same_steps(mode, breaks=True)

@@ -321,7 +321,6 @@ def test_products_in_float32_are_tried_before_they_are_relied_on(
     assert [message.partition(reason)[0] for message in caplog.messages] == [
         f"The loss does without its {kind} of {short} in float32 on cpu: "
     ] * bool(reason)
-    assert precision.kernels_taken.pop(f"the loss's {kind} of {short}") == ("rounded steps" if reason else "float32")
 
 
 @pytest.mark.parametrize("has_product", [False, True])
