@@ -2,17 +2,15 @@
 
 DeepSpeed computes the global gradient norm in the middle of its step and goes straight on to clip and update. It also
 has a path that drops a step, for overflow: gradients cleared, parameters, moments and schedule untouched,
-`skipped_steps` counted. A gate stands where the norm appears, shows it to the caller's veto and, on refusal or when it
-is not finite, sends DeepSpeed down that path: a skipped step leaves every later step bit-identical to a run in which it
-never happened.
+`skipped_steps` counted. A gate shows the norm to the caller's veto and, on refusal or when it is not finite, sends
+DeepSpeed down that path: every later step is bit-identical to a run in which the step never happened.
 
-The norm is computed once, on the device, in float32 and with one reduction, and the host reads it once: that is the
-only time in a step that it waits. DeepSpeed's own code reads numbers of the device up to twice for each parameter (is
-it finite? how large is it?) and makes small tensors from numbers, for which a host waits, too. So here it is given the
-norm as a number, and what it would look up is answered by what the norm has shown: a sum of squares is finite only if
-all that is summed is. For streams of an accelerator the device waits instead of the host (`wait_on_the_device`).
+The norm is computed once, on the device, in float32 and with one reduction, and the host reads it once: its only wait
+in a step. DeepSpeed's own code reads the device up to twice for each parameter; here it gets the norm as a number, and
+its checks for overflow are answered by it: a sum of squares is finite only if all that is summed is. For streams of an
+accelerator the device waits instead of the host (`wait_on_the_device`).
 
-All of these are private places (foreign_places.py). The parity tests hold them down, and one counts the waits.
+All of these are private places (foreign_places.py).
 """
 
 import math
@@ -41,14 +39,11 @@ from ds_encdec.foreign_places import replaced, write
 
 
 def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
-    """Have the device's streams wait for each other where DeepSpeed has the host wait for them.
+    """Have the device's streams wait for each other where DeepSpeed has the host wait for them; `undo` takes it back.
 
-    It does for each bucket of gradients and after each backward pass; at stage 3 on one rank also for each module's
-    parameters; and with offload for the copies of gradients to the host. What follows on the device is ordered by the
-    streams, and the host touches none of it before it has read the norm, which comes after all of it. Not with
-    optimizer states on NVMe, which the host writes at once. `undo` takes it back.
-
-    Stages 1 and 2 also let go of gradients that a stream is still at work on. Their memory is reused after that work.
+    DeepSpeed does for each bucket of gradients and after each backward pass; at stage 3 on one rank also for each
+    module's parameters; and with offload for the copies of gradients to the host. The host touches none of it before it
+    has read the norm. Not with optimizer states on NVMe, which the host writes at once.
     """
     accelerator, optimizer = get_accelerator(), engine.optimizer
     if accelerator.is_synchronized_device() or getattr(optimizer, "swap_optimizer", False):
@@ -78,8 +73,7 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
                 accelerator.current_stream().wait_event(event)
             optimizer._pending_offload_events.clear()
 
-        # DeepSpeed notes streams with offload alone. A gradient larger than the bucket is reduced where it lies: if the
-        # sum is of another dtype, it is copied back into memory that was dropped by then.
+        # A gradient larger than the bucket is reduced where it lies, and may be freed while a stream works on it.
         replacements = {
             "_wait_for_offload_copies": wait_for_copies,
             "_record_gradient_stream": lambda tensor, stream: tensor.record_stream(stream),

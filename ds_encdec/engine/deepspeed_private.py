@@ -1,8 +1,7 @@
 """Places inside DeepSpeed 0.19.8 that the engine reaches for: the tensors that a rank holds.
 
-DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters. Which elements of which
-parameter stand where in them depends on the ZeRO stage; here all stages look alike: shards, each with the pieces it is
-made of.
+DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters, whose places depend on the ZeRO
+stage. Here all stages look alike: shards, each made of pieces.
 
 All of these are private places (foreign_places.py). The parity tests and those of resumed runs hold them down, and one
 counts what they hold.
@@ -93,10 +92,10 @@ def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
 
 
 def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[str]) -> None:
-    """Make `state`, which DeepSpeed saves, name parameters as checkpoints do and hold all that is `kept`, no more.
+    """Rewrite DeepSpeed's `state` to canonical names and exactly the parameters `kept`.
 
-    DeepSpeed's exclusion of frozen parameters leaves a tied one's other name. At stage 1, and 0, it saves frozen ones
-    where its zero_to_fp32.py does not look.
+    Its exclusion of frozen parameters leaves a tied one's other name, and below stage 2 it saves frozen ones where its
+    zero_to_fp32.py does not look.
     """
     module = {canonical_name(name): tensor for name, tensor in state["module"].items()}
     shapes = engine._get_zero_frozen_param_attributes(engine._get_param_shape_func)
@@ -136,10 +135,7 @@ def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Stage 0 in 16 bit: DeepSpeed makes an optimizer step when it builds the wrapper, with zero gradients.
-
-    It counts, and it decays the float32 weights. Here they are what the parameters are again.
-    """
+    """Undo the step with zero gradients that DeepSpeed makes when it builds stage 0 in 16 bits: it decays weights."""
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         engine.basic_optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()

@@ -1,13 +1,11 @@
 """The DeepSpeed engine: ZeRO 0 to 3 with optimizer and parameter offload, behind `protocol.Engine`.
 
-Averaging. DeepSpeed averages gradients over ranks and would divide by the accumulation steps; here every
-micro-batch's loss is a *sum* over tokens, and the divisor is the number of target tokens of the whole
-step. So the loss is multiplied by world size / target tokens and `scale_wrt_gas=False` turns the other
-division off. Micro-batch boundaries are set explicitly; DeepSpeed's own count is not used.
+DeepSpeed averages gradients over ranks and would divide by the accumulation steps. Here a micro-batch's loss is a *sum*
+over tokens, divided by the target tokens of the whole step: it is multiplied by world size / target tokens, and
+`scale_wrt_gas=False` turns the other division off. Micro-batch boundaries are set explicitly.
 
-Saving. DeepSpeed's own checkpoint files are collected inside its `save_checkpoint` and written whenever it suits: that
-ends with a barrier, in which a rank that cannot write would leave the others. So nothing is written inside it, and no
-rank waits for another while it writes. The checkpoint manager hashes the folder, commits it and points at it.
+DeepSpeed's own checkpoint files are collected inside its `save_checkpoint`, which ends with a barrier, and written
+later: so no rank waits for another while it writes.
 
 CHECKPOINT/
   engine.json        what wrote these files (protocol.py)
@@ -89,10 +87,7 @@ class DeepSpeedEngine(ShardedEngine):
         weights: WeightSource | None,
         gradient_accumulation_steps: int,
     ) -> None:
-        """Build the model from `weights` (rank 0 reads them) and give it to DeepSpeed.
-
-        Without `weights` the parameters hold anything until `load`. The process group exists.
-        """
+        """Build the model from `weights`, which rank 0 reads. Without them parameters hold anything until `load`."""
         super().__init__(config, context)
         check("deepspeed")
         training, device = config.training, context.device
@@ -143,17 +138,14 @@ class DeepSpeedEngine(ShardedEngine):
         self._engine.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
-        """See protocol.Engine."""
         self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(self._seed(loss_sum, target_tokens), scale_wrt_gas=False)
+        self._engine.backward(self._scaled_loss(loss_sum, target_tokens), scale_wrt_gas=False)
 
     def step(self, veto: Veto | None = None) -> StepResult:
-        """See protocol.Engine. A step with a non-finite norm is skipped, whatever the dtype and stage."""
         learning_rate = float(self._engine.get_lr()[0])
         return StepResult(*self._gate.step(veto), learning_rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        """See protocol.Engine."""
         engine = self._engine
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
         with states_mapped(engine, of=self._training):
@@ -201,12 +193,10 @@ class DeepSpeedEngine(ShardedEngine):
                 yield name, parameter.detach()
 
     def load(self, saved: SavedState) -> None:
-        """See protocol.Engine."""
         with states_mapped(self._engine, of=self._training):
             super().load(saved)
 
     def close(self) -> None:
-        """See protocol.Engine. Afterwards drop the last reference to the engine."""
         super().close()
         self._engine.destroy()
         remove_states(self._engine)
@@ -214,11 +204,8 @@ class DeepSpeedEngine(ShardedEngine):
     def _take_weights(self, weights: WeightSource) -> None:
         """Give the optimizer's float32 weights the exact values of `weights`, then the layers' parameters theirs.
 
-        Frozen parameters have no others.
-
-        Rank 0 reads each parameter once and broadcasts it through the device, one at a time. Collective: what rank 0
-        fails to read, or CheckpointError for another shape, is raised by all ranks, after the last broadcast, in which
-        the others would wait for a failed one for ever.
+        Rank 0 reads each parameter once and broadcasts it. Collective: its errors, CheckpointError for another shape
+        among them, are raised by all ranks after the last broadcast, for which the others wait.
         """
         held, error = [*shards(self._engine), *self._frozen()], None
         for parameter, name in self._engine.param_names.items():
@@ -312,10 +299,9 @@ def _build_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Qwen3ForSeq2SeqLM:
-    """The model with the adapters of `config`, if any, its parameters not yet filled.
+    """The model with the adapters of `config`, if any, its parameters not yet filled, in `dtype` on `device`.
 
-    Under ZeRO-3 each module is partitioned as soon as it is made, so no rank ever holds more than one module in full.
-    Otherwise the model is made in `dtype` on `device`.
+    Under ZeRO-3 each module is partitioned as soon as it is made, so no rank ever holds the whole model.
     """
     if ds_json["zero_optimization"]["stage"] == 3:
         with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):

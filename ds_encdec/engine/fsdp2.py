@@ -12,22 +12,20 @@ One class for all stages; what is sharded over whom is a mesh:
 FSDP2 scatters gradients as it reduces them, so zero1 is zero2 here. Each encoder and decoder layer is a unit that is
 gathered at once; the root holds the rest, above all the embedding, which stays whole until its backward pass is over.
 
-Parameters are float32 and are the master weights; layers compute in bfloat16 or float32, gradients are reduced and
-accumulated in float32. Frozen parameters are in the compute dtype from the start.
-
-Averaging. FSDP2 averages gradients over all ranks, so the loss, a *sum* over tokens, is multiplied by world size /
-target tokens of the whole step. Between the micro-batches of a step nothing is communicated unless
+Parameters are float32 master weights, frozen ones in the compute dtype; gradients are reduced and accumulated in
+float32. FSDP2 averages them over all ranks, so the loss, a *sum* over tokens, is multiplied by world size / target
+tokens of the whole step. Nothing is communicated between the micro-batches of a step unless
 `infra.fsdp_reduce_every_micro_batch` asks for it.
 
-Saving. The state is written out into torch.distributed.checkpoint's files:
+The state is saved in torch.distributed.checkpoint's files:
 
 CHECKPOINT/
   engine.json                      what wrote it (protocol.py)
   dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME (not of matrices that
                                    Muon steps); of what is frozen weight.NAME alone, in the compute dtype
 
-Names are canonical ones, a tied one's first. Where parameters are replicated, each tensor is
-written by one replica alone, so all replicas share the work, and the host memory of the copies.
+Names are canonical ones. Where parameters are replicated, each tensor is written by one replica alone, so all replicas
+share the work, and the host memory of the copies.
 """
 
 import errno
@@ -90,9 +88,8 @@ class FSDP2Engine(ShardedEngine):
     ) -> None:
         """Build the model, sharded from the start; every rank reads its own rows of `weights`.
 
-        Without `weights` the parameters hold anything until `load`. `gradient_accumulation_steps` changes nothing: each
-        call of `backward` says whether it is the last. The process group exists. Raises ConfigError for a hybrid that
-        does not divide the ranks, and what any rank's `weights` raise, on all ranks.
+        Without `weights` the parameters hold anything until `load`. `gradient_accumulation_steps` is not used. Raises
+        ConfigError for a hybrid that does not divide the ranks, and on all ranks what any rank's `weights` raise.
         """
         super().__init__(config, context)
         mesh = make_mesh(config.infra, context.world, context.device)
@@ -118,16 +115,14 @@ class FSDP2Engine(ShardedEngine):
         model.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
-        """See protocol.Engine."""
         for unit in self._units:
             unit.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)  # between replicas once per step in any case
             unit.set_reshard_after_backward(last or _reshards_after_forward(self._infra), recurse=False)
-        self._seed(loss_sum, target_tokens).backward()
+        self._scaled_loss(loss_sum, target_tokens).backward()
 
     @torch.no_grad()
     def step(self, veto: Veto | None = None) -> StepResult:
-        """See protocol.Engine. A step with a non-finite norm is skipped, and its norm is inf."""
         rate = learning_rate(self._applied_steps, self._training)
         gradients = local_tensors(one.grad for one in self._parameters.values() if one.grad is not None)
         squares = torch.nn.utils.get_total_norm(gradients).to(self.device).square()
@@ -148,7 +143,6 @@ class FSDP2Engine(ShardedEngine):
         return StepResult(applied, norm if finite else torch.full_like(norm, torch.inf), rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        """See protocol.Engine."""
         saved = {name: parameter for name, parameter in self._parameters.items() if name in self._shapes}
         tensors = state_tensors(saved, self.optimizer)
         mine = keys_to_write(tensors)
@@ -171,7 +165,6 @@ class FSDP2Engine(ShardedEngine):
                 yield name, cast(DTensor, self._parameters[name].detach().to(self.device, dtype)).full_tensor()
 
     def close(self) -> None:
-        """See protocol.Engine. Afterwards drop the last reference to the engine."""
         super().close()
         self.optimizer.zero_grad()
         del self.model, self._engine, self._units, self._parameters, self.optimizer, self._area
@@ -190,7 +183,7 @@ class FSDP2Engine(ShardedEngine):
         self._applied_steps = saved.applied_steps
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        """The shards of what is trained are the master weights; weights are the frozen ones, and what is gathered."""
+        """Trained shards are the master weights; `weights` are the frozen and the gathered ones."""
         shards = self._parameters.values()
         return {
             "master_weights": [parameter for parameter in shards if parameter.requires_grad],
@@ -226,10 +219,9 @@ def _reshards_after_forward(infra: InfraConfig) -> bool:
 def build_sharded_model(
     config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
 ) -> Qwen3ForSeq2SeqLM:
-    """The model on `mesh`: float32 shards (frozen ones in the compute dtype), not yet filled, on `device`.
+    """The model on `mesh`: float32 shards (frozen ones in the compute dtype), not yet filled, on `device` or offloaded.
 
-    They are on the CPU if they are offloaded. Layers recompute, compile and offload as configured. It is made without
-    memory, cut, and only then given any.
+    It is made without memory, cut, and only then given any.
     """
     training, infra = config.training, config.infra
     with torch.device("meta"), no_init_weights():

@@ -1,13 +1,12 @@
-"""Muon: the hidden matrices of a sharded model step by what is orthogonal in their momentum, everything else by AdamW.
+"""Muon: the hidden matrices of a sharded model step by their orthogonalized momentum, everything else by AdamW.
 
-Of a matrix's momentum, a mean of its gradients, only the directions are kept: five steps of Newton and Schulz bring all
-singular values near 1 (Keller Jordan, https://kellerjordan.github.io/posts/muon/). The result is scaled as in "Muon is
-Scalable for LLM Training" (arXiv 2502.16982, section 2.2), so that it moves weights about as far as AdamW does, at
-AdamW's learning rates and weight decay. The momentum is the matrix's only state: its `exp_avg`, as of AdamW's.
+Five steps of Newton and Schulz bring all singular values of the momentum near 1 (Keller Jordan,
+https://kellerjordan.github.io/posts/muon/). The result is scaled as in "Muon is Scalable for LLM Training" (arXiv
+2502.16982, section 2.2), so that it moves weights about as far as AdamW does, at AdamW's learning rates and weight
+decay. The momentum, `exp_avg`, is the matrix's only state.
 
-That takes whole matrices, of which each rank has some rows. Matrices of one shape are worked on in rounds: of as many
-as there are ranks each rank gets one, orthogonalizes it, and gives every rank its rows of the result back. So no work
-is done twice, and each rank holds one matrix at a time beside its own rows.
+That takes whole matrices, of which each rank has some rows. Matrices of one shape are worked on in rounds of as many as
+there are ranks: each rank gathers one, orthogonalizes it, and returns to every rank its rows of the result.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,8 @@
-"""The seam between the loop and whatever shards the model, and what the engine says of itself in a checkpoint.
+"""The protocol between the training loop and the engines, and the record that an engine leaves in a checkpoint.
 
-`deepspeed_zero.DeepSpeedEngine` and `fsdp2.FSDP2Engine` implement it; the tests hold a plain single-process torch
-implementation against it. The trainer knows this protocol and nothing of what lies behind. `engine.json` in a
-checkpoint says which engine wrote its tensors and how, so that any engine can read them. Nothing here imports torch.
+`deepspeed_zero.DeepSpeedEngine` and `fsdp2.FSDP2Engine` implement it; the trainer knows nothing else of them.
+`engine.json` in a checkpoint names the engine that wrote its tensors, so that any engine can read them. Nothing here
+imports torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ It must give the same answer on every rank.
 class StagedSave:
     """One rank's part of a checkpoint, ready to be written.
 
-    `num_bytes`: about the size of the files this rank will write. `write`: writes them and returns them, complete but
-    not yet flushed to disk; every file is returned by exactly one rank. It is called on every rank, once, possibly from
-    a background thread while training goes on: it uses no collective of the training's groups, and raises OSError (on
-    this rank or on several) where the disk does not take the files.
+    `num_bytes`: about the size of its files. `write` writes and returns them, not yet flushed to disk; every file is
+    returned by exactly one rank. It is called once on every rank, maybe from a background thread while training goes
+    on: it uses no collective of the training's groups, and raises OSError where the disk does not take the files.
     """
 
     num_bytes: int
@@ -90,9 +89,9 @@ class Engine(Protocol):
     def held_bytes(self) -> dict[str, int]:
         """Bytes of the engine's own tensors on this rank now: `weights`, `master_weights`, `gradients`, `optimizer`.
 
-        What is held for an accelerator in host memory is `host_states`. Tensors that layers compute with and that the
+        `host_states` are held in host memory for an accelerator. Tensors that layers compute with and that the
         optimizer steps are `weights`. Gradients are there between a step's last backward pass and its `step`. Not a
-        collective; sharded_engine.py says how it is counted.
+        collective.
         """
 
     def close(self) -> None:
@@ -139,8 +138,7 @@ class EngineRecord:
     """The facts that a reader of a checkpoint's tensors needs.
 
     `sharding_stage`: zero0 to zero3, or a hybrid. `applied_steps`: AdamW's counter. `groups`: canonical names in each
-    optimizer group, in the optimizer's order. `loss_scaler`: where the dynamic loss scale of a float16 run is; a run in
-    another dtype hands on the one that it loaded, so that float16 can be returned to. Else None.
+    optimizer group, in its order. `loss_scaler`: the state of a dynamic loss scale, which runs in other dtypes pass on.
     """
 
     format: Literal["deepspeed", "dcp"]

@@ -1,9 +1,8 @@
 """Dropout and the loss: settings of a run, given to its model here and saved in no `config.json`.
 
-Dropout's masks are torch's own. The generators that they come from are seeded for each micro-batch with the run's seed,
-the micro-batch's lane and its number there, and are afterwards where they were: the masks of a micro-batch are the same
-on any number of ranks, in any engine, and in a resumed run. Layers that recompute go back to the state that they began
-at (model/activation_checkpointing.py), so masks are also the same there.
+torch's generators are seeded for each micro-batch with the run's seed, the micro-batch's lane and its number there, and
+restored afterwards: its masks are the same on any number of ranks, in any engine, in a resumed run, and in layers that
+recompute.
 """
 
 from collections.abc import Iterator

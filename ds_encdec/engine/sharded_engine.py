@@ -1,7 +1,7 @@
 """The common half of the engines: run the model, fill its state from any checkpoint, and count its bytes.
 
-The state is filled by shards: whatever a rank's optimizer steps, each with the ranges of parameters that it is made of.
-So one loop reads a checkpoint for all engines and stages, and an engine only says what it holds (`_states`).
+The state is filled by shards, the tensors that a rank's optimizer steps, each with its ranges of parameters. So one
+loop reads a checkpoint for all engines and stages.
 """
 
 from abc import ABC, abstractmethod
@@ -40,9 +40,9 @@ HOST_STATES = "host_states"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of the tensors that the optimizer steps: float32 weights. What is not in `pieces` is padding.
+    """A tensor that the optimizer steps, float32, or of frozen weights, in the compute dtype.
 
-    Or one that nothing steps: frozen weights, in the compute dtype.
+    Elements that are in none of the `pieces` are padding.
     """
 
     weights: Tensor
@@ -63,9 +63,9 @@ class Shard:
 
 
 class ShardedEngine(ABC):
-    """The common half of the engines behind `protocol.Engine`; see there. All but `held_bytes` is collective.
+    """The common half of the engines behind `protocol.Engine`. All but `held_bytes` is collective.
 
-    A subclass builds `model` and, where forward passes go through a wrapper of it, sets `_engine`.
+    A subclass builds `model`, and sets `_engine`, through which forward passes go.
     """
 
     model: nn.Module
@@ -86,45 +86,37 @@ class ShardedEngine(ABC):
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
     def close(self) -> None:
-        """See protocol.Engine."""
         self._undo.close()
 
     def forward(self, batch: Batch) -> LossSum:
-        """See protocol.Engine."""
         batch = batch.to(self.device)
         with self._masks_of(batch):
             return packed_forward(self._engine, batch)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> LossSum:
-        """See protocol.Engine."""
         self._engine.eval()
         try:
             return self.forward(batch)
         finally:
             self._engine.train()
 
-    def _seed(self, loss_sum: LossSum, target_tokens: int) -> Tensor:
+    def _scaled_loss(self, loss_sum: LossSum, target_tokens: int) -> Tensor:
         """The scalar to call backward on: the loss, which engines average over ranks, for a mean over `target_tokens`.
 
-        A step without any target has a zero gradient. A loss may be infinite with finite gradients: then this one's is
-        NaN, because the step must be skipped on all ranks, and the gradient's norm is what all of them see. Does not
-        wait for the device.
+        A loss may be infinite with finite gradients: then this one's gradient is NaN, so that all ranks skip the step.
+        Does not wait for the device.
         """
         scale = self._context.world.world_size / max(target_tokens, 1)
         return loss_sum.total * torch.where(torch.isfinite(loss_sum.total.detach()), scale, torch.nan)
 
     def load(self, saved: SavedState) -> None:
-        """See protocol.Engine. Between two steps, before the first one, or after any."""
         self._collectives.on_every_rank(lambda: self._fill(saved))
         self._loss_scaler = saved.loss_scaler
         self._continue_from(saved)
 
     def held_bytes(self) -> dict[str, int]:
-        """See protocol.Engine. Storages are counted, not views, each once: in the first category that it is found in.
-
-        What an engine's library holds besides, such as buckets for communication and offloading, is not among them.
-        """
+        """Count storages, not views, each once, in its first category; without the buffers of an engine's library."""
         categories = self._held()
         held = dict.fromkeys((*categories, HOST_STATES), 0)
         counted: set[tuple[torch.device, int]] = set()
@@ -138,12 +130,11 @@ class ShardedEngine(ABC):
         return held
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """See protocol.Engine."""
         return self._whole() if self._lora is None else merged_in_turn(self._whole(), self._lora)
 
     @abstractmethod
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Do what `full_parameters` does, with adapters by their own names, each pair after what it stands beside."""
+        """Yield as `full_parameters` does, but adapters by their own names, each pair behind its matrix."""
 
     @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
@@ -162,10 +153,7 @@ class ShardedEngine(ABC):
         """The engine's own tensors by category, in containers of any depth; what is neither is passed over."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
-        """The optimizer's groups of parameters.
-
-        Keeps their names, by which checkpoints know them, and the full shapes of all that checkpoints hold.
-        """
+        """The optimizer's groups of parameters. Keeps their names, and the full shapes of all that checkpoints hold."""
         assert_ties(model)
         apart = row_of(self._training.optimizer).matrix_moments is not None
         groups = parameter_groups(model, self._training.weight_decay, matrices_apart=apart)
@@ -212,9 +200,9 @@ def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.de
 def whole_copy(
     engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
 ) -> Qwen3ForSeq2SeqLM:
-    """A second, plain model with the weights of `engine` as they are now, in `dtype`, to be used without collectives.
+    """A plain model on each rank with the present weights of `engine`, in `dtype`, to be used without collectives.
 
-    Collective; each rank gets one. Raises OutOfMemoryError, on every rank, where it does not fit on one.
+    Collective. Raises OutOfMemoryError, on every rank, where it does not fit on one.
     """
     model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
     places = dict(model.named_parameters())
@@ -278,14 +266,9 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 
 
 def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
-    """Raise AssertionError unless the output layer shares the embedding's parameter exactly as configured.
-
-    Sharding can break the tie in silence.
-    """
+    """Raise AssertionError unless the head shares the embedding as configured: sharding may break the tie."""
     shared = model.lm_head.weight is model.shared.weight
-    tied = bool(model.config.tie_word_embeddings)
-    if shared != tied:
-        raise AssertionError(f"tie_word_embeddings={tied}, but lm_head and embedding share: {shared}")
+    assert shared == bool(model.config.tie_word_embeddings), f"lm_head and embedding share: {shared}"
 
 
 def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:

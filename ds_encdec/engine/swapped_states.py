@@ -1,10 +1,8 @@
 """Optimizer states on a local disk (`infra.offload_optimizer: nvme`), where DeepSpeed 0.19.8 keeps them between steps.
 
-It writes each flat tensor of its ZeRO-3 optimizer, the float32 weights and both moments of a sub-group, into a file and
-leaves an empty tensor behind, and reads a sub-group back when it steps it. Its own checkpoints copy these files beside
-the others, where neither its zero_to_fp32.py nor another engine looks. Here `states_mapped` makes the tensors maps of
-their files for as long as somebody reads or writes them, so that saves, resumes and conversions know nothing of it.
-Small sub-groups, below 1 MiB, are never swapped.
+It writes the float32 weights and both moments of each sub-group into files, leaves empty tensors behind, and reads a
+sub-group back when it steps it. `states_mapped` makes the tensors maps of their files while they are read or written,
+so that saves and resumes need not know. Sub-groups below 1 MiB are never swapped.
 """
 
 import os
@@ -30,10 +28,10 @@ SWAPPED_BYTES = 16
 
 
 def prepare_folder(folder: Path, num_parameters: int) -> None:
-    """Make sure that the states of so many parameters can be swapped into `folder`, on this rank's machine.
+    """Check that the states of `num_parameters` can be swapped into `folder`, on this rank's machine.
 
-    Compiles DeepSpeed's asynchronous reading and writing where that has not been done: minutes, once. Raises
-    ConfigError for a folder that cannot be written or has too little room, and for a machine without libaio.
+    Compiles DeepSpeed's asynchronous reading and writing once, which takes minutes. Raises ConfigError for a folder
+    that cannot be written or has too little space, and for a machine without libaio.
     """
     field = "infra.nvme_path"
     try:
@@ -61,10 +59,9 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
 
 @contextmanager
 def states_mapped(engine: DeepSpeedEngine, *, of: TrainingConfig | None = None) -> Iterator[None]:
-    """Inside, swapped tensors have their numbers again, as maps of their files: what is written there is on the disk.
+    """Inside, swapped tensors are maps of their files. Not between a backward pass and its step.
 
-    `of`: the moments of this configuration's optimizer where it has not stepped, too; they are made, as zeros. Nothing
-    for states that are not swapped. Not between a backward pass and its step.
+    `of`: moments of this configuration's optimizer are made, as zeros, where it has not stepped.
     """
     swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
     infos = list(swapper.swap_params_info.values()) if swapper is not None else []

@@ -1,15 +1,13 @@
 """Attention of the encoder-decoder, for flat packed buffers and for ordinary padded batches.
 
-A *layout* says which positions may see which. Both layouts answer the same questions, so layers know neither:
+A *layout* decides which positions may see which. Layers call both layouts alike:
 
 - `attend_encoder(q, k, v)`: bidirectional self-attention of the encoder.
 - `merged_rows(encoder, decoder)`: the rows of both sides, those of each document as [encoder ; decoder].
 - `attend_merged(q, k, v)`: the decoder's merged attention over such rows (T5Gemma 2, arXiv 2512.14856): one softmax
-  over the encoder's output and the decoder's own past. The mask is a causal one aligned to the bottom right corner, so
-  variable-length flash kernels run it in one call.
+  over the encoder's output and the decoder's own past, under a causal mask aligned to the bottom right corner.
 
-Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim] (grouped-query
-attention: each key/value head serves heads / key_value_heads query heads).
+Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim].
 
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
@@ -33,10 +31,9 @@ _SEGMENTS_MULTIPLE = 8
 class PackedLayout:
     """Documents packed one behind the other into two flat buffers of Te encoder and Td decoder tokens.
 
-    The padding at the end of each buffer is treated as one more document: nothing real attends to it, and kernels find
-    every row defined. Its states are numbers that no loss reads, so its gradients are zeros. This also keeps every
-    projection in the autograd graph of a batch without documents, which ZeRO-3 needs (each rank must reduce the same
-    gradients).
+    The padding at the end of each buffer is one more document that no real one attends to; no loss reads its states.
+    This also keeps every projection in the autograd graph of a batch without documents: ZeRO-3 needs the same gradients
+    on each rank.
 
     | field | dtype, shape | meaning |
     |---|---|---|
@@ -151,8 +148,7 @@ class PaddedLayout:
 
         `encoder_valid`: [B, encoder_length], `decoder_valid`: [B, past_length + decoder_length], non-zero on real
         tokens; None: all are. Raises ValueError for other shapes. A position always sees itself, so that no row of a
-        softmax is empty. Decoder positions count real tokens: keys from the encoder are not rotated, so padding on the
-        left must not shift them.
+        softmax is empty. Decoder positions count real tokens, so that padding on the left does not shift them.
         """
         _check_mask("attention_mask", encoder_valid, encoder_length)
         _check_mask("decoder_attention_mask", decoder_valid, past_length + decoder_length)

@@ -44,10 +44,9 @@ about as much as so many scores that are masked."""
 
 @dataclass(frozen=True)
 class Call:
-    """Neighbouring documents that are attended together: the tokens of all, and their mask.
+    """Neighbouring documents that are attended together: their tokens, and their mask.
 
-    `mask`: [queries, keys], what is added to scores, -inf where a query must not look; None where nothing is hidden, or
-    as a causal mask without an offset has it.
+    `mask`: [queries, keys], added to scores, -inf where a query must not look; None for none, or a plain causal one.
     """
 
     queries: int
@@ -85,13 +84,12 @@ def _neighbours(lengths: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, 
 class Segments:
     """The places of each document's queries and keys in their flat buffers.
 
-    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers. Behind the
-    documents stand a few empty segments, and as the last one the padding tail: kernels start their blocks for each.
-    `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`, `key_tail`: tokens of padding
-    behind the last document. `longest_query`, `longest_key`: empty tensors [n, 0] for longest segments of n tokens,
-    padding included: to compiled code a size may be a variable, where a number would be a constant.
+    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers: documents, a few empty
+    segments, and the padding tail. `query_lengths`, `key_lengths`: the documents' tokens, on the host;
+    `query_tail`, `key_tail`: tokens of padding. `longest_query`, `longest_key`: empty tensors [n, 0] for longest
+    segments of n tokens, padding included: to compiled code a size may be a variable, where a number is a constant.
 
-    No dataclass: FSDP2 looks for gradients in each field of one, document by document, around every layer.
+    No dataclass: FSDP2 looks for gradients in each field of one, around every layer.
     """
 
     def __init__(
@@ -334,8 +332,7 @@ _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
 def _trial_error(kernel: AttentionKernel, wanted: Wanted) -> float:
     """Largest difference of results and gradients from `attend_by_document` in float32, over what rounding explains.
 
-    NaN where the kernel's results are none, in the padding too, whose NaNs would spread. Heads share their keys. The
-    padding tail, behind empty segments, has queries and keys, keys alone, or nothing.
+    NaN where any result is, also in the padding tail, which has queries and keys, keys alone, or nothing.
     """
     cases = ((_TRIAL, True, (3, 8)), (_TRIAL, True, (0, 5)), (((9, 9), (64, 64)), False, (0, 0)))
     return float(torch.stack([_error_of_case(kernel, wanted, *case) for case in cases]).max())

@@ -22,8 +22,7 @@ INPUTS = 8  # short ones: the tokens of a single one may by chance be the same
 def check_cache(config: Qwen3Seq2SeqConfig) -> None:
     """Raise ConfigError where eight greedy tokens of an input differ with and without the cache, or there are none.
 
-    They are tokens of a tiny model of the same code and kind (heads in groups, rotation, tie, activation) with random
-    weights, on the CPU in float32: that takes 30 ms for a model of any size, and rounding changes no token.
+    They come from a tiny model of the same kind with random weights, on the CPU in float32, within 30 ms.
     """
     ids = torch.arange(2, 2 + 6 * INPUTS).view(INPUTS, 6)
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}

@@ -7,11 +7,9 @@ So no logits are computed twice, and nothing reads the head's weight in the back
 Softmax, losses and sums are float32 whatever the weights are, and the weight's gradient is accumulated in float32. So
 are the logits, but for CPUs with instructions for 16 bits: these round each product's result to 16 bits.
 
-Training may optimise more than the token losses: label smoothing spreads its share of each target evenly over the
-vocabulary, (1 - share) * -log p(target) + share * mean(-log p), as Hugging Face's does; z-loss adds its coefficient
-times the square of the logarithm of the softmax's normaliser, which keeps it near 0 (PaLM, arXiv 2204.02311, section
-5). A loss of the user's own takes the place of all that. The token
-losses that are reported stay plain cross-entropy.
+Training may optimise more than the token losses: label smoothing, (1 - share) * -log p(target) + share * mean(-log p);
+z-loss, its coefficient times the square of the logarithm of the softmax's normaliser (PaLM, arXiv 2204.02311, section
+5); or a user's own loss. The token losses that are reported stay plain cross-entropy.
 
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
@@ -45,9 +43,8 @@ def linear_cross_entropy(
     """Sum of what is optimised for `hidden @ weight.T` against `labels`, and the token losses.
 
     hidden: [T, H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `chunk_tokens`: tokens
-    whose logits exist at one time. Returns a float32 scalar with gradient to hidden and weight (without smoothing and
-    z-loss the sum of the token losses), and float32 [T], detached, in nats, 0 at ignored positions. Under `no_grad` no
-    gradient is computed. `own_loss`: float32 logits [N, V] and labels [N] → float32 [N], optimised instead.
+    whose logits exist at one time. `own_loss`: float32 logits [N, V] and labels [N] → float32 [N], optimised instead.
+    Returns a float32 scalar with gradient to hidden and weight, and float32 [T], detached, in nats, 0 where ignored.
     """
     extras = Extras(label_smoothing, z_loss)
     with torch.autocast(hidden.device.type, enabled=False):  # which would round logits to 16 bits
@@ -177,10 +174,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def passes_trial(device: torch.device, dtype: torch.dtype, adding: bool) -> bool:
-    """Try a product in float32 of operands in `dtype`, laid out as the loss has them; once in a process.
-
-    Versions of torch differ in what they take: without these the loss adds behind the product, or rounds it.
-    """
+    """Try a product in float32 of operands in `dtype`, laid out as the loss has them; versions of torch differ."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(48, n, generator=generator).to(device, dtype) for n in (64, 32))
     found = torch.ones(64, 32, device=device)

@@ -1,8 +1,7 @@
 """Losses of rows of logits and the gradients of those, as one kernel where it runs and as torch operators elsewhere.
 
 The operators read and write the logits about twelve times. The kernel, in Triton, reads each row twice: once for its
-maximum and the sum of its exponentials, which it corrects as larger logits come, and once to write the gradients. It
-computes in float32 like the operators, and needs no memory but its results.
+maximum and the sum of its exponentials, and once to write the gradients. It computes in float32 like the operators.
 
 A device gets the kernel after a trial: it must compile there, and agree with the operators on a few rows.
 
@@ -44,10 +43,9 @@ class Extras(NamedTuple):
 
     @property
     def float16_scale(self) -> float:
-        """Gradients of logits are multiplied by this before they are rounded to float16.
+        """Gradients of logits are multiplied by this before they are rounded to float16, whose range is 6e-8 to 65,504.
 
-        Most are smaller than what float16 tells from 0 (6e-8), and none becomes larger than what it holds (65,504):
-        without z-loss they are between -1 and 1, with it up to its derivative, of normalisers up to e**1000.
+        Without z-loss they are between -1 and 1, with it up to its derivative, of normalisers up to e**1000.
         """
         return 2.0 ** (15 - math.ceil(math.log2(1 + 2 * self.z_loss * 1000)))
 
@@ -222,8 +220,7 @@ def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> boo
 def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:
     """Largest difference between the kernel's results and the operators', over what rounding may explain.
 
-    Exponents are rounded by the logits' size, which makes an absolute error of losses and a relative one of gradients.
-    NaN where the kernel's results are none. With and without label smoothing and z-loss.
+    Rounded exponents make an absolute error of losses and a relative one of gradients. NaN where any result is.
     """
     generator = torch.Generator().manual_seed(0)
     scale, ratios, epsilon = 8.0, [], torch.finfo(torch.float32).eps

@@ -1,11 +1,9 @@
 """Names, shapes and number of the model's parameters, and its operations, from its sizes alone and without torch.
 
-The names are the *canonical names* that checkpoints, conversions and weight sources use: those of
-`Qwen3ForSeq2SeqLM.named_parameters()`. Operations are counted for the model-FLOPs utilisation (MFU): what the
-mathematics asks for, real tokens only, matrix products forward and backward (a multiplication and an addition are two
-operations), attention over visible pairs only. Not counted: padding, recomputation by activation checkpointing,
-normalisation and element-wise work (PaLM, arXiv 2204.02311, appendix B, counts likewise, though it takes causal
-attention in full).
+The names are the *canonical names* that checkpoints and weight sources use: those of
+`Qwen3ForSeq2SeqLM.named_parameters()`. Operations are counted for the model-FLOPs utilisation (MFU): matrix products
+forward and backward, of real tokens and visible pairs only (a multiplication and an addition are two operations). Not
+counted: recomputation, normalisation and element-wise work (PaLM, arXiv 2204.02311, appendix B).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Multiplying in the precision that a device multiplies fast.
 
 A CPU without bfloat16 instructions emulates them: a bf16 product takes 4.4 times as long there as casting its operands
-to float32, multiplying, and rounding the result (2048 × 128 × 384 on an AVX-512 Xeon without avx512_bf16, torch 2.13).
-The numbers are the same: bf16 products are accumulated in float32 and rounded once in either form.
+to float32, multiplying, and rounding the result (AVX-512 Xeon without avx512_bf16, torch 2.13), for the same numbers.
 
 Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
 """
@@ -48,10 +47,9 @@ class Linear(nn.Linear):
 
 
 def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:
-    """`added_to`, if there is one, plus what `linear` makes of x: in compiled code the product of matrices adds it.
+    """`linear(x)` plus `added_to`, if any: in compiled code the product of matrices adds it, and rounds the sum once.
 
-    Its sum is then rounded once, and a GPU neither writes the product alone nor reads it again. Adapters and matrices
-    in 4 bits, which are modules of other kinds, add behind the product.
+    Adapters and matrices in 4 bits, which are modules of other kinds, add behind the product.
     """
     if added_to is None:
         return linear(x)

@@ -116,10 +116,10 @@ def _sha256(path: str, _size: int, _mtime_ns: int) -> str:
 
 
 def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Vocabulary) -> None:
-    """Say which special tokens the encoder-decoder does not have. Raise ConfigError where adapters are to stand there.
+    """Log the special tokens that the encoder-decoder lacks. Raise ConfigError for them beside adapters.
 
-    Their rows would be drawn, never trained, and take their part of each softmax; and peft, which puts the adapters
-    beside the base as it is, would give other probabilities than the merged model.
+    Their rows would be drawn and never trained, and peft, which takes the base as it is, would give other probabilities
+    than the merged model.
     """
     sentinels, modes = stored.get("sentinel_token_ids", ()), stored.get("mode_token_ids", ())
     lacking = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} - {*sentinels, *modes}

@@ -74,9 +74,9 @@ def stored_weights(
     """The parameters of `config`'s model from `folder`, in the dtype stored there.
 
     The folder is one of our own (an export, or `ds-encdec init-model`'s), or `of_qwen3`, a decoder-only one.
-    `stored_rows`: rows of its embedding (and of an untied head). It grows to `vocab_size`; what is beyond and the rows
-    `added_ids` are drawn anew, with mean and standard deviation of the trained ones, which are read in pieces. Names
-    and shapes of all tensors are checked now (CheckpointError), each tensor is read when it is asked for.
+    `stored_rows`: rows of its embedding (and of an untied head). Rows from there to `vocab_size`, and `added_ids`, are
+    drawn with the mean and standard deviation of the trained ones. Names and shapes of all tensors are checked now
+    (CheckpointError); each tensor is read when it is asked for.
     """
     source, name_of = SafetensorsFolder(folder), _qwen3_name if of_qwen3 else str
     # The rows below all new ones are the trained ones.
