@@ -84,10 +84,10 @@ def _neighbours(lengths: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, 
 class Segments:
     """The places of each document's queries and keys in their flat buffers.
 
-    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device; they cover the whole buffers: documents, a few empty
-    segments, and the padding tail. `query_lengths`, `key_lengths`: the documents' tokens, on the host;
-    `query_tail`, `key_tail`: tokens of padding. `longest_query`, `longest_key`: empty tensors [n, 0] for longest
-    segments of n tokens, padding included: to compiled code a size may be a variable, where a number is a constant.
+    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device, over the whole buffers: documents, a few empty
+    segments, and the padding tail. `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`,
+    `key_tail`: tokens of padding. `longest_query`, `longest_key`: empty tensors [n, 0] for longest segments of n
+    tokens, padding included: to compiled code a size may be a variable, where a number is a constant.
 
     No dataclass: FSDP2 looks for gradients in each field of one, around every layer.
     """
