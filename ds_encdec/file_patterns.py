@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from glob import escape, iglob
 
 _VARIABLE = re.compile(r"\$(\{[^}]*\}|[A-Za-z_]\w*)")
-_ODD_QUOTES = tuple("“”„‟‘’‚«»")
 
 
 def named_files(name: str, folder: str = "") -> Iterator[str]:
@@ -34,14 +33,11 @@ def no_file_matches(patterns: Sequence[str]) -> str:
     advice = f". {folders}: a folder; add /** for its files" if folders else ""
     if any("[" in pattern for pattern in patterns):
         advice += ". In a pattern [abc] is one of three letters: write [[] for a bracket"
-    odd = next(filter(None, map(odd_spelling, patterns)), None)
-    return f"no file matches {', '.join(patterns)} (looked from {os.getcwd()}){advice}{f'. {odd}' if odd else ''}"
+    advice += "".join(f". {found}" for found in map(variable_in, patterns) if found)
+    return f"no file matches {', '.join(patterns)} (looked from {os.getcwd()}){advice}"
 
 
-def odd_spelling(name: str) -> str | None:
-    """Say what in a path was meant for another reader: a shell's variable, or a word processor's quotes."""
-    if found := _VARIABLE.search(name):
-        return f"{found[0]} is part of the name, for variables are not replaced here: write what it stands for"
-    if name[:1] in _ODD_QUOTES or name[-1:] in _ODD_QUOTES:
-        return "the typographic quotes are part of the name: write straight ones, or none"
-    return None
+def variable_in(name: str) -> str | None:
+    """Say that a path has a shell's variable in it; None for one that has none."""
+    found = _VARIABLE.search(name)
+    return f"{found[0]} is part of the name: variables are not replaced here, write the value" if found else None

@@ -27,9 +27,9 @@ A run is described by one YAML file with the sections `model`, `data`, `training
 out has the default below; `ds_configs/` holds complete examples. On the command line, `section.field=value`,
 `--section.field=value` and `--section.field value` replace what the file says, also inside nested blocks
 (`model.architecture.hidden_size=64`), and of two for one field the later counts. A value is one number, word or text,
-read whole, or a list or mapping in YAML's brackets. What YAML would read in part (behind ` #`, around `{braces}`) is
-refused with the form between quotes: `data.input_template='"{question} # one word"'`. A list of words may be written
-with commas alone: `training.report_to=wandb,tensorboard`.
+read whole, or a list or mapping in YAML's brackets, or a text in quotes. What begins so and YAML would read in part is
+refused with the form that is read: `data.input_template='"{question}: one word"'`. A list of words may be written with
+commas alone: `training.report_to=wandb,tensorboard`.
 
 - `ds-encdec validate --config FILE` checks a configuration without starting anything. All problems are reported at
   once, each with its place, and the exit code is 2. It also looks for what the configuration names on this machine:

@@ -32,11 +32,11 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
     separator = _SEPARATOR_LINE.fullmatch(head[0]) if head else None
     skipped = 1 if separator else 0
     delimiter = separator[1] if separator else _delimiter(head)
-    taken: list[str] = []
+    row_lines: list[str] = []
 
     def recorded() -> Iterator[str]:
         for line in chain(head[skipped:], rest):
-            taken.append(line)
+            row_lines.append(line)
             yield line
 
     reader = csv.reader(recorded(), delimiter=delimiter, strict=True)
@@ -44,20 +44,20 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
     first_line = 1 + skipped
     try:
         for row in reader:
-            if not row:  # an empty line
-                pass
-            elif not names:
+            if row and not names:
                 names = row
                 _check_names(names, path)
-            elif (reason := _wrong(row, names, taken, delimiter)) is not None:
+            elif row and (reason := _wrong(row, names, row_lines, delimiter)):
                 yield f"{reason} (line {first_line} of the file)"
-            else:
+            elif row:
                 yield dict(zip(names, row, strict=True))
             first_line = reader.line_num + skipped + 1
-            taken.clear()
+            row_lines.clear()
     except csv.Error as error:
         if is_whole or "end of data" not in str(error):
-            raise DataError(_quote_error(path, first_line, reader.line_num + skipped, taken, error)) from error
+            last_line = reader.line_num + skipped
+            where = f"{path}, line {first_line}" + (f" to {last_line}" if last_line > first_line else "")
+            raise DataError(f"{where}: {_quote_error(str(error), row_lines)}") from error
 
 
 def _delimiter(head: Sequence[str]) -> str:
@@ -87,27 +87,36 @@ def _check_quotes(head: Sequence[str], path: str) -> None:
 
 
 def _check_names(names: Sequence[str], path: str) -> None:
-    where = f"{path}: the first line, which names the columns,"
-    for number, name in enumerate(names, start=1):
-        try:
-            name.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(
-                f"{where} is not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
-            ) from error
-        bare = name.strip()
-        if not bare or "\0" in name:
-            raise DataError(
-                f"{where} has no name for column {number}. Write one (pandas leaves out its row numbers with "
-                "`to_csv(index=False)`)"
-            )
-        if len(bare) > 1 and bare[0] + bare[-1] in _FOREIGN_QUOTES:
-            raise DataError(f'{where} quotes {bare:.80}. CSV quotes by ", with no blank before it: write the file so')
-        if bare in (other.strip() for other in names[: number - 1]):
-            raise DataError(f"{where} has {bare:.80} twice. Rename or remove one of these columns")
+    problem = next(filter(None, (_wrong_name(name, names[:number]) for number, name in enumerate(names))), None)
+    if problem is not None:
+        raise DataError(f"{path}: the first line, which names the columns, {problem}")
 
 
-def _wrong(row: Sequence[str], names: Sequence[str], taken: Sequence[str], delimiter: str) -> str | None:
+def _wrong_name(name: str, before: Sequence[str]) -> str | None:
+    """Say what is wrong with the name of a column, which stands behind others."""
+    bare = name.strip()
+    if not_utf8(name):
+        return f"is {not_utf8(name)}"
+    if not bare or "\0" in name:
+        advice = "pandas leaves out its row numbers with `to_csv(index=False)`"
+        return f"has no name for column {len(before) + 1}. Write one ({advice})"
+    if len(bare) > 1 and bare[0] + bare[-1] in _FOREIGN_QUOTES:
+        return f'quotes {bare:.80}. CSV quotes by ", with no blank before it: write the file so'
+    if bare in map(str.strip, before):
+        return f"has {bare:.80} twice. Rename or remove one of these columns"
+    return None
+
+
+def not_utf8(text: str) -> str | None:
+    """Say that a text, decoded with `surrogateescape`, was no UTF-8; None where it was."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
+    return None
+
+
+def _wrong(row: Sequence[str], names: Sequence[str], lines: Sequence[str], delimiter: str) -> str | None:
     """Why a row cannot be read, or None."""
     if len(row) > 1 and [field.removeprefix("\ufeff") for field in row] == names:
         return "the names of the columns once more, as where files were joined; remove that line"
@@ -116,31 +125,29 @@ def _wrong(row: Sequence[str], names: Sequence[str], taken: Sequence[str], delim
             f"{len(row)} fields, and the first line names {len(names)} columns; a field with the delimiter "
             f"{delimiter!r} or a line break in it needs double quotes"
         )
-    for line in taken:
-        if "\0" in line:
-            return "a NUL character"
-        if ' "' in line and _has_late_quote(row, taken, delimiter):
-            return "a blank before the quote that opens a field; CSV reads both as text"
+    if any("\0" in line for line in lines):
+        return "a NUL character"
+    if any(' "' in line for line in lines) and _has_late_quote(row, lines, delimiter):
+        return "a blank before the quote that opens a field; CSV reads both as text"
     return None
 
 
-def _has_late_quote(row: Sequence[str], taken: Sequence[str], delimiter: str) -> bool:
+def _has_late_quote(row: Sequence[str], lines: Sequence[str], delimiter: str) -> bool:
     """True where a field begins with blanks and a quote that would open it without them."""
     try:
-        late = next(csv.reader(taken, delimiter=delimiter, strict=True, skipinitialspace=True))
+        late = next(csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True))
     except csv.Error:
         return True
     return [field.lstrip(" ") for field in row] != [field.lstrip(" ") for field in late]
 
 
-def _quote_error(path: str, first: int, last: int, taken: Sequence[str], error: csv.Error) -> str:
-    lines = f"{path}, line {first}" + (f" to {last}" if last > first else "")
-    if "end of data" in str(error):
-        return f"{lines}: a quote opens a field and is never closed. Close it, or write quotes within fields twice"
-    if "expected after" in str(error):
-        foreign = r" (\" is not CSV)" if any('\\"' in line for line in taken) else ""
+def _quote_error(error: str, lines: Sequence[str]) -> str:
+    if "end of data" in error:
+        return "a quote opens a field and is never closed. Close it, or write quotes within fields twice"
+    if "expected after" in error:
+        foreign = r" (\" is not CSV)" if any('\\"' in line for line in lines) else ""
         return (
-            f"{lines}: text follows the quote that closes a field. Quotes within a quoted field are written twice, "
+            "text follows the quote that closes a field. Quotes within a quoted field are written twice, "
             f'""{foreign}; nothing behind this place can be trusted'
         )
-    return f"{lines}: not a CSV file ({error})"
+    return f"not a CSV file ({error})"

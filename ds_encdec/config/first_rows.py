@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
-from ds_encdec.config.csv_rows import csv_rows
+from ds_encdec.config.csv_rows import csv_rows, not_utf8
 from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, not_lines
 from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.packed_files import first_bytes
@@ -17,7 +17,7 @@ from ds_encdec.config.sections import DataConfig, Source
 from ds_encdec.config.settings import Conflict
 from ds_encdec.file_patterns import named_files
 from ds_encdec.objectives import OBJECTIVES, columns_by_field, conversation_column
-from ds_encdec.source_kinds import kind_of_file, local_kind
+from ds_encdec.source_kinds import local_kind
 from ds_encdec.types import DataError
 
 _LOOKED_AT_BYTES = 1 << 20
@@ -46,22 +46,21 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
         if data.on_bad_row != "skip":
             first = next((row for row in rows if not isinstance(row, str)), None)
             absent = [] if first is None else [*_absent_columns(field, source, list(first), data, model)]
-            yield from absent or islice(_bad_rows(field, source, rows, data), 1)
+            bad = (why for number, row in enumerate(rows, start=1) if (why := _wrong(number, row, source, data)))
+            yield from absent or (Conflict((field, "data.on_bad_row"), why) for why in islice(bad, 1))
 
 
-def _bad_rows(
-    field: str, source: Source, rows: Sequence[Mapping[str, Any] | str], data: DataConfig
-) -> Iterator[Conflict]:
-    """The rows that cannot be read, and those with nothing in a field that a template asks for."""
+def _wrong(number: int, row: Mapping[str, Any] | str, source: Source, data: DataConfig) -> str | None:
+    """Say why a row cannot be read, or that it has nothing in a field that a template asks for."""
+    if isinstance(row, str):
+        return row
     has_templates = OBJECTIVES[data.objective].takes_records and data.converter is None
-    for number, row in enumerate(rows, start=1):
-        if isinstance(row, str):
-            yield Conflict((field, "data.on_bad_row"), row)
-        elif has_templates and source.dataset_name != "parquet" and not _has_no_template(row, data):
-            for name, column in columns_by_field(data).items():
-                if field_value(row, column) is None:
-                    message = f"row {number} has nothing in its field {column}, which a template asks for ({{{name}}})"
-                    yield Conflict((field, "data.on_bad_row"), message)
+    if not has_templates or source.dataset_name == "parquet" or _has_no_template(row, data):
+        return None
+    lacking = ((name, column) for name, column in columns_by_field(data).items() if field_value(row, column) is None)
+    for name, column in lacking:
+        return f"row {number} has nothing in its field {column}, which a template asks for ({{{name}}})"
+    return None
 
 
 def _has_no_template(row: Mapping[str, Any], data: DataConfig) -> bool:
@@ -94,16 +93,6 @@ def _absent_columns(
     elif model.tokenizer_name_or_path == "builtin":
         message = "the rows are conversations, and the builtin tokenizer has no chat template: name one that has"
         yield Conflict((field, "data.messages_column", "model.tokenizer_name_or_path"), message)
-
-
-def misread_files(data: DataConfig) -> Iterator[str]:
-    """Warn of files whose endings are those of rows, and which are read as plain text."""
-    for field, source in _sources(data):
-        paths = _files(source) if source.dataset_name == "text" else ()
-        kinds = ((path, kind) for path in paths if (kind := kind_of_file(path)) not in ("text", None))
-        for path, kind in islice(kinds, 1):
-            name = field.rpartition(".")[0] + ".dataset_name"
-            yield f"warning: {field}: {path} is read as plain text, as {name}=text says; its rows are read by {kind}"
 
 
 def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
@@ -155,7 +144,7 @@ def _files(source: Source) -> Iterator[str]:
 def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
     """The first rows of a file, of a parquet file the columns alone; a text says what is wrong with one.
 
-    None of a file that cannot be opened. Raises DataError for a file whose rows cannot be told from each other.
+    Yields nothing of a file that cannot be opened. Raises DataError where rows cannot be told from each other.
     """
     kind = source.dataset_name
     path = next(_files(source), None) if kind in ("json", "csv", "parquet", "text") else None
@@ -163,36 +152,33 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
         return
     try:
         if kind == "parquet":
-            from pyarrow.parquet import read_metadata  # 0.2 s
-
-            filled = next((found for found in map(read_metadata, _files(source)) if found.num_rows), None)
-            if filled is None:
-                raise DataError(f"{path}: none of the files has a row. Name some that have")
-            names = filled.schema.to_arrow_schema().names
-            if twice := [name for name, count in Counter(names).items() if count > 1]:
-                has = f"the first file has the column {', '.join(twice):.300} more than once"
-                raise DataError(f"{has}: give each a name of its own")
-            yield dict.fromkeys(names)
+            yield _columns_of_parquet(source, path)
             return
         content, is_whole = first_bytes(path, _LOOKED_AT_BYTES)
     except (OSError, ValueError):
         return
     if kind == "csv":
-        yield from _rows_of_csv(content, path, is_whole=is_whole)
+        text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
+        lines = io.StringIO(text, newline="").readlines()[: None if is_whole else -1]
+        for number, row in enumerate(csv_rows(lines, path, is_whole=is_whole), start=1):
+            reason = row if isinstance(row, str) else not_utf8("".join(row.values()))
+            yield row if reason is None else f"{path}, row {number}: {reason}"
     elif kind == "json":
         yield from _rows_of_json(content, path, is_whole=is_whole)
 
 
-def _rows_of_csv(content: bytes, path: str, *, is_whole: bool) -> Iterator[Mapping[str, Any] | str]:
-    text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
-    lines = io.StringIO(text, newline="").readlines()
-    for number, row in enumerate(csv_rows(lines[: None if is_whole else -1], path, is_whole=is_whole), start=1):
-        if not isinstance(row, str):
-            try:
-                "".join(row.values()).encode()
-            except UnicodeEncodeError:
-                row = "not UTF-8 text. Convert the file, for example with `iconv -f latin1 -t utf-8`"
-        yield f"{path}, row {number}: {row}" if isinstance(row, str) else row
+def _columns_of_parquet(source: Source, path: str) -> dict[str, None]:
+    """The columns of the first file with rows. Raises DataError for repeated ones, and where no file has a row."""
+    from pyarrow.parquet import read_metadata  # 0.2 s
+
+    filled = next((found for found in map(read_metadata, _files(source)) if found.num_rows), None)
+    if filled is None:
+        raise DataError(f"{path}: none of the files has a row. Name some that have")
+    names = filled.schema.to_arrow_schema().names
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        has = f"the first file has the column {', '.join(twice):.300} more than once"
+        raise DataError(f"{has}: give each a name of its own")
+    return dict.fromkeys(names)
 
 
 def _rows_of_json(content: bytes, path: str, *, is_whole: bool) -> Iterator[Mapping[str, Any] | str]:
@@ -203,9 +189,8 @@ def _rows_of_json(content: bytes, path: str, *, is_whole: bool) -> Iterator[Mapp
     else:
         lines = content.split(b"\n")[: None if is_whole else -1]
     for number, line in enumerate(lines, start=1):
-        if not line.strip():  # an empty text
-            continue
         try:
-            yield json_object(line)
+            if line.strip():  # else an empty text
+                yield json_object(line)
         except RowError as error:
             yield f"{path}, line {number}: {error}"

@@ -25,15 +25,11 @@ class RowError(ValueError):
     """A row that cannot be read; the message says why."""
 
 
-class _RepeatedError(ValueError):
-    pass
-
-
 def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         names = [name for name, _ in pairs]
-        raise _RepeatedError(next(name for name in names if names.count(name) > 1))
+        raise RowError(f"an object has the field {next(name for name in names if names.count(name) > 1)} twice")
     return fields
 
 
@@ -52,8 +48,8 @@ def json_row(content: bytes, failure: str = "not a JSON line") -> Any:
     except json.JSONDecodeError as error:
         reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise RowError(f"{failure} ({reason})") from error
-    except _RepeatedError as error:
-        raise RowError(f"an object has the field {error} twice") from error
+    except RowError:
+        raise
     except (ValueError, RecursionError) as error:
         raise RowError(f"{failure} ({error})") from error
     if content.count(b"[") + content.count(b"{") > MAX_NESTING and _is_deep(record):
@@ -130,21 +126,23 @@ def _after_blank(text: str, place: int) -> int:
 def not_lines(start: bytes, *, is_whole: bool) -> str | None:
     """Say what a file of one object is that holds its rows in a list, or is spread over lines; None for others."""
     text = start.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
+    line, _, rest = text.partition("\n")
     if not text.startswith("{"):
         return None
-    line, _, rest = text.partition("\n")
     try:
         record, end = _LENIENT.raw_decode(text)
     except (ValueError, RecursionError):
         record, end = {}, 0
     is_spread = end > len(line) or bool(not end and rest.strip() and _OPENING.fullmatch(line))
-    is_alone = is_whole and not rest.strip()
-    holders = (name for name in record if name in _HOLDERS and _is_list_of_objects(record[name]))
-    holder = next(holders, None)
-    if not is_spread and not (is_alone and holder):
+    holds_rows = (name for name, value in record.items() if name in _HOLDERS and _is_list_of_objects(value))
+    holder = next(holds_rows, "")
+    if is_spread:
+        what = "JSON objects over several lines"
+    elif holder and is_whole and not rest.strip():
+        what = f"one JSON object, whose field {holder} holds the rows"
+    else:
         return None
-    what = "JSON objects over several lines" if is_spread else f"one JSON object, whose field {holder} holds the rows"
-    return f"{what}; needed is an object a line: `jq -c '.{f'{holder}[]' if holder else ''}' FILE > rows.jsonl`"
+    return f"{what}; needed is an object a line: `jq -c '.{holder and f'{holder}[]'}' FILE > rows.jsonl`"
 
 
 def _is_list_of_objects(value: Any) -> bool:

@@ -1,11 +1,9 @@
-"""Formats of files, told by their first bytes: plain text, compressions that are read, and those that are refused."""
+"""Formats of files by their first bytes: plain text, compressions that are read, and what is refused."""
 
 import bz2
 import lzma
-import os
 import re
 import zlib
-from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -63,40 +61,20 @@ _KINDS: tuple[tuple[bytes, Opener | str], ...] = (
     (rb"x[\x01\x9c\xda]", partial(_streams, zlib.decompressobj, b"x")),
     (rb"\x28\xb5\x2f\xfd", partial(_arrow, "zstd")),
     (rb"\x04\x22\x4d\x18", partial(_arrow, "lz4")),
-    (rb"\x02\x21\x4c\x18", "an LZ4 file of the old format: unpack it with `lz4 -d`"),
-    (rb"\x1f\x9d", "compressed by `compress`: unpack it with `gzip -d`"),
-    (rb"LZIP\x01", "compressed by lzip: unpack it with `lzip -d`"),
-    (rb"\x89LZO\0", "compressed by lzop: unpack it with `lzop -d`"),
-    (rb"\xff\x06\0\0sNaPpY", "compressed by snappy: unpack it with `snzip -d`"),
     (rb"PK(\x03\x04|\x05\x06|\x07\x08)", "a zip archive: unpack it with `unzip` (a workbook: save its sheet as CSV)"),
     (rb"7z\xbc\xaf\x27\x1c", "a 7z archive: unpack it with `7z x`"),
     (rb"Rar!\x1a\x07", "a rar archive: unpack it with `unrar x`"),
     (rb".{257}ustar", "a tar archive: unpack it with `tar -xf`"),
-    (rb"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office file: save its sheet as CSV in UTF-8"),
     (rb"PAR1", "a parquet file: set data.dataset_name=parquet"),
     (rb"(ARROW1\0\0|\xff\xff\xff\xff.{3}\0)", "an Arrow file: name its folder in data.dataset_name"),
-    (rb"Obj\x01", "an Avro file: convert it to parquet"),
-    (rb"ORC.{0,9}\x08", "an ORC file: convert it to parquet"),
-    (rb"SQLite format 3\0", "an SQLite database: write its rows as JSON lines"),
-    (rb"\x80[\x02-\x05][\x95}\]c(]", "a pickle: write its rows as JSON lines"),
     (rb"version https://git-lfs\.github\.com/spec/", "a pointer of Git LFS, and not the file: run `git lfs pull`"),
     (rb"(\xff\xfe\0\0|\0\0\xfe\xff)", "UTF-32 text: convert it, `iconv -f utf-32 -t utf-8`"),
     (rb"(\xff\xfe|\xfe\xff)", "UTF-16 text: convert it, `iconv -f utf-16 -t utf-8`"),
-    (rb"([^\0]\0\0\0){4}", "UTF-32 text: convert it, `iconv -f utf-32le -t utf-8`"),
-    (rb"(\0\0\0[^\0]){4}", "UTF-32 text: convert it, `iconv -f utf-32be -t utf-8`"),
     (rb"(.[^\0])*([^\0]\0){4}([^\0].)*", "UTF-16 text: convert it, `iconv -f utf-16le -t utf-8`"),
     (rb"([^\0].)*(\0[^\0]){4}(.[^\0])*", "UTF-16 text: convert it, `iconv -f utf-16be -t utf-8`"),
 )
 """First bytes of files that are not plain UTF-8 text (patterns), and what unpacks them, or the advice for those that
 are not read. Of UTF-16 without a mark, four Latin characters in a row are known."""
-
-
-_NAMED = {
-    ".br": "compressed by brotli: unpack it with `brotli -d`",
-    **dict.fromkeys((".snappy", ".sz"), "compressed by snappy: unpack it with `python -m snappy -d`"),
-    ".lzo": "compressed by LZO: unpack it with `lzop -d`",
-}
-"""Compressions without first bytes of their own, by the ends of files' names, which count where there is no text."""
 
 
 def packing(path: str) -> Opener | None:
@@ -113,19 +91,9 @@ def packing(path: str) -> Opener | None:
 
 def _opener(start: bytes, path: str) -> Opener | None:
     found = next((what for pattern, what in _KINDS if re.match(pattern, start, re.DOTALL)), None)
-    if found is None and (named := _NAMED.get(os.path.splitext(path)[1].lower())) and not _is_text(start):
-        found = named
     if isinstance(found, str):
         raise DataError(f"{path}: {found}, or leave it out of data.data_files")
     return found
-
-
-def _is_text(start: bytes) -> bool:
-    """Return whether the first bytes of a file are UTF-8, the last character maybe cut."""
-    try:
-        return b"\0" not in getincrementaldecoder("utf-8")().decode(start).encode()
-    except UnicodeDecodeError:
-        return False
 
 
 def first_bytes(path: str, size: int) -> tuple[bytes, bool]:

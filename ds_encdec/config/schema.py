@@ -21,7 +21,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
-from ds_encdec.config.first_rows import evaluated_and_trained_on, misread_files, unusable_rows
+from ds_encdec.config.first_rows import evaluated_and_trained_on, unusable_rows
 from ds_encdec.config.hostfile import read_hosts, read_variables
 from ds_encdec.config.implied import imply
 from ds_encdec.config.model_folder import is_hub_name
@@ -46,7 +46,7 @@ from ds_encdec.config.training_sections import (  # noqa: F401
 from ds_encdec.config.validation import Checked, mention, mention_all, validate
 from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
 from ds_encdec.engines import load
-from ds_encdec.file_patterns import named_files, no_file_matches, odd_spelling
+from ds_encdec.file_patterns import named_files, no_file_matches, variable_in
 from ds_encdec.optimizers import OPTIMIZERS, tried
 from ds_encdec.plugins import converter_digest, load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
@@ -176,7 +176,7 @@ def load_config(
     problems.extend(mention_all(settings, conflict) for conflict in (*absent, *beyond))
     raise_if_any(problems)
     if notes is not None:
-        notes += [*found, *implied, *misread_files(config.data), *evaluated_and_trained_on(config.data)]
+        notes += [*found, *implied, *evaluated_and_trained_on(config.data)]
     return config
 
 
@@ -360,7 +360,7 @@ def _lacking(name: str | None, needed: str) -> str | None:
         return None if (folder / needed).is_file() else f"the folder has no {needed}"
     if name is None or (folder is not None and is_hub_name(name)):
         return None
-    return odd_spelling(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
+    return variable_in(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
 
 
 def _not_trained(model: ModelConfig, data: DataConfig) -> str | None:
@@ -393,7 +393,7 @@ def _uncreatable(name: str) -> str | None:
     folder = folder.absolute()
     if any(len(os.fsencode(part)) > 255 for part in folder.parts) or len(os.fsencode(folder)) > 4000:
         return "the name is too long for a file system"
-    if not folder.exists() and (odd := odd_spelling(name)):
+    if not folder.exists() and (odd := variable_in(name)):
         return odd
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):

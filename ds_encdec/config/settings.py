@@ -18,8 +18,6 @@ COMMAND_LINE = "command line"
 """Place of what was given as an override."""
 DEFAULT = "default"
 """Place of what nobody set."""
-MOST_SHOWN = 100
-"""Problems that a report lists."""
 LARGEST_FLOAT32 = 3.4e38
 _NOTHING = object()
 _ALLOWED = "unknown key; allowed: "
@@ -214,13 +212,10 @@ def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()
 
 def raise_if_any(problems: Sequence[Problem]) -> None:
     """Raise one ConfigError that lists `problems` in the order of their places; do nothing without any."""
-    if not problems:
-        return
-    listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
-    count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
-    if len(listed) > MOST_SHOWN:
-        count += f", of which these are the first {MOST_SHOWN}"
-    raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, _lists_once(listed[:MOST_SHOWN]))]))
+    if problems:
+        listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
+        count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
+        raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, _lists_once(listed))]))
 
 
 def _lists_once(problems: Iterable[Problem]) -> Iterator[Problem]:

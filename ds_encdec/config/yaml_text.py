@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -102,63 +101,49 @@ def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator
 
     What is no setting, or no value, is appended to `problems`.
     """
-    remaining = list(arguments)
-    while remaining:
-        argument = remaining.pop(0)
+    for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
-        parts, field = name.split("."), argument.partition("=")[0] or argument  # what stands behind may be a secret
-        spelt = name.replace("-", "_")
+        parts, spelt = name.split("."), name.replace("-", "_")
         if equals and len(parts) <= MAX_DEPTH and all(map(str.isidentifier, parts)):
             try:
                 yield name, _given_value(text, name, problems)
                 continue
             except UnreadableError as error:
-                shown, field = masked(parts[-1], text), name
+                shown = masked(parts[-1], text)
                 quoted = json.dumps(text, ensure_ascii=False) if shown == text and len(text) < 200 else '"..."'
-                message = (
-                    f"{show(shown)} is not a YAML value; quote it, as in {name}={shlex.quote(quoted)}, where it is text"
-                    f" ({error})"
-                )
-        elif not equals and os.path.isfile(argument):  # a shell's list of what a pattern matches
+                message = f"{show(shown)} is not a YAML value ({error}); as text it is {name}={shlex.quote(quoted)}"
+        elif not equals and os.path.isfile(argument):
             message = "a file, and not a setting: write [FILE,FILE] for several, or the pattern between quotes"
             if argument.endswith((".yaml", ".yml")):
                 message = f"a file, and not a setting: a configuration is named by --config {argument}"
-            if more := len([*takewhile(os.path.isfile, remaining)]):
-                field, remaining = f"{argument} and {more:,} more", remaining[more:]
         elif not equals and argument.startswith("--") and all(map(str.isidentifier, parts)):
             message = f"not a setting: its value is missing; write `{argument} VALUE`"
         elif equals and spelt != name and all(map(str.isidentifier, spelt.split("."))):
             message = f"not a setting; its words are joined by underscores: {spelt}"
         else:
             message = "not a setting; write `section.field=value`"
+        field = argument.partition("=")[0] or argument  # what stands behind may be a secret
         problems.append(Problem((Mention(COMMAND_LINE, field),), message))
 
 
 def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
     """The value that `text` of the command line stands for, of which nothing is dropped.
 
-    It is one scalar, all of it, unless it begins like a collection or a quote, which YAML reads. Mistakes inside are
-    appended to `problems` as ones of `field`. Raises UnreadableError for what is no YAML, or is read in part.
+    It is one number, word or text, unless it begins like a list, a mapping or a quoted text, which YAML reads. Mistakes
+    inside are appended to `problems` as ones of `field`. Raises UnreadableError for what YAML does not read whole.
     """
     body = text.strip()
     if not body.startswith(("[", "{", '"', "'")):
-        if found := re.search(r"(?:^|\s)#", text):
-            raise UnreadableError(_DROPPED, text.count("\n", 0, found.start()) + 1, field)
         matching = (read for pattern, _, read in _PLAIN.values() if re.fullmatch(pattern, body))
         read = next(matching, None) if body or not text else None
         return text if read is None else _read(read, body, 1, field)
-    root, end = compose(text), 0
-    for token in yaml.scan(text, Loader=_Loader):
-        if "#" in text[end : token.start_mark.index]:
-            raise UnreadableError(_DROPPED, token.start_mark.line + 1, field)
-        if isinstance(token, yaml.ScalarToken) and token.start_mark.line != token.end_mark.line:
-            raise UnreadableError("YAML joins its lines: write a line's end as \\n", token.start_mark.line + 1, field)
-        end = max(end, token.end_mark.index)
-    if isinstance(root, yaml.CollectionNode) and not root.flow_style:
-        raise UnreadableError("YAML takes what stands before the colon for a key", 1, field)
+    root = compose(body)
+    is_flow = getattr(root, "flow_style", True) and root is not None and root.end_mark.index == len(body)
+    if not is_flow or "\n" in body:
+        raise UnreadableError("YAML reads a part of it: write it on one line, a line's end in quotes as \\n", 1, field)
     if isinstance(root, yaml.MappingNode) and any(_is_bare(key, inner) for key, inner in root.value):
         raise UnreadableError("YAML takes what stands between braces for keys, and these have no values", 1, field)
-    return parse_value(text, COMMAND_LINE, field, problems)
+    return parse_value(body, COMMAND_LINE, field, problems)
 
 
 def _is_bare(key: yaml.Node, value: yaml.Node) -> bool:
@@ -211,7 +196,6 @@ class UnreadableError(ValueError):
         self.line, self.field = line, field
 
 
-_DROPPED = "YAML takes what stands behind # for a comment"
 _IN_OTHER_WORDS = {
     "found character '\\t' that cannot start any token": "found a tab: indent with spaces",
     "expected <block end>, but found '<block mapping start>'": "a line that is indented otherwise than its neighbours",

@@ -34,6 +34,10 @@ def read(text: str) -> tuple[Any, str]:
         ("&a b", "&a b"),
         ("one\n\ntwo ", "one\n\ntwo "),
         ("run#7", "run#7"),
+        ("Q {question} # one word", "Q {question} # one word"),
+        ("#7", "#7"),
+        ("### Question\n{question}", "### Question\n{question}"),
+        ("it's # so", "it's # so"),
         ('it\'s "so"', 'it\'s "so"'),
         ("[1, {a: '# b'}]", [1, {"a": "# b"}]),
         ('"Q # {question}\\n"', "Q # {question}\n"),
@@ -46,9 +50,6 @@ def test_what_is_read(text: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "Q {question} # one word",
-        "#7",
-        "### Question\n{question}",
         "{question}",
         "{{question}}",
         "{question} in a word",
@@ -58,13 +59,13 @@ def test_what_is_read(text: str, value: Any) -> None:
         '"a" # b',
         "[a] # b",
         '"a\nb"',
-        "it's # so",
+        "[a, # b\n c]",
     ],
 )
 def test_what_is_refused_with_the_form_that_is_read(text: str) -> None:
     value, message = read(text)
     assert value is None
-    (word,) = shlex.split(re.search(r"quote it, as in (.*), where it is text", message)[1])
+    (word,) = shlex.split(re.search(r"as text it is (.*)$", message)[1])
     assert read(word.removeprefix("data.input_template=")) == (text, "")
 
 

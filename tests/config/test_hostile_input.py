@@ -56,7 +56,6 @@ def refused(capsys: Output, *arguments: str) -> str:
         ),
         (BOMB, "1: b4", "more than 10000 values"),
         (MERGE_BOMB, "1: b4", "more than 10000 values"),
-        ("".join(f"key_{n}: 1\n" for n in range(4900)), "1: key_0", "unknown key"),
         ("".join(f"k{n}: 1\n" for n in range(10_100)), "10000: k9999", "more than 10000 values"),
         ("%YAML " + "1" * 5000 + ".1\n--- 1", "1", "not valid YAML"),
         (f"# {'x' * MAX_CONFIG_BYTES}", "", "larger than 1 MB"),
@@ -80,7 +79,6 @@ def test_yaml(tmp_path: Path, capsys: Output, text: str, place: str, message: st
         ('{"fp16": {\n"enabled": tru}}', "2:12", "not valid JSON"),
         ('{"a.b": 1}', "1:2: a.b", "unknown key"),
         ('{"": 1}', "1", "unknown key"),
-        ("{" + ",".join(f'"key_{n}": 1' for n in range(4900)) + "}", "1:2: key_0", "unknown key"),
         (f'{{"a": "{"x" * MAX_CONFIG_BYTES}"}}', "", "larger than 1 MB"),
     ],
 )

@@ -50,8 +50,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
             "the length of a streamed data set is not known",
         ),
         (["infra.output_dir=here.txt/run"], "infra.output_dir", "here.txt is no folder"),
-        (["infra.output_dir=/tmp/${USER}/run"], "infra.output_dir", "${USER} is part of the name, for variables"),
-        (["infra.output_dir=“run”"], "infra.output_dir", "the typographic quotes are part of the name"),
+        (["infra.output_dir=/tmp/${USER}/run"], "infra.output_dir", "${USER} is part of the name: variables"),
         (["model.model_name_or_path=$HOME/model"], "model.model_name_or_path", "$HOME is part of the name"),
         (
             ["data.dataset_name=text", "data.data_files=“here.txt”"],
@@ -61,7 +60,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
         (
             ["data.dataset_name=text", "data.data_files=${HOME}/x.txt"],
             "data.data_files",
-            "${HOME} is part of the name, for variables are not replaced here",
+            "${HOME} is part of the name: variables are not replaced here",
         ),
         (["infra.output_dir=~nobody-here/run"], "infra.output_dir", "there is no such user"),
         (["infra.output_dir=" + "x" * 300], "infra.output_dir", "the name is too long"),
@@ -107,18 +106,6 @@ def test_what_is_not_there_is_reported_beside_mistakes(
     assert all(mistake.partition("=")[0].split(".")[0] in shown for mistake in mistakes)
 
 
-def test_rows_that_would_be_read_as_plain_text_are_told(tmp_path: Path, capsys: Output) -> None:
-    for name in ("a.txt", "b.JSONL.gz"):
-        (tmp_path / name).touch()
-    files = ["data.dataset_name=text", f"data.data_files={tmp_path}/*", f"infra.output_dir={tmp_path}/run"]
-    for verb in (["validate"], ["train", "--print-config"]):
-        assert cli.main([*verb, "--config", QUICKSTART, *files]) == 0
-        told = f"warning: data.data_files: {tmp_path}/b.JSONL.gz is read as plain text, as data.dataset_name=text says"
-        assert told in capsys.readouterr().out
-    assert cli.main(["validate", "--config", QUICKSTART, files[0], f"{files[1]}.txt", files[2]]) == 0
-    assert "warning" not in capsys.readouterr().out
-
-
 def test_evaluating_on_training_files_is_warned_of_once(tmp_path: Path, capsys: Output) -> None:
     for name in ("a.json", "b.json"):
         (tmp_path / name).write_text('{"instruction": "a", "input": "", "output": "b"}\n')
@@ -137,16 +124,13 @@ def test_evaluating_on_training_files_is_warned_of_once(tmp_path: Path, capsys: 
     assert "also trained on" not in capsys.readouterr().out
 
 
-def test_files_of_a_pattern_that_the_shell_spread_are_one_problem(tmp_path: Path, capsys: Output) -> None:
+def test_files_of_a_pattern_that_the_shell_spread_are_no_settings(tmp_path: Path, capsys: Output) -> None:
     files = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.txt")]
     for name in files:
         Path(name).touch()
     assert cli.main(["validate", QUICKSTART, "data.dataset_name=text", f"data.data_files={files[0]}", *files[1:]]) == 2
     told = capsys.readouterr().err
-    assert "has 1 problem" in told
-    assert (
-        f"command line: {files[1]} and 1 more\n      a file, and not a setting: write [FILE,FILE] for several" in told
-    )
+    assert f"command line: {files[1]}\n      a file, and not a setting: write [FILE,FILE] for several" in told
     assert cli.main(["train", QUICKSTART]) == 2
     assert f"a configuration is named by --config {QUICKSTART}" in " ".join(capsys.readouterr().err.split())
 
