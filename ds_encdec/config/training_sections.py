@@ -81,7 +81,7 @@ class TrainingConfig(Section):
 
     per_device_train_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
     """Micro-batch: its token budget is this times (max_encoder_length + max_decoder_length). `auto`: the largest that
-    is found to fit at the first start, with the accumulation that keeps the global batch (docs/auto-batch-size.md)."""
+    is found to fit at the first start, with the accumulation that keeps the global batch (docs/estimate-memory.md)."""
     global_batch_size: int | None = Field(default=None, ge=1)
     """Sequences per optimizer step over all ranks, each of max_encoder_length + max_decoder_length tokens. The
     accumulation follows from it. None: the micro-batch (with `auto`: of 4) × ranks × `gradient_accumulation_steps`."""

@@ -128,8 +128,8 @@ def test_the_page_shows_what_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(expected_memory, "get_memory_stats", lambda device: {"max_allocated_gb": 0.547 * GIB / 1e9})
     found = ExpectedMemory(job, estimate(job), resident_bytes=0.45 * GIB)
     printed = explanation(found, torch.device("cpu"), 1, of_device=False).splitlines()
-    page = (Path(__file__).parents[2] / "docs" / "out-of-memory.md").read_text()
-    shown = page.split("```")[1].strip().splitlines()[1:]  # behind the allocator's own words
+    page = (Path(__file__).parents[2] / "docs" / "estimate-memory.md").read_text()
+    shown = page.partition("## Out of memory")[2].split("```")[1].strip().splitlines()[1:]  # behind the allocator's own words
     assert len(shown) == len(printed)
     assert [line[: len(part.rstrip("…"))] for line, part in zip(printed, shown, strict=True)] == [
         part.rstrip("…") for part in shown
