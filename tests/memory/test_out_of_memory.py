@@ -129,7 +129,8 @@ def test_the_page_shows_what_is_reported(tmp_path: Path, monkeypatch: pytest.Mon
     found = ExpectedMemory(job, estimate(job), resident_bytes=0.45 * GIB)
     printed = explanation(found, torch.device("cpu"), 1, of_device=False).splitlines()
     page = (Path(__file__).parents[2] / "docs" / "estimate-memory.md").read_text()
-    shown = page.partition("## Out of memory")[2].split("```")[1].strip().splitlines()[1:]  # behind the allocator's own words
+    message = page.partition("## Out of memory")[2].split("```")[1]
+    shown = message.strip().splitlines()[1:]  # behind the words of the allocator
     assert len(shown) == len(printed)
     assert [line[: len(part.rstrip("…"))] for line, part in zip(printed, shown, strict=True)] == [
         part.rstrip("…") for part in shown
