@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ds_encdec.absent import require_here
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.callbacks import Callback, open_callbacks
 from ds_encdec.checkpoint.adapters import BASE_RECORD, one_base
@@ -24,7 +25,7 @@ from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
 from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
-from ds_encdec.config.schema import FullConfig, require_here
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,

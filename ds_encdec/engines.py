@@ -7,11 +7,28 @@ name ("package.module:attribute"), which the room that uses it resolves with `lo
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
+
+T = TypeVar("T")
 
 EngineName = Literal["deepspeed", "fsdp"]
 DistributedType = Literal[EngineName, "ddp", "auto"]
 """The values of `infra.distributed_type`: an engine's name, or another word of its row, or the choice of one."""
+
+
+@dataclass(frozen=True)
+class ByEngine(Generic[T]):
+    """One thing of each engine, such as the function that builds it, in the module where these things are.
+
+    A new engine adds a field here: type checkers then name every place that lacks it.
+    """
+
+    deepspeed: T
+    fsdp: T
+
+    def __getitem__(self, engine: EngineName) -> T:
+        found: T = getattr(self, engine)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +39,12 @@ class EngineSpec:
     takes the first row that can do what is asked. `package`: what must be installed beside torch, or None.
     `state_format`: `format` in its checkpoints' engine.json.
 
-    Dotted names, with what they are called with: `lacks` (configuration → `Rule`s, broken by what it cannot do),
-    `check` (configuration, World, device; raises ConfigError for what these ranks cannot do, before they meet), `join`
-    (World, device, timeout, store; makes the default process group), `build` (configuration, RunContext, the model's
-    configuration, weights, accumulation → Engine), `run_files` (name of a JSON file in the run's folder →
-    configuration, World, device, accumulation → its content), `state_reader` (checkpoint folder → SavedState), `memory`
-    (Job → Breakdown), `launcher` (number of ranks → the words that start them on this machine).
+    Dotted names, with what they are called with: `check` (configuration, World, device; raises ConfigError for what
+    these ranks cannot do, before they meet), `join` (World, device, timeout, store; makes the default process group),
+    `build` (configuration, RunContext, the model's configuration, weights, accumulation → Engine), `run_files` (name of
+    a JSON file in the run's folder → configuration, World, device, accumulation → its content), `state_reader`
+    (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words that start
+    them on this machine).
 
     What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
     activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
@@ -43,7 +60,6 @@ class EngineSpec:
     distributed_types: tuple[str, ...]
     package: str | None
     state_format: Literal["deepspeed", "dcp"]
-    lacks: str
     join: str
     build: str
     state_reader: str
@@ -69,7 +85,6 @@ ENGINES: dict[str, EngineSpec] = {
             distributed_types=("deepspeed",),
             package="deepspeed",
             state_format="deepspeed",
-            lacks="ds_encdec.config.rules:deepspeed_lacks",
             join="ds_encdec.launch.process_group:join_deepspeed",
             build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
             state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
@@ -93,7 +108,6 @@ ENGINES: dict[str, EngineSpec] = {
             distributed_types=("fsdp", "ddp"),
             package=None,
             state_format="dcp",
-            lacks="ds_encdec.config.rules:fsdp_lacks",
             join="ds_encdec.launch.process_group:join_torch",
             build="ds_encdec.engine.fsdp2:FSDP2Engine",
             state_reader="ds_encdec.checkpoint.saved_state:DcpState",

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ds_encdec.config.rules import ROLLBACK_FIELDS, find_conflicts
+from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig, PhaseOverrides, PhasesConfig, TrainingConfig
 from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
+from ds_encdec.config.training_rules import ROLLBACK_FIELDS
 from ds_encdec.types import ConfigError
 
 

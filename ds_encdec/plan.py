@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ds_encdec.config.rules import ROLLBACK_FIELDS
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
+from ds_encdec.config.training_rules import ROLLBACK_FIELDS
 from ds_encdec.gpus import DEFAULT_GPU, GPUS, has_gpu
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import (

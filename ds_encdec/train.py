@@ -170,7 +170,7 @@ def _refuse_machine(config: FullConfig, resume: str | None) -> None:
 
     That is a GPU or a package that this machine lacks, or a new run's tokenizer that needs more rows.
     """
-    from ds_encdec.config.schema import require_here
+    from ds_encdec.absent import require_here
     from ds_encdec.launch.run_folder import RunFolder
 
     if config.infra.device == "cuda" and not has_gpu():
@@ -181,8 +181,8 @@ def _refuse_machine(config: FullConfig, resume: str | None) -> None:
 
 
 def _find_named(config: FullConfig) -> None:
+    from ds_encdec.absent import absent_patterns
     from ds_encdec.config.model_folder import is_hub_name, model_folder
-    from ds_encdec.config.schema import absent_patterns
     from ds_encdec.file_patterns import no_file_matches
 
     for field in ("model_name_or_path", "tokenizer_name_or_path"):
@@ -196,12 +196,14 @@ def _find_named(config: FullConfig) -> None:
 
 def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str] | None = None) -> FullConfig:
     """The run's configuration. What was read in other words goes to `notes`, or else into the log."""
-    from ds_encdec.config.schema import load_config
+    from ds_encdec.config.schema import read_config
 
-    found = [] if notes is None else notes
-    config = load_config(options.config, overrides, options.deepspeed_config, notes=found)
-    if notes is None:
-        for note in found:
+    loaded = read_config(options.config, overrides, options.deepspeed_config)
+    config = loaded.valid()
+    if notes is not None:
+        notes += loaded.notes()
+    else:
+        for note in loaded.notes():
             text = note.removeprefix("warning: ")
             level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks find the same
             logging.getLogger(__name__).log(level, "%s", text)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.config.deepspeed_keys import FIXED, IGNORED, PASSED_ON, SCHEMA_FIELDS
-from ds_encdec.config.rules import fields
 from ds_encdec.config.schema import FullConfig, editor_schema
+from ds_encdec.config.sections import fields
 from ds_encdec.config.settings import show
 from ds_encdec.config.validation import default_of
 from ds_encdec.config.words import READERS, Meaning, Word, all_words, tools

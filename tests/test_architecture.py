@@ -27,7 +27,7 @@ LAYERS = (
     ("phases",),
     ("build",),
     ("trainer",),
-    ("resume", "rehearsal", "progress", "garbage", "auto_batch", "start_banner", "report", "profiling"),
+    ("absent", "resume", "rehearsal", "progress", "garbage", "auto_batch", "start_banner", "report", "profiling"),
     ("checkpoint", "evaluate"),
     ("memory",),
     ("data", "engine", "monitor"),

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec.absent import look_here
+from ds_encdec.config.data_sections import DataConfig, MixtureSource
 from ds_encdec.config.sagemaker import container_arguments
-from ds_encdec.config.schema import load_config
-from ds_encdec.config.sections import DataConfig, MixtureSource
+from ds_encdec.config.schema import read_config
 from ds_encdec.data.local_files import expand_files
 from ds_encdec.data.tables import open_hub_data
 from ds_encdec.file_patterns import named_files
@@ -57,8 +58,10 @@ def test_every_reader_of_names_agrees() -> None:
     data = DataConfig(dataset_name="json", data_files=("part[1].jsonl",), text_column="words")
     assert expand_files(data.data_files or ()) == (os.path.abspath("part[1].jsonl"),)
     files = ["data.dataset_name=json", "data.data_files=part[1].jsonl", "data.text_column=words"]
+    loaded = read_config(Path("quickstart"), files)
+    look_here(loaded)
     with pytest.raises(ConfigError, match=r"it has text, part\[1\]_jsonl"):
-        load_config(Path("quickstart"), files, looks_here=True)
+        loaded.valid()
     for place in ("data.data_files", "data.eval_files"):
         with pytest.raises(DataError, match=rf"{place}: no file matches no\[1\].* write \[\[\] for a bracket"):
             expand_files(["no[1]"], place)

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ds_encdec.arguments import CONFIG_FILES, COUNT, Verb, flag, value
 from ds_encdec.config import shipped
 from ds_encdec.config.command_line import config_files
 from ds_encdec.gpus import has_gpu
 
-if TYPE_CHECKING:
-    from ds_encdec.config.schema import FullConfig
-    from ds_encdec.config.settings import Conflict
-
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.schema import editor_schema, load_config
+    from ds_encdec.absent import look_here
+    from ds_encdec.config.schema import editor_schema, read_config
     from ds_encdec.config.settings import show
     from ds_encdec.config.shares import unevenness
-
-    def further(config: FullConfig) -> Iterable[Conflict]:
-        if not config.training.freeze:
-            return ()
-        from ds_encdec.memory.job import frozen_in_vain  # not for most
-
-        return frozen_in_vain(config)
 
     if options.schema:
         print(editor_schema(), end="")
         return
-    hostfile, looks_here, notes = options.hostfile, not options.elsewhere, list[str]()
-    files = config_files(options, overrides)
-    config = load_config(*files, hostfile=hostfile, looks_here=looks_here, further=further, notes=notes)
+    hostfile, looks_here = options.hostfile, not options.elsewhere
+    loaded = read_config(*config_files(options, overrides))
+    if hostfile is not None:
+        loaded.check_hosts(hostfile)
+    if looks_here:
+        look_here(loaded)
+    if loaded.checked.is_sound and loaded.config.training.freeze:
+        from ds_encdec.memory.job import frozen_in_vain  # not for most
+
+        loaded.add(frozen_in_vain(loaded.config))
+    config, notes = loaded.valid(), loaded.notes()
     ranks = config.infra.num_gpus
     if hostfile is None and (wrong := unevenness(config, ranks)):
         notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")

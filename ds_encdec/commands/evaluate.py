@@ -72,11 +72,11 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
             print(f"texts are judged without {left_out}", file=sys.stderr)
     if options.device == "cuda" and not has_gpu():
         raise no_gpu("no GPU", "--device cuda")
-    from ds_encdec.config.schema import load_config
+    from ds_encdec.config.schema import read_config
     from ds_encdec.evaluate.metrics import check_metrics
 
     is_ours(options.model)
-    config = load_config(options.config or run_config(options.model), overrides, unread=["training"])
+    config = read_config(options.config or run_config(options.model), overrides, unread=["training"]).valid()
     check_metrics(names, options.bertscore_model)
     if options.max_new_tokens is None:
         settings = replace(settings, max_new_tokens=config.data.max_decoder_length)

@@ -9,11 +9,11 @@ from itertools import chain, islice
 from typing import Any
 
 from ds_encdec.config.csv_rows import csv_rows, not_utf8
+from ds_encdec.config.data_sections import DataConfig, Source
 from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, not_lines
 from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.packed_files import first_bytes
 from ds_encdec.config.row_values import field_value, present
-from ds_encdec.config.sections import DataConfig, Source
 from ds_encdec.config.settings import Conflict
 from ds_encdec.file_patterns import named_files
 from ds_encdec.objectives import OBJECTIVES, columns_by_field, conversation_column

@@ -2,8 +2,8 @@
 
 from functools import cache
 
-from ds_encdec.config.rules import fields
-from ds_encdec.config.sections import EvalSet
+from ds_encdec.config.data_sections import EvalSet
+from ds_encdec.config.sections import fields
 from ds_encdec.config.settings import closest, join, unknown_key
 from ds_encdec.config.words import their_sections, words_by_name
 

@@ -1,15 +1,10 @@
-"""The sections of a configuration that say which model is trained: its source, its sizes, and adapters beside it.
+"""The sections of a configuration that say which model is trained: its source, its sizes, and adapters beside it."""
 
-See sections.py for what all sections have in common.
-"""
-
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ds_encdec.config.sections import Mark, Section, words
-from ds_encdec.config.settings import Rule
+from ds_encdec.config.section_base import Mark, Section, words
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The matrices of a layer."""
@@ -43,14 +38,6 @@ class ArchitectureConfig(Section):
     max_position_embeddings: int = Field(default=40960, gt=0)
     """Longest sequence the model is declared for, in tokens."""
 
-    def _rules(self) -> Iterable[Rule]:
-        yield Rule(
-            "num_attention_heads num_key_value_heads",
-            "every key/value head must serve equally many query heads: one must divide the other",
-            self.num_attention_heads % self.num_key_value_heads,
-        )
-        yield Rule("head_dim", "must be even: rotary embeddings turn pairs of dimensions", self.head_dim % 2)
-
 
 class LoraConfig(Section):
     """Adapters of low rank beside frozen matrices (LoRA, arXiv 2106.09685), which peft makes; `{}` takes the defaults.
@@ -72,11 +59,6 @@ class LoraConfig(Section):
     quantize: Literal["none", "nf4"] = "none"
     """Form of the frozen matrices of the layers: the compute dtype, or 4 bits (QLoRA, by bitsandbytes; only with FSDP2
     or DDP and zero0)."""
-
-    def _rules(self) -> Iterable[Rule]:
-        targets = self.target_modules
-        yield Rule("target_modules", "at least one is needed, or nothing is trained", not targets)
-        yield Rule("target_modules", "a name stands there twice", len(set(targets)) < len(targets))
 
 
 class ModelConfig(Section):
@@ -107,21 +89,3 @@ class ModelConfig(Section):
         if isinstance(values, dict) and values.get("architecture") is not None:
             return {"model_name_or_path": None, **values}
         return values
-
-    def _rules(self) -> Iterable[Rule]:
-        named, from_scratch = self.model_name_or_path is not None, self.architecture is not None
-        sources, tokenizer = "model_name_or_path architecture", self.tokenizer_name_or_path
-        message = "give one of the two: a checkpoint to start from, or an architecture to start from scratch"
-        yield Rule(sources, message, named and from_scratch)
-        message = "one of the two is needed: a checkpoint to start from, or an architecture"
-        yield Rule(sources, message, not named and not from_scratch)
-        yield Rule(
-            "tokenizer_name_or_path",
-            "a model from scratch brings no tokenizer: name one, or `builtin`",
-            from_scratch and tokenizer is None,
-        )
-        yield Rule(
-            "tokenizer_name_or_path model_name_or_path",
-            "builtin goes with an architecture: a pretrained model needs the tokenizer it was trained with",
-            not from_scratch and tokenizer == "builtin",
-        )

@@ -3,13 +3,11 @@
 Thresholds of alerts are fields of `monitor`; `phases` overrides fields of `training`.
 """
 
-from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
 
-from ds_encdec.config.sections import Section
-from ds_encdec.config.settings import Rule
+from ds_encdec.config.section_base import Section
 
 LARGEST_LOSS = 20.0
 """Nats per target token, above what any model starts with: a guess among the 151,936 ids of Qwen3 costs 11.9."""
@@ -18,12 +16,12 @@ LARGEST_LOSS = 20.0
 class MonitorConfig(Section):
     """Thresholds of alerts, and how the run answers them (docs/monitor.md).
 
-    An alert is answered with `warn` (say so and go on), `skip_step` (as if the step had not been), `rollback` (back to
-    an earlier checkpoint, past the data since) or `stop`.
+    An alert is answered with `warn` (report it and go on), `skip_step` (leave the step out), `rollback` (go back to an
+    earlier checkpoint, past the data since) or `stop`.
     """
 
     window_size: int = Field(default=100, ge=2)
-    """Optimizer steps whose losses and gradient norms are compared with; logging intervals for throughput."""
+    """Optimizer steps in the window of losses and gradient norms; logging intervals in that of throughput."""
     loss_spike_threshold: float = Field(default=2.0, gt=1)
     """`loss_spike`: the step's loss over the mean of its window."""
     loss_spike_min_values: int = Field(default=10, ge=1)
@@ -65,14 +63,10 @@ class MonitorConfig(Section):
     on_data_wait: Literal["warn", "stop"] = "warn"
     """Answer to `data_wait`; `stop` as for `on_throughput_drop`."""
     rollback_min_steps: int = Field(default=50, ge=1)
-    """Optimizer steps that a checkpoint must be older than the alert to be gone back to: trouble begins before it
+    """Optimizer steps by which a checkpoint must be older than the alert to go back to: trouble begins before it
     shows."""
     max_rollbacks: int = Field(default=5, ge=1)
     """Rollbacks of a run; the alert that asks for one more stops it as diverged (exit code 7)."""
-
-    def _rules(self) -> Iterable[Rule]:
-        message = "must be <= window_size, or spikes are never detected"
-        return [Rule("loss_spike_min_values window_size", message, self.loss_spike_min_values > self.window_size)]
 
 
 class PhaseOverrides(Section):
@@ -97,19 +91,15 @@ class PhaseOverrides(Section):
     min_loss_decrease: float | None = None
     """Gate: least that the loss must have fallen since the first step of the first phase, in nats per target token."""
 
-    def _rules(self) -> Iterable[Rule]:
-        message = f"must be <= {LARGEST_LOSS:.0f} nats: every run would pass a higher limit"
-        return [Rule("max_loss_after_warmup", message, (self.max_loss_after_warmup or 0) > LARGEST_LOSS)]
-
 
 class PhasesConfig(Section):
     """The phases of `ds-encdec phases`; the next one starts when the one before has passed its gate."""
 
     sanity_check: PhaseOverrides = PhaseOverrides()
-    """The first phase: whether it trains at all."""
+    """The first phase, which shows that the run trains at all."""
     validation: PhaseOverrides = PhaseOverrides()
-    """The second phase: whether it learns."""
+    """The second phase, which shows that the run learns."""
     medium: PhaseOverrides = PhaseOverrides()
-    """The third phase: whether it goes on learning."""
+    """The third phase, which shows that the run goes on learning."""
     full: PhaseOverrides = PhaseOverrides()
     """The run itself."""

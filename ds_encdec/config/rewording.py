@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from ds_encdec.config.misspelt import homes, meant
-from ds_encdec.config.rules import fields, section_in
+from ds_encdec.config.sections import fields, section_in
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show, within
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.validation import mention, wrong_value

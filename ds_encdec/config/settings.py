@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_encdec.secret_names import is_secret
 from ds_encdec.types import ConfigError
@@ -21,17 +21,6 @@ DEFAULT = "default"
 LARGEST_FLOAT32 = 3.4e38
 _NOTHING = object()
 _ALLOWED = "unknown key; allowed: "
-
-
-class Rule(NamedTuple):
-    """Fields that must go together, or a field that has bounds, and whether a configuration keeps to that."""
-
-    fields: str
-    """Dotted names of all the fields that the rule reads, between blanks."""
-    message: str
-    """The values that are allowed and, where it helps, the fix."""
-    is_broken: object
-    """True, or anything that counts as true, where it is broken."""
 
 
 @dataclass
@@ -138,11 +127,9 @@ class Conflict:
     message: str
 
 
-def broken(rules: Iterable[Rule], at: str = "") -> Iterator[Conflict]:
-    """Yield those of the `rules` that are broken. `at`: the dotted path of the section that they are about."""
-    for fields, message, is_broken in rules:
-        if is_broken:
-            yield Conflict(tuple(join(at, name) for name in fields.split()), message)
+def broken(*rules: tuple[object, str, str]) -> Iterator[Conflict]:
+    """Yield the broken ones of `rules`: whether it is broken, the dotted fields between blanks, what is allowed."""
+    return (Conflict(tuple(fields.split()), message) for is_broken, fields, message in rules if is_broken)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ a start, a resume), so it has one message.
 import logging
 from typing import Literal, TypeVar
 
-from ds_encdec.config.rules import Sections
-from ds_encdec.config.training_sections import InfraConfig, TrainingConfig
+from ds_encdec.config.infra_sections import InfraConfig
+from ds_encdec.config.sections import Sections
+from ds_encdec.config.training_sections import TrainingConfig
 from ds_encdec.types import ConfigError
 
 Run = TypeVar("Run", bound=Sections)

@@ -14,7 +14,7 @@ from ds_encdec.config.plain_files import read_json
 from ds_encdec.denoisers import DENOISERS
 
 if TYPE_CHECKING:
-    from ds_encdec.config.rules import Sections
+    from ds_encdec.config.sections import Sections
 
 MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
 """Optional tokens that name the denoiser of an example, in the order of `DENOISERS`."""

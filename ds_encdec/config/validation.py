@@ -10,7 +10,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ds_encdec.config.misspelt import in_schema, meant
-from ds_encdec.config.rules import Sections, fields, find_conflicts
+from ds_encdec.config.rules import find_conflicts
+from ds_encdec.config.sections import Sections, fields
 from ds_encdec.config.settings import (
     DEFAULT,
     Conflict,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
@@ -275,5 +276,5 @@ def _open(
         "streaming": data.streaming,
         "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
     }
-    source: AnySource = load(kind.reader)(**{name: offered[name] for name in kind.needs})
+    source: AnySource = resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})
     return source

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
+from ds_encdec.absent import look_here
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.model_folder import is_hub_name, model_folder
-from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.schema import FullConfig, read_config
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.engines import ENGINES
 from ds_encdec.findings import Finding
@@ -75,7 +76,9 @@ Answer = str | tuple[str, str] | None
 
 def _configuration(host: Host) -> Answer:
     """The files, folders and packages that the configuration names are on this host."""
-    load_config(*host.files, looks_here=True)
+    loaded = read_config(*host.files)
+    look_here(loaded)
+    loaded.valid()
     return "the local files, folders and packages that it names were found"
 
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ds_encdec.config.hostfile import read_hosts, read_variables
-from ds_encdec.config.schema import load_config
+from ds_encdec.config.schema import load_config, read_config
 from ds_encdec.doctor.checks import ConfigFiles, Host, look
 from ds_encdec.engines import ENGINES
 from ds_encdec.findings import Finding
@@ -68,7 +68,9 @@ def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
 
 def look_at_hosts(hostfile: Path, files: ConfigFiles) -> list[Finding]:
     """The findings about all hosts of `hostfile`, by a rank on each. Raises ConfigError for either's mistakes."""
-    load_config(*files, hostfile=hostfile)
+    loaded = read_config(*files)
+    loaded.check_hosts(hostfile)
+    loaded.valid()
     hosts = list(read_hosts(hostfile, []))
     with ThreadPoolExecutor(len(hosts)) as pool:
         answers = dict(zip(hosts, pool.map(lambda host: _by_ssh(host, "hostname -I", 30), hosts), strict=True))

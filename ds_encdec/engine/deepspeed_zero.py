@@ -34,8 +34,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.initialization import no_init_weights
 
-from ds_encdec.config.rules import NATIVE_SCHEDULES
+from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine import user_optimizer
 from ds_encdec.engine.deepspeed_gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed_private import (
     complete_frozen,
@@ -62,7 +63,6 @@ from ds_encdec.engine.sharded_engine import (
 )
 from ds_encdec.engine.staging import StagingArea
 from ds_encdec.engine.swapped_states import prepare_folder, remove_states, states_mapped
-from ds_encdec.engines import load
 from ds_encdec.foreign_places import check, replaced, write
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -70,7 +70,7 @@ from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import canonical_name, trained_shapes
 from ds_encdec.optim import lr_lambda
-from ds_encdec.optimizers import OPTIMIZERS, row_of
+from ds_encdec.optimizers import OPTIMIZERS
 from ds_encdec.types import CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,7 @@ class DeepSpeedEngine(ShardedEngine):
                 # The user's own; of AdamW is in the JSON what is to be known.
                 optimizer=None
                 if training.optimizer in OPTIMIZERS
-                else lambda groups: load(row_of(training.optimizer).build)(groups, training, device),
+                else lambda groups: user_optimizer.build(groups, training, device),
                 # Our schedules as DeepSpeed wants them. Its own it builds from the JSON.
                 lr_scheduler=None
                 if training.lr_scheduler_type in NATIVE_SCHEDULES

@@ -11,7 +11,7 @@ import os
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.config.rules import NATIVE_SCHEDULES
+from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.config.shares import replicas, with_micro_batch_size
 from ds_encdec.launch.world import World

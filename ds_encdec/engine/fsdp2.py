@@ -29,7 +29,7 @@ share the work, and the host memory of the copies.
 """
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -51,13 +51,13 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
+from ds_encdec.engine import user_optimizer
 from ds_encdec.engine.kept_state import kept_state
-from ds_encdec.engine.muon import local_tensors
+from ds_encdec.engine.muon import adamw, local_tensors, muon
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
 from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
 from ds_encdec.engine.staging import StagingArea
-from ds_encdec.engines import load
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
@@ -68,7 +68,6 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.quantized import put_in, quantized_matrices, take_out
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import learning_rate
-from ds_encdec.optimizers import row_of
 from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 _COPY_AHEAD_BYTES = 10_000_000
@@ -193,9 +192,16 @@ class FSDP2Engine(ShardedEngine):
         }
 
 
+_BUILDERS: dict[str, Callable[[list[dict[str, Any]], TrainingConfig, torch.device], torch.optim.Optimizer]] = {
+    "adamw": adamw,
+    "muon": muon,
+}
+"""The functions that build the rows of `OPTIMIZERS`."""
+
+
 def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
     """The optimizer with its moments in place, zero: the first step allocates nothing, and every state can be saved."""
-    optimizer: torch.optim.Optimizer = load(row_of(training.optimizer).build)(groups, training, device)
+    optimizer = _BUILDERS.get(training.optimizer, user_optimizer.build)(groups, training, device)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             kept = kept_state(training, parameter.device, is_matrix=group.get("is_matrix", False))

@@ -13,17 +13,35 @@ All of this is tried on six numbers before the model is built.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.engine.kept_state import KeptState
 from ds_encdec.plugins import load_plugin, whose_fault
-from ds_encdec.types import MOMENTS, ConfigError
+from ds_encdec.types import MOMENTS, ConfigError, StateKind
 
 _FIELD = "training.optimizer"
+_tried: dict[tuple[str, str, str], KeptState] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """`moments`: their names. `counter`: `step` before the first step, a number or a tensor of one, if any."""
+
+    moments: tuple[StateKind, ...]
+    counter: Any
+
+    def zero(self, weights: Tensor) -> dict[str, Any]:
+        """Make the state of `weights` before the first step."""
+        state: dict[str, Any] = {}
+        if self.counter is not None:
+            # Not a copy: that of a real tensor is refused where the tensors have no numbers (memory/trace.py).
+            counter, is_tensor = self.counter, isinstance(self.counter, Tensor)
+            state["step"] = torch.zeros((), dtype=counter.dtype, device=counter.device) if is_tensor else counter
+        return state | {kind: torch.zeros_like(weights, requires_grad=False) for kind in self.moments}
 
 
 def build(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
@@ -31,8 +49,19 @@ def build(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.
     return _make(groups, training.optimizer, {"lr": training.learning_rate, **training.optimizer_args})
 
 
-def try_optimizer(name: str, arguments: Mapping[str, Any], device: str) -> KeptState:
-    """Step six numbers on `device` with the optimizer `name`. Raises ConfigError for one that engines cannot have."""
+def try_optimizer(name: str, arguments: Mapping[str, Any], device: str = "cpu") -> KeptState:
+    """Return what the optimizer `name` keeps on `device`, and try it once in a process.
+
+    Raises ConfigError for one that engines cannot have.
+    """
+    key = (name, repr(sorted(arguments.items())), device)
+    if key not in _tried:
+        _tried[key] = _try(name, arguments, device)
+    return _tried[key]
+
+
+def _try(name: str, arguments: Mapping[str, Any], device: str) -> KeptState:
+    """Step six numbers: whole, in parts, and resumed from a saved state."""
     (whole,), optimizer = _stepped(name, arguments, [_numbers(device)])
     kept = _kept(name, optimizer)
     # DeepSpeed steps flat shards, FSDP2 rows of matrices.

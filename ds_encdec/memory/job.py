@@ -25,7 +25,7 @@ from ds_encdec.memory.breakdown import Count
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers
 from ds_encdec.model.trained import model_shapes, trained_shapes
 from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.optimizers import moments_kept, row_of
+from ds_encdec.optimizers import OPTIMIZERS, row_of
 from ds_encdec.quantities import count, disk_size
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 from ds_encdec.types import CheckpointError, ConfigError, is_hidden_matrix
@@ -131,7 +131,12 @@ class Job:
     @property
     def moments(self) -> tuple[int, int]:
         """Moments that the optimizer keeps for a trained parameter, and for one of `stepped_matrices`."""
-        return moments_kept(self.config.training.optimizer, self.config.training.optimizer_args)
+        name, row = self.config.training.optimizer, row_of(self.config.training.optimizer)
+        if name in OPTIMIZERS:
+            return row.moments, row.moments if row.matrix_moments is None else row.matrix_moments
+        from ds_encdec.engine.user_optimizer import try_optimizer  # torch
+
+        return (moments := len(try_optimizer(name, self.config.training.optimizer_args).moments)), moments
 
     @property
     def uses_flash(self) -> bool:

@@ -38,6 +38,7 @@ from ds_encdec.engine import fsdp2
 from ds_encdec.engine.regularization import draws_masks, regularize
 from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engine.user_loss import load_loss
+from ds_encdec.engine.user_optimizer import try_optimizer
 from ds_encdec.engines import ENGINES, load
 from ds_encdec.foreign_places import replaced
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -50,7 +51,7 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optimizers import moments_kept
+from ds_encdec.optimizers import OPTIMIZERS
 from ds_encdec.types import Batch
 
 _ACTIVATIONS = ("activations", "logits")
@@ -85,7 +86,8 @@ def trace_memory(job: Job) -> TracedMemory:
     start, traced, remarks = time.monotonic(), ENGINES[job.engine].trace, _remarks(job)
     training, lora = job.config.training, job.config.model.lora
     # The user's optimizer and loss are tried here: a trial needs numbers, which the tensors below do not have.
-    moments_kept(training.optimizer, training.optimizer_args)
+    if training.optimizer not in OPTIMIZERS:
+        try_optimizer(training.optimizer, training.optimizer_args)
     if training.loss != CROSS_ENTROPY:
         load_loss(training.loss)
     if lora is not None and lora.quantize != "none":

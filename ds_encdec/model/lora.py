@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_encdec.config.model_sections import LoraConfig
-from ds_encdec.config.rules import Sections
+from ds_encdec.config.sections import Sections
 from ds_encdec.foreign_places import write
 from ds_encdec.model.parameter_count import ModelSizes
 from ds_encdec.model.precision import Linear

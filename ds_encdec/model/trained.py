@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from ds_encdec.config.model_sections import LoraConfig
-from ds_encdec.config.rules import Sections
+from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import closest
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
 from ds_encdec.types import ConfigError

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec import cli, text_metrics, train
+from ds_encdec import absent, cli, text_metrics, train
 from ds_encdec.commands import configuration, evaluate
-from ds_encdec.config import schema
 from ds_encdec.config.schema import load_config
 
 Output = pytest.CaptureFixture[str]
@@ -63,7 +62,6 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstar
             "${HOME} is part of the name: variables are not replaced here",
         ),
         (["infra.output_dir=~nobody-here/run"], "infra.output_dir", "there is no such user"),
-        (["infra.output_dir=" + "x" * 300], "infra.output_dir", "the name is too long"),
         (["infra.output_dir=/proc/run"], "infra.output_dir", "/proc cannot be written to"),
         (["infra.logging_dir=/proc/self/status/logs"], "infra.logging_dir", "is no folder"),
         (["infra.offload_optimizer=nvme", "infra.nvme_path=missing"], "infra.nvme_path", "there is no such folder"),
@@ -170,10 +168,7 @@ def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.Monk
     wanted = ["--config", QUICKSTART, *wanted, f"infra.output_dir={tmp_path / 'run'}"]
     assert cli.main(["validate", *wanted]) == 0
     monkeypatch.setattr(text_metrics, "find_spec", lambda name: None)
-    find = schema.importlib.util.find_spec  # transformers looks for others by it
-    monkeypatch.setattr(
-        schema.importlib.util, "find_spec", lambda name, *of: None if name == "peft" else find(name, *of)
-    )
+    monkeypatch.setattr(absent, "find_spec", lambda name: None)
     for verb in ("validate", "train"):
         assert cli.main([verb, *wanted]) == 2
         shown = capsys.readouterr().err

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
-from ds_encdec.config.rules import fields
 from ds_encdec.config.schema import Mark, marked
+from ds_encdec.config.sections import fields
 
 DATA = "max_seq_length max_encoder_length max_decoder_length ul2_task_weights use_mode_tokens shuffle_buffer_size "
 DATA += "max_examples_per_micro_batch packing_pool_examples packing_max_wait_batches eval_fraction"

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ds_encdec.config.rules import fields, section_in
 from ds_encdec.config.schema import SCHEMA_ID, FullConfig, Section
+from ds_encdec.config.sections import fields, section_in
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = ROOT / "docs" / "configuration.schema.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli
-from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.schema import FullConfig, load_config, read_config
 from ds_encdec.config.shipped import find_shipped, shipped_files
 from ds_encdec.gpus import GPUS
 from ds_encdec.memory.job import run_sizes
@@ -38,7 +38,9 @@ def test_shipped_files_are_found_by_name_from_any_folder(tmp_path: Path, monkeyp
     assert find_shipped(Path("8gpu")) == SHIPPED.with_name("hostfiles") / "8gpu"
     for kind in (str, Path):
         lanes = ["infra.sharding_stage=null", "data.num_lanes=8"]
-        found = load_config(kind("quickstart"), lanes, kind("zero2"), hostfile=kind("8gpu"))
+        loaded = read_config(kind("quickstart"), lanes, kind("zero2"))
+        loaded.check_hosts(kind("8gpu"))
+        found = loaded.valid()
         assert (found.data.dataset_name, found.infra.sharding_stage) == ("builtin", "zero2")
     (tmp_path / "quickstart.yaml").write_text("training: {num_train_steps: 7}\n")
     assert find_shipped(Path("quickstart.yaml")) == Path("quickstart.yaml")  # one's own goes first
@@ -67,7 +69,7 @@ def test_init_lists_what_is_shipped_and_writes_one_to_edit(
 
 def test_the_full_run_is_the_schema_and_rolls_back_an_hour_at_most() -> None:
     shipped, schema = load_config(SHIPPED / "qwen3_0.6b_ul2.yaml"), FullConfig()
-    changed = {"monitor", "training"}
+    changed = {"monitor", "phases", "training"}
     assert shipped.model_dump(exclude=changed) == schema.model_dump(exclude=changed)
     assert shipped.monitor == schema.monitor.model_copy(update={"on_loss_spike": "rollback"})
     assert shipped.training == schema.training.model_copy(update={"save_interval_hours": 1})

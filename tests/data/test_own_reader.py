@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines
 
-from ds_encdec.config.schema import load_config
+from ds_encdec.absent import look_here
+from ds_encdec.config.schema import read_config
 from ds_encdec.data.build import prepare_data
 from ds_encdec.types import CheckpointError, ConfigError, DataError
 
@@ -66,7 +67,7 @@ def test_a_run_goes_on_behind_the_rows_it_has_read_with_any_workers(module: Path
     resumed.loader.close()
     # Another text of the module is other data.
     module.write_text(module.read_text() + "# changed\n")
-    with pytest.raises(CheckpointError, match=r"source 0 \(python own_lines:lines\): changed"):
+    with pytest.raises(CheckpointError, match=r"source 0 \(python own_lines:lines, .* there, source 1 "):
         make_data(make_config(**own()), saved=saved)
 
 
@@ -104,7 +105,9 @@ def test_rows_that_cannot_be_read_are_named(module: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_found_before_a_run(module: Path, setting: str, message: str) -> None:
+    loaded = read_config("ds_configs/quickstart.yaml", [setting])
+    look_here(loaded)
     with pytest.raises(ConfigError) as caught:
-        load_config("ds_configs/quickstart.yaml", [setting], looks_here=True)
+        loaded.valid()
     assert "1 problem:" in str(caught.value)
     assert message in str(caught.value)

@@ -20,8 +20,9 @@ from data_parts import byte_tokenizer, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_encdec.absent import look_here
 from ds_encdec.config.first_rows import unusable_rows
-from ds_encdec.config.schema import FullConfig, ModelConfig, load_config
+from ds_encdec.config.schema import FullConfig, ModelConfig, read_config
 from ds_encdec.data.build import TrainingData, build_data, open_sources
 from ds_encdec.data.builtin_corpus import BuiltinTask
 from ds_encdec.data.fingerprint import usable_records
@@ -628,7 +629,9 @@ def test_validate_looks_for_what_the_data_names(
     fields = {"objective": "sft", "dataset_name": "json", "data_files": "a.jsonl"} | fields
     settings = [f"data.{name}={value}" for name, value in fields.items()]
     try:
-        load_config(QUICKSTART, ["data.eval_fraction=0.005", *settings], looks_here=True)
+        loaded = read_config(QUICKSTART, ["data.eval_fraction=0.005", *settings])
+        look_here(loaded)
+        loaded.valid()
         found = ""
     except ConfigError as error:
         found = str(error)

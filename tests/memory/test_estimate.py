@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_encdec.config.data_sections import EvalSet
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.sections import EvalSet
 from ds_encdec.memory.estimate import engine_memory, step_parts
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.memory.trace import watched_pass

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import get_inverse_sqrt_schedule, get_polynomial_decay_schedule_with_warmup
 
-from ds_encdec.config.rules import NATIVE_SCHEDULES
+from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import TrainingConfig, load_config
 from ds_encdec.optim import learning_rate, lr_lambda
 from ds_encdec.types import ConfigError

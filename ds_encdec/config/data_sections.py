@@ -1,0 +1,205 @@
+"""The sections of a configuration about the data: its sources, how examples are made of it, and how they are packed."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from ds_encdec.config.section_base import Mark, Section, Texts
+from ds_encdec.config.settings import unknown_key
+from ds_encdec.denoisers import DENOISERS
+from ds_encdec.source_kinds import LOCAL_SOURCES
+
+LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
+"""Data set names that stand for local files."""
+
+
+def _by_denoiser(value: Any) -> Any:
+    """Read a mapping as the list of its weights in the order of `DENOISERS`; a name that is left out has weight 0."""
+    if not isinstance(value, dict):
+        return value
+    if unknown := [name for name in value if name not in DENOISERS]:
+        raise ValueError(f"{unknown[0]}: {unknown_key(str(unknown[0]), DENOISERS)}")
+    return tuple(value.get(name, 0.0) for name in DENOISERS)
+
+
+_WeightList = Annotated[tuple[float, ...], Field(min_length=len(DENOISERS), max_length=len(DENOISERS))]
+Weights = Annotated[
+    tuple[float, ...], BeforeValidator(_by_denoiser, json_schema_input_type=_WeightList | dict[str, float])
+]
+
+
+class Source(Section):
+    """A source of documents."""
+
+    dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
+    """Hub id of a data set; or `builtin` (text that every CPython installation has), `builtin_task` (a task to
+    fine-tune on, made of it), `random` (random ids, to try a cluster without data), or `text`, `json`, `csv`, `parquet`
+    (local files, see `data_files`); or `python:MODULE:FUNCTION`, a reader of your own (docs/library.md)."""
+    dataset_config: Annotated[str | None, Mark.TEXTS] = None
+    """Configuration (subset) of a Hugging Face data set."""
+    dataset_split: Annotated[str, Mark.TEXTS] = "train"
+    """Split of a Hugging Face data set."""
+    dataset_revision: Annotated[str | None, Mark.TEXTS] = None
+    """Branch, tag or commit of a data set on the hub; None: its main branch. A run keeps the commit of its first start,
+    so later pushes change nothing."""
+    data_files: Annotated[Texts | None, Mark.TEXTS] = None
+    """Paths of local files, or glob patterns where there is no such file, for `text` (one document per file; files
+    above 64 KiB are cut at blank lines into documents of at most that size), `json` (JSON lines, or one array), `csv`
+    and `parquet`. `.gz`, `.bz2`, `.xz`, `.lzma`, `.zst` and `.lz4` are unpacked once into the cache folder. For a data
+    set of the hub, files of its repository."""
+    text_column: Annotated[str, Mark.TEXTS] = "text"
+    """Column that holds the text."""
+
+
+class MixtureSource(Source):
+    """One source of a weighted mixture. Fields mean what they mean in `data`."""
+
+    weight: float = Field(gt=0)
+    """Relative share of this source in the documents, or in the tokens (`data.mixture_weights_count`)."""
+    dataset_name: str
+    """See `data.dataset_name`."""
+
+
+class EvalSet(Section):
+    """A set of texts to evaluate on beside the main one. Fields mean what they mean in `data`."""
+
+    eval_files: Texts | None = None
+    """See `data.eval_files`."""
+    eval_dataset_name: str | None = None
+    """See `data.eval_dataset_name`."""
+    eval_dataset_config: str | None = None
+    """See `data.eval_dataset_config`."""
+    eval_split: str | None = None
+    """See `data.eval_split`."""
+
+
+class DataConfig(Source):
+    """The documents that are read, how they are denoised, and how they are packed."""
+
+    objective: Literal["ul2", "sft"] = "ul2"
+    """The objective: `ul2` fills in what denoisers have taken out of a text; `sft` writes the output that goes with an
+    input (docs/fine-tuning.md)."""
+    mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
+    """Weighted mixture of sources; replaces `dataset_name`."""
+    mixture_weights_count: Annotated[Literal["documents", "tokens"], Mark.TEXTS] = "documents"
+    """Unit of the weights in `mixture`: a source of weight 1 beside one of 3 has a quarter of the documents that are
+    read, whatever their length, or a quarter of their tokens."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """End the run at a row that cannot be read (not UTF-8, no JSON, cut short, without the column, with more fields
+    than there are columns, of a damaged row group), or skip it."""
+    max_bad_rows: int = Field(default=1000, ge=1)
+    """Most rows that `on_bad_row: skip` skips in one pass over the data, of all lanes together; with more the run ends.
+    A damaged row group counts with all its rows."""
+    streaming: bool = True
+    """Read a Hugging Face data set from the hub as it is needed instead of downloading it first."""
+    prepared_dir: Annotated[str | None, Mark.UNTRAINED] = None
+    """Folder that `ds-encdec prepare` has filled with the documents' tokens: they are read from there, without the
+    sources. None: documents are tokenized when they are used."""
+    max_seq_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=8192, ge=8)
+    """Longest raw chunk before denoising, in tokens. Other bounds may be tighter."""
+    max_encoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=4096, ge=4)
+    """Longest encoder sequence of one example, in tokens."""
+    max_decoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=2048, ge=4)
+    """Longest decoder sequence of one example, in tokens."""
+    ul2_task_weights: Annotated[Weights, Mark.ORDER, Mark.MIXTURE] = Field(
+        default=tuple(float(row.weight) for row in DENOISERS.values()),
+        description=f"Sampling weights of the denoisers, per chunk: a list in the order {', '.join(DENOISERS)}, or a "
+        "mapping by name, in which those that are left out have weight 0.",
+    )
+    use_mode_tokens: Annotated[bool, Mark.ORDER, Mark.EXAMPLES] = False
+    """Put a token that names the denoiser in front of the encoder sequence."""
+    preprocessing_num_workers: Annotated[int, Mark.UNTRAINED] = Field(default=4, ge=0)
+    """Worker processes per rank that tokenize and pack; 0 works in the training process. They never change
+    what is read: the largest count that divides the rank's lanes is used."""
+    shuffle_buffer_size: Annotated[int, Mark.ORDER] = Field(default=10000, ge=1)
+    """Documents in one shuffling window of a streamed source. A resume rereads at most one per lane."""
+    num_lanes: int | None = Field(default=None, ge=1)
+    """Micro-batches of one optimizer step over all ranks, fixed for a run. None: world size × gradient
+    accumulation at the first start."""
+    max_examples_per_micro_batch: Annotated[int, Mark.ORDER] = Field(default=512, ge=1)
+    """Most examples packed into one micro-batch."""
+    packing_pool_examples: Annotated[int, Mark.ORDER] = Field(default=64, ge=1)
+    """Examples per lane that wait at one time for a micro-batch they fit into."""
+    packing_max_wait_batches: Annotated[int, Mark.ORDER] = Field(default=8, ge=2)
+    """Micro-batches after which a waiting example is packed first, whatever the fill."""
+    eval_fraction: Annotated[float, Mark.ORDER, Mark.EXAMPLES] = Field(default=0.005, ge=0.0, lt=1.0)
+    """Share of the documents held out for evaluation, chosen by a hash of the document's key (`ul2`; `sft` has
+    `train_split_ratio`)."""
+    input_template: Annotated[str, Mark.EXAMPLES] = "### Instruction:\n{instruction}\n### Input:\n{input}\n"
+    """Text that the encoder reads, with the fields of a row as `{name}` (`sft`)."""
+    output_template: Annotated[str, Mark.EXAMPLES] = "### Response:\n{output}"
+    """Text that the decoder writes, with the fields of a row as `{name}` (`sft`). EOS is put behind it."""
+    field_mapping: Annotated[dict[str, str], Mark.EXAMPLES] = Field(default_factory=dict)
+    """Columns by the template's field that they fill, where the names differ (`sft`). `a.b` is field b of the object in
+    column a."""
+    converter: Annotated[str | None, Mark.EXAMPLES] = None
+    """Your own `module:function`, from a row as a dict to the dict, or list of dicts, that templates or messages are
+    read from (`sft`). The module is in the working folder or installed."""
+    messages_column: Annotated[str, Mark.EXAMPLES] = "messages"
+    """Column of a conversation, a list of objects with `role` and `content`, or ShareGPT's with `from` and `value`
+    (`sft`). A row that has it goes through the tokenizer's chat template, and any other through the templates above,
+    but for one that lacks their columns and has `conversations`. A turn of the assistant with a `weight` (`train`,
+    `trainable`, `training`, `loss`, `loss_scale`) of 0 is read and not learnt. The row's `system` is its first turn."""
+    tools_column: Annotated[str, Mark.EXAMPLES] = "tools"
+    """Column of the tools that a conversation may use, a list of JSON schemas (`sft`)."""
+    weight_column: Annotated[str | None, Mark.EXAMPLES] = "weight"
+    """Column whose 0 leaves a row out; 1 or nothing keeps it (`sft`). None: every row is learnt. A column that a
+    template reads is not taken for it."""
+    chat_targets: Annotated[Literal["last", "every"], Mark.EXAMPLES] = "last"
+    """Turns of the assistant that are learnt: the last one, or every one, each an example (`sft`)."""
+    on_long_row: Annotated[Literal["stop", "skip", "truncate"], Mark.EXAMPLES] = "stop"
+    """End the run at an input above `max_encoder_length` or an output above `max_decoder_length`, leave the example
+    out, or cut it (`sft`)."""
+    train_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.9, gt=0.0, le=1.0)
+    """Share of the rows to train on, chosen by a hash of the row's key (`sft`)."""
+    val_test_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.5, ge=0.0, le=1.0)
+    """Share of the other rows that is the validation split; the rest is the test split (`sft`)."""
+    eval_files: Annotated[Texts | None, Mark.TEXTS] = None
+    """Paths or patterns of local files to evaluate on, of the kind that `eval_dataset_name`, or else `dataset_name`,
+    names. The evaluation uses all of them, and nothing is held out for it."""
+    eval_dataset_name: Annotated[str | None, Mark.TEXTS] = None
+    """Data set to evaluate on, like `dataset_name`; None: the one that is trained on."""
+    eval_dataset_config: Annotated[str | None, Mark.TEXTS] = None
+    """Configuration (subset) of the data set to evaluate on; None: `dataset_config` where the data set is the same."""
+    eval_split: Annotated[str | None, Mark.TEXTS] = None
+    """Split to evaluate on; `validation` where only `eval_dataset_name` is set."""
+    eval_sets: dict[str, EvalSet] = Field(default_factory=dict)
+    """More sets to evaluate on, by their names, each with `eval_files`, `eval_dataset_name`, `eval_dataset_config` or
+    `eval_split`. Their figures are `eval/NAME/loss` and so on, of up to `training.eval_samples` examples of each."""
+    test_files: Annotated[Texts | None, Mark.TEXTS] = None
+    """Paths or patterns of local files that are the test split, like `eval_files`."""
+    test_split: Annotated[str | None, Mark.TEXTS] = None
+    """Split that is the test split, of the data set that `eval_split` is one of."""
+
+    @property
+    def bad_row_limit(self) -> int:
+        """Most rows that cannot be read, or used, before the run ends."""
+        return self.max_bad_rows if self.on_bad_row == "skip" else 0
+
+    def sources_by_path(self) -> dict[str, Source]:
+        """The sources that are trained on, by the dotted path of the section of each."""
+        if self.mixture is None:
+            return {"data": self}
+        return {f"data.mixture.{number}": source for number, source in enumerate(self.mixture)}
+
+    def own_split(self, split: str) -> MixtureSource | None:
+        """The source of the split `validation` or `test`; None where it is held out of the training data."""
+        fields = {"validation": (self.eval_files, self.eval_split), "test": (self.test_files, self.test_split)}
+        files, part = fields.get(split, (None, None))
+        other = self.eval_dataset_name
+        is_same = other in (None, self.dataset_name)
+        if files is None and part is None and not (other and split == "validation"):
+            return None
+        return MixtureSource(
+            weight=1.0,
+            dataset_name=other or self.dataset_name,
+            dataset_config=self.eval_dataset_config or (self.dataset_config if is_same else None),
+            dataset_split=part or split,
+            dataset_revision=self.dataset_revision if is_same else None,
+            data_files=files,
+            text_column=self.text_column,
+        )
+
+    def of_eval_set(self, name: str) -> "DataConfig":
+        """This section with the set `name` of `eval_sets` as the only one to evaluate on."""
+        return self.model_copy(update={**dict(self.eval_sets[name]), "eval_sets": {}})

@@ -1,0 +1,212 @@
+"""Contradictions between fields of `infra`, and the requests that an engine cannot fulfil."""
+
+from collections.abc import Callable, Iterator
+
+from ds_encdec.config.deepspeed_keys import check_extra
+from ds_encdec.config.infra_sections import InfraConfig
+from ds_encdec.config.sections import Sections
+from ds_encdec.config.settings import Conflict, Settings, broken
+from ds_encdec.engines import ByEngine
+from ds_encdec.optimizers import OPTIMIZERS, row_of
+
+NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
+"""Schedules that are DeepSpeed's own classes."""
+_ENGINE, _STAGE, _EXTRA = "infra.distributed_type", "infra.sharding_stage", "infra.deepspeed_extra"
+
+
+def infra_rules(infra: InfraConfig) -> Iterator[Conflict]:
+    """Yield what contradicts itself in `infra`, `deepspeed_extra` included."""
+    stage, swaps, hang = infra.sharding_stage, infra.offload_optimizer == "nvme", infra.hang_timeout_minutes or 0
+    is_ddp, is_zero3 = infra.distributed_type == "ddp", stage.startswith("zero3")
+    yield from broken(
+        (
+            stage == "zero0" and infra.offload_optimizer != "none",
+            f"{_ENGINE if is_ddp else ''} {_STAGE} infra.offload_optimizer",
+            f"without sharding there is nothing to offload: set offload_optimizer=none"
+            f"{'' if is_ddp else ', or zero1 to zero3'}",
+        ),
+        (
+            infra.offload_params != "none" and not is_zero3,
+            f"{_STAGE} infra.offload_params",
+            "parameters can be offloaded only where they are sharded: set zero3, or offload_params=none",
+        ),
+        (
+            swaps and infra.nvme_path is None,
+            "infra.offload_optimizer infra.nvme_path",
+            "nvme needs a folder on a disk of every node: set nvme_path",
+        ),
+        (
+            swaps and not is_zero3,
+            f"infra.offload_optimizer {_STAGE}",
+            "only the states of sharded parameters can be on a disk: set zero3, or offload_optimizer=cpu",
+        ),
+        (is_ddp and stage != "zero0", f"{_ENGINE} {_STAGE}", "ddp shards nothing: set zero0"),
+        (
+            infra.hybrid_shard_size is not None and not stage.endswith("_hybrid"),
+            f"infra.hybrid_shard_size {_STAGE}",
+            "only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set one of them, or null",
+        ),
+        (
+            0 < hang < 0.1,
+            "infra.hang_timeout_minutes",
+            "no run makes a step so soon after its start: give 0.1 (6 seconds) or more, or 0 for never",
+        ),
+        (
+            hang >= infra.distributed_timeout_minutes,
+            "infra.hang_timeout_minutes infra.distributed_timeout_minutes",
+            "must be smaller, or collectives time out before the watchdog writes stack traces",
+        ),
+    )
+    for path, message in check_extra(infra.deepspeed_extra):
+        yield Conflict((f"{_EXTRA}.{path}",), message)
+
+
+def extra_rules(config: Sections) -> Iterator[Conflict]:
+    """Yield keys of `infra.deepspeed_extra` that contradict a field or each other."""
+    schedule, at = config.training.lr_scheduler_type, f"{_EXTRA}.optimizer.params."
+    params = Settings(config.infra.deepspeed_extra).get("optimizer.params")
+    params = params if isinstance(params, dict) else {}
+    return broken(
+        (
+            "scheduler" in config.infra.deepspeed_extra and schedule not in NATIVE_SCHEDULES,
+            f"{_EXTRA}.scheduler training.lr_scheduler_type",
+            f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}",
+        ),
+        (
+            params.get("fused") and params.get("foreach"),
+            f"{at}fused {at}foreach",
+            "torch's AdamW takes one of them",
+        ),
+    )
+
+
+def _quantizes(config: Sections) -> bool:
+    return config.model.lora is not None and config.model.lora.quantize != "none"
+
+
+def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
+    training, infra = config.training, config.infra
+    is_users, stage = training.optimizer not in OPTIMIZERS, infra.sharding_stage
+    by_module = training.freeze or config.model.lora is not None
+    by_module = by_module or "zero_optimization.leaf_module" in Settings(infra.deepspeed_extra)
+    refusal = row_of(training.optimizer).not_deepspeeds
+    yield from broken(
+        (
+            stage == "zero2_hybrid",
+            f"{_STAGE} {_ENGINE}",
+            "DeepSpeed has no hybrid of ZeRO-2; FSDP2 has: set distributed_type=fsdp, or zero3_hybrid",
+        ),
+        (
+            training.activation_checkpointing == "selective",
+            f"training.activation_checkpointing {_ENGINE}",
+            "selective checkpointing is FSDP2's (distributed_type=fsdp); DeepSpeed has none, full and every_n",
+        ),
+        (
+            training.torch_compile is True and stage.startswith("zero3") and by_module,
+            f"training.torch_compile {_STAGE} {_ENGINE}",
+            "ZeRO-3 gathers parameters inside layers here (training.freeze, model.lora, leaf_module), which cannot be "
+            "compiled so: set torch_compile=auto, sharding_stage=zero2 or lower, or distributed_type=fsdp",
+        ),
+        (refusal, f"training.optimizer {_ENGINE}", refusal),
+        (
+            is_users and "optimizer" in infra.deepspeed_extra,
+            f"training.optimizer {_EXTRA}.optimizer",
+            "two optimizers: remove one of the two",
+        ),
+        (
+            is_users and infra.offload_optimizer == "nvme",
+            f"training.optimizer infra.offload_optimizer {_ENGINE}",
+            "DeepSpeed swaps only AdamW's states to a disk: set offload_optimizer=cpu or none, or optimizer=adamw",
+        ),
+        (
+            infra.fsdp_reduce_every_micro_batch,
+            f"infra.fsdp_reduce_every_micro_batch {_ENGINE}",
+            "this is FSDP2's: set distributed_type=fsdp, or fsdp_reduce_every_micro_batch=false",
+        ),
+        (
+            training.fp16 and infra.device == "cpu",
+            "training.fp16 infra.device",
+            "DeepSpeed trains no float16 on CPUs: use bf16",
+        ),
+        (  # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward)
+            training.fp16 and stage == "zero0",
+            f"training.fp16 {_STAGE}",
+            "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3",
+        ),
+        (
+            _quantizes(config),
+            f"model.lora.quantize {_ENGINE}",
+            "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or "
+            "quantize=none",
+        ),
+        (
+            training.lr_scheduler_type in NATIVE_SCHEDULES and training.warmup_steps < 1,
+            "training.warmup_steps training.lr_scheduler_type",
+            "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without",
+        ),
+    )
+    yield from _keys_that_deepspeed_lacks(config)
+
+
+def _keys_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
+    """Yield the keys of its JSON that DeepSpeed, as it runs here, would stop at or lose something by."""
+    infra, extra, zero = config.infra, Settings(config.infra.deepspeed_extra), "zero_optimization"
+    bf16 = "bf16_master_weights_and_grads", "bf16_optimizer_states"
+    low = [extra.get(f"bf16.{key}") for key in bf16]
+    quantized = f"{zero}.zero_quantized_nontrainable_weights"
+    yield from broken(
+        (
+            any(low) and not (all(low) and infra.offload_optimizer == "none"),
+            " ".join([*(f"{_EXTRA}.bf16.{key}" for key in bf16), "infra.offload_optimizer"]),
+            "one without the other, or offloaded, is for DeepSpeed's own CPUAdam: set both and offload_optimizer=none, "
+            "or remove both",
+        ),
+        (
+            extra.get(quantized),
+            f"{_EXTRA}.{quantized}",
+            "DeepSpeed quantizes frozen weights for good, and checkpoints would hold the quantized ones: remove it",
+        ),
+    )
+    for key in (f"{zero}.offload_optimizer.pipeline_read", f"{zero}.offload_optimizer.pipeline_write"):
+        if infra.offload_optimizer == "nvme" and extra.get(key) is not None:
+            message = "states on a disk are float32, and read and written one sub-group after the other: remove it"
+            yield Conflict(("infra.offload_optimizer", f"{_EXTRA}.{key}"), message)
+    # A leaf's gradients are reduced when that of its input is there, and where the input needs none, before all others.
+    leaves = ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes")
+    for key in (*leaves, "stage3_module_granularity_threshold"):
+        if extra.get(f"{zero}.{key}") and (config.training.freeze or config.model.lora is not None):
+            message = (
+                "gradients of leaf modules are lost where their input is not trained, as with training.freeze and "
+                "model.lora: remove it, or train everything"
+            )
+            yield Conflict((f"{_EXTRA}.{zero}.{key}",), message)
+
+
+def _fsdp_lacks(config: Sections) -> Iterator[Conflict]:
+    training, infra = config.training, config.infra
+    return broken(
+        (
+            training.fp16,
+            f"training.fp16 {_ENGINE}",
+            "FSDP2 has no loss scaling: set bf16=true and fp16=false, or distributed_type=deepspeed",
+        ),
+        (
+            _quantizes(config) and infra.sharding_stage != "zero0",
+            f"model.lora.quantize {_STAGE}",
+            "4-bit weights cannot be cut into shards: set sharding_stage=zero0, on one rank or several (DDP)",
+        ),
+        (
+            infra.offload_optimizer == "nvme",
+            f"infra.offload_optimizer {_ENGINE}",
+            "FSDP2 keeps nothing on a disk: set offload_optimizer=cpu, or distributed_type=deepspeed",
+        ),
+        (  # its sharded parameters are the float32 master weights that the optimizer steps, where they are
+            infra.offload_params == "cpu" and infra.offload_optimizer == "none",
+            "infra.offload_params infra.offload_optimizer",
+            "FSDP2 offloads parameters and optimizer together: set offload_optimizer=cpu, or offload_params=none",
+        ),
+    )
+
+
+LACKS: ByEngine[Callable[[Sections], Iterator[Conflict]]] = ByEngine(deepspeed=_deepspeed_lacks, fsdp=_fsdp_lacks)
+"""Yields the requests of a configuration that an engine cannot fulfil."""

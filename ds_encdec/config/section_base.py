@@ -1,0 +1,101 @@
+"""The base of all sections of a configuration, and the marks and forms that their fields share.
+
+Each field is followed by its docstring, from which the reference in docs/ and the JSON schema for editors are
+generated. Names follow Hugging Face's and DeepSpeed's own. A configuration never changes after loading: run state
+lives elsewhere. Contradictions between fields are found by rules.py.
+"""
+
+import ast
+import inspect
+from enum import Enum
+from itertools import pairwise
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, GetJsonSchemaHandler, field_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+
+class Mark(Enum):
+    """A fact about a field that others ask for by `marked`."""
+
+    ORDER = "part of the data's fingerprint: it decides which example comes when"
+    TOKENS = "where it differs, the losses of two runs are over different tokens"
+    TEXTS = "where it differs, two runs are evaluated on different texts"
+    EXAMPLES = "where it differs, two runs are evaluated on different examples of the same texts"
+    MIXTURE = "where it differs, the losses of two runs are of different mixtures of denoisers"
+    UNTRAINED = "may change in the middle of a phase: it does not decide what the phase learns"
+    TUNABLE = (
+        "may change in the middle of a phase although it decides what it learns: what one turns after a divergence"
+    )
+
+
+def one_or_many(value: Any) -> Any:
+    """Read a single string as a tuple of one, and Hugging Face's `none` as the empty tuple."""
+    if isinstance(value, str):
+        return () if value == "none" else (value,)
+    return value
+
+
+def words(value: Any) -> Any:
+    """Read words between commas, as on command lines, or as `one_or_many`; no name of theirs has a comma."""
+    is_list = isinstance(value, str) and "," in value
+    return tuple(map(str.strip, value.split(","))) if is_list else one_or_many(value)
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]
+Names = Annotated[tuple[str, ...], BeforeValidator(words, json_schema_input_type=str | tuple[str, ...])]
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values are immutable and never converted from other types."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        defer_build=True,
+        protected_namespaces=(),
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _read_plain_types(cls, value: Any) -> Any:
+        """YAML has lists, not tuples, and writes large integers as 1e5."""
+        if isinstance(value, list):
+            return tuple(value)
+        return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """The default of the field `name`."""
+        return cls.model_fields[name].get_default(call_default_factory=True)
+
+    def changed(self, *names: str) -> list[str]:
+        """Return those of the fields `names` that are not at their defaults."""
+        return [name for name in names if getattr(self, name) != self.default(name)]
+
+    @classmethod
+    def docstrings(cls) -> dict[str, str]:
+        """Return the text below each field, or its description where a table makes that.
+
+        Pydantic would read the source of every class at every start.
+        """
+        found = {name: field.description for name, field in cls.model_fields.items() if field.description}
+        for base in cls.__mro__[-3::-1]:  # without BaseModel and object
+            (tree,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(tree, ast.ClassDef)
+            for field, text in pairwise(tree.body):
+                match field, text:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(ast.Constant(str(written))):
+                        found[name] = inspect.cleandoc(written)
+        return found
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described)["properties"]
+        for name, text in cls.docstrings().items():
+            properties[name]["description"] = text
+        return described

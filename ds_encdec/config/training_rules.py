@@ -1,0 +1,274 @@
+"""Contradictions between fields of `training`, and between these and other sections."""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import get_args
+
+from ds_encdec.config.monitor_sections import MonitorConfig
+from ds_encdec.config.sections import Sections
+from ds_encdec.config.settings import Conflict, broken, closest
+from ds_encdec.config.training_sections import (
+    CROSS_ENTROPY,
+    ENDLESS_SCHEDULES,
+    LOSS_FIGURES,
+    TEXT_FIGURES,
+    Schedule,
+    Tracker,
+    TrainingConfig,
+)
+from ds_encdec.objectives import OBJECTIVES
+from ds_encdec.optimizers import OPTIMIZERS, row_of
+from ds_encdec.plugins import is_dotted
+
+ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
+"""Fields of `monitor` that may say `rollback`."""
+_READ_BY_SCHEDULES = {
+    "min_lr_ratio": ("cosine", "wsd", "polynomial", "WarmupCosineLR"),
+    "lr_scheduler_power": ("polynomial",),
+    "lr_scheduler_timescale": ("inverse_sqrt",),
+    "wsd_decay_fraction": ("wsd",),
+}
+"""Fields that not every schedule reads, with those that do."""
+_READ_BY_OPTIMIZERS = {
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), tuple(OPTIMIZERS)),
+    "muon_momentum": ("muon",),
+}
+"""The same of the optimizers."""
+
+
+def training_rules(config: Sections) -> Iterator[Conflict]:
+    """Yield what contradicts itself in `training`, or beside other sections."""
+    yield from _batches(config)
+    yield from _objects_by_name(config.training)
+    yield from _schedule(config.training)
+    yield from _optimization(config)
+    yield from _evaluation(config)
+    yield from _saving(config.training)
+    yield from _rollback(config)
+
+
+def _batches(config: Sections) -> Iterator[Conflict]:
+    training, lanes = config.training, config.data.num_lanes
+    size, sequences = training.per_device_train_batch_size, training.global_batch_size
+    field = "training.per_device_train_batch_size"
+    if size == "auto":
+        message = "auto decides how many micro-batches make a step: set global_batch_size, and num_lanes=null"
+        yield from broken((lanes is not None, f"{field} data.num_lanes", message))
+    elif sequences is not None and sequences % size:
+        message = "global_batch_size must be a multiple of the micro-batch size"
+        yield Conflict(("training.global_batch_size", field), message)
+    elif sequences is not None and lanes is not None and lanes * size != sequences:
+        message = f"{lanes} micro-batches of {size} are {lanes * size} sequences: make them equal, or remove one"
+        yield Conflict(("training.global_batch_size", "data.num_lanes", field), message)
+
+
+def _objects_by_name(training: TrainingConfig) -> Iterator[Conflict]:
+    """Yield names that are neither built in nor the user's own."""
+    known: dict[str, Iterable[str]] = {
+        "lr_scheduler_type": get_args(Schedule),
+        "loss": (CROSS_ENTROPY,),
+        "optimizer": OPTIMIZERS,
+        "report_to": get_args(Tracker),
+        "callbacks": (),
+        "metric_for_best_model": (*LOSS_FIGURES, *TEXT_FIGURES),
+    }
+    for field, allowed in known.items():
+        value = training.best_figure if field == "metric_for_best_model" else getattr(training, field)
+        for name in (value,) if isinstance(value, str) else value:
+            if name not in allowed and not is_dotted(name):
+                guess = closest(name, allowed)
+                message = f"allowed: {', '.join([*allowed, '`module:name`'])}"
+                yield Conflict((f"training.{field}",), message + (f"; did you mean `{guess}`?" if guess else ""))
+                break
+
+
+def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
+    steps, schedule, warmup = training.num_train_steps, training.lr_scheduler_type, training.warmup_steps
+    given, is_endless = training.model_fields_set, schedule in ENDLESS_SCHEDULES
+    decay_steps = round(training.wsd_decay_fraction * steps)
+    ends = "training.warmup_steps training.num_train_steps training.lr_scheduler_type"
+    yield from broken(
+        (
+            training.num_train_epochs is not None and "num_train_steps" in given,
+            "training.num_train_epochs training.num_train_steps",
+            "the length of the run twice: remove one of the two, or set num_train_steps=null",
+        ),
+        (
+            training.warmup_ratio is not None and "warmup_steps" in given,
+            "training.warmup_ratio training.warmup_steps",
+            "the warm-up twice: remove one of the two, or set it to null",
+        ),
+        (
+            not is_endless and warmup >= steps,
+            ends,
+            f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it; only "
+            "WarmupLR and constant have no end",
+        ),
+        (
+            schedule == "wsd" and warmup < steps < warmup + decay_steps,
+            f"{ends} training.wsd_decay_fraction",
+            f"the warm-up and the decay of {decay_steps} steps do not fit into the run",
+        ),
+    )
+    end = float(is_endless)
+    for field in _set_by_a_person(training, _READ_BY_SCHEDULES) if schedule in get_args(Schedule) else ():
+        readers = _READ_BY_SCHEDULES[field]
+        if schedule in readers or (
+            field == "min_lr_ratio" and schedule != "inverse_sqrt" and training.min_lr_ratio == end
+        ):
+            continue
+        why = (
+            f"{schedule} always ends at {end:g} times the peak"
+            if field == "min_lr_ratio"
+            else f"{schedule} does not read it"
+        )
+        why = "inverse_sqrt has no lowest rate" if (field, schedule) == ("min_lr_ratio", "inverse_sqrt") else why
+        fix = f"set lr_scheduler_type={' or '.join(readers[:3])}, or remove {field}"
+        yield Conflict(("training.lr_scheduler_type", f"training.{field}"), f"{why}: {fix}")
+
+
+def _set_by_a_person(training: TrainingConfig, names: Iterable[str]) -> list[str]:
+    """Return those of the fields `names` that are set. A run writes all fields: there a default is nobody's choice."""
+    is_of_a_run = {*_READ_BY_SCHEDULES, *_READ_BY_OPTIMIZERS} <= training.model_fields_set
+    return training.changed(*names) if is_of_a_run else [name for name in names if name in training.model_fields_set]
+
+
+def _optimization(config: Sections) -> Iterator[Conflict]:
+    training, lora, own_loss = config.training, config.model.lora, config.training.loss != CROSS_ENTROPY
+    optimizer, is_built_in = training.optimizer, training.optimizer in OPTIMIZERS
+    names = _set_by_a_person(training, _READ_BY_OPTIMIZERS) if is_built_in or is_dotted(optimizer) else ()
+    ignored = [name for name in names if optimizer not in _READ_BY_OPTIMIZERS[name]]
+    meant = "remove these, or set training.optimizer=muon"
+    meant = meant if is_built_in else "name what it takes in training.optimizer_args, and remove these"
+    limit = config.monitor.grad_norm_threshold
+    return broken(
+        (
+            ignored,
+            " ".join(f"training.{name}" for name in ("optimizer", *ignored)),
+            f"{optimizer} does not read them: {meant}",
+        ),
+        (
+            is_built_in and training.optimizer_args,
+            "training.optimizer training.optimizer_args",
+            "these are for your own optimizer, `module:name`: remove them, and set adam_* or muon_momentum",
+        ),
+        (
+            own_loss and (training.label_smoothing or training.z_loss),
+            "training.loss training.label_smoothing training.z_loss",
+            "these are parts of the cross-entropy: set them to 0, and add what they do to your own loss",
+        ),
+        (
+            own_loss and training.fp16,
+            "training.loss training.fp16",
+            "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy",
+        ),
+        (
+            training.bf16 and training.fp16,
+            "training.bf16 training.fp16",
+            "at most one may be true; both false is float32",
+        ),
+        (
+            training.attention_dropout and training.activation_checkpointing == "selective",
+            "training.attention_dropout training.activation_checkpointing",
+            "selective checkpointing keeps attention's output without what it dropped out: set full, every_n or none",
+        ),
+        (
+            row_of(optimizer).matrix_moments is not None and lora,
+            "training.optimizer model.lora",
+            "Muon steps matrices of the model itself, not adapters beside them: set training.optimizer=adamw",
+        ),
+        (
+            training.freeze and lora,
+            "training.freeze model.lora",
+            "with adapters everything else is frozen already: remove one of the two",
+        ),
+        (
+            training.torch_compile is True and lora and lora.quantize != "none",
+            "training.torch_compile model.lora.quantize",
+            "bitsandbytes' products are not compiled: set torch_compile=false, or quantize=none",
+        ),
+        (
+            limit != MonitorConfig.default("grad_norm_threshold") and limit < training.max_grad_norm,
+            "monitor.grad_norm_threshold training.max_grad_norm",
+            "gradients below max_grad_norm are not clipped and cannot be explosions: raise grad_norm_threshold",
+        ),
+    )
+
+
+def _evaluation(config: Sections) -> Iterator[Conflict]:
+    training, data, best = config.training, config.data, config.training.metric_for_best_model
+    objective, has_own = OBJECTIVES[data.objective], data.own_split("validation") is not None
+    eval_set, _, figure = best.rpartition("/")
+    is_of_texts = figure not in LOSS_FIGURES and (figure in TEXT_FIGURES or is_dotted(figure))
+    yield from broken(
+        (
+            training.eval_samples and not has_own and not objective.held_out(data)[0],
+            " ".join([*(f"data.{name}" for name in objective.split_fields), "training.eval_samples"]),
+            f"evaluation needs held-out documents: set {objective.split_advice}, or eval_samples=0",
+        ),
+        (
+            data.eval_sets and not training.eval_samples,
+            "data.eval_sets training.eval_samples",
+            "nothing is evaluated with eval_samples=0: raise it, or remove the sets",
+        ),
+        (
+            eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES),
+            "training.metric_for_best_model data.eval_sets",
+            f"{best} is no figure of a set: write NAME/loss or NAME/perplexity with a name of data.eval_sets "
+            f"({', '.join(data.eval_sets) or 'there are none'})",
+        ),
+        (
+            0 < training.eval_samples < training.eval_generate_samples,
+            "training.eval_generate_samples training.eval_samples",
+            "outputs are generated for the first of the examples that are evaluated: make it eval_samples at most",
+        ),
+        (
+            is_of_texts and not training.eval_generate_samples,
+            "training.metric_for_best_model training.eval_generate_samples",
+            "a figure of generated texts, of which there are none: set eval_generate_samples > 0, or take loss",
+        ),
+    )
+    if not training.eval_samples:
+        names = ("early_stopping_patience", "save_on_best", "load_best_model_at_end", "eval_generate_samples")
+        for name in training.changed(*names, "save_strategy"):
+            message = "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off"
+            yield Conflict((f"training.{name}", "training.eval_samples"), message)
+
+
+def _saving(training: TrainingConfig) -> Iterator[Conflict]:
+    return broken(
+        (
+            training.average_checkpoints == 1,
+            "training.average_checkpoints",
+            "averaging needs 2 or more checkpoints; 0 turns it off",
+        ),
+        (
+            training.load_best_model_at_end and not training.export_at_end,
+            "training.load_best_model_at_end training.export_at_end",
+            "the best model is exported at the end: set export_at_end=true",
+        ),
+    )
+
+
+def _rollback(config: Sections) -> Iterator[Conflict]:
+    monitor, training = config.monitor, config.training
+    asking = " ".join(f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback")
+    kept, fields = training.save_total_limit, f"training.save_steps monitor.rollback_min_steps {asking}"
+    oldest = math.inf if kept is None else (kept - 1) * training.save_steps
+    return broken(
+        (
+            asking and training.save_strategy == "best",
+            f"training.save_strategy {asking}",
+            "rollback needs checkpoints of a known age: set steps, and save_on_best=true",
+        ),
+        (
+            asking and oldest < monitor.rollback_min_steps,
+            f"training.save_total_limit {fields}",
+            f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more",
+        ),
+        (
+            asking and training.save_steps + monitor.rollback_min_steps > training.num_train_steps,
+            f"{fields} training.num_train_steps",
+            "no checkpoint of this run would ever be old enough to go back to: lower the first two",
+        ),
+    )
