@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_encdec.arguments import COUNT, JSON, Arguments, Verb, flag, value
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.folders import is_ours, require_ours, run_config
+from ds_encdec.evaluate.models import is_ours, require_ours, run_config
 from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.world import discover

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_encdec.arguments import CONFIG_FILES, JSON, Verb, flag, value
 from ds_encdec.config.command_line import config_files, load
-from ds_encdec.evaluate.folders import require_model_folder
+from ds_encdec.evaluate.models import require_model_folder
 from ds_encdec.findings import Finding, describe
 from ds_encdec.terminal import console, libraries_print_to_stderr, outlive_readers, print_marked
 from ds_encdec.types import GateError

@@ -74,10 +74,8 @@ def score_texts(
     """All figures of the metrics `names` over the pairs of texts, of which there must be one at least.
 
     A user's own metric that raises, or returns no finite number, is named in `left_out` with the error and its place;
-    without that the error is raised. Raises ConfigError as `check_metrics` does.
+    without that the error is raised. `check_metrics` has accepted the names.
     """
-    names = list(names)
-    check_metrics(names, bertscore_model)
     figures: dict[str, float] = {}
     for name in names:
         if name not in TEXT_METRICS:

@@ -1,39 +1,106 @@
-"""The model that is judged: an export of ours, or another encoder-decoder that transformers can load by itself."""
+"""The model folder that is judged: what kind of model it holds, and the model and tokenizer in it.
+
+Torch and transformers are imported once a model is opened, so that wrong folders are refused at once.
+"""
 
 from __future__ import annotations
 
+import ast
+import itertools
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-from transformers.utils.logging import disable_progress_bar
-
-from ds_encdec.evaluate.folders import is_ours
-from ds_encdec.model.cache_check import check_cache
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import CheckpointError
+from ds_encdec.config.plain_files import read_json
+from ds_encdec.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+
+def require_model_folder(folder: Path) -> None:
+    """Raise CheckpointError where `folder` holds no model by itself; it says where one may be."""
+    for name, what in (("manifest.json", "a checkpoint"), ("adapter_config.json", "an adapter without its model")):
+        if (folder / name).exists():
+            raise CheckpointError(f"--model: {folder} is {what}; make it a model with ds-encdec export CHECKPOINT OUT")
+    if not (folder / "config.json").is_file():
+        what = "has no config.json: it is no model folder" if folder.is_dir() else "does not exist"
+        exports = [folder / "export" / name for name in ("final", "best", "averaged")]
+        meant = next((f"; did you mean {export}?" for export in exports if export.is_dir()), "")
+        raise CheckpointError(f"--model: {folder} {what}{meant}")
+
+
+def is_ours(folder: Path) -> bool:
+    """True for a model of our own kind. Raises CheckpointError where `folder` holds no encoder-decoder's export."""
+    require_model_folder(folder)
+    try:
+        stored = read_json(folder / "config.json", None)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"--model: {folder} is no model folder: {error}") from error
+    kind = stored.get("model_type") if isinstance(stored, dict) else None
+    if kind is None or not stored.get("is_encoder_decoder"):
+        raise CheckpointError(
+            f"--model: {folder} is a {kind}, which is no encoder-decoder; ds-encdec init-model makes one of a Qwen3"
+        )
+    return bool(kind == "qwen3_seq2seq")
+
+
+def require_ours(folder: Path) -> None:
+    """Raise CheckpointError where `folder` holds no model of our own kind."""
+    if not is_ours(folder):
+        raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
+
+
+class Inputs(NamedTuple):
+    """The inputs that a fine-tuned model was taught to read: `template`, None where it was conversations alone.
+
+    `has_chat`: there were conversations.
+    """
+
+    template: str | None
+    has_chat: bool
+
+
+def taught_inputs(folder: Path) -> Inputs | None:
+    """The inputs of a fine-tuned model's training, as its card says; None for any other model."""
+    try:
+        card = (folder / "README.md").read_text("utf-8")
+        row = re.search(r"^\| input_template \| `(.+)` \|$", card, re.MULTILINE)
+        template = row and str(ast.literal_eval(row[1].replace("\\|", "|")))
+    except (OSError, ValueError, SyntaxError):  # somebody has written another card
+        return None
+    has_chat = re.search(r"^\| Conversations \| .+ \|$", card, re.MULTILINE) is not None
+    return Inputs(template, has_chat) if has_chat or template is not None else None
 
 
 def open_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model folder. Raises CheckpointError."""
-    if is_ours(folder):
-        return pretrained_tokenizer(str(folder), field="--model")
-    return AutoTokenizer.from_pretrained(folder)
+    from transformers import AutoTokenizer
+
+    from ds_encdec.tokenizer.load import pretrained_tokenizer
+
+    return (
+        pretrained_tokenizer(str(folder), field="--model") if is_ours(folder) else AutoTokenizer.from_pretrained(folder)
+    )
 
 
 def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
     """The model of a folder on `device`, in evaluation mode. No code out of the folder is run. Raises CheckpointError.
 
-    ConfigError: the installed transformers generates otherwise with a cache than without.
-
-    `dtype`: a name of torch's; None is the stored one on a GPU, and float32 on a CPU, where it is as fast or faster.
+    It is one of ours, or another encoder-decoder that transformers can load by itself. `dtype`: a name of torch's; None
+    is the stored one on a GPU, and float32 on a CPU, where it is as fast or faster. Raises ConfigError where the
+    installed transformers generates otherwise with a cache than without.
     """
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from ds_encdec.model.cache_check import check_cache
+    from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+    from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+
     disable_progress_bar()
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run: `launch.process_group.choose_device` says why
@@ -45,3 +112,22 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
         return kind.from_pretrained(folder, dtype=wanted).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"--model: {folder} could not be loaded: {error}") from error
+
+
+def default_outs(model: Path, split: str) -> Iterator[Path]:
+    """The folders beside the model's that its evaluations are written to: MODEL-SPLIT, MODEL-SPLIT-2, …"""
+    model = model.resolve()
+    first = model.with_name(f"{model.name}-{split}")
+    yield first
+    yield from (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+
+
+def run_config(model: Path) -> Path:
+    """The configuration of the run in whose `export` folder a model lies. Raises ConfigError where there is none."""
+    export = model.resolve().parent
+    if export.name != "export" or not (found := export.parent / "config.yaml").is_file():
+        raise ConfigError(
+            f"--config: {model} does not lie in a run's export folder, so it is not known what data to evaluate "
+            "on; name the configuration that says it"
+        )
+    return found

@@ -14,9 +14,8 @@ from transformers import TextStreamer
 
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.data.sft import ChatTemplate
-from ds_encdec.evaluate.folders import Inputs, require_ours, taught_inputs
 from ds_encdec.evaluate.generation import generate_batch, text_of
-from ds_encdec.evaluate.models import open_model, open_tokenizer
+from ds_encdec.evaluate.models import Inputs, open_model, open_tokenizer, require_ours, taught_inputs
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
 from ds_encdec.objectives import template_parts

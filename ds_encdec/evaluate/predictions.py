@@ -36,7 +36,7 @@ def model_digest(folder: Path) -> str:
 class Predictions:
     """The predictions in `folder`, by the number of their example; each rank appends to a file of its own.
 
-    A line that a kill has cut is dropped, and so is one that cannot be read: its example is missing, and done again.
+    A line that a kill has cut is dropped: its example is missing, and done again.
     """
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
@@ -46,7 +46,7 @@ class Predictions:
         self.records: dict[int, dict[str, Any]] = {}
         for path in folder.glob("predictions*.jsonl"):
             *lines, torn = path.read_bytes().split(b"\n")
-            self.records |= {record["number"]: record for line in lines if (record := _parse(line))}
+            self.records |= {record["number"]: record for record in map(json.loads, lines)}
             if torn and path == self._path:
                 os.truncate(path, path.stat().st_size - len(torn))
 
@@ -69,14 +69,6 @@ class Predictions:
 
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps(strict_json(record), ensure_ascii=False) + "\n"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("number"), int) else None
 
 
 def claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:

@@ -11,7 +11,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -26,10 +25,9 @@ from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.data.sources import Split
 from ds_encdec.data.splits import TextExample, TrainedData, split_examples
 from ds_encdec.data.tables import resolve_commits
-from ds_encdec.evaluate.folders import default_outs, is_ours
 from ds_encdec.evaluate.generation import generate_batch, plan_batches, special_ids, text_of
-from ds_encdec.evaluate.metrics import check_metrics, rouge_scorer, same_words, score_texts
-from ds_encdec.evaluate.models import open_model, open_tokenizer
+from ds_encdec.evaluate.metrics import rouge_scorer, same_words, score_texts
+from ds_encdec.evaluate.models import default_outs, is_ours, open_model, open_tokenizer
 from ds_encdec.evaluate.predictions import Predictions, claim, is_free, model_digest
 from ds_encdec.evaluate.scoring import score_targets
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -64,12 +62,11 @@ def evaluate(
 ) -> tuple[Path, dict[str, Any]]:
     """Generate for the examples of `split`, all or the first `max_samples`, into the folder `out`.
 
-    Returns the folder and the figures. An evaluation that is in `out` already, of the same model, data and settings, is
-    gone on with; other `metrics` and `batch_tokens` may be asked of it. `out` None: the first folder beside the model
-    that has no other evaluation. Called by one process, or by every rank. Raises ConfigError, DataError,
-    CheckpointError and OutOfMemoryError.
+    Returns the folder and the figures of `metrics`, which `check_metrics` has accepted. An unfinished evaluation of the
+    same model, data and settings in `out` is continued; `metrics` and `batch_tokens` may differ. `out` None: the first
+    folder beside the model that has no other evaluation. Called by one process, or by every rank. Raises ConfigError,
+    DataError, CheckpointError and OutOfMemoryError.
     """
-    check_metrics(metrics, bertscore_model)
     if out is not None and out.resolve().is_relative_to(model.resolve()):
         raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
     tokenizer, vocabulary = _tokenizer(model, config)
@@ -85,34 +82,28 @@ def evaluate(
     examples = collectives.rank_zero_first(
         lambda: split_examples(config, tokenizer, vocabulary, split, max_samples, commits, trained)
     )
+    how = {name: value for name, value in asdict(settings).items() if name != "batch_tokens"}
+    how |= {"dtype": dtype or "default", "device": place.type}
     facts = collectives.on_rank_zero(
-        lambda: {
-            "model": model_digest(model),
-            "data": _data_digest(split, examples),
-            "dtype": dtype or "default",
-            "device": place.type,
-            **{name: value for name, value in asdict(settings).items() if name != "batch_tokens"},
-        }
+        lambda: {"model": model_digest(model), "data": _data_digest(split, examples), **how}
     )
     if out is None:
         out = collectives.on_rank_zero(lambda: next(one for one in default_outs(model, split) if is_free(one, facts)))
     with collectives.on_every_rank(lambda: claim(out, facts) if world.is_main else open(os.devnull)):
         predictions = collectives.on_every_rank(lambda: Predictions(out, world.rank))
         if world.is_main and 0 < len(predictions.records) < len(examples):
-            _say(f"{len(predictions.records):,} of {len(examples):,} predictions are there; going on")
+            _log(f"{len(predictions.records):,} of {len(examples):,} predictions are there; going on")
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
         missing = [batch for batch in batches if not predictions.records.keys() >= set(batch)]
         if missing:
             loaded = open_model(model, place, dtype)
-            total, left = (sum(map(len, some)) for some in (batches, missing))
-            with _progress(split, total, total - left, shown=world.is_main) as advance:
-                for batch in missing:
-                    predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
-                    advance(len(batch))
+            for batch in _with_progress(split, batches, missing, shown=world.is_main):
+                predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
             del loaded
         collectives.gather(None)  # all have written theirs
+        special = special_ids(tokenizer)
         found = collectives.on_rank_zero(
-            lambda: _finish(out, examples, metrics, bertscore_model, settings, facts, special_ids(tokenizer))
+            lambda: _finish(out, examples, metrics, bertscore_model, settings, facts, special)
         )
     shutdown()
     return out, found
@@ -243,22 +234,22 @@ def _token_accuracy(
     return {"token_accuracy": 100 * right / tokens} if tokens else {}
 
 
-@contextmanager
-def _progress(split: Split, total: int, done: int, *, shown: bool) -> Iterator[Any]:
-    """A bar on a terminal, else a line for each tenth of this rank's share; moved by the function that is yielded."""
+def _with_progress(
+    split: Split, batches: Sequence[Sequence[int]], missing: Sequence[Sequence[int]], *, shown: bool
+) -> Iterator[Sequence[int]]:
+    """Yield the `missing` batches under a bar on a terminal, else with a line for each tenth of this rank's share."""
     console = terminal.console(stderr=True)
+    total = sum(map(len, batches))
+    done = total - sum(map(len, missing))
     with Progress(console=console, disable=not (shown and console.is_terminal) or terminal.is_quiet()) as progress:
         task = progress.add_task(split, total=total, completed=done)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            tenths, done = 10 * done // total, done + count
-            progress.advance(task, count)
+        for batch in missing:
+            yield batch
+            tenths, done = 10 * done // total, done + len(batch)
+            progress.advance(task, len(batch))
             if shown and not console.is_terminal and not terminal.is_quiet() and 10 * done // total > tenths:
-                _say(f"{split}: {100 * done // total} % of the predictions are made")
-
-        yield advance
+                _log(f"{split}: {100 * done // total} % of the predictions are made")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(terminal.stamped(line), file=sys.stderr, flush=True)

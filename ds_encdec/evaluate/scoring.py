@@ -39,18 +39,11 @@ def score_targets(
     """
     scores = [TargetScore(0.0, [])] * len(target_ids)
     order = sorted(range(len(target_ids)), key=lambda number: -len(encoder_ids[number]) - len(target_ids[number]))
-    vocabulary, start = int(model.config.vocab_size), 0
-    while start < len(order):
-        stop = start + 1
-        longest = [len(encoder_ids[order[start]]), len(target_ids[order[start]])]
-        while stop < len(order):
-            sides = len(encoder_ids[order[stop]]), len(target_ids[order[stop]])
-            longest = [max(pair) for pair in zip(longest, sides, strict=True)]
-            rows = stop + 1 - start
-            if rows * sum(longest) > batch_tokens or rows * longest[1] * vocabulary > MOST_LOGITS:
-                break
-            stop += 1
-        batch, start = order[start:stop], stop
+    longest, longest_target = max(map(len, encoder_ids)), max(map(len, target_ids))
+    most_logits = MOST_LOGITS // (longest_target * int(model.config.vocab_size))
+    rows = max(1, min(batch_tokens // (longest + longest_target), most_logits))
+    for start in range(0, len(order), rows):
+        batch = order[start : start + rows]
         found = _score_batch(model, [encoder_ids[number] for number in batch], [target_ids[number] for number in batch])
         for number, score in zip(batch, found, strict=True):
             scores[number] = score

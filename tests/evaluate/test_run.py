@@ -154,7 +154,7 @@ def test_one_that_was_killed_goes_on_and_leaves_the_same_files(
     lines = (tmp_path / "whole" / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     for name in ("evaluation.json", ".lock"):
         (tmp_path / "killed" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-    torn = b"".join(lines[11:17]) + b"no JSON\n" + lines[3][:-20]
+    torn = b"".join(lines[11:17]) + lines[3][:-20]
     (tmp_path / "killed" / "predictions.jsonl").write_bytes(torn)
     capsys.readouterr()
     assert judge(model, tmp_path / "killed", *sampled) == 0
