@@ -145,11 +145,11 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
 
     As there, `run.json` has what is wrong with a new run.
     """
-    from ds_encdec.checkpoint.folder import is_there
+    from ds_encdec.checkpoint.folder import exists_or_replaced
     from ds_encdec.launch.run_folder import RunFolder
 
     if resume is not None:
-        if not is_there(path := Path(resume).expanduser().resolve()):
+        if not exists_or_replaced(path := Path(resume).expanduser().resolve()):
             raise CheckpointError(f"--resume: {path}: no such folder. `--resume auto` finds the newest of the run")
         return
     folder = RunFolder(config.infra.output_dir)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from ds_encdec.checkpoint.model_card import hub_id
@@ -24,8 +23,8 @@ from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_weights, peft_fields, peft_names, require_peft
-from ds_encdec.model.source import Base, base_model, read_config
-from ds_encdec.tokenizer.load import pretrained_tokenizer
+from ds_encdec.model.source import Base, base_model
+from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 from ds_encdec.types import CheckpointError, WeightSource
 
 if TYPE_CHECKING:
@@ -154,16 +153,10 @@ def write_peft_config(folder: Path, section: ModelConfig, base: str | None) -> N
 
 def _card(checkpoint: Path, config: FullConfig, base: str | None) -> str:
     """A README of a folder of adapters: which model they belong to, and how both are loaded."""
-    record, section = read_json(checkpoint / "model" / BASE_RECORD), config.model
+    record, lora = read_json(checkpoint / "model" / BASE_RECORD), config.model.lora
     step = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state().global_step
-    assert section.lora is not None
-    lora = section.lora
+    assert lora is not None
     place = _place(record, base)
-    is_exported, source = _is_exported(record, place), "" if place is None else f" --from {place}"
-    loaded = json.dumps(place if is_exported else "BASE", ensure_ascii=False)
-    made = f""" Where the base is a
-decoder-only Qwen3, that form is what `ds-encdec init-model{source} --num-sentinel-tokens {section.num_sentinel_tokens}
---seed {record["seed"]} --out BASE` writes."""
     return f"""---
 library_name: peft
 {f"base_model: {place}" if hub_id(place) else "tags: [lora]"}
@@ -175,13 +168,15 @@ LoRA adapters (rank {lora.r}, alpha {lora.lora_alpha:g}; {", ".join(lora.target_
 {step:,} steps beside {f"`{place}`" if place else "random weights"}, seed {record["seed"]} (sha256 of the base:
 `{record["sha256"]}`).
 
-peft loads them onto that model in the form of ds_encdec's exports, which bring their code.{"" if is_exported else made}
+peft loads them onto that model in the form of ds_encdec's exports, which bring their code. A decoder-only base
+gets that form by `ds-encdec init-model --from BASE --num-sentinel-tokens {config.model.num_sentinel_tokens} --seed
+{record["seed"]} --out FOLDER`.
 
 ```python
 from peft import PeftModel
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
-base = AutoModelForSeq2SeqLM.from_pretrained({loaded}, trust_remote_code=True)
+base = AutoModelForSeq2SeqLM.from_pretrained({json.dumps(place or "BASE", ensure_ascii=False)}, trust_remote_code=True)
 model = PeftModel.from_pretrained(base, ".")  # this folder
 tokenizer = AutoTokenizer.from_pretrained(".")
 ```
@@ -196,12 +191,6 @@ def _place(record: dict[str, Any], base: str | None) -> str | None:
     if name is not None and (folder := Path(name).expanduser()).is_dir():
         return str(folder.resolve())
     return name if base or record.get("revision") else record["folder"]
-
-
-def _is_exported(record: dict[str, Any], place: str | None) -> bool:
-    """True for a base that is an encoder-decoder of ours; False also where nobody can tell any more."""
-    folders = [Path(one) for one in (place, record["folder"]) if one and (Path(one) / "config.json").is_file()]
-    return bool(folders) and read_config(folders[0])["model_type"] == Qwen3Seq2SeqConfig.model_type
 
 
 def _digest(base: Base) -> str:

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ds_encdec.checkpoint.adapters import trained_weights
-from ds_encdec.checkpoint.export_files import write_sentence_transformers, write_tokenizer
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.checkpoint.model_card import model_card
@@ -36,7 +35,7 @@ from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
 from ds_encdec.quantities import count
-from ds_encdec.tokenizer.load import pretrained_tokenizer
+from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 from ds_encdec.types import CheckpointError, WeightSource
 
 if TYPE_CHECKING:
@@ -92,9 +91,9 @@ def export_hf(
             "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
             "dtype": str(dtype).removeprefix("torch."),
         }
-        (unfinished / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        _write_json(unfinished / "config.json", fields)
         if is_encoder:
-            write_sentence_transformers(unfinished, config.hidden_size, longest_text or config.max_position_embeddings)
+            _write_sentence_transformers(unfinished, config.hidden_size, longest_text or config.max_position_embeddings)
         else:
             GenerationConfig(
                 pad_token_id=config.pad_token_id,
@@ -106,6 +105,29 @@ def export_hf(
         if tokenizer is not None:
             write_tokenizer(tokenizer, unfinished)
         (unfinished / "README.md").write_text(card)
+
+
+def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int) -> None:
+    """Make the folder of an encoder one for `SentenceTransformer(folder, trust_remote_code=True)` as well.
+
+    Its embedding of a text is the mean of the states of its tokens, of length 1. Texts are cut to `longest_text`
+    tokens. The names of classes and fields are those of version 3, which all later ones read.
+    """
+    modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    listed = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(modules.items())
+    ]
+    _write_json(folder / "modules.json", listed)
+    _write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": longest_text, "do_lower_case": False})
+    (folder / modules["Pooling"]).mkdir()
+    pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True}
+    _write_json(folder / modules["Pooling"] / "config.json", pooling)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def export_checkpoint(

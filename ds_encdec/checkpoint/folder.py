@@ -23,25 +23,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_encdec.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
-    FileRecord,
     Manifest,
-    record_file,
     verify_checkpoint,
 )
 from ds_encdec.config.plain_files import read_json
-from ds_encdec.engine.protocol import StagedSave, read_record
+from ds_encdec.engine.protocol import read_record
 from ds_encdec.launch.disk import Writing, flush_folder, unused_path
+from ds_encdec.quantities import count
 from ds_encdec.types import CheckpointError, TrainingState
-
-if TYPE_CHECKING:  # it imports torch, which a report of a run does without
-    from ds_encdec.launch.host_collectives import HostCollectives
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +58,7 @@ def begin(final: Path) -> Path:
     return unfinished(final)
 
 
-def name_it(final: Path) -> Path:
+def rename_into_place(final: Path) -> Path:
     """Give `unfinished(final)`, which is durable, its name; returns where an earlier one of that name is now, if any.
 
     Raises OSError; then an earlier one is what it was.
@@ -94,7 +89,7 @@ def clear_leftovers(folder: Path, name: str = "*") -> None:
         delete(path)
 
 
-def is_there(path: Path) -> bool:
+def exists_or_replaced(path: Path) -> bool:
     """Return whether `path` exists, or will once `clear_leftovers` has given it back."""
     return path.exists() or path.with_name(f"{_REPLACED}{path.name}").exists()
 
@@ -109,41 +104,28 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def written_whole(out: Path, *, replace: bool = False) -> Iterator[tuple[Path, Writing]]:
-    """Wraps the writing of a folder: where to write it, which is named `out` at the end, or removed by what goes wrong.
+    """Wraps the writing of a folder: where to write it, which is named `out` at the end, or removed after an error.
 
     The Writing must be given the bytes to come (`require_space`). Only a kill leaves something else behind, which the
     next attempt mends (`clear_leftovers`). Raises CheckpointError where `out` exists and is not empty, unless it is to
     be replaced, and DiskRefusedError where the file system takes no more.
     """
-    writing = Writing(out.absolute().parent, str(out), "Free space there, or name a folder on another file system.")
-    try:
-        with writing.refusals_told():
-            clear_leftovers(out.absolute().parent, glob.escape(out.name))
-            if not replace:
-                refuse_existing(out)
-            begin(out)
-            yield unfinished(out), writing
+    parent = out.absolute().parent
+    writing = Writing(parent, str(out), "Free space there, or name a folder on another file system.")
+    with writing.refusals_told():
+        clear_leftovers(parent, glob.escape(out.name))
+        if not replace:
+            refuse_existing(out)
+        try:
+            yield begin(out), writing
             for path in (unfinished(out), *unfinished(out).rglob("*")):
                 flush_folder(path)  # a network's file system may refuse only now
-            replaced = name_it(out)
-            flush_folder(out.absolute().parent)
+            replaced = rename_into_place(out)
+            flush_folder(parent)
             delete(replaced)
-    except BaseException:
-        shutil.rmtree(unfinished(out), ignore_errors=True)
-        raise
-
-
-def written_shards(
-    staged: StagedSave, folder: Path, writing: Writing, collectives: HostCollectives
-) -> list[FileRecord]:
-    """Write every rank's part of a checkpoint under `folder`; returns the records of all on rank 0. Collective.
-
-    Raises the same error on all ranks, DiskRefusedError where a disk has too little space or did not take the files.
-    """
-    writing.num_bytes = collectives.sum(staged.num_bytes)[0]
-    collectives.on_rank_zero(lambda: writing.require_space(writing.num_bytes))
-    write = writing.refusals_told()(lambda: [record_file(path, folder) for path in staged.write()])
-    return list(chain.from_iterable(collectives.gather_to_zero(collectives.on_every_rank(write))))
+        except BaseException:
+            shutil.rmtree(unfinished(out), ignore_errors=True)
+            raise
 
 
 def refuse_existing(out: Path) -> None:
@@ -172,7 +154,7 @@ class CheckpointFolder:
         final = self.at(step)
         # New links may need space; moving them over the old ones does not.
         links = {name: _new_link(self.path / name, final.name) for name in ("latest", *pointers)}
-        replaced = name_it(final)
+        replaced = rename_into_place(final)
         try:
             for name, link in links.items():
                 os.replace(link, self.path / name)
@@ -256,28 +238,24 @@ class Checkpoint:
     path: Path
     manifest: Manifest
 
-    def read_json(self, name: str) -> Saved:
-        """See `Saved`."""
-        return Saved(self.path / name)
+    def read_json(self, name: str) -> CheckpointJson:
+        """The content of a JSON file of the checkpoint."""
+        return CheckpointJson(self.path / name)
 
     def __str__(self) -> str:
-        """The line to show of it."""
+        """A line about it, with the time, the loss and the reason of its save where they are recorded."""
         record = read_record(self.path)
-        ranks = f"{record.world_size} rank" + "s" * (record.world_size > 1)
-        return (
+        line = (
             f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {record.sharding_stage} on "
-            f"{ranks}, {len(self.manifest.files)} files, {self.manifest.num_bytes / 1e9:.3f} GB"
-            + self._saved_in_words()
+            f"{count(record.world_size, 'rank')}, {len(self.manifest.files)} files, "
+            f"{self.manifest.num_bytes / 1e9:.3f} GB"
         )
-
-    def _saved_in_words(self) -> str:
-        """When it was saved, at what loss, and why, where it says so; see docs/checkpoints.md."""
         facts = self.read_json("trainer.json").get("saved") if (self.path / "trainer.json").is_file() else None
         if not isinstance(facts, dict):
-            return ""
+            return line
         loss = facts.get("loss")
         at = f", at a training loss of {loss:.4g}" if isinstance(loss, float) else ""
-        return f", saved {facts.get('time')} ({facts.get('reason')}){at}"
+        return f"{line}, saved {facts.get('time')} ({facts.get('reason')}){at}"
 
     def training_state(self) -> TrainingState:
         """The counters that it was saved with. Raises DamagedCheckpointError."""
@@ -288,7 +266,7 @@ class Checkpoint:
             raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error
 
 
-class Saved(dict[str, Any]):
+class CheckpointJson(dict[str, Any]):
     """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
 
     def __init__(self, path: Path) -> None:

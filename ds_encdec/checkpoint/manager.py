@@ -19,13 +19,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
-from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished, written_shards
+from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished
 from ds_encdec.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
+    FileRecord,
     read_manifest,
+    record_file,
     seal,
     verify_files,
     verify_listing,
@@ -54,14 +57,13 @@ Stage = Callable[..., StagedSave]
 class SaveOutcome:
     """How a save ended; equal on all ranks but for the seconds.
 
-    `state`: the one that was saved. `num_bytes`: of all files. `blocked_seconds`: how long this rank's training was
-    paused; `seconds`: from the staging copy to the commit, or 0. `problem`: None, or why there is no such checkpoint.
-    `failures`: saves in a row that have failed, with this one. `newest_step`: of the newest checkpoint that the run
-    can go on from, if there is one.
+    `state`: the one that was saved. `blocked_seconds`: how long this rank's training was paused; `seconds`: from the
+    staging copy to the commit, or 0. `problem`: None, or why there is no such checkpoint. `failures`: saves in a row
+    that have failed, with this one. `newest_step`: of the newest checkpoint that the run can go on from, if there is
+    one.
     """
 
     state: TrainingState
-    num_bytes: int
     blocked_seconds: float
     seconds: float
     problem: str | None
@@ -71,19 +73,20 @@ class SaveOutcome:
 
 @dataclass
 class _SaveUnderWay:
-    """A save until `CheckpointManager.collect`. `written`: its bytes and when it ended, or what went wrong."""
+    """A save until `CheckpointManager.collect`. `ended`: when it ended, or its error."""
 
     state: TrainingState
     began: float
     blocked_seconds: float = 0.0
-    written: Future[tuple[int, float]] = field(default_factory=Future)
+    ended: Future[float] = field(default_factory=Future)
 
-    def run(self, write: Callable[[], int]) -> None:
-        """Call `write`, which returns the bytes written, and keep what comes of it."""
+    def run(self, write: Callable[[], None]) -> None:
+        """Call `write`, and keep when it ended or its error."""
         try:
-            self.written.set_result((write(), time.monotonic()))
+            write()
+            self.ended.set_result(time.monotonic())
         except BaseException as error:  # raised by collect(); torch's CheckpointException is no Exception
-            self.written.set_exception(error)
+            self.ended.set_exception(error)
 
 
 class CheckpointManager:
@@ -138,7 +141,7 @@ class CheckpointManager:
             )
             staged = stage(folder, copy=in_background)
         except DiskRefusedError as error:
-            save.written.set_exception(error)
+            save.ended.set_exception(error)
             self._save = save
             return
 
@@ -157,7 +160,7 @@ class CheckpointManager:
     @property
     def save_is_over(self) -> bool:
         """True once this rank's part of a save has ended. Collect it once it is true on all ranks."""
-        return self._save is not None and self._save.written.done()
+        return self._save is not None and self._save.ended.done()
 
     def collect(self) -> SaveOutcome | None:
         """Wait for the save under way; returns how it ended, or None without one.
@@ -168,21 +171,19 @@ class CheckpointManager:
         if save is None:
             return None
         began = time.monotonic()
-        error = save.written.exception()
+        error = save.ended.exception()
         self._save = None  # not before: an interrupted wait leaves it to `close`
         save.blocked_seconds += time.monotonic() - began
         if error is not None and not isinstance(error, DiskRefusedError):
             raise error
-        num_bytes, ended = save.written.result() if error is None else (0, save.began)
         if error is None:
             self._failures, self._newest_step = 0, save.state.global_step
         else:
             self._failures += 1
         return SaveOutcome(
             save.state,
-            num_bytes,
             save.blocked_seconds,
-            ended - save.began,
+            save.ended.result() - save.began if error is None else 0.0,
             problem=None if error is None else str(error),
             failures=self._failures,
             newest_step=self._newest_step,
@@ -218,26 +219,34 @@ class CheckpointManager:
         has_best = self._collectives.on_rank_zero(go_back)
         return state if has_best else dataclasses.replace(state, best_value=None, best_step=None)
 
-    def _write_and_commit(self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]) -> int:
-        """The part of a save that may run in the background; returns the bytes of the checkpoint.
+    def _write_and_commit(
+        self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]
+    ) -> None:
+        """Do the part of a save that may run in the background.
 
-        Raises the same error on all ranks, DiskRefusedError where a disk did not take the files.
+        Raises the same error on all ranks, DiskRefusedError where a disk has too little space or did not take the
+        files.
         """
-        folder, writing = unfinished(self._files.at(step)), self._writing()
+        folder, writing, ranks = unfinished(self._files.at(step)), self._writing(), self._background
 
         @writing.refusals_told()
-        def commit() -> int:
+        def write() -> list[FileRecord]:
+            return [record_file(path, folder) for path in staged.write()]
+
+        @writing.refusals_told()
+        def commit() -> None:
             write_rest(folder)
             world_size = self._collectives.world_size
-            manifest = seal(folder, step=step, world_size=world_size, engine=self._engine_name, engine_files=records)
+            seal(folder, step=step, world_size=world_size, engine=self._engine_name, engine_files=records)
             self._files.commit(step, pointers)
-            return manifest.num_bytes
 
         try:
-            records = written_shards(staged, folder, writing, self._background)
-            return self._background.on_rank_zero(commit)
+            writing.num_bytes = ranks.sum(staged.num_bytes)[0]
+            ranks.on_rank_zero(lambda: writing.require_space(writing.num_bytes))
+            records = list(chain.from_iterable(ranks.gather_to_zero(ranks.on_every_rank(write))))
+            ranks.on_rank_zero(commit)
         except DiskRefusedError:
-            self._background.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
+            ranks.on_rank_zero(lambda: shutil.rmtree(folder, ignore_errors=True))
             raise
 
     def _writing(self) -> Writing:

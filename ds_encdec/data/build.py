@@ -50,10 +50,9 @@ PREPARED_LANES = 8
 class TrainingData:
     """The data of one rank.
 
-    `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches. `ratio`: encoder
-    tokens per decoder token, by which the micro-batch was divided. `commits`: see `resolve_commits`. `eval_sets`: like
-    `eval_batches`, of each of `data.eval_sets`. `forms`: see `SampleStatistics`.
-    `too_short`: why there is no run of this data, where that was asked for.
+    `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches; so does each of
+    `eval_sets`. `ratio`: encoder tokens per decoder token. `commits`: see `resolve_commits`. `forms`: see
+    `SampleStatistics`. `too_short`: why a run refuses this data, where that was asked for.
     """
 
     loader: LaneLoader

@@ -1,9 +1,8 @@
 """Sources that need no files of the user's: text that every CPython installation has, and random ids.
 
-The text is the language reference behind `help()`, and stdlib docstrings: about 2 MB of English about Python, enough to
-see a small model learn without any download. The docstrings are read from the source files, so they are there under
-`python -OO` too. Parts that some distributions leave out (tests, IDLE, tkinter) are not used: one CPython version has
-one corpus. Every process of a run needs it, so it is kept in the user's cache (launch/disk.py).
+The text is the language reference behind `help()` and the docstrings of the standard library, about 2 MB. Docstrings
+are read from the source files, so they are there under `python -OO` too. Parts that some distributions leave out are
+not used: one CPython version has one corpus. It is kept in the user's cache (launch/disk.py).
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Cutting a document's tokens into chunks and denoising each: tokens to Examples.
 
-Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the
-batches never bends the mixture. Everything about chunk k of a document follows from (seed, epoch, document
-key, k) and the document's length: one chunk can be made again without its batch.
+Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the batches never
+bends the mixture. Chunk k of a document follows from (seed, epoch, document key, k) and the document's length.
 
-Denoising follows the rows of `denoisers.py`, UL2's mixture (arXiv 2205.05131): tokens to a pair of sequences. Span
-corruption (R and X) is T5's (arXiv 1910.10683, section 3.1.4): noise and kept tokens are each cut at random into
-segments, which alternate. T5 makes equally many and ends with noise, so a short text with one span always loses its
-end. Here a text may end with a kept segment, so that a span can lie anywhere (see `_kept_lengths`); no length changes.
+Denoising follows UL2's mixture (arXiv 2205.05131; rows of `denoisers.py`). Span corruption (R and X) is T5's (arXiv
+1910.10683, section 3.1.4): noise and kept tokens are each cut at random into segments, which alternate. T5 always ends
+with noise; here a text may end with a kept segment, so that a span can lie anywhere (see `_kept_lengths`).
 
-    tokens    a b c d e f g h          spans  [c d] [g]
-    encoder   a b <0> e f <1> h        every span becomes one sentinel, no EOS
-    decoder   <0> c d <1> g EOS        what is missing, span by span
+tokens a b c d e f g h spans [c d] [g] encoder a b <0> e f <1> h every span becomes one sentinel, no EOS decoder <0> c d
+<1> g EOS what is missing, span by span
 
 S is a prefix language model: the encoder reads the first quarter, the decoder continues. Its target ends with EOS only
 where the document ends.
@@ -295,12 +292,11 @@ def _corrupt_spans(
 
 
 def _kept_lengths(kept_tokens: int, spans: int, noise_density: float, rng: np.random.Generator) -> np.ndarray:
-    """Lengths of the kept segments around and between `spans` spans; only the outer two may be 0; int64 [spans + 1].
+    """Lengths of the kept segments around `spans` spans; only the outer two may be 0; int64 [spans + 1].
 
-    Drawn in one of two ways, because no span may hang over an end of the text. Where all `spans + 1` are alike, the
-    ends are corrupted too rarely, all the more where noise is dense; where the outer two are one segment cut in two,
-    sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x density makes the outer ones
-    1 - density times as long as the others on average, which corrupts positions most evenly for all four denoisers.
+    With all `spans + 1` alike the ends are corrupted too rarely, the more so the denser the noise; with the outer two
+    as one segment cut in two, sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x
+    density corrupts positions most evenly for all four denoisers.
     """
     if rng.random() < 1 - 2 * noise_density:
         lengths = _random_partition(kept_tokens + 2, spans + 1, rng)

@@ -4,27 +4,23 @@ A step holds what fits into its micro-batches, so nobody can divide. The lanes o
 instead, without a model; of a large one, a sample is packed.
 """
 
-import dataclasses
 import logging
 import math
 from itertools import islice
-from typing import Any, cast
 
 from ds_encdec.config.implied import shortened_warmup
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.evaluation import split_rows, weighed_size
-from ds_encdec.data.examples import ExampleMaker, usable_documents
+from ds_encdec.data.examples import usable_documents
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import AnySource, OpenSource, StreamSource
-from ds_encdec.types import ConfigError, DataError, Document, Example
+from ds_encdec.types import ConfigError, DataError, Example
 
-COUNTED_DOCUMENTS = 50_000
-"""Documents up to which the lanes are run ahead. Their token ids are kept meanwhile."""
-
-COUNTED_READINGS = 400_000
-"""Readings of a document up to which they are, in all passes: lanes that share a stream's units read it once each."""
+COUNTED_READINGS = 100_000
+"""Readings of a document, in all passes, up to which the lanes are run ahead: lanes that share a stream's units read it
+once each."""
 
 SAMPLE_DOCUMENTS = 4000
 
@@ -63,9 +59,8 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
         for count, opened in zip(rows, pipeline.sources, strict=True)
     )
     counted = min(epochs, COUNTED_READINGS // max(1, readings))
-    if sum(rows) <= COUNTED_DOCUMENTS and counted:
-        ahead = dataclasses.replace(pipeline, maker=cast(ExampleMaker, _Remembering(pipeline.maker)))
-        longest = max(_batches(Lane(ahead, number), counted) for number in range(pipeline.num_lanes))
+    if counted:
+        longest = max(_batches(Lane(pipeline, number), counted) for number in range(pipeline.num_lanes))
         return math.ceil(longest * (epochs / counted))
     total = sum(opened.weight for opened in pipeline.sources)
     passes = max(
@@ -124,22 +119,3 @@ def _batches_per_size(pipeline: LanePipeline) -> float:
     arrivals = iter([Waiting(None, len(one.encoder_ids), len(one.decoder_ids)) for one in made])
     size = sum(weighed_size(pipeline.sources[0], maker, ids) for _, ids in sample)
     return sum(1 for _ in iter(lambda: packer.pack(arrivals), [])) / max(1, size)
-
-
-class _Remembering:
-    """An `ExampleMaker` that tokenises a document once. It is known by its content: two sources may share keys."""
-
-    def __init__(self, maker: Any) -> None:
-        self._maker, self._read = maker, dict[Any, Any]()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._maker, name)
-
-    def read(self, document: Document) -> Any:
-        """The ids of the document, or what is wrong with it."""
-        if document.token_ids is not None:
-            return self._maker.read(document)
-        content = document.key, hash((document.text, repr(document.record)))
-        if content not in self._read:
-            self._read[content] = self._maker.read(document)
-        return self._read[content]

@@ -4,13 +4,13 @@ Finding them takes a look at the keys of about `eval_samples / eval_fraction` do
 the examples are kept in a small file.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 
@@ -21,10 +21,10 @@ from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources import BadRow, OpenSource, Row, Split, all_rows
-from ds_encdec.launch.disk import atomic_file
+from ds_encdec.launch.disk import write_atomically
 from ds_encdec.types import Batch, DataError, Example
 
-_FORMAT = 2
+_FORMAT = 3
 """The version of the kept files, and of what examples are made of rows: raised where either changes."""
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,10 @@ def evaluation_examples(
 ) -> list[Example]:
     """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError if there is none.
 
-    `own`: the sources that are evaluated on, where these are not a part of what is trained on.
-
-    They are kept in `cache_folder`, or read from it if they are there, by the name of all that they depend on.
+    `own`: the sources to evaluate on where these are no part of the training data. The examples are kept in
+    `cache_folder`, named by all that they depend on, and read from it if they are there.
     """
-    kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.npz"
+    kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.json"
     if kept and kept.exists():
         return _read_examples(kept)
     if kept:
@@ -132,29 +131,15 @@ def weighed_size(opened: OpenSource, maker: ExampleMaker, ids: Any | BadRow) -> 
 
 
 def _write_examples(path: Path, examples: Sequence[Example]) -> None:
-    """Write one .npz file of flat ids, lengths, denoisers and document keys. It appears complete, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_file(path) as file:
-        np.savez(
-            file,
-            encoder_ids=np.concatenate([example.encoder_ids for example in examples]),
-            encoder_lengths=np.array([len(example.encoder_ids) for example in examples]),
-            decoder_ids=np.concatenate([example.decoder_ids for example in examples]),
-            decoder_lengths=np.array([len(example.decoder_ids) for example in examples]),
-            denoisers=np.array([example.denoiser for example in examples]),
-            documents=np.array([example.document for example in examples]),
-        )
+    rows = [(one.encoder_ids.tolist(), one.decoder_ids.tolist(), one.denoiser, one.document) for one in examples]
+    write_atomically(path, json.dumps(rows))
 
 
 def _read_examples(path: Path) -> list[Example]:
     """Read what `_write_examples` wrote. Raises DataError for a damaged file."""
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            arrays = {name: stored[name] for name in stored.files}
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        rows = json.loads(path.read_bytes())
+        return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Delete it: it is made again") from error
-    encoder_ids, decoder_ids = (
-        np.split(arrays[f"{side}_ids"], np.cumsum(arrays[f"{side}_lengths"])[:-1]) for side in ("encoder", "decoder")
-    )
-    columns = (encoder_ids, decoder_ids, arrays["denoisers"].tolist(), arrays["documents"].tolist())
-    return [Example(*row) for row in zip(*columns, strict=True)]

@@ -41,54 +41,42 @@ class ExampleMaker(Protocol):
         cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
     ) -> ExampleMaker:
         """The maker of a run. Raises ConfigError."""
-        ...
 
     @property
     def vocabulary(self) -> Vocabulary:
         """The special ids."""
-        ...
 
     @property
     def tokenize(self) -> Callable[[Document], np.ndarray]:
         """The ids of a document's text, int32 [n], special tokens in it taken apart."""
-        ...
 
     @property
     def why_empty(self) -> str:
         """Say what documents may be of which there is no example, and which fields to check."""
-        ...
 
     def read(self, document: Document) -> Any | BadRow:
         """The ids that `examples` takes; a bad row where none can be made of the document."""
-        ...
 
     def form(self, document: Document) -> str | None:
         """`objectives.TEMPLATES` or `CHAT`, as the input is made of the document; None where there is but one form."""
-        ...
 
     def size(self, ids: Any) -> int:
         """Tokens of a document that was read, on both sides; 0 where nothing is to be learnt from it."""
-        ...
 
     def ratio(self, read: Sequence[Any]) -> float:
         """Encoder tokens per decoder token of documents that were read, each of a size above 0."""
-        ...
 
     def examples(self, ids: Any, document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
         """The `wanted` examples of the document of that key in one pass over the data. Raises DataError."""
-        ...
 
     def of_evaluation(self) -> ExampleMaker:
         """The maker of examples to evaluate on, which are the same in all runs."""
-        ...
 
     def checked(self, ids: Any, document: str) -> Iterator[tuple[str, bool]]:
         """Examples of a document by their kind, and whether each holds what it was made of."""
-        ...
 
     def facts(self) -> dict[str, Any]:
         """JSON-able facts beside the configuration's that decide what is made."""
-        ...
 
 
 def with_ids(rows: Iterable[Row], maker: ExampleMaker) -> Iterator[tuple[Row, Any | BadRow]]:

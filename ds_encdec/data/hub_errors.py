@@ -73,19 +73,12 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
 
 def content_error(where: str, error: Exception, files: Sequence[str]) -> DataError:
     """The error for data that `datasets` cannot read on from `where`; `files`: those of this machine that it may be."""
-    kinds = {kind_of_file(path) for path in files if not is_remote(path)}
-    if kinds == {"parquet"}:
-        way_out = "data.streaming=true reads each file by itself"
-    elif kinds and kinds <= {"json", "csv"}:
-        way_out = (
-            "data.streaming=false reads each row by itself, and passes over those that cannot be read with "
-            "data.on_bad_row=skip"
-        )
-    else:
-        way_out = "files of other columns or types can be sources of their own in data.mixture"
+    is_parquet = {kind_of_file(path) for path in files if not is_remote(path)} == {"parquet"}
+    other = "data.streaming=true" if is_parquet else "data.streaming=false with data.on_bad_row=skip"
     return DataError(
-        f"{where}: cannot be read ({_reason(error)}). The columns and types of all files must be alike "
-        f"there, and no file may be damaged: mend that, or {way_out}"
+        f"{where}: cannot be read ({_reason(error)}). The columns and types of all files must be alike there, and no "
+        f"file may be damaged. Mend that, try {other}, or make files of other columns sources of their own in "
+        "data.mixture"
     )
 
 

@@ -6,11 +6,10 @@
 4. pack      packing.py         Examples that fill a micro-batch  keeps: references of what waits, and for how long
 5. collate   below              a Batch of tensors                keeps: nothing
 
-An optimizer step consumes one micro-batch of each of `num_lanes` lanes. Rank r of W serves lanes r, r + W, ...;
-steps 1 to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds
-the same examples for every W and every number of workers. Worker processes run steps 1 to 4 ahead
-(`lane.py`); each micro-batch comes with its lane's record, so the saved state is that of the micro-batches handed
-out, however far ahead the workers are.
+An optimizer step consumes one micro-batch of each of `num_lanes` lanes; rank r of W serves lanes r, r + W, .... Steps 1
+to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds the same
+examples for every W and every number of workers. Each micro-batch comes with its lane's record: the saved state is that
+of the micro-batches handed out, however far ahead the workers are.
 """
 
 import atexit
@@ -132,8 +131,8 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     """One micro-batch: examples concatenated, with boundaries, padded at the end to the budgets; see `Batch`.
 
     The decoder's input is each target sequence shifted right behind `pad_id`, as in T5. No examples at all give a batch
-    without weight. `pin_memory`: the batch is in page-locked memory, from which copies to a GPU do not wait (needs
-    CUDA). Raises ValueError for examples that exceed the budgets.
+    without weight. `pin_memory`: the batch is in page-locked memory (needs CUDA). Raises ValueError for examples that
+    exceed the budgets.
     """
     if len(examples) > budgets.max_examples:
         raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
@@ -178,8 +177,8 @@ def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
     """The batches on `device`, each copied on a side stream as soon as the one before it has been handed out.
 
-    The copies of page-locked memory then run beside the device's work instead of behind it, and the host waits for
-    none. At most two batches are on the device. Without a GPU the batches are handed on as they are.
+    Copies of page-locked memory then run beside the device's work, and the host waits for none. At most two batches are
+    on the device. Without a GPU the batches are handed on as they are.
     """
     if device.type != "cuda":
         yield from batches

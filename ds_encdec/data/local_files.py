@@ -1,10 +1,9 @@
 """Local files as data: which ones a pattern names, their digests, plain copies of them, and the documents in them.
 
-Documents are byte ranges: of plain text, of JSON lines, and of what becomes lines (a JSON array, CSV). Each class says
-where documents start in a file and what their bytes mean; the rest is the same for all of them. A document is named by
-its file's path below the files' common folder, so a data set keeps its order and its held-out split when it moves to
-another folder or machine. A file that is compressed, or holds rows otherwise than line by line, is copied once on a
-machine to a plain file in the user's cache folder.
+Documents are byte ranges of plain text, of JSON lines, and of what becomes lines (a JSON array, CSV). A document is
+named by its file's path below the files' common folder, so a data set keeps its order and its held-out split when it
+moves. A file that is compressed, or holds rows otherwise than line by line, is copied once on a machine to a plain file
+in the user's cache folder.
 """
 
 import hashlib

@@ -1,9 +1,8 @@
 """Packing examples into micro-batches with two token budgets, one for each side.
 
-A packer keeps a small pool of waiting examples and fills one micro-batch after the other from it: first in
-order of arrival, then by best fit. Two rules bound the wait: the pool never holds more than could be drained in
-order of arrival within `max_wait_batches`, and a batch is filled in order of arrival as soon as putting that
-off once more would break the promise.
+A packer keeps a small pool of waiting examples and fills micro-batches from it: first in order of arrival, then by best
+fit. The pool never holds more than could be drained in order of arrival within `max_wait_batches`, and a batch is
+filled in order of arrival as soon as another delay would break that promise.
 """
 
 from collections.abc import Iterator

@@ -23,8 +23,7 @@ import numpy as np
 
 from ds_encdec.config.row_values import as_text, field_value, not_unicode, present
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.conversations import UnusableError as _UnusableError
-from ds_encdec.data.conversations import is_learnt, read_conversation
+from ds_encdec.data.conversations import UnusableError, is_learnt, read_conversation
 from ds_encdec.data.examples import ALL, Made
 from ds_encdec.data.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
@@ -61,7 +60,7 @@ class ChatTemplate:
         return cls(templates, dict(tokenizer.special_tokens_map)) if found else None
 
     def render(self, messages: list[Any], tools: list[Any] | None, *, is_prompt: bool) -> str:
-        """The conversation as text; `is_prompt`: up to where the assistant begins to speak. Raises `_UnusableError`."""
+        """The conversation as text; `is_prompt`: up to where the assistant begins to speak. Raises `UnusableError`."""
         # Imported here: it takes half a second, and most runs have no chat rows.
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -72,7 +71,7 @@ class ChatTemplate:
                 [messages], tools=tools, chat_template=template, add_generation_prompt=is_prompt, **self.special_tokens
             )
         except Exception as error:  # jinja's, and whatever the template's expressions raise
-            raise _UnusableError(f"the chat template fails ({type(error).__name__}: {error})") from error
+            raise UnusableError(f"the chat template fails ({type(error).__name__}: {error})") from error
         return text
 
 
@@ -120,7 +119,7 @@ class PairMaker:
             return document.token_ids or ()
         try:
             texts = [pair for record in self._converted(document.record) for pair in self._texts(record)]
-        except _UnusableError as error:
+        except UnusableError as error:
             return BadRow(document.key, f"{document.key}: {error}")
         if broken := next(filter(None, map(not_unicode, chain.from_iterable(texts))), None):
             return BadRow(document.key, f"{document.key}: {broken}")
@@ -249,11 +248,11 @@ class PairMaker:
         try:
             made = self._convert(dict(record))
         except Exception as error:
-            raise _UnusableError(f"{named} raised {type(error).__name__}: {error}") from error
+            raise UnusableError(f"{named} raised {type(error).__name__}: {error}") from error
         made = made if isinstance(made, list) else [made]
         for one in made:
             if not isinstance(one, dict):
-                raise _UnusableError(f"{named} returned {type(one).__name__}; needed is a dict, or a list of dicts")
+                raise UnusableError(f"{named} returned {type(one).__name__}; needed is a dict, or a list of dicts")
         return made
 
     def _texts(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -283,8 +282,8 @@ class PairMaker:
     def _is_learnt(self, weight: Any) -> bool:
         try:
             return is_learnt(weight, f"its {self._weight_column}")
-        except _UnusableError as error:
-            raise _UnusableError(
+        except UnusableError as error:
+            raise UnusableError(
                 f"{error}. Where that column is no weight in training, set data.weight_column=null"
             ) from error
 
@@ -301,16 +300,16 @@ class PairMaker:
             meant = f"{{{name}}}" if name == column else f"{{{name}}} (data.field_mapping: {column})"
             is_there = column.partition(".")[0] in record
             way_out = f"; set data.field_mapping.{name}=COLUMN, or name another field in the template"
-            raise _UnusableError(
+            raise UnusableError(
                 f"there is nothing in its field {meant}, which a template asks for; it has {', '.join(record):.300}"
                 + ("" if is_there else way_out)
             )
         try:
             return as_text(value)
         except TypeError as error:
-            raise _UnusableError(f"its field {column} is of type {error}; needed is text or a number") from error
+            raise UnusableError(f"its field {column} is of type {error}; needed is text or a number") from error
         except ValueError as error:  # more digits than Python writes
-            raise _UnusableError(f"its field {column} cannot be written as text ({error})") from error
+            raise UnusableError(f"its field {column} cannot be written as text ({error})") from error
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """The conversation up to the last turn of the assistant that is learnt, or to each, and what that one says.
@@ -325,7 +324,7 @@ class PairMaker:
         turns = [number for number, message in enumerate(said) if message["role"] == "assistant"]
         if not turns:
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in said)) or "there are none"
-            raise _UnusableError(f"its messages have no turn of the assistant (role: {roles:.100})")
+            raise UnusableError(f"its messages have no turn of the assistant (role: {roles:.100})")
         turns = [turn for turn in turns if learnt[turn]]
         if not turns:
             return
@@ -341,7 +340,7 @@ class PairMaker:
 
 def _both(given: str, wanted: str) -> tuple[str, str]:
     if not given or not wanted.strip():
-        raise _UnusableError(f"its {'output' if given else 'input'} is empty")
+        raise UnusableError(f"its {'output' if given else 'input'} is empty")
     return given, wanted
 
 
@@ -350,7 +349,7 @@ def _list(value: Any, name: str) -> list[Any]:
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise _UnusableError(f"its {name} are no JSON ({error})") from error
+        raise UnusableError(f"its {name} are no JSON ({error})") from error
     if not isinstance(found, list):
-        raise _UnusableError(f"its {name} are of type {type(found).__name__}; needed is a list")
+        raise UnusableError(f"its {name} are of type {type(found).__name__}; needed is a list")
     return found

@@ -1,9 +1,8 @@
 """Sources of documents: two protocols, the rows in them, and which of these are held out.
 
-A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read
-from the front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows.
-Both are pickled into worker processes, and neither keeps a position: the readers do. A row that cannot be read comes as
-a `BadRow` in its document's place.
+A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read from the
+front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows. Both are pickled
+into worker processes; the readers keep the positions. An unreadable row comes as a `BadRow` in its document's place.
 """
 
 import reprlib
@@ -42,11 +41,9 @@ class MapSource(Protocol):
 
     def key(self, index: int) -> str:
         """The key of document `index`, without reading the document."""
-        ...
 
     def document(self, index: int) -> Row:
         """Document `index`. Raises DataError where the source itself fails, not a row."""
-        ...
 
 
 @runtime_checkable
@@ -58,7 +55,6 @@ class StreamSource(Protocol):
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Errors as there."""
-        ...
 
 
 Split = Literal["train", "validation", "test"]
@@ -71,9 +67,9 @@ class OpenSource:
     """A source as a run uses it: its share of the documents, and the rule that holds documents out.
 
     Documents whose key hashes below `held_out_below` are kept for evaluation, and those between it and `test_below` for
-    the test, whatever the seed, the number of lanes and the order of reading. `number`: its own among the run's
-    sources, whatever was added, taken out or put in another order; its documents' order depends on it.
-    `counts_tokens`: the weight is a share of the tokens, and not of the documents.
+    the test, whatever the seed, the lanes and the order. `number`: unique among the run's sources, whatever was added
+    or removed; the documents' order depends on it. `counts_tokens`: the weight is a share of the tokens, and not of the
+    documents.
     """
 
     source: AnySource

@@ -1,12 +1,9 @@
 """Tables as sources: parquet files, local or behind a URL, and data sets of the Hugging Face hub through `datasets`.
 
-A data set that is downloaded (`data.streaming=false`) is a memory-mapped table, read by row. Streamed: parquet, which
-almost all large sets are, is read by row group by our own reader, so that a resume jumps to where it was. Other formats
-go through `datasets`' own stream: its shards can only be read from their start, so a resume reads the shard
-again up to its window. The commit of each data set on the hub is found once, and kept in a run's checkpoints.
-
-What fails on the network is tried again for two minutes, and only then ends the run with DataError. What is wrong with
-the data itself is not tried again: a row is a bad row, and what `datasets` cannot go on behind is a DataError.
+A data set that is downloaded (`data.streaming=false`) is a memory-mapped table, read by row. Streamed parquet is read
+by row group by our own reader, so that a resume jumps to where it was. Other formats go through `datasets`' own stream:
+its shards can only be read from their start, so a resume reads the shard again up to its window. The commit of each
+data set on the hub is found once, and kept in a run's checkpoints.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A document to its token ids: by tiktoken's BPE where that gives the tokenizer's own, and is several times faster.
 
 It does for byte-level BPE with one of the `PATTERNS`, in Unicode's form NFC or as it comes. tiktoken merges any two
-neighbours that make up a token, in the order of the tokens; Hugging Face's tokenizers merges the pairs of a list. When
-each token's pairs stand together in the list, behind those of its parts, and the list gives every token back from its
-bytes, both come to the same tokens: a pair that is not in the list never becomes neighbours. That is looked up once for
-each tokenizer, and all of it is tried on `SAMPLE` whenever a tokenizer is opened.
+neighbours that make up a token, in the order of the tokens; tokenizers merges the pairs of a list. Both come to the
+same tokens when each token's pairs stand together in the list, behind those of its parts, and the list gives every
+token back from its bytes. That is looked up once for each tokenizer, and tried on `SAMPLE` whenever one is opened.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """The tokenizer of a run: from a folder, from the hub, or trained on the built-in corpus."""
 
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -95,3 +98,20 @@ def _train(corpus: list[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(corpus, trainer)
     return tokenizer
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Save `tokenizer` for transformers 4.57 and 5.
+
+    5 names a class that 4.57 does not have, and lists the special tokens under a name by which 4.57 expects a mapping.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    fields: dict[str, Any] = json.loads(path.read_text())
+    for of_this_machine in ("backend", "is_local", "local_files_only"):
+        fields.pop(of_this_machine, None)
+    if isinstance(fields.get("extra_special_tokens"), list):
+        fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
+    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
+    fields["model_input_names"] = ["input_ids", "attention_mask"]  # 4.57 would add token types, which no model here has
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n")

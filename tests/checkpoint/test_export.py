@@ -21,7 +21,6 @@ from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
 from ds_encdec.checkpoint.export import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
-from ds_encdec.checkpoint.export_files import write_tokenizer
 from ds_encdec.checkpoint.model_card import model_card, untrained_model_card
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
@@ -32,6 +31,7 @@ from ds_encdec.model.encoder import Qwen3EncoderModel
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
 from ds_encdec.objectives import CHAT, TEMPLATES
+from ds_encdec.tokenizer.load import write_tokenizer
 from ds_encdec.types import CheckpointError, TrainingState
 
 

@@ -126,7 +126,7 @@ def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path)
 
     file.write_bytes(file.read_bytes()[:100])
     write_json_lines(Path(path), texts(300))
-    with pytest.raises(DataError, match=r"\.npz: cannot be read .* Delete it"):
+    with pytest.raises(DataError, match=r"\.json: cannot be read .* Delete it"):
         make_data(config, evaluation_cache=folder)
 
 

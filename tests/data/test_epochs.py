@@ -14,7 +14,6 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import epochs
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.evaluation import keyed_examples
-from ds_encdec.data.lane import Lane
 from ds_encdec.types import ConfigError, DataError
 
 
@@ -52,11 +51,6 @@ def short_and_long(folder: Path) -> list[dict[str, Any]]:
     return mixture
 
 
-def test_documents_of_two_sources_may_have_the_same_keys(tmp_path: Path) -> None:
-    pipeline = make_data(make_config(mixture=short_and_long(tmp_path)), num_lanes=1).pipeline
-    assert steps_of_epochs(pipeline, 1) == epochs._batches(Lane(pipeline, 0), 1)
-
-
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_document_whose_tokens_are_weighed_is_read_once(tmp_path: Path, split: Any) -> None:
     config = make_config(mixture=short_and_long(tmp_path), mixture_weights_count="tokens", eval_fraction=0.3)
@@ -73,7 +67,7 @@ def test_a_large_data_set_is_estimated(unit: str | None, tmp_path: Path, monkeyp
     else:
         data = make_data(make_config(mixture=short_and_long(tmp_path), mixture_weights_count=unit))
     exact = steps_of_epochs(data.pipeline, 4)
-    monkeypatch.setattr(epochs, "COUNTED_DOCUMENTS", 10)
+    monkeypatch.setattr(epochs, "COUNTED_READINGS", 10)
     assert steps_of_epochs(data.pipeline, 4) == pytest.approx(exact, rel=0.15)
 
 

@@ -13,24 +13,10 @@ from data_parts import byte_tokenizer, make_config, make_data, texts, write_json
 
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.chunks import Chunker, documents_ratio
-from ds_encdec.data.inspect import SampleStatistics, inspect_data, require_one_step
+from ds_encdec.data.inspect import inspect_data
 from ds_encdec.types import DataError
-
-BUDGETS = Budgets(encoder_tokens=400, decoder_tokens=600, max_examples=8)
-
-
-def test_fewer_documents_than_lanes_names_the_lanes() -> None:
-    with pytest.raises(DataError, match=r"^1 document to train on: too few for 4 lanes.*data\.num_lanes=1, give"):
-        require_one_step(SampleStatistics(ratio=1.0, documents=1, tokens=21_270), 4, BUDGETS)
-
-
-def test_too_few_tokens_names_both_numbers() -> None:
-    with pytest.raises(DataError, match=r"3,999 tokens in 9 documents.*needs 4,000 tokens"):
-        require_one_step(SampleStatistics(ratio=1.0, documents=9, tokens=3_999), 4, BUDGETS)
-    require_one_step(SampleStatistics(ratio=1.0, documents=4, tokens=4_000), 4, BUDGETS)
 
 
 def test_the_look_at_a_huge_document_is_short() -> None:
