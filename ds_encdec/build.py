@@ -4,47 +4,38 @@ The only place that knows everybody. It reads top to bottom in the order in whic
 the machine, the output folder, the data and the model's source, the engine.
 """
 
-import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from ds_encdec.absent import require_here
 from ds_encdec.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.callbacks import Callback, open_callbacks
-from ds_encdec.checkpoint.adapters import BASE_RECORD, one_base
+from ds_encdec.checkpoint.adapters import one_base
 from ds_encdec.checkpoint.export import average_last_checkpoints
 from ds_encdec.checkpoint.final_export import clear_exports, export_at_end
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
-from ds_encdec.checkpoint.manager import MAKE_ROOM, CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import (
     is_auto,
     micro_batch_candidates,
-    micro_batches_per_step,
     plan_lanes,
-    with_assumed_batch_size,
 )
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.tables import resolve_commits
-from ds_encdec.engine.ds_json import render_deepspeed_json
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
-from ds_encdec.engines import ENGINES, load
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
-from ds_encdec.gpus import grow_segments, peak_flops
+from ds_encdec.gpus import grow_segments
 from ds_encdec.launch.absence import absence_told
 from ds_encdec.launch.agreement import require_same_data
-from ds_encdec.launch.disk import DiskRefusedError, Writing, write_atomically
+from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
 from ds_encdec.launch.preemption import StopRequest, awaited
@@ -54,34 +45,37 @@ from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.memory.job import Job, disk_shortage
 from ds_encdec.model.cache_check import check_cache
-from ds_encdec.model.parameter_count import training_flops
-from ds_encdec.model.trained import trained_share
-from ds_encdec.monitor.metrics_file import EventLog
-from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.monitor.recorder import Recorder
-from ds_encdec.monitor.sinks import open_sinks
-from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.profiling import StepProfiler
 from ds_encdec.progress import is_over
 from ds_encdec.quantities import count
 from ds_encdec.resume import (
-    RunModel,
     load_engine,
-    new_model,
     refuse_other_model,
     restore_choice,
     restore_data,
-    run_tokenizer,
-    saved_model,
     warn_of_another_optimizer,
     with_steps,
 )
+from ds_encdec.run_files import Run, begin_recording, checkpoint_files
+from ds_encdec.run_model import new_model, saved_model
 from ds_encdec.start_banner import start_banner
 from ds_encdec.tested_versions import outside_tested_ranges
 from ds_encdec.trainer import Trainer, train
 from ds_encdec.types import HangError, LostRankError, Preempted, TrainingState
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of `run_training`."""
+
+    config: FullConfig
+    stop: StopRequest
+    resume: str | None
+    allow_data_change: bool
+    callbacks: Sequence[Callback]
+    profile: int
 
 
 def run_training(
@@ -107,27 +101,20 @@ def run_training(
     grow_segments(os.environ)
     with absence_told(world):
         require_here(config, new=resume is None)
+        if resume is None:  # a batch that the ranks cannot share out is refused before they meet
+            (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
         try:
-            return _train_on_ranks(config, world, watch, resume, allow_data_change, callbacks, profile)
+            return _train_on_ranks(_Request(config, watch, resume, allow_data_change, callbacks, profile), world)
         except BaseException:
             if world.world_size == 1:  # which waits for nobody, and whose process may train again
                 shutdown()
             raise
 
 
-def _train_on_ranks(
-    config: FullConfig,
-    world: World,
-    stop: StopRequest,
-    resume: str | None,
-    allow_data_change: bool,
-    callbacks: Sequence[Callback],
-    profile: int,
-) -> TrainingState:
-    if resume is None:  # a batch that the ranks cannot share out is refused before they meet
-        with absence_told(world):
-            (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
+def _train_on_ranks(request: _Request, world: World) -> TrainingState:
+    """Join the ranks, take the run's folder, train, and write what a run leaves at its end."""
+    config, stop, resume = request.config, request.stop, request.resume
     context = _meet(config, world, stop)
     world = context.world
     if world.is_main and (untested := outside_tested_ranges()):
@@ -138,40 +125,47 @@ def _train_on_ranks(
     except BaseException:
         context.undo.close()
         raise
-    stop.stop_file = folder.stop_file if world.is_main else None
-    uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
-    stop.before_end = lambda why: record(
-        folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code
+    failed = partial(record, folder, "failed", exit_code=HangError.exit_code)
+    stop.folder_is_known(
+        folder.stop_file if world.is_main else None,
+        before_end=lambda why: failed(reason=f"rank {world.rank}: {why}"),
     )
-    # The default is well before a collective would give up; 0 means never.
-    given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
-    hang_minutes = longest * 2 / 3 if given is None else given
+    uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
     with (
         context.undo,
         Peers(folder, context.collectives) as peers,
         uploads.awaited_by_all(context.collectives, stop.heartbeat),  # behind the record of the ending, which is copied
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
         # Innermost: left first, it ends a run that hangs before another ending is recorded.
-        Watchdog(stop, hang_minutes or None, folder, context.collectives),
+        Watchdog(stop, _hang_minutes(config), folder, context.collectives),
     ):
         context.collectives.on_rank_zero(lambda: uploads.claim(resume))
-        profilers = [StepProfiler(profile, folder.profile, world.rank)] if profile else []
-        told = [*callbacks, uploads, *profilers]
-        trainer, expected, facts = _wire(config, context, folder, stop, resume, allow_data_change, told)
+        profilers = [StepProfiler(request.profile, folder.profile, world.rank)] if request.profile else []
+        callbacks = open_callbacks(config, [*request.callbacks, uploads, *profilers], context.collectives)
+        trainer, expected, facts = _wire(request, context, folder, callbacks)
         begin(**facts)
         state = _train_and_close(trainer, peers, expected)
-        trained = state is not trainer.state
+        has_stepped = trainer.has_stepped
         for profiler in profilers:
             profiler.finish()
     del trainer
     with stop.heartbeat.busy():  # no step follows, and nobody is stuck
         shutdown()
         if world.is_main:
-            export_at_end(folder, config.training, anew=trained)
+            export_at_end(folder, config.training, anew=has_stepped)
             average_last_checkpoints(folder, last=config.training.average_checkpoints)
         uploads.finish()
     folder.release()
     return state
+
+
+def _hang_minutes(config: FullConfig) -> float | None:
+    """The minutes after which a rank without a step counts as stuck; None for no watch.
+
+    The default is well before a collective would give up; 0 means never.
+    """
+    given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
+    return (longest * 2 / 3 if given is None else given) or None
 
 
 def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
@@ -193,7 +187,7 @@ def _train_and_close(
         with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank):
             state = train(trainer)
         training = trainer.config.training
-        if state is not trainer.state and state.global_step < training.num_train_steps:
+        if trainer.has_stepped and state.global_step < training.num_train_steps:
             message = (
                 f"{count(state.evaluations_since_leading, 'evaluation')} in a row without a figure better by more than "
                 f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value:.6g}"
@@ -217,92 +211,29 @@ def _train_and_close(
     return state
 
 
-def planned_deepspeed_json(config: FullConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The JSON that DeepSpeed would be given here; for a plain process, on the planned `infra.num_gpus` ranks."""
-    world = discover(environ)
-    ranks = world.world_size if world.world_size > 1 else config.infra.num_gpus
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = found if config.infra.device == "auto" else config.infra.device
-    config = with_assumed_batch_size(config, ranks)
-    _, accumulation = plan_lanes(config, ranks)
-    return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
-
-
-def inspect_run_data(config: FullConfig, *, num_examples: int, as_json: bool, with_ids: bool) -> str:
-    """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
-    tokenizer, vocabulary = run_tokenizer(config)
-    config = with_assumed_batch_size(config, config.infra.num_gpus)
-    lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks that would have to divide them
-    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes, may_be_short=True)
-    try:
-        weights = OBJECTIVES[config.data.objective].weights(config.data)
-        return inspect_data(
-            data.pipeline,
-            tokenizer,
-            weights,
-            num_examples=num_examples,
-            as_json=as_json,
-            with_ids=with_ids,
-            too_short=data.too_short,
-        )
-    finally:
-        data.loader.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A run that is being wired, as far as all its later steps ask: the batch of its configuration is a number by now.
-
-    `commits`: see `resolve_commits`. `epochs`: what was asked for, of which `config` has the steps once they are known.
-    """
-
-    config: FullConfig
-    context: RunContext
-    folder: RunFolder
-    found: Checkpoint | None
-    model: RunModel
-    commits: Mapping[str, str]
-    num_lanes: int
-    accumulation: int
-    epochs: float | None
-
-
 def _wire(
-    config: FullConfig,
-    context: RunContext,
-    folder: RunFolder,
-    stop: StopRequest,
-    resume: str | None,
-    allow_data_change: bool,
-    callbacks: Sequence[Callback],
+    request: _Request, context: RunContext, folder: RunFolder, callbacks: Sequence[Callback]
 ) -> tuple[Trainer, ExpectedMemory | None, dict[str, Any]]:
     """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last.
 
-    Returns also what memory it is expected to take, and facts of the run for `run.json`.
+    Returns also the memory it is expected to take, and facts of the run for `run.json`.
     """
-    collectives = context.collectives
+    collectives, training = context.collectives, request.config.training
     checkpoints = CheckpointManager(
-        folder.checkpoints, collectives, engine_name=context.engine, keep=config.training.save_total_limit
+        folder.checkpoints, collectives, engine_name=context.engine, keep=training.save_total_limit
     )
     checkpoints.prepare()
     collectives.on_rank_zero(lambda: clear_exports(folder))
-    callbacks = open_callbacks(config, callbacks, collectives)
-    run = _plan(config, context, folder, stop, resume)
-    generates = config.training.eval_generate_samples > 0
-    metrics = collectives.on_every_rank(lambda: usable_metrics(config)) if generates else []
-    data = collectives.rank_zero_first(lambda: _build_data(run, allow_data_change))
+    run = _plan(request, context, folder)
+    generates = training.eval_generate_samples > 0
+    metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if generates else []
+    data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
     require_same_data(data.fingerprint, collectives)
     run = replace(run, config=with_steps(run.config, data.pipeline, run.found, collectives))
     state = _first_state(run, data)
     job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
     expected = estimate_run(job)
-    if is_over(state, run.config.training):
-        is_whole = state.global_step >= run.config.training.num_train_steps
-        limit = "num_train_steps" if is_whole else "early_stopping_patience"
-        logger.info("nothing left to do after step %d: to train on, raise training.%s", state.global_step, limit)
-    elif context.world.is_main:
-        for line in start_banner(job, context, expected, start_step=state.global_step, epochs=run.epochs):
-            logger.info(line)
+    _log_start(run, state, job, expected)
     engine = _build_engine(run, job, expected)
     if run.found:
         state = checkpoints.adopt(run.found, state)
@@ -311,31 +242,51 @@ def _wire(
         config=run.config,
         engine=engine,
         loader=data.loader,
-        eval_batches=data.eval_batches,
-        eval_sets=data.eval_sets,
+        eval_sets={"": data.eval_batches, **data.eval_sets},
         collectives=collectives,
-        recorder=_begin_recording(run, state, expected),
+        recorder=begin_recording(run, state, expected),
         checkpoints=checkpoints,
-        stop=stop,
-        run_files=partial(_run_files, run, data),
+        stop=request.stop,
+        run_files=partial(checkpoint_files, run, data),
         state=state,
         require_folder=folder.require_present,
+        judge=_judge(run, engine, data, metrics, request.stop) if metrics else None,
         callbacks=callbacks,
         rehearses=context.device.type != "cpu",
     )
-    if metrics:
-        model, held_out, stopped = run.model, data.eval_examples, lambda: stop.requested
-        collectives.on_every_rank(lambda: check_cache(model.config))
-        trainer.judge = Judge(
-            run.config, engine, model.config, model.tokenizer, collectives, held_out, metrics, stopped=stopped
-        )
     return trainer, expected, {"parameters": job.parameters, "trainable_parameters": job.trainable_parameters}
 
 
-def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: StopRequest, resume: str | None) -> _Run:
+def _log_start(run: Run, state: TrainingState, job: Job, expected: ExpectedMemory | None) -> None:
+    if is_over(state, run.config.training):
+        is_whole = state.global_step >= run.config.training.num_train_steps
+        limit = "num_train_steps" if is_whole else "early_stopping_patience"
+        logger.info("nothing left to do after step %d: to train on, raise training.%s", state.global_step, limit)
+    elif run.context.world.is_main:
+        for line in start_banner(job, run.context, expected, start_step=state.global_step, epochs=run.epochs):
+            logger.info(line)
+
+
+def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str], stop: StopRequest) -> Judge:
+    """Generates and scores texts in evaluations. Raises ConfigError for a model that cannot generate. Collective."""
+    collectives, model = run.context.collectives, run.model
+    collectives.on_every_rank(lambda: check_cache(model.config))
+    return Judge(
+        run.config,
+        engine,
+        model.config,
+        model.tokenizer,
+        collectives,
+        data.eval_examples,
+        metrics,
+        stopped=lambda: stop.requested,
+    )
+
+
+def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     """The checkpoint to go on from, if any, the model, and how many micro-batches a step has. Collective."""
-    collectives = context.collectives
-    found = _find(config, context, folder, resume)
+    collectives, config = context.collectives, request.config
+    found = _find(config, context, folder, request.resume)
     saved = found.read_json("trainer.json") if found else None
     # Once on each machine, whose copy may be another; rank 0 writes it into checkpoints.
     hashes = context.world.is_main or context.world.local_rank == 0
@@ -348,9 +299,9 @@ def _plan(config: FullConfig, context: RunContext, folder: RunFolder, stop: Stop
     saved_commits = saved["data"]["dataset_commits"] if saved else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     config = resolve_checkpointing(config, context, model.config, found)
-    config = resolve_batch_size(config, context, stop, model.config, found)
+    config = resolve_batch_size(config, context, request.stop, model.config, found)
     lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)
-    return _Run(config, context, folder, found, model, commits, *lanes, config.training.num_train_epochs)
+    return Run(config, context, folder, found, model, commits, *lanes, config.training.num_train_epochs)
 
 
 def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
@@ -367,7 +318,7 @@ def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: st
     return found
 
 
-def _build_data(run: _Run, accept_other_data: bool) -> TrainingData:
+def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
     return build_data(
         run.config,
         run.model.tokenizer,
@@ -383,7 +334,7 @@ def _build_data(run: _Run, accept_other_data: bool) -> TrainingData:
     )
 
 
-def _first_state(run: _Run, data: TrainingData) -> TrainingState:
+def _first_state(run: Run, data: TrainingData) -> TrainingState:
     """A new run's state, or that of the checkpoint; `data` is put where it was then."""
     if run.found is None:
         return TrainingState(best_by=run.config.training.best_by)
@@ -392,7 +343,7 @@ def _first_state(run: _Run, data: TrainingData) -> TrainingState:
     return restore_data(run.found, data, state, is_main=run.context.world.is_main)
 
 
-def _build_engine(run: _Run, job: Job, expected: ExpectedMemory | None) -> Engine:
+def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine:
     """The engine with its weights, from the model's source or from the checkpoint. Collective.
 
     Before that, the disk's room for its checkpoints is checked.
@@ -406,7 +357,7 @@ def _build_engine(run: _Run, job: Job, expected: ExpectedMemory | None) -> Engin
     return engine
 
 
-def _check_disk_space(run: _Run, job: Job) -> None:
+def _check_disk_space(run: Run, job: Job) -> None:
     """Warn where the checkpoints to come do not fit; with `infra.require_disk_space` raise DiskRefusedError."""
     folder = run.folder.checkpoints
     if (problem := disk_shortage(folder, len(committed_steps(folder)), run.config, job)) is None:
@@ -414,95 +365,3 @@ def _check_disk_space(run: _Run, job: Job) -> None:
     if run.config.infra.require_disk_space:
         raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
     logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)
-
-
-def _last_report(run_dir: Path) -> Path:
-    from ds_encdec.report.write import write_last_report  # matplotlib, which training does without
-
-    return write_last_report(run_dir)
-
-
-def _begin_recording(run: _Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
-    """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective.
-
-    The run's configuration is written first. Raises DiskRefusedError.
-    """
-    config, folder, sizes = run.config, run.folder, run.model.config
-    world, device = run.context.world, run.context.device
-
-    share = trained_share(config, sizes)
-
-    def open_recorder() -> Recorder:
-        with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
-            if world.is_main:
-                _write_run_configuration(run)
-            return Recorder(
-                device=device,
-                collectives=run.context.collectives,
-                state=state,
-                warmup_steps=config.training.warmup_steps,
-                settings=config.monitor,
-                monitor=TrainingMonitor.from_config(config),
-                events=EventLog(folder.events if world.is_main else None),
-                sinks=open_sinks(config, folder.root, _last_report, rank=world.rank, start_step=state.global_step),
-                batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, share),
-                peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
-                estimated_bytes=expected.peak_bytes if expected is not None else None,
-                on_long_row=config.data.on_long_row,
-            )
-
-    recorder = run.context.collectives.on_every_rank(open_recorder)
-    if run.found:
-        recorder.load_state_dict(run.found.read_json("trainer.json")["recorder"])
-    recorder.events.write(
-        "start",
-        step=state.global_step,
-        data_step=state.data_step,
-        resumed_from=str(run.found.path) if run.found else None,
-        world_size=world.world_size,
-        engine=run.context.engine,
-    )
-    return recorder
-
-
-def _run_files(
-    run: _Run,
-    data: TrainingData,
-    state: TrainingState,
-    recorder: dict[str, Any],
-    lanes: list[dict[str, Any]],
-    saved: dict[str, Any],
-) -> Callable[[Path], None]:
-    """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
-    trainer = {"saved": saved, "state": state.to_dict(), "num_lanes": run.num_lanes}
-    trainer |= {"data": data.saved(), "recorder": recorder}
-    trainer |= {} if run.epochs is None else {"num_train_epochs": run.epochs}
-    # Text now: by the time it is written, training may have gone on.
-    texts = {
-        "trainer.json": json.dumps(trainer, indent=1) + "\n",
-        "data.json": json.dumps({"lanes": lanes}, indent=1) + "\n",
-        "config.yaml": run.config.dump_yaml(),
-    }
-
-    def write(checkpoint: Path) -> None:
-        for name, text in texts.items():
-            (checkpoint / name).write_text(text, encoding="utf-8")
-        run.model.config.save_pretrained(checkpoint / "model")
-        run.model.tokenizer.save_pretrained(checkpoint / "model")
-        if run.model.base is not None:
-            (checkpoint / "model" / BASE_RECORD).write_text(json.dumps(run.model.base, indent=1) + "\n")
-
-    return write
-
-
-def _write_run_configuration(run: _Run) -> None:
-    """Write config.yaml and the files of the engine that runs, and remove those of another one, an earlier start's."""
-    world, device = run.context.world, run.context.device
-    write_atomically(run.folder.config_yaml, run.config.dump_yaml())
-    for row in ENGINES.values():
-        for name, rendered in row.run_files.items():
-            if row is run.context.engine_spec:
-                content = load(rendered)(run.config, world, device, run.accumulation)
-                write_atomically(run.folder.root / name, json.dumps(content, indent=2) + "\n")
-            else:
-                (run.folder.root / name).unlink(missing_ok=True)

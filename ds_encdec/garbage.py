@@ -1,7 +1,7 @@
-"""Python's garbage collector, by hand while a run trains.
+"""Python's garbage collector, called by the loop while a run trains.
 
 Left alone it runs whenever enough objects were made, in the middle of a step, on each rank in another one: the others
-wait for it. Inside `by_hand` it runs in the same step on every rank, and never through what was there before: the
+wait for it. Inside `manual_gc` it runs in the same step on every rank, and never scans what was there before: the
 program's modules, the model, the engine.
 """
 
@@ -14,10 +14,10 @@ EVERY_STEPS = 50
 
 
 @contextmanager
-def by_hand() -> Iterator[Callable[[], None]]:
-    """Inside, nothing is collected but by the function that this gives, to be called once a step.
+def manual_gc() -> Iterator[Callable[[], None]]:
+    """Collect only in the function that this yields, to be called once a step.
 
-    Collects at once, and takes what is left for permanent until the end, when the collector is again as it was.
+    Collects now and freezes the survivors (`gc.freeze`); restores the collector's state on exit.
     """
     was_enabled, was_frozen, steps = gc.isenabled(), gc.get_freeze_count() > 0, 0
 

@@ -14,37 +14,40 @@ from ds_encdec.types import StepResult, TrainingState
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """All ranks' knowledge of a step before its backward pass, from one small exchange between the hosts per step."""
+    """Sums over all ranks, known before a step's backward pass, from one small exchange between the hosts per step.
 
-    target_tokens: int
-    encoder_tokens: int
-    epoch: int
-    save_due: bool
-    save_over: bool
-    bad_rows: int = 0
-    long_rows: int = 0
+    The first three count ranks without a batch: for any reason, for want of data, because a worker was killed.
+    `stop`: ranks that are asked to stop. `save_due`: 1 where the clock asks for a save. `saves_over`: ranks whose save
+    in the background has ended. `epoch` is the lowest.
+    """
+
+    failed: int = 0
+    failed_data: int = 0
+    killed_workers: int = 0
+    target_tokens: int = 0
+    encoder_tokens: int = 0
+    stop: int = 0
+    save_due: int = 0
+    saves_over: int = 0
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Due:
-    """The plan of what happens after a step. Equal on every rank, because everything that decides it is.
+class StepPlan:
+    """The plan of what follows a step, by the counters. Equal on every rank, because everything that decides it is.
 
     `log`: close the logging interval, which judges its steps too. `judge`: look for alerts in the steps not yet judged.
-    `leave`: save and end, because somebody or a machine's alert asks for it. `rolled_back`: the run has gone back to a
-    checkpoint, and waits for the save.
     """
 
     log: bool = False
     judge: bool = False
     evaluate: bool = False
     save: bool = False
-    leave: bool = False
-    rolled_back: bool = False
 
     @classmethod
     def after(
         cls, state: TrainingState, result: StepResult, totals: StepTotals, training: TrainingConfig, *, every_step: bool
-    ) -> Due:
+    ) -> StepPlan:
         """Plan by the counters. `state` is the one after the step; with `every_step` each step is judged."""
         done = is_over(state, training)
 
@@ -53,7 +56,7 @@ class Due:
             return result.applied and (state.global_step % n == 0 or done)
 
         log, planned = every(training.logging_steps), training.save_strategy == "steps" and every(training.save_steps)
-        save = totals.save_due or planned
+        save = totals.save_due > 0 or planned
         # A checkpoint is evaluated, or it could not be the best.
         evaluate = bool(training.eval_samples) and (every(training.eval_steps) or planned)
         # No state is saved unjudged, and no step follows a skipped one unjudged.
@@ -98,6 +101,4 @@ def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> Tra
         epoch=totals.epoch,
         total_tokens_seen=state.total_tokens_seen + totals.encoder_tokens + totals.target_tokens,
         target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
-        bad_rows=totals.bad_rows,
-        long_rows=totals.long_rows,
     )

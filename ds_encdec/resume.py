@@ -1,111 +1,31 @@
-"""The model and tokenizer of a run, the steps of its epochs, and going on from a checkpoint.
-
-All come from the configuration, or on resume from the checkpoint. A run goes on at its start, or in its midst by a
-rollback; checkpoints of other models are refused.
-"""
+"""Going on from a checkpoint: at a run's start, or in its midst by a rollback; those of other models are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ds_encdec.checkpoint.adapters import base_record, opened_base
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.saved_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
-from ds_encdec.data.builtin_corpus import builtin_documents
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.fingerprint import changes, differing, usable_records
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.source import architecture, base_model, resolve_model
-from ds_encdec.model.trained import trained_shapes
+from ds_encdec.model.source import architecture
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.quantities import listed
-from ds_encdec.tokenizer.load import load_tokenizer
-from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import CheckpointError, DivergedError, DsEncDecError, TrainingState, WeightSource
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+from ds_encdec.run_model import MODEL_NAME, new_model, saved_model
+from ds_encdec.types import CheckpointError, DivergedError, DsEncDecError, TrainingState
 
 logger = logging.getLogger(__name__)
 
-_MODEL_NAME = "model.model_name_or_path"
 _TOKENIZER_NAME = "model.tokenizer_name_or_path"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class RunModel:
-    """The model to train, before it is built.
-
-    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters,
-    where it was hashed.
-    """
-
-    config: Qwen3Seq2SeqConfig
-    tokenizer: PreTrainedTokenizerFast
-    vocabulary: Vocabulary
-    weights: WeightSource | None
-    base: dict[str, Any] | None = None
-
-
-def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
-    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`.
-
-    `hashes_base`: read all files of the base of adapters.
-    """
-    tokenizer, vocabulary = run_tokenizer(config)
-    seed = config.training.seed
-    source = resolve_model(config.model, vocabulary, seed=seed)
-    trained_shapes(config, source.config)  # raises for patterns that match nothing
-    has_base = config.model.lora is not None and hashes_base
-    base = base_record(config.model, base_model(config.model, source.config, seed)) if has_base else None
-    return RunModel(source.config, tokenizer, vocabulary, source.weights, base)
-
-
-def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = True) -> RunModel:
-    """The model in the folder `checkpoint`, whose source may be gone or have changed; the kernels are `config`'s.
-
-    `hashes_base`: read all files of the base of adapters, and compare them.
-    Raises CheckpointError where `config` wants special tokens that the saved model does not know.
-    """
-    folder = checkpoint / "model"
-    tokenizer, vocabulary = run_tokenizer(config, folder)
-    model_config = Qwen3Seq2SeqConfig.from_pretrained(folder)
-    known = (tuple(model_config.sentinel_token_ids), tuple(model_config.mode_token_ids))
-    if (vocabulary.sentinel_ids, vocabulary.mode_token_ids) != known or vocabulary.vocab_size > model_config.vocab_size:
-        raise CheckpointError(
-            f"{folder}: its model does not have the special tokens of this run, which are "
-            f"{config.model.num_sentinel_tokens} sentinels{' and mode tokens' if config.data.use_mode_tokens else ''}. "
-            "Give the model.num_sentinel_tokens and data.use_mode_tokens that it was made with."
-        )
-    model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
-    model_config.use_flash_attention = config.model.use_flash_attention
-    if config.model.lora is None:
-        return RunModel(model_config, tokenizer, vocabulary, weights=None)
-    base = opened_base(checkpoint, config.model, _MODEL_NAME, hashed=hashes_base)
-    record = base_record(config.model, base) if hashes_base else None
-    return RunModel(model_config, tokenizer, vocabulary, base.weights, record)
-
-
-def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """The configuration's tokenizer, or the one saved in `folder`."""
-    section = config.model
-    if folder is not None:
-        section = section.model_copy(update={"tokenizer_name_or_path": str(folder)})
-    return load_tokenizer(
-        section,
-        builtin_texts=lambda: (document.text for document in builtin_documents()),
-        mode_tokens=config.data.use_mode_tokens,
-    )
 
 
 def with_steps(
@@ -132,7 +52,7 @@ def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
     differing = _differences(theirs, ours)
     if not differing:
         return
-    if all(ours[name] == theirs[name] for name in (ours.keys() & theirs.keys()) - {_MODEL_NAME, _TOKENIZER_NAME}):
+    if all(ours[name] == theirs[name] for name in (ours.keys() & theirs.keys()) - {MODEL_NAME, _TOKENIZER_NAME}):
         contents = _different_contents(found, config)
         if not contents:
             logger.info("%s is the same model and tokenizer: %s.", found.path, "; ".join(differing))
@@ -195,7 +115,7 @@ def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives)
 
 
 def roll_back(
-    state: TrainingState, alert: Alert, *, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
+    state: TrainingState, alert: Alert, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
 ) -> TrainingState | None:
     """Go back to an earlier checkpoint in mid-run, past the data that was read since; returns the state to go on from.
 
@@ -283,7 +203,7 @@ def _model_settings(config: FullConfig) -> dict[str, Any]:
     return {
         "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
         "training.freeze": config.training.freeze,
-        _MODEL_NAME: section.model_name_or_path,
+        MODEL_NAME: section.model_name_or_path,
         _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
         "model.num_sentinel_tokens": section.num_sentinel_tokens,
         "data.use_mode_tokens": config.data.use_mode_tokens,

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.arguments import COUNT, Arguments, Verb, flag, value
 from ds_encdec.config.command_line import read_program
@@ -103,9 +103,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
         print("".join(f"# {note}\n" for note in notes) + config.dump_yaml(), end="")
     elif options.print_deepspeed_config:
         config = _load(options, overrides)
-        from ds_encdec.build import planned_deepspeed_json
-
-        print(json.dumps(planned_deepspeed_json(config, os.environ), indent=2))
+        print(json.dumps(_planned_deepspeed_json(config), indent=2))
     else:
         from ds_encdec.launch.preemption import StopRequest  # not for --help
 
@@ -138,6 +136,22 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
 
             hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
     return 0
+
+
+def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
+    """The JSON that DeepSpeed would be given here; for a plain process, on the planned `infra.num_gpus` ranks."""
+    import torch
+
+    from ds_encdec.config.shares import plan_lanes, with_assumed_batch_size
+    from ds_encdec.engine.ds_json import render_deepspeed_json
+
+    world = discover(os.environ)
+    ranks = world.world_size if world.world_size > 1 else config.infra.num_gpus
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    device = found if config.infra.device == "auto" else config.infra.device
+    config = with_assumed_batch_size(config, ranks)
+    _, accumulation = plan_lanes(config, ranks)
+    return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
 
 
 def _refuse_absent(config: FullConfig, resume: str | None) -> None:

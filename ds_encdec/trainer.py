@@ -14,28 +14,25 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import torch
+from typing import Any, NoReturn
 
 from ds_encdec.callbacks import Callback, call
 from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.data.loader import LaneLoader, copied_ahead
-from ds_encdec.data.sources import check_bad_rows, sum_by_pass
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.loader import LaneLoader, copied_ahead, count_rows
+from ds_encdec.data.sources import check_bad_rows
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.garbage import by_hand
+from ds_encdec.evaluate.in_training import evaluate
+from ds_encdec.garbage import manual_gc
 from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attempt
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.progress import Due, StepTotals, advance, after_evaluation, is_best, is_over
+from ds_encdec.progress import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
 from ds_encdec.rehearsal import rehearse
 from ds_encdec.resume import roll_back
 from ds_encdec.types import (
-    TASKS,
     Batch,
     CheckpointError,
     ConfigError,
@@ -49,23 +46,9 @@ from ds_encdec.types import (
 logger = logging.getLogger(__name__)
 
 
-class Brought(NamedTuple):
-    """The sums of all ranks' parts of a step. The first three: ranks without a batch, for the data, for a worker."""
-
-    failed: int
-    of_data: int
-    killed: int
-    target_tokens: int
-    encoder_tokens: int
-    stop: int
-    save_due: int
-    saves_over: int
-    bad_rows: int
-
-
 @dataclass(frozen=True, slots=True)
-class Ahead:
-    """This rank's micro-batches of the next step, or why it has none, and what all ranks bring to it, on its way.
+class NextStep:
+    """This rank's micro-batches of the next step, or why it has none, and the exchange of all ranks' sums, under way.
 
     `lanes`: the records of the steps before. `last_save`: when the last save was, as it was then.
     """
@@ -77,45 +60,57 @@ class Ahead:
     sums: Reduction
     epoch: Reduction
 
-    def brought(self) -> Brought:
-        """The same on every rank. Waits for them."""
-        return Brought(*self.sums.result().tolist())
+    def totals(self) -> StepTotals:
+        """The sums of all ranks, the same on every one. Waits for them."""
+        return StepTotals(*self.sums.result().tolist(), *self.epoch.result().tolist())
 
 
-RunFiles = Callable[[TrainingState, dict[str, Any], list[dict[str, Any]], dict[str, Any]], Callable[[Path], None]]
-"""Takes a checkpoint's content beside the engine's files, as it is now: the state, the recorder's, one record per
-data lane, and `_save_facts`. Returns what writes it into the checkpoint's folder later, from any thread."""
-
-
-@dataclass
+@dataclass(kw_only=True)
 class Trainer:
-    """A run, wired. `require_folder` raises where the run's folder is gone. What `run_files` returns is for rank 0.
+    """A run, wired. `state` is where it is now, `start` where this process began.
 
-    `rehearses`: evaluation and saves are tried before the first step, as on accelerators.
-
-    `judge`: figures of the texts that the model generates for held-out inputs, and some of the texts. Collective.
+    `eval_sets`: by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files,
+    as it is now (state, recorder's, lanes', facts of the save), and returns what rank 0 calls later to write it.
+    `require_folder` raises where the run's folder is gone. `judge`: figures of texts that the model generates, and some
+    of the texts. `rehearses`: evaluation and saves are tried before the first step, as on accelerators.
     """
 
     config: FullConfig
     engine: Engine
     loader: LaneLoader
-    eval_batches: Callable[[], Sequence[Batch]]
-    eval_sets: Mapping[str, Callable[[], Sequence[Batch]]] = field(default_factory=dict, kw_only=True)
+    eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
     collectives: HostCollectives
     recorder: Recorder
     checkpoints: CheckpointManager
     stop: StopRequest
-    run_files: RunFiles
+    run_files: Callable[[TrainingState, dict[str, Any], list[dict[str, Any]], dict[str, Any]], Callable[[Path], None]]
     state: TrainingState
     require_folder: Callable[[], None] = lambda: None
-    judge: Callable[[], tuple[dict[str, float], list[Sample]]] = lambda: ({}, [])
+    judge: Callable[[], tuple[dict[str, float], list[Sample]]] | None = None
     callbacks: Sequence[Callback] = ()
     rehearses: bool = False
-    saved_data_step: int = field(init=False)  # of the newest whole checkpoint, or of the start
-    ahead: Ahead | None = field(default=None, init=False)
+    ahead: NextStep | None = field(default=None, init=False)
+    skipped_in_a_row: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.saved_data_step = self.state.data_step
+        self.training, self.start = self.config.training, self.state
+        self.saved_data_step = self.state.data_step  # of the newest whole checkpoint, or of the start
+        self.last_save = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """True if no step follows."""
+        return is_over(self.state, self.training)
+
+    @property
+    def has_stepped(self) -> bool:
+        """True once this process has taken a step, applied or not."""
+        return self.state.data_step > self.start.data_step
+
+    @property
+    def lanes(self) -> list[dict[str, Any]]:
+        """The records of this rank's data lanes behind the last step taken, however far the loader has read."""
+        return self.loader.state() if self.ahead is None else self.ahead.lanes
 
 
 def train(run: Trainer) -> TrainingState:
@@ -125,68 +120,88 @@ def train(run: Trainer) -> TrainingState:
     skipped, an alert asks for it, or the rollbacks are used up; CheckpointError when the last save of all fails. A
     save may still be under way then.
     """
-    with by_hand() as collect:
-        if run.rehearses and not is_over(run.state, run.config.training):
-            with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-                copies = run.config.training.async_save
-                rehearse(run.engine, run.eval_batches(), run.checkpoints.folder, copies=copies)
-        return _train(run, collect)
+    with manual_gc() as collect_garbage:
+        _rehearse(run)
+        while not run.is_over:
+            micro_batches, totals = _next_step(run)
+            if totals.saves_over == run.collectives.world_size:
+                _collect_save(run)
+
+            for number, batch in enumerate(copied_ahead(micro_batches, run.engine.device), start=1):
+                loss = run.engine.forward(batch)
+                run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
+                run.recorder.add(loss, batch)
+            run.recorder.measure_held(run.engine.held_bytes)
+            _read_ahead(run)  # while the device works on this step, unless it is the last
+            result = run.engine.step(run.recorder.veto)
+            run.stop.heartbeat.step_over()
+
+            run.state = advance(run.state, result, totals)
+            run.recorder.end_step(run.state, result)
+            collect_garbage()
+            _run_callbacks(run, "after_step", run.state, result)
+            _count_skipped(run, result)
+
+            plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.judges_every_step)
+            asked = _log_or_judge(run, plan)
+            rolled_back = _roll_back(run, asked)
+            value = None if rolled_back or asked.leave else _evaluate(run, plan)
+            if reason := _reason_to_save(run, plan, asked, rolled_back=rolled_back, value=value):
+                _save(run, reason, value)
+                run.last_save = time.monotonic()
+            if asked.leave and not run.is_over:
+                raise _preempted(run, asked.leave["message"])
+    return run.state
 
 
-def _train(run: Trainer, collect_garbage: Callable[[], None]) -> TrainingState:
-    """The loop itself."""
-    training, state = run.config.training, run.state
-    skipped_in_a_row, last_save = 0, time.monotonic()
-    while not is_over(state, training):
-        micro_batches, totals = _next_step(run, state, last_save)
-        if totals.save_over:
-            state = _collect_save(run, state)
-        for number, batch in enumerate(copied_ahead(micro_batches, run.engine.device), start=1):
-            loss = run.engine.forward(batch)
-            run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
-            run.recorder.add(loss, batch)
-        run.recorder.measure_held(run.engine.held_bytes)
-        run.ahead = _read_ahead(run, state, last_save)
-        result = run.engine.step(run.recorder.veto)
-        run.stop.heartbeat.step_over()
-        state = advance(state, result, totals)
-        run.recorder.end_step(state, result)
-        collect_garbage()
-        _tell(run, "after_step", state, result)
-        skipped_in_a_row = _count_skipped(state, result, skipped_in_a_row, training)
-
-        due = Due.after(state, result, totals, training, every_step=run.recorder.judges_every_step)
-        actions = _observe(run, state, due)
-        state, due = _react(run, state, due, actions)
-        skipped_in_a_row = 0 if due.rolled_back else skipped_in_a_row
-        state, value = _evaluate(run, state, due)
-        if due.save or is_over(state, training) or (training.saves_best and is_best(state, value, training)):
-            state = _save(run, state, due, value)
-            last_save = time.monotonic()
-        if due.leave and not is_over(state, training):
-            raise _preempted(state, actions)
-    return state
+def _rehearse(run: Trainer) -> None:
+    if run.rehearses and not run.is_over:
+        with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+            rehearse(run.engine, run.eval_sets[""](), run.checkpoints.folder, copies=run.training.async_save)
 
 
-def _read_ahead(run: Trainer, state: TrainingState, last_save: float) -> Ahead | None:
-    """Begin the next step while the device works on this one; not in the last step, which has none. See `_begin`."""
-    over = state.global_step + 1 >= run.config.training.num_train_steps
-    return None if over else _begin(run, state.data_step + 1, last_save)
+def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
+    """Return this rank's micro-batches and the sums of all ranks, by which they take the same branches.
+
+    Raises on every rank the error of one that has no data, or no folder. Where the data fails, or a rank is asked to
+    stop, the steps that were taken are saved first; the latter raises Preempted, and a killed worker is no error then,
+    since whoever ends a run may kill its processes in any order.
+    """
+    ahead = run.ahead = run.ahead or _begin_next_step(run, run.state.data_step)
+    totals = ahead.totals()
+    run.recorder.clock.add_exchange(ahead.sums.waited_seconds)
+    if totals.failed != totals.failed_data:
+        run.collectives.raise_first(ahead.error)
+    if totals.stop:
+        run.stop.acknowledge()
+    if totals.failed or (totals.stop and run.has_stepped):  # the first step is taken in any case
+        errors, reasons = zip(*run.collectives.gather((ahead.error, run.stop.reason)), strict=True)
+        excused = totals.stop and totals.failed == totals.killed_workers
+        _end_between_steps(run, None if excused else next(filter(None, errors)), next(filter(None, reasons), ""))
+    run.ahead = None
+    if ahead.last_save != run.last_save:  # what was known of saves is of before the last one
+        totals = replace(totals, save_due=0, saves_over=0)
+    return ahead.micro_batches, totals
 
 
-def _begin(run: Trainer, data_step: int, last_save: float) -> Ahead:
-    """Read the micro-batches of the step after `data_step` steps, and begin to exchange what the ranks bring to it."""
+def _read_ahead(run: Trainer) -> None:
+    if run.state.global_step + 1 < run.training.num_train_steps:
+        run.ahead = _begin_next_step(run, run.state.data_step + 1)
+
+
+def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
+    """Read the micro-batches of the step after `data_step` steps, and begin to exchange the ranks' sums."""
 
     def read() -> list[Batch]:
-        if data_step % run.config.training.logging_steps == 0:
+        if data_step % run.training.logging_steps == 0:
             run.require_folder()
         return next(run.loader)
 
     lanes = run.loader.state()
     with run.recorder.clock.spent_on("data"):
         micro_batches, error = attempt(read)
-    hours = run.config.training.save_interval_hours
-    sums = run.collectives.begin_sum(
+    hours = run.training.save_interval_hours
+    sums = run.collectives.begin_sum(  # in the order of the fields of StepTotals
         error is not None,
         isinstance(error, DataError),
         isinstance(error, WorkerKilledError),
@@ -194,174 +209,113 @@ def _begin(run: Trainer, data_step: int, last_save: float) -> Ahead:
         sum(batch.encoder_tokens for batch in micro_batches or ()),
         run.stop.requested,
         # Rank 0's clock decides.
-        run.collectives.rank == 0 and hours is not None and time.monotonic() - last_save > hours * 3600,
+        run.collectives.rank == 0 and hours is not None and time.monotonic() - run.last_save > hours * 3600,
         run.checkpoints.save_is_over,
-        run.loader.found_bad_rows,
     )
-    return Ahead(micro_batches or [], error, lanes, last_save, sums, run.collectives.begin_lowest(run.loader.epoch))
+    epoch = run.collectives.begin_lowest(run.loader.epoch)
+    return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
 
 
-def _next_step(run: Trainer, state: TrainingState, last_save: float) -> tuple[list[Batch], StepTotals]:
-    """Return this rank's micro-batches, and what all ranks bring to the step, by which they take the same branches.
-
-    Raises on every rank the error of one that has no data, or no folder, so that the others do not wait for it. Where
-    it is the data that fails, the steps that were taken are saved first, and so they are where a rank is asked to stop:
-    Preempted is raised then. A killed worker is no error there, since whoever ends a run may kill its processes in any
-    order.
-    """
-    ahead = run.ahead = run.ahead or _begin(run, state.data_step, last_save)
-    brought = ahead.brought()
-    run.recorder.clock.add_exchange(ahead.sums.waited_seconds)
-    if brought.failed != brought.of_data:
-        run.collectives.raise_first(ahead.error)
-    if brought.stop:
-        run.stop.acknowledge()
-    stops = brought.stop and state.data_step > run.state.data_step  # the first step is taken in any case
-    if brought.failed or stops:
-        errors, reasons = zip(*run.collectives.gather((ahead.error, run.stop.reason)), strict=True)
-        excused = brought.stop and brought.failed == brought.killed
-        error = None if excused else next(filter(None, errors))
-        _end_before_step(run, state, error, asked_by=next(filter(None, reasons), ""))
-    bad, long = _count_rows(run, state) if brought.bad_rows else (state.bad_rows, state.long_rows)
-    no_save_since = ahead.last_save == last_save
-    totals = StepTotals(
-        target_tokens=brought.target_tokens,
-        encoder_tokens=brought.encoder_tokens,
-        epoch=int(ahead.epoch.result()),
-        save_due=brought.save_due > 0 and no_save_since,
-        save_over=brought.saves_over == run.collectives.world_size and no_save_since,
-        bad_rows=bad,
-        long_rows=long,
-    )
-    run.ahead = None
-    return ahead.micro_batches, totals
-
-
-def _count_rows(run: Trainer, state: TrainingState) -> tuple[int, int]:
-    """The rows passed over by all ranks, and those too long, in the pass with most of each; too many end the run."""
-    rows = run.collectives.gather((run.loader.bad_rows, run.loader.last_bad_row, run.loader.long_rows))
-    bad, long = (max(sum_by_pass(row[part] for row in rows), default=0) for part in (0, 2))
-    last = max((row[1] for row in rows if row[1]), default=("",))[-1]
-    try:
-        check_bad_rows(bad, run.config.data.max_bad_rows, last)
-    except DataError as error:
-        _end_before_step(run, state, error)
-    return bad, long
-
-
-def _end_before_step(run: Trainer, state: TrainingState, error: Exception | None, asked_by: str = "") -> NoReturn:
+def _end_between_steps(run: Trainer, error: Exception | None, asked_by: str = "") -> NoReturn:
     """Save the steps that were taken, if there is no checkpoint of them, and end.
 
-    Raises `error`, for which some rank has no data for the next step, the same on every rank; or Preempted where it is
-    None; DivergedError where the steps ask for it.
+    Raises `error`, the same on every rank, or Preempted where it is None; DivergedError where the steps ask for it.
     """
     if error is not None and run.collectives.rank == 0:  # at once, or it is lost where the save ends the process
         logger.error("There is no data for the next step; the steps before it are saved. %s", error)
-    due = Due(judge=True, leave=True)
-    actions = _observe(run, state, due)
-    state, due = _react(run, state, due, actions)
+    asked = _log_or_judge(run, StepPlan(judge=True))
+    rolled_back = _roll_back(run, asked)
     try:
-        state = _collect_save(run, state)
-        if due.rolled_back or state.data_step != run.saved_data_step:
-            _save(run, state, due, None)
+        _collect_save(run)
+        if rolled_back or run.state.data_step != run.saved_data_step:
+            _save(run, "stop")
     except CheckpointError as problem:
         if error is None:
             raise
         if run.collectives.rank == 0:
             logger.error("%s", problem)
-    raise error or _preempted(state, actions, asked_by, saved=state.data_step > run.state.data_step)
+    raise error or _preempted(run, asked.leave["message"] if asked.leave else asked_by)
 
 
-def _preempted(state: TrainingState, actions: Actions, asked_by: str = "", *, saved: bool = True) -> Preempted:
-    reason = asked_by if actions.leave is None else actions.leave["message"]
-    what = "state saved; go on with --resume auto" if saved else "no step was taken, so there was nothing to save"
-    return Preempted(f"stopped at step {state.global_step} by {reason}; {what}")
+def _preempted(run: Trainer, asked_by: str) -> Preempted:
+    saved = "state saved; go on with --resume auto"
+    what = saved if run.has_stepped else "no step was taken, so there was nothing to save"
+    return Preempted(f"stopped at step {run.state.global_step} by {asked_by}; {what}")
 
 
-def _count_skipped(state: TrainingState, result: StepResult, before: int, training: TrainingConfig) -> int:
-    """Return how many steps in a row have been skipped by now. Raises DivergedError for too many."""
-    skipped = 0 if result.applied else before + 1
-    if skipped >= training.max_consecutive_skipped_steps:
+def _count_skipped(run: Trainer, result: StepResult) -> None:
+    """Count the steps skipped in a row. Raises DivergedError for too many."""
+    skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
+    if skipped >= run.training.max_consecutive_skipped_steps:
         raise DivergedError(
             f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
-            f"{state.data_step} (applied step {state.global_step}). Checkpoints are untouched; look at the data, lower "
-            "training.learning_rate, or raise the thresholds of alerts that monitor answers with skip_step."
+            f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched; look at the "
+            "data, lower training.learning_rate, or raise the thresholds of alerts that monitor answers with skip_step."
         )
-    return skipped
 
 
-def _observe(run: Trainer, state: TrainingState, due: Due) -> Actions:
+def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
     """Log or judge the steps; returns what the alerts ask for. Raises DivergedError where one asks to stop."""
-    actions = run.recorder.log(state) if due.log else run.recorder.judge() if due.judge else Actions()
-    if (alert := actions.stop) is not None:
+    asked = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
+    if (alert := asked.stop) is not None:
         kind = alert["type"]
         raise DivergedError(f"{kind}: {alert['message']} (monitor.on_{kind}=stop). Checkpoints are untouched.")
-    return actions
+    return asked
 
 
-def _react(run: Trainer, state: TrainingState, due: Due, actions: Actions) -> tuple[TrainingState, Due]:
-    """Roll back where an alert asks for it and a checkpoint is old enough; returns the state and the plan from there.
+def _log(run: Trainer) -> Actions:
+    """Close the logging interval. The run ends where more rows than `data.max_bad_rows` could not be read by now."""
+    asked, rows = run.recorder.log(run.state, count_rows(run.lanes))
+    earlier, bad = run.state.bad_rows, max(rows.bad, default=0)
+    run.state = replace(run.state, bad_rows=bad, long_rows=max(rows.long, default=0))
+    if bad > earlier and rows.last_bad is not None:
+        try:
+            check_bad_rows(bad, run.config.data.max_bad_rows, rows.last_bad[-1])
+        except DataError as error:
+            _end_between_steps(run, error)
+    return asked
 
-    The state after a rollback is saved at once in its checkpoint's place: a run that is killed now must not meet the
-    same data again.
+
+def _roll_back(run: Trainer, asked: Actions) -> bool:
+    """Roll back where an alert asks for it and a checkpoint is old enough; returns whether that was done.
+
+    The caller saves at once, in that checkpoint's place: a run that is killed now must not meet the same data again.
     """
-    if due.leave or actions.leave is not None:
-        due = replace(due, leave=True, save=True, evaluate=False)  # no evaluation in a hurry
-    if actions.rollback is None:
-        return state, due
+    if asked.rollback is None:
+        return False
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-        state = _collect_save(run, state)
-        earlier = roll_back(
-            state, actions.rollback, engine=run.engine, checkpoints=run.checkpoints, recorder=run.recorder
-        )
-    if earlier is None:
-        return state, due
-    return earlier, replace(due, evaluate=False, save=True, rolled_back=True)
+        _collect_save(run)
+        earlier = roll_back(run.state, asked.rollback, run.engine, run.checkpoints, run.recorder)
+    if earlier is not None:
+        run.state, run.skipped_in_a_row = earlier, 0
+    return earlier is not None
 
 
-def _evaluate(run: Trainer, state: TrainingState, due: Due) -> tuple[TrainingState, float | None]:
-    """Evaluate if it is due; returns its `metric_for_best_model` too, None where no held-out example has a target."""
-    if not due.evaluate or (run.ahead is not None and run.ahead.brought().stop):  # no evaluation in a hurry
-        return state, None
+def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
+    """Evaluate if it is due; returns its `metric_for_best_model`, None where no held-out example has a target."""
+    if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # no evaluation in a hurry
+        return None
     try:
         with run.recorder.clock.spent_on("pause"):
-            metrics = evaluate(run)
+            metrics = evaluate(run.engine, run.eval_sets, run.collectives, run.stop.heartbeat)
             with run.stop.heartbeat.busy():  # each rank generates as long as its texts are, and waits for the others
-                figures, samples = run.judge()
+                figures, samples = run.judge() if run.judge else ({}, [])
     except ConfigError:  # on all ranks: the user's metric that judges the run has no figure; no step is lost
-        _save(run, state, Due(judge=True, leave=True), None)
+        _save(run, "stop")
         raise
     metrics |= figures
-    run.recorder.show(state, samples)
+    run.recorder.show(run.state, samples)
     if metrics:
-        run.recorder.publish(state, metrics)
-        _tell(run, "after_evaluation", state, metrics)
-    training = run.config.training
-    value = metrics.get(f"eval/{training.metric_for_best_model}")
-    return after_evaluation(state, value, training), value
+        run.recorder.publish(run.state, metrics)
+        _run_callbacks(run, "after_evaluation", run.state, metrics)
+    value = metrics.get(f"eval/{run.training.metric_for_best_model}")
+    run.state = after_evaluation(run.state, value, run.training)
+    if run.is_over and not plan.log:  # stopped early, between two lines of metrics
+        _log(run)
+    return value
 
 
-def evaluate(run: Trainer) -> dict[str, float]:
-    """Mean loss on the held-out split (nats per target token) and perplexity, in all and for each denoiser that occurs.
-
-    It is weighted like the training loss: per target token, over all ranks. Every rank must bring equally many batches
-    (empty ones where it has no data): the engine's collectives are per module call. So is each of `data.eval_sets`, as
-    `eval/NAME/…`. There are no figures of a set of which no rank has a target token.
-    """
-    metrics: dict[str, float] = {}
-    for name, batches in {"": run.eval_batches, **run.eval_sets}.items():
-        sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=run.engine.device)
-        for batch in copied_ahead(batches(), run.engine.device):
-            run.stop.heartbeat.beat()
-            loss = run.engine.evaluate(batch)
-            sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
-        losses, tokens = by_denoiser(torch.stack(run.collectives.gather(sums.cpu())).sum(dim=0))
-        if any(tokens.values()):
-            metrics |= eval_metrics(losses, tokens, name)
-    return metrics
-
-
-def _tell(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
+def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
     """Call the run's callbacks that have this moment, on every rank. They may take as long as they like."""
     listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
     if listening:
@@ -370,71 +324,73 @@ def _tell(run: Trainer, moment: str, state: TrainingState, fact: object) -> None
                 run.collectives.on_every_rank(partial(call, callback, moment, state, fact))
 
 
-def _save(run: Trainer, state: TrainingState, due: Due, value: float | None) -> TrainingState:
+def _reason_to_save(
+    run: Trainer, plan: StepPlan, asked: Actions, *, rolled_back: bool, value: float | None
+) -> str | None:
+    """Why a checkpoint is saved after this step, as the checkpoint says it; None for no save."""
+    reasons = {
+        "end": run.is_over,
+        "stop": asked.leave is not None,
+        "rollback": rolled_back,
+        "interval": plan.save,
+        "best": run.training.saves_best and is_best(run.state, value, run.training),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _save(run: Trainer, reason: str, value: float | None = None) -> None:
     """Save a checkpoint. It becomes `best` when it was evaluated just now, and is better than all saved ones.
 
     The last one of this process is written at once, and the run fails with it. For any other the run learns later
-    (unless it was rolled back) whether it was written, and goes on if not. Nothing is saved where it was only thought
-    to be the best. Returns the state, with what is known of the best checkpoint.
+    (at once after a rollback) whether it was written, and goes on if not.
     """
-    done = is_over(state, run.config.training)
-    if done and not due.log:  # stopped early, between two lines of metrics
-        run.recorder.log(state)
-    last = done or due.leave
+    last = reason in ("end", "stop")
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         run.collectives.on_rank_zero(run.require_folder)
-        state = _collect_save(run, state)  # at most one under way
-        best = is_best(state, value, run.config.training)
-        if not (best or last or due.save or due.rolled_back):
-            return state  # the save that was under way has a better one
-        saved = replace(state, best_value=value, best_step=state.global_step) if best else state
+        _collect_save(run)  # at most one under way
+        best = is_best(run.state, value, run.training)
+        if reason == "best" and not best:
+            return  # the save that was under way has a better one
+        saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
         records = run.recorder.state_dict()
-        lanes = run.collectives.gather_to_zero(run.ahead.lanes if run.ahead is not None else run.loader.state())
-        in_background = run.config.training.async_save and not (last or due.rolled_back)
+        lanes = list(chain.from_iterable(run.collectives.gather_to_zero(run.lanes)))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
+        in_background = run.training.async_save and not last and reason != "rollback"
         run.checkpoints.save(
             saved,
             run.engine.stage,
-            run.run_files(saved, records, list(chain.from_iterable(lanes)), _save_facts(run, due, done)),
-            pointers=("best",) * best + ("final",) * done,
+            run.run_files(saved, records, lanes, facts),
+            pointers=("best",) * best + ("final",) * run.is_over,
             in_background=in_background,
         )
         run.recorder.machine.note_save()
-        return state if in_background else _collect_save(run, state, must_succeed=last)
+        if not in_background:
+            _collect_save(run, must_succeed=last)
 
 
-def _save_facts(run: Trainer, due: Due, done: bool) -> dict[str, Any]:
-    """Return when a checkpoint is saved (UTC), its last step's training loss (nats per target token), and why."""
-    because = {"end": done, "stop": due.leave, "rollback": due.rolled_back, "interval": due.save}
-    return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "loss": run.recorder.last_loss,
-        "reason": next((reason for reason, holds in because.items() if holds), "best"),
-    }
-
-
-def _collect_save(run: Trainer, state: TrainingState, *, must_succeed: bool = False) -> TrainingState:
-    """Take note of how the save under way, if any, ended; waits for it. Returns the state with its best checkpoint.
+def _collect_save(run: Trainer, *, must_succeed: bool = False) -> None:
+    """Take note of how the save under way, if any, ended; waits for it.
 
     A failed one changes nothing but the log, unless it `must_succeed`: then CheckpointError is raised.
     """
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         outcome = run.checkpoints.collect()
     if outcome is None:
-        return state
+        return
     step = outcome.state.global_step
     if outcome.problem is not None:
-        problem = f"step {step} was not saved: {outcome.problem}"
-        newest_step = outcome.newest_step
+        problem, newest_step = f"step {step} was not saved: {outcome.problem}", outcome.newest_step
         newest = "There is no checkpoint yet" if newest_step is None else f"The newest is step {newest_step}'s"
         if must_succeed:
             raise CheckpointError(f"{problem} {newest}. Then go on with `--resume auto`.")
         if run.collectives.rank == 0:
             again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
             logger.error("%s %s%s. Training goes on; the next save is at its usual time.", problem, again, newest)
-        return state
+        return
     run.saved_data_step = outcome.state.data_step
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
-    _tell(run, "after_save", outcome.state, run.checkpoints.at(step))
-    return replace(state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)
+    _run_callbacks(run, "after_save", outcome.state, run.checkpoints.at(step))
+    run.state = replace(run.state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)

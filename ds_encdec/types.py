@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from ds_encdec.denoisers import DENOISERS as DENOISERS
 from ds_encdec.objectives import TASKS as TASKS
@@ -175,6 +176,29 @@ class LossSum:
     total: Tensor
     by_denoiser: Tensor
     tokens_by_denoiser: Tensor
+
+
+class RowCounts(NamedTuple):
+    """Rows of the data that were passed over, by pass over their source.
+
+    `bad`: rows that could not be read. `long`: examples above a maximum length, left out or cut off. `last_bad`: the
+    newest bad row's step, lane and problem.
+    """
+
+    bad: Sequence[int] = ()
+    long: Sequence[int] = ()
+    last_bad: tuple[int, int, str] | None = None
+
+    @classmethod
+    def summed(cls, counts: Iterable[RowCounts]) -> RowCounts:
+        """The counts of several lanes, or ranks, together; some may have begun fewer passes."""
+        counts = [*counts]
+        bad = [sum(of_pass) for of_pass in zip_longest(*(one.bad for one in counts), fillvalue=0)]
+        long = [sum(of_pass) for of_pass in zip_longest(*(one.long for one in counts), fillvalue=0)]
+        return cls(bad, long, max((one.last_bad for one in counts if one.last_bad), default=None))
+
+
+NO_ROWS = RowCounts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_encdec.garbage import EVERY_STEPS, by_hand
+from ds_encdec.garbage import EVERY_STEPS, manual_gc
 
 
 class Cycle:
@@ -28,13 +28,13 @@ def cycle() -> weakref.ref[Cycle]:
 
 
 def fail_inside() -> None:
-    with by_hand():
+    with manual_gc():
         assert not gc.isenabled()
         raise KeyError
 
 
 def test_a_collection_comes_after_so_many_steps_and_no_earlier() -> None:
-    with by_hand() as end_of_step:
+    with manual_gc() as end_of_step:
         left = cycle()
         many: list[list[int]] = [[] for _ in range(100_000)]  # would have it run many times
         for _ in range(EVERY_STEPS - 1):
@@ -48,7 +48,7 @@ def test_a_collection_comes_after_so_many_steps_and_no_earlier() -> None:
 def test_what_was_there_is_collected_first_and_then_passed_over() -> None:
     gone, kept = cycle(), Cycle()
     seen = weakref.ref(kept)
-    with by_hand() as end_of_step:
+    with manual_gc() as end_of_step:
         assert gone() is None
         assert gc.get_freeze_count() > 0
         del kept
@@ -71,6 +71,6 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
 
 def test_what_somebody_else_has_frozen_stays_so() -> None:
     gc.freeze()
-    with by_hand():
+    with manual_gc():
         pass
     assert gc.get_freeze_count() > 0

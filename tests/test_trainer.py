@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.progress import Due, StepTotals, advance, after_evaluation, is_best, is_over
-from ds_encdec.trainer import _train
+from ds_encdec.progress import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
+from ds_encdec.trainer import train
 from ds_encdec.types import StepResult, TrainingState
 
-TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2, save_due=False, save_over=False)
+TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2)
 
 
 def result(applied: bool) -> StepResult:
@@ -39,36 +39,36 @@ PLAN = TrainingConfig(num_train_steps=100, warmup_steps=1, logging_steps=2, eval
 @pytest.mark.parametrize(
     ("step", "changes", "expected"),
     [
-        (1, {}, Due()),
-        (2, {}, Due(log=True, judge=True)),
-        (4, {}, Due(log=True, judge=True, evaluate=True)),
-        (6, {}, Due(log=True, judge=True, evaluate=True, save=True)),  # a checkpoint could be the best
-        (6, {"eval_samples": 0}, Due(log=True, judge=True, save=True)),
-        (6, {"applied": False}, Due(judge=True)),  # what was due at step 6 happened when that was applied
-        (5, {"save_steps": 5}, Due(judge=True, evaluate=True, save=True)),  # no state is saved unjudged
-        (6, {"save_strategy": "best"}, Due(log=True, judge=True)),  # evaluations decide, every 4 steps
-        (1, {"save_due": True}, Due(judge=True, save=True)),  # by the clock
-        (1, {"every_step": True}, Due(judge=True)),
-        (99, {"num_train_steps": 99}, Due(log=True, judge=True, evaluate=True, save=True)),  # the last step
-        (99, {"num_train_steps": 99, "applied": False, "save_due": True}, Due(judge=True, save=True)),
+        (1, {}, StepPlan()),
+        (2, {}, StepPlan(log=True, judge=True)),
+        (4, {}, StepPlan(log=True, judge=True, evaluate=True)),
+        (6, {}, StepPlan(log=True, judge=True, evaluate=True, save=True)),  # a checkpoint could be the best
+        (6, {"eval_samples": 0}, StepPlan(log=True, judge=True, save=True)),
+        (6, {"applied": False}, StepPlan(judge=True)),  # what was due at step 6 happened when that was applied
+        (5, {"save_steps": 5}, StepPlan(judge=True, evaluate=True, save=True)),  # no state is saved unjudged
+        (6, {"save_strategy": "best"}, StepPlan(log=True, judge=True)),  # evaluations decide, every 4 steps
+        (1, {"save_due": True}, StepPlan(judge=True, save=True)),  # by the clock
+        (1, {"every_step": True}, StepPlan(judge=True)),
+        (99, {"num_train_steps": 99}, StepPlan(log=True, judge=True, evaluate=True, save=True)),  # the last step
+        (99, {"num_train_steps": 99, "applied": False, "save_due": True}, StepPlan(judge=True, save=True)),
     ],
 )
-def test_what_is_due_after_a_step(step: int, changes: dict[str, Any], expected: Due) -> None:
+def test_what_is_due_after_a_step(step: int, changes: dict[str, Any], expected: StepPlan) -> None:
     changes = dict(changes)
     applied, every_step = changes.pop("applied", True), changes.pop("every_step", False)
     totals = dataclasses.replace(TOTALS, **{name: changes.pop(name) for name in {"save_due"} & changes.keys()})
     training = PLAN.model_copy(update=changes)
-    assert Due.after(TrainingState(step), result(applied), totals, training, every_step=every_step) == expected
+    assert StepPlan.after(TrainingState(step), result(applied), totals, training, every_step=every_step) == expected
 
 
 def test_the_loop_reads_from_top_to_bottom() -> None:
     """One level of decisions, on one screen: what is due is the plan's to decide, not the loop's."""
-    (loop,) = ast.parse(inspect.getsource(_train)).body
+    (loop,) = ast.parse(inspect.getsource(train)).body
     branches = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.comprehension)
     decisions = sum(isinstance(node, branches) for node in ast.walk(loop))
     decisions += sum(len(node.values) - 1 for node in ast.walk(loop) if isinstance(node, ast.BoolOp))
     assert 1 + decisions <= 11
-    assert len(inspect.getsource(_train).splitlines()) <= 50
+    assert len(inspect.getsource(train).splitlines()) <= 50
 
 
 def test_what_checkpoints_and_another_metric_know_of_the_best() -> None:

@@ -85,9 +85,6 @@ class EmptyLoader:
 
     epoch = 0
     bad_rows: Sequence[int] = ()
-    found_bad_rows = False
-    long_rows = ()
-    last_bad_row = (1, 0, "the row")
 
     def __init__(self) -> None:
         self.asked = 0
@@ -99,7 +96,7 @@ class EmptyLoader:
         return []
 
     def state(self) -> list[dict[str, Any]]:
-        return [{"lane": 0}]
+        return [{"lane": 0, "bad_rows": self.bad_rows, "last_bad_row": [1, "the row"]}]
 
     def close(self) -> None:
         """Nothing was opened."""
@@ -149,7 +146,7 @@ def make_run(folder: Path, engine: ScriptedEngine, **training: Any) -> Trainer:
         config=config,
         engine=engine,  # type: ignore[arg-type]
         loader=EmptyLoader(),  # type: ignore[arg-type]
-        eval_batches=list,
+        eval_sets={"": list},
         collectives=collectives,
         recorder=recorder,
         checkpoints=checkpoints,
@@ -217,7 +214,7 @@ def test_only_what_is_better_is_saved_and_the_end(
     """
     matches, evaluated_again = [0.0, 0.2, 0.1, 0.5, 0.5, 0.4], threading.Event()
 
-    def evaluate(_: Trainer) -> dict[str, float]:
+    def evaluate(*_: Any) -> dict[str, float]:
         if len(matches) == 2:
             evaluated_again.set()
         return {"eval/loss": 1.0, "eval/exact_match": matches.pop(0)}
@@ -418,20 +415,20 @@ def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed
 
 
 @pytest.mark.parametrize(
-    ("word", "new", "passes", "counted"),
+    ("word", "earlier", "passes", "counted"),
     [
-        ("stop", False, [1500], 1500),  # passed over by `skip` before, under a higher limit
-        ("skip", True, [600, 0, 700], 700),  # the limit is one of each pass
-        ("skip", True, [600, 1001], None),
+        ("stop", 1500, [1500], 1500),  # passed over by `skip` before, under a higher limit
+        ("skip", 0, [600, 0, 700], 700),  # the limit is one of each pass
+        ("skip", 1000, [600, 1001], None),
     ],
 )
 def test_the_limit_of_bad_rows_is_held_against_each_pass_where_they_are_skipped(
-    tmp_path: Path, word: Any, new: bool, passes: list[int], counted: int | None
+    tmp_path: Path, word: Any, earlier: int, passes: list[int], counted: int | None
 ) -> None:
     run = make_run(tmp_path / "checkpoints", ScriptedEngine({}), num_train_steps=2, warmup_steps=1, eval_samples=0)
     run.config = run.config.model_copy(update={"data": DataConfig(on_bad_row=word)})
-    run.loader.bad_rows, run.loader.found_bad_rows = passes, new  # type: ignore[misc]
-    run.state = TrainingState(bad_rows=max(passes))
+    run.loader.bad_rows = passes  # type: ignore[attr-defined]
+    run.state = TrainingState(bad_rows=earlier)
     if counted is None:
         with pytest.raises(DataError, match=r"more than data\.max_bad_rows=1000 .* the row"):
             train(run)

@@ -17,9 +17,12 @@ from ds_encdec.types import ConfigError, Preempted
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load(options, overrides)
-    from ds_encdec.build import inspect_run_data  # torch: once the configuration is sound
+    from ds_encdec.data.build import inspect_run_data  # torch: once the configuration is sound
+    from ds_encdec.run_model import run_tokenizer
 
-    shown = inspect_run_data(config, num_examples=options.n, as_json=options.json, with_ids=options.ids)
+    shown = inspect_run_data(
+        config, *run_tokenizer(config), num_examples=options.n, as_json=options.json, with_ids=options.ids
+    )
     print_marked(shown, {r"<extra_id_\d+>": "bold cyan", "(?m)^──.*$": "bold"})
 
 
@@ -37,7 +40,7 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     outlive_readers()  # it is for what it leaves, and not for these lines
     try:
         from ds_encdec.data.build import prepare_data  # torch: once the configuration is sound
-        from ds_encdec.resume import run_tokenizer
+        from ds_encdec.run_model import run_tokenizer
 
         for line in prepare_data(config, *run_tokenizer(config), num_proc):
             print(line, flush=True)

@@ -10,10 +10,11 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
+from ds_encdec.config.shares import micro_batches_per_step, with_assumed_batch_size
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.fingerprint import fingerprint, numbered, require_same
-from ds_encdec.data.inspect import require_one_step, sample_statistics
+from ds_encdec.data.inspect import inspect_data, require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.local_files import expand_files
@@ -277,3 +278,30 @@ def _open(
     }
     source: AnySource = resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})
     return source
+
+
+def inspect_run_data(
+    config: FullConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    vocabulary: Vocabulary,
+    *,
+    num_examples: int,
+    as_json: bool,
+    with_ids: bool,
+) -> str:
+    """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
+    config = with_assumed_batch_size(config, config.infra.num_gpus)
+    lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks that would have to divide them
+    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes, may_be_short=True)
+    try:
+        return inspect_data(
+            data.pipeline,
+            tokenizer,
+            OBJECTIVES[config.data.objective].weights(config.data),
+            num_examples=num_examples,
+            as_json=as_json,
+            with_ids=with_ids,
+            too_short=data.too_short,
+        )
+    finally:
+        data.loader.close()

@@ -25,8 +25,7 @@ from torch import Tensor
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline, WorkerLanes
-from ds_encdec.data.sources import sum_by_pass
-from ds_encdec.types import IGNORE_INDEX, TASKS, Batch, CheckpointError, Example
+from ds_encdec.types import IGNORE_INDEX, TASKS, Batch, CheckpointError, Example, RowCounts
 
 
 class LaneLoader:
@@ -45,7 +44,6 @@ class LaneLoader:
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
         self._pin_memory = pin_memory
         self._records: dict[int, dict[str, Any]] = {}
-        self._records_before = self._records
         self._running: WorkerLanes | None = None
 
     def __next__(self) -> list[Batch]:
@@ -54,7 +52,6 @@ class LaneLoader:
             # Workers ignore signals: without this they would live until their next write after a crash.
             atexit.register(self.close)
             self._running = WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)
-        self._records_before = self._records
         taken = [self._running.take(lane) for lane in self.lanes]
         self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
         budgets, pad_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.pad_id
@@ -71,28 +68,6 @@ class LaneLoader:
     def epoch(self) -> int:
         """Complete passes over the data of this rank's slowest lane."""
         return min((record["epoch"] for record in self._records.values()), default=0)
-
-    @property
-    def bad_rows(self) -> list[int]:
-        """Rows that could not be read and were passed over, in this rank's lanes, by pass over their source."""
-        return _summed("bad_rows", self._records)
-
-    @property
-    def long_rows(self) -> list[int]:
-        """Examples that were above a maximum length, and left out or cut off, like `bad_rows`."""
-        return _summed("long_rows", self._records)
-
-    @property
-    def found_bad_rows(self) -> bool:
-        """True if the last step passed over some, or met some that were too long."""
-        before = self._records_before
-        return any(_summed(name, self._records) != _summed(name, before) for name in ("bad_rows", "long_rows"))
-
-    @property
-    def last_bad_row(self) -> tuple[int, int, str] | None:
-        """The newest of them: its step, its lane, and its problem."""
-        found = [(record["last_bad_row"], record["lane"]) for record in self._records.values()]
-        return max(((row[0], lane, row[1]) for row, lane in found if row), default=None)
 
     def state(self) -> list[dict[str, Any]]:
         """One small JSON-able record for each lane of this rank, behind the last step handed out.
@@ -113,7 +88,7 @@ class LaneLoader:
                 f"{self._pipeline.num_lanes - 1}"
             )
         self.close()
-        self._records = self._records_before = {lane: by_lane[lane] for lane in self.lanes if by_lane}
+        self._records = {lane: by_lane[lane] for lane in self.lanes if by_lane}
 
     def close(self) -> None:
         """End the workers. The next step would start them again behind the last one handed out."""
@@ -123,8 +98,16 @@ class LaneLoader:
             atexit.unregister(self.close)
 
 
-def _summed(name: str, records: Mapping[int, dict[str, Any]]) -> list[int]:
-    return sum_by_pass(record.get(name, []) for record in records.values())
+def count_rows(records: Iterable[Mapping[str, Any]]) -> RowCounts:
+    """Count what the lanes of these records have passed over."""
+    return RowCounts.summed(
+        RowCounts(
+            record["bad_rows"],
+            record.get("long_rows", []),
+            (record["last_bad_row"][0], record["lane"], record["last_bad_row"][1]) if record["last_bad_row"] else None,
+        )
+        for record in records
+    )
 
 
 def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_memory: bool = False) -> Batch:

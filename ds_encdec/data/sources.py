@@ -6,10 +6,10 @@ into worker processes; the readers keep the positions. An unreadable row comes a
 """
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from ds_encdec.config.row_values import not_unicode
@@ -201,11 +201,6 @@ def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
     """The message for a column that is not there, listing those that are."""
     has = f"{', '.join(existing) or 'none':.300}: set data.text_column=COLUMN"
     return f"data.text_column={column}: {where} has no such column; it has {has}"
-
-
-def sum_by_pass(counts: Iterable[Sequence[int]]) -> list[int]:
-    """The sum of counts by pass, of which some may be of fewer passes."""
-    return [sum(one_pass) for one_pass in zip_longest(*counts, fillvalue=0)]
 
 
 def check_bad_rows(found: int, limit: int, last: str) -> None:

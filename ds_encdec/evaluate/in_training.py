@@ -1,13 +1,13 @@
-"""Texts that the model generates in the midst of its training, compared with the right ones.
+"""Evaluation during training: losses on held-out sets, and generated texts compared with the right ones.
 
-Every rank generates its share with a second, plain model of its own, so that the engine's weights are gathered once,
+Every rank generates its share of the texts with a second, plain model, so that the engine's weights are gathered once,
 not for each token. Nothing is random, and training goes on as if nothing had been generated.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,14 +16,17 @@ import torch
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.training_sections import LOSS_FIGURES
+from ds_encdec.data.loader import copied_ahead
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.sharded_engine import compute_dtype, whole_copy
 from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.preemption import Heartbeat
+from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.sinks import Sample
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, text_metric, usable
-from ds_encdec.types import ConfigError, Example
+from ds_encdec.types import TASKS, Batch, ConfigError, Example
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,6 +38,31 @@ logger = logging.getLogger(__name__)
 
 SHOWN_SAMPLES = 8
 """Texts of an evaluation that are kept and shown, the first ones."""
+
+
+def evaluate(
+    engine: Engine,
+    eval_sets: Mapping[str, Callable[[], Sequence[Batch]]],
+    collectives: HostCollectives,
+    heartbeat: Heartbeat,
+) -> dict[str, float]:
+    """Mean loss on the held-out split (nats per target token) and perplexity, in all and for each denoiser that occurs.
+
+    It is weighted like the training loss: per target token, over all ranks. Every rank must bring equally many batches
+    (empty ones where it has no data): the engine's collectives are per module call. The split's name is ""; other sets
+    are `eval/NAME/…`. There are no figures of a set of which no rank has a target token.
+    """
+    metrics: dict[str, float] = {}
+    for name, batches in eval_sets.items():
+        sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=engine.device)
+        for batch in copied_ahead(batches(), engine.device):
+            heartbeat.beat()
+            loss = engine.evaluate(batch)
+            sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
+        losses, tokens = by_denoiser(torch.stack(collectives.gather(sums.cpu())).sum(dim=0))
+        if any(tokens.values()):
+            metrics |= eval_metrics(losses, tokens, name)
+    return metrics
 
 
 def usable_metrics(config: FullConfig) -> list[str]:

@@ -106,8 +106,7 @@ class StopRequest:
     live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM
     finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation); a rank that is
     `busy`, or has seen the request and is on its way out, has all the time it needs. Either way the process is ended
-    with HangError's exit code, since nothing else would end it, and `before_end` is told why. `stop_file`: a request,
-    too, once it exists; one rank looks for it.
+    with HangError's exit code, since nothing else would end it.
     """
 
     world: World
@@ -115,13 +114,13 @@ class StopRequest:
     poll_seconds: float = 2.0
     stuck_seconds: float = 60.0
     whole_process: bool = False
-    stop_file: Path | None = None
-    before_end: Callable[[str], None] = lambda why: None
     reason: str | None = field(default=None, init=False)
     heartbeat: Heartbeat = field(default_factory=Heartbeat, init=False)
 
     def __post_init__(self) -> None:
         self._met = not self.whole_process
+        self._stop_file: Path | None = None
+        self._before_end: Callable[[str], None] = lambda why: None
         self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
         self._signalled_at = 0.0
         self._interrupted = False
@@ -151,6 +150,10 @@ class StopRequest:
         """From now on this rank must not leave alone: the run stops as one, with what it has."""
         self.heartbeat = Heartbeat()  # waiting for the others was no silence
         self._met = True
+
+    def folder_is_known(self, stop_file: Path | None, before_end: Callable[[str], None]) -> None:
+        """Watch for `stop_file` too, on the rank that has one, and call `before_end` with why this process is ended."""
+        self._stop_file, self._before_end = stop_file, before_end
 
     def __enter__(self) -> StopRequest:
         # First, so that every signal with a handler is written down.
@@ -220,7 +223,7 @@ class StopRequest:
         """Look for the stop file, in a thread of its own: a file system that hangs must not end the watch."""
         while not self._left.wait(self.poll_seconds):
             with suppress(OSError):
-                if self.stop_file is not None and self.stop_file.exists():
+                if self._stop_file is not None and self._stop_file.exists():
                     self.reason = self.reason or BY_FILE
 
     def _gone_launcher(self) -> str | None:
@@ -253,7 +256,7 @@ class StopRequest:
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
         # In a thread, which has ten seconds, for a file system may be what hangs.
-        teller = threading.Thread(target=self.before_end, args=(why,), name="before-end", daemon=True)
+        teller = threading.Thread(target=self._before_end, args=(why,), name="before-end", daemon=True)
         teller.start()
         teller.join(10.0)
         end_process(HangError.exit_code)

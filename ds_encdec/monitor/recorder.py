@@ -4,7 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, t
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import Sample, Sink
-from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
+from ds_encdec.types import NO_ROWS, Batch, LossSum, RowCounts, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
@@ -110,21 +110,25 @@ class Recorder:
     def end_step(self, state: TrainingState, result: StepResult) -> None:
         """End a step, applied or not; `state` is the one after it."""
         self._steps.end_step(result, global_step=state.global_step, data_step=state.data_step)
-        if state.long_rows and not self._last.long_rows and self.collectives.rank == 0:
-            logger.warning("%s; data/long_rows in metrics.jsonl counts on", self._long_rows(state))
         self._last = state
 
     def judge(self) -> Actions:
         """Judge the steps that have not been judged yet. A collective."""
         return self._answer(self._judge_steps())
 
-    def log(self, state: TrainingState) -> Actions:
-        """Close the interval: judge the rest of it and the machine, and publish. A collective."""
+    def log(self, state: TrainingState, rows: RowCounts = NO_ROWS) -> tuple[Actions, RowCounts]:
+        """Close the interval: judge the rest of it and the machine, and publish. A collective.
+
+        `rows`: what this rank's lanes have passed over; returns those of all ranks too.
+        """
         alerts = self._judge_steps()
         records = self._steps.take()
         timed = records[self._restored_steps :]
         self._judged_steps = self._restored_steps = 0
-        rank_stats = self.collectives.gather(measure_rank_stats(self.device, self.clock.lap(), self._held_bytes))
+        stats = measure_rank_stats(self.device, self.clock.lap(), self._held_bytes)
+        rank_stats, everyones_rows = zip(*self.collectives.gather((stats, rows)), strict=True)
+        rows = RowCounts.summed(everyones_rows)
+        bad_rows, long_rows = max(rows.bad, default=0), max(rows.long, default=0)
         performance = performance_metrics(
             rank_stats[0],
             num_steps=len(timed),
@@ -148,8 +152,8 @@ class Recorder:
                 "train/encoder_tokens_seen": state.encoder_tokens_seen,
                 "train/target_tokens_seen": state.target_tokens_seen,
                 "train/epoch": state.epoch,
-                "data/bad_rows": state.bad_rows,
-                **({"data/long_rows": state.long_rows} if state.long_rows else {}),
+                "data/bad_rows": bad_rows,
+                **({"data/long_rows": long_rows} if long_rows else {}),
                 **performance,
                 **self.machine.metrics(rank_stats),
                 **estimate,
@@ -160,7 +164,13 @@ class Recorder:
         )
         self._alerts_in_interval.clear()
         self._once = {}
-        return actions
+        self._note_rows(bad_rows, long_rows)
+        return actions, rows
+
+    def _note_rows(self, bad: int, long: int) -> None:
+        if long and not self._last.long_rows and self.collectives.rank == 0:
+            logger.warning("%s; data/long_rows in metrics.jsonl counts on", self._long_rows_in_words(long))
+        self._last = replace(self._last, bad_rows=bad, long_rows=long)
 
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
         """Put the pause of training for a checkpoint and its whole time into the next line of metrics."""
@@ -197,7 +207,7 @@ class Recorder:
             where = {"step": last.global_step, "data_step": last.data_step}
             self.events.write("stop", **where, exit_code=exit_code, message=reason)
         if last.long_rows and self.collectives.rank == 0:
-            logger.info("%s", self._long_rows(last))
+            logger.info("%s", self._long_rows_in_words(last.long_rows))
         if last.bad_rows and self.collectives.rank == 0:
             logger.info("%s not readable and left out (data.on_bad_row=skip)", _were(last.bad_rows, "row"))
         if self._once and exit_code == 0:  # of the last save, which no line follows
@@ -205,10 +215,10 @@ class Recorder:
         for sink in self.sinks:
             sink.close(exit_code)
 
-    def _long_rows(self, state: TrainingState) -> str:
+    def _long_rows_in_words(self, count: int) -> str:
         what = "cut off" if self.on_long_row == "truncate" else "left out"
         return (
-            f"{_were(state.long_rows, 'example')} longer than data.max_encoder_length or data.max_decoder_length and "
+            f"{_were(count, 'example')} longer than data.max_encoder_length or data.max_decoder_length and "
             f"{what} (data.on_long_row={self.on_long_row})"
         )
 

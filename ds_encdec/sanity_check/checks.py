@@ -44,7 +44,7 @@ from ds_encdec.model.trained import canonical_name, told, trained_shapes
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
 from ds_encdec.quantities import disk_size
-from ds_encdec.resume import RunModel, new_model
+from ds_encdec.run_model import RunModel, new_model
 from ds_encdec.types import Batch, CheckpointError, LossSum, TrainingState
 
 FRESH_LOSS_TOLERANCE = 0.5  # nats per target token that the loss of fresh weights may be from its expected value

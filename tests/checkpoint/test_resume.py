@@ -20,7 +20,7 @@ from ds_encdec.checkpoint.manifest import read_manifest
 from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
 from ds_encdec.config.schema import ArchitectureConfig, FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.resume import new_model, saved_model
+from ds_encdec.run_model import new_model, saved_model
 from ds_encdec.types import CheckpointError, DsEncDecError
 
 

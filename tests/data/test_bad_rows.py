@@ -17,8 +17,8 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import lane
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.evaluation import held_out_examples
+from ds_encdec.data.loader import count_rows
 from ds_encdec.data.local_files import JsonLines
-from ds_encdec.data.sources import sum_by_pass
 from ds_encdec.types import DataError, Document
 
 COUNT = 80
@@ -134,7 +134,7 @@ def test_or_passed_over_and_counted(tmp_path: Path, name: str, caplog: pytest.Lo
     data = make_data(config)
     with caplog.at_level(logging.WARNING):
         seen, records = first_pass(data)
-    assert [sum_by_pass(record["bad_rows"] for record in records)[0], data.loader.bad_rows[0]] == [len(case.bad)] * 2
+    assert [count_rows(records).bad[0], count_rows(data.loader.state()).bad[0]] == [len(case.bad)] * 2
     told = [record.getMessage() for record in caplog.records if case.where in record.getMessage()]
     assert len(told) == (1 if len(case.bad) == 1 else len({*told})) > 0
     held_out = {example.document for example in held_out_examples(data.pipeline)}
@@ -142,7 +142,9 @@ def test_or_passed_over_and_counted(tmp_path: Path, name: str, caplog: pytest.Lo
         seen |= {key for batch in next(data.loader) for key in batch.documents}
     assert not (seen | held_out) & case.bad
     assert len(seen | held_out) == COUNT - len(case.bad)
-    assert max(data.loader.bad_rows) == len(case.bad)  # a row counts once, however often its source is read
+    assert max(count_rows(data.loader.state()).bad) == len(
+        case.bad
+    )  # a row counts once, however often its source is read
 
 
 def test_many_brackets_are_not_deep(tmp_path: Path) -> None:
@@ -221,7 +223,7 @@ def test_damage_that_appears_after_the_first_pass_is_counted_told_and_limited(
     path = write_json_lines(tmp_path / "data", texts(COUNT))
     data = make_data(make_config(dataset_name="json", data_files=path, on_bad_row="skip", max_bad_rows=limit))
     _, records = first_pass(data)
-    assert data.loader.bad_rows == []
+    assert not count_rows(data.loader.state()).bad
     data.loader.load_state([{**record, "bad_rows": [1]} for record in records])
     next(data.loader)
     spoil(Path(path), 40)
@@ -230,7 +232,7 @@ def test_damage_that_appears_after_the_first_pass_is_counted_told_and_limited(
             read_until(data, 3)
         return
     read_until(data, 3)
-    first, second, third = data.loader.bad_rows[:3]
+    first, second, third = count_rows(data.loader.state()).bad[:3]
     assert (first, third) == (4, 40)
     assert 20 <= second < 40  # some were read in this pass when they were whole
     assert 40 <= sum("not a JSON line" in record.getMessage() for record in caplog.records) < 60
@@ -247,7 +249,7 @@ def test_bad_rows_in_a_row_have_their_own_limit_and_an_end(tmp_path: Path, monke
     more = {"on_bad_row": "skip", "eval_fraction": 0.0, "shuffle_buffer_size": 1}
     data = make_data(config_of(CASES["row group"], tmp_path, **more), num_lanes=1)
     read_until(data, 2)
-    assert data.loader.bad_rows == [20, 20]
+    assert count_rows(data.loader.state()).bad == [20, 20]
     path = write_json_lines(tmp_path / "lines", texts(COUNT))
     data = make_data(make_config(dataset_name="json", data_files=path, **more))
     spoil(Path(path), COUNT)

@@ -22,6 +22,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import prepare
 from ds_encdec.data.build import prepare_data
 from ds_encdec.data.lane import Lane
+from ds_encdec.data.loader import count_rows
 from ds_encdec.data.prepared import PreparedSource
 from ds_encdec.data.splits import split_examples
 from ds_encdec.launch.disk import DiskRefusedError
@@ -99,7 +100,7 @@ def test_a_map_gives_the_same_examples_and_records(
     for _ in range(12):
         assert plain_batches(next(data.loader)) == plain_batches(next(direct.loader))
     assert data.loader.state() == direct.loader.state()
-    assert sum(data.loader.bad_rows) > 5
+    assert sum(count_rows(data.loader.state()).bad) > 5
     data.loader.close()
 
     # Its records are good for either.

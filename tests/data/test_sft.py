@@ -28,6 +28,7 @@ from ds_encdec.data.builtin_corpus import BuiltinTask
 from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspect import inspect_data
 from ds_encdec.data.lane import Lane
+from ds_encdec.data.loader import count_rows
 from ds_encdec.data.sft import ChatTemplate, PairMaker
 from ds_encdec.data.sources import BadRow, all_rows
 from ds_encdec.data.splits import split_examples
@@ -153,7 +154,7 @@ def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
     data = data_of(sft_config(path, on_bad_row="skip", train_split_ratio=1.0, training={"eval_samples": 0}))
     while data.loader.epoch < 1:
         next(data.loader)
-    assert data.loader.bad_rows[0] == 12
+    assert count_rows(data.loader.state()).bad[0] == 12
     with pytest.raises(DataError, match=r"the data set is empty.*\{nothing\}"):
         data_of(sft_config(path, on_bad_row="skip", input_template="{nothing}"))
     with pytest.raises(
@@ -384,7 +385,7 @@ def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(
         while data.loader.epoch < 1:
             for batch in next(data.loader):
                 seen.setdefault(word, []).extend(zip(batch.documents, batch.decoder_lengths, strict=True))
-        assert data.loader.long_rows[0] == len(long)
+        assert count_rows(data.loader.state()).long[0] == len(long)
     assert not {key for key, _ in seen["skip"]} & set(long)
     monkeypatch.setattr("ds_encdec.data.lane.MAX_EMPTY_DOCUMENTS", 10)
     barren = Lane(data_of(sft_config(path, max_decoder_length=4, on_long_row="skip", **kept)).pipeline, 0)
@@ -406,7 +407,7 @@ def test_a_run_that_a_long_row_has_stopped_goes_on_without_it(tmp_path: Path) ->
     resumed.loader.load_state(records)
     for _ in range(20):
         assert flat(next(resumed.loader)) == flat(next(whole.loader))
-    assert resumed.loader.long_rows[0]
+    assert count_rows(resumed.loader.state()).long[0]
     with pytest.raises(CheckpointError, match=r"on_long_row: skip there, stop now"):
         build_data(stopped, TOKENIZER, VOCABULARY, rank=0, world_size=1, num_lanes=4, saved=whole.saved())
 

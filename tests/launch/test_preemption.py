@@ -229,11 +229,11 @@ class Hanging(type(folder)):
     def exists(self, **_):
         time.sleep(100)
 with StopRequest(discover({}), poll_seconds=0.05, stuck_seconds=2) as stop:
-    stop.stop_file = Hanging("stop") if kind == "stuck" else None  # a network's file system, whose server is gone, too
+    stop_file = Hanging("stop") if kind == "stuck" else None  # a network's file system, whose server is gone, too
     for step in range(3):
         assert not stop.requested
         time.sleep(2.0 if kind == "slow" else 0.01)
-    stop.before_end = (folder / "told").write_text
+    stop.folder_is_known(stop_file, (folder / "told").write_text)
     (folder / "ready").touch()
     if kind == "stuck":
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)

@@ -63,7 +63,7 @@ def test_a_rank_that_ends_itself_is_in_run_json(
     with StopRequest(SINGLE) as stop:
         with pytest.raises(DsEncDecError, match="far enough"):
             start(stop)
-        stop.before_end("no step for 60 s")
+        stop._before_end("no step for 60 s")
     ended = RunFolder(str(tmp_path)).read_status()
     assert (ended["state"], ended["exit_code"], ended["reason"]) == ("failed", 8, "rank 0: no step for 60 s")
 

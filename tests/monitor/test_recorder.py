@@ -168,7 +168,7 @@ def test_orders_follow_the_answers(tmp_path: Path) -> None:
         state = TrainingState()
         for loss in (2.0, 2.0, 5.0):
             state = step(recorder, state, loss, norm=20.0 if loss > 2 else 0.5)
-        actions = dataclasses.asdict(recorder.log(state))
+        actions = dataclasses.asdict(recorder.log(state)[0])
         assert {name: alert["type"] for name, alert in actions.items() if alert is not None} == expected
         recorder.close(0)
 
@@ -181,7 +181,7 @@ def test_a_machine_that_has_to_be_left_is_not_forgotten_for_a_rollback(tmp_path:
         with recorder.clock.spent_on("data"):
             time.sleep(0.05)
         state = step(recorder, state, loss)
-        actions = recorder.log(state)
+        actions, _ = recorder.log(state)
     assert actions.rollback is not None
     assert actions.leave is not None
     assert (actions.rollback["type"], actions.leave["type"]) == ("loss_spike", "data_wait")

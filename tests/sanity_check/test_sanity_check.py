@@ -24,7 +24,7 @@ from ds_encdec.data import chunks
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.resume import RunModel, new_model
+from ds_encdec.run_model import RunModel, new_model
 from ds_encdec.sanity_check import checks
 from ds_encdec.sanity_check.checks import CHECKS, Subject
 from ds_encdec.sanity_check.run import SanityReport, check_config, config_for_model, on_one_rank
