@@ -72,8 +72,8 @@ def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
     """Choose engine and device, and make the process group; `met` is called once it is there. Collective.
 
-    Raises on all ranks ConfigError for what the machine of any or these ranks cannot do at all, or where they differ,
-    and LostRankError for those that do not come.
+    Raises ConfigError on all ranks for what a machine cannot do, or where ranks differ, and LostRankError for ranks
+    that do not join.
     """
     before = ProcessSettings.now()
     with absence_told(world):
@@ -98,8 +98,8 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
         settings=config.model_dump(mode="json"),
         first=open_collectives,
     )
-    machines, told = zip(*opened[0].gather((machine(), world.local_world_size)), strict=True)
-    check_nodes(config, machines, told)
+    machines, ranks_there = zip(*opened[0].gather((machine(), world.local_world_size)), strict=True)
+    check_nodes(config, machines, ranks_there)
     counted = with_counted_nodes(world, machines)
     if counted != world:
         check_engine(engine, config, counted, device)  # which is the same on all ranks
@@ -108,30 +108,26 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     return context
 
 
-def check_nodes(config: FullConfig, machines: Sequence[str], told: Sequence[int]) -> None:
-    """Raise ConfigError for a hybrid of no given size on nodes with different numbers of ranks.
+def check_nodes(config: FullConfig, machines: Sequence[str], ranks_there: Sequence[int]) -> None:
+    """Raise ConfigError for a hybrid without `hybrid_shard_size` on nodes with different numbers of ranks.
 
-    Each rank would take another size for that of a node. `machines` and `told`, the number of ranks there by the
-    launcher's word, are those of every rank.
+    `machines` of all ranks, and the numbers of ranks there that the launcher gave them.
     """
     infra = config.infra
     if not infra.sharding_stage.endswith("_hybrid") or infra.hybrid_shard_size:
         return
-    is_one_node = set(told) == {len(told)}  # by the word of a launcher that does not tell of nodes
-    sizes = [machines.count(name) for name in machines] if is_one_node else told
+    is_one_node = set(ranks_there) == {len(ranks_there)}  # for a launcher that does not know of nodes
+    sizes = [machines.count(name) for name in machines] if is_one_node else ranks_there
     if len(set(sizes)) > 1:
         raise ConfigError(
             f"infra.sharding_stage={infra.sharding_stage} shards over the ranks of a node, but some nodes have "
             f"{' and others '.join(map(str, sorted(set(sizes))))}: set infra.hybrid_shard_size to a divisor of "
-            f"{len(told)}, or start as many ranks on each node."
+            f"{len(ranks_there)}, or start as many ranks on each node."
         )
 
 
 def with_counted_nodes(world: World, machines: Sequence[str]) -> World:
-    """The place of this rank where its launcher has not told of nodes: they are counted by the `machines` of ranks.
-
-    Where these are not as many on each, the launcher's word stands.
-    """
+    """The place of this rank; nodes are counted by `machines` of ranks where its launcher does not know of them."""
     nodes = list(dict.fromkeys(machines))
     sizes = {machines.count(node) for node in nodes}
     if world.num_nodes > 1 or len(nodes) == 1 or len(sizes) > 1:
@@ -149,9 +145,8 @@ def create_engine(
 ) -> Engine:
     """Build the model and the context's engine for it. Collective.
 
-    `weights`: of the model itself; new adapters are drawn beside them. None for a run that loads all from a checkpoint.
-    Raises ConfigError for a number of
-    ranks that does not fit the sharding, and CheckpointError, on every rank, for weights that cannot be read.
+    `weights`: of the model itself; new adapters are drawn beside them. None: all is loaded from a checkpoint later.
+    Raises ConfigError for ranks that do not fit the sharding, CheckpointError for weights that cannot be read.
     """
     if context.world.is_main:
         kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim)
@@ -206,10 +201,7 @@ def _is_installed(engine: EngineSpec) -> bool:
 
 
 def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) -> tuple[str, bool]:
-    """Return in words what attention runs in, and whether that is many times slower than it was asked to be.
-
-    The words say why the kernels that would have been preferred are passed over.
-    """
+    """Describe the kernel of attention, and why better ones are passed over; and return whether it is much slower."""
     if not config.model.use_flash_attention:
         return "one call per document (model.use_flash_attention=false)", False
     from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
@@ -220,10 +212,7 @@ def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) ->
 
 
 def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
-    """Raise ConfigError where attention would run in a kernel that cannot drop anything out.
-
-    Nothing is tried out yet: the device's memory is not set up, and the ranks have not met.
-    """
+    """Raise ConfigError where attention would run in a kernel without dropout. No kernel is tried yet."""
     rate = config.training.attention_dropout
     if rate and config.model.use_flash_attention:
         from ds_encdec.engine.sharded_engine import compute_dtype
@@ -257,27 +246,16 @@ def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:
 
 
 def _warn_of_shards_across_nodes(config: FullConfig, context: RunContext) -> None:
-    """Hybrids shard over consecutive ranks, taken to be neighbours. Collective."""
+    """Warn of a hybrid whose shards lie on several nodes although one node has as many ranks. Collective."""
     size = config.infra.hybrid_shard_size or context.world.local_world_size
     hosts = context.collectives.gather(socket.gethostname())
-    if context.world.is_main and (ranks := first_scattered(hosts, size)):
+    shards = (hosts[start : start + size] for start in range(0, len(hosts), size))
+    scattered = next((dict.fromkeys(some) for some in shards if len({*some}) > 1), {})
+    if context.world.is_main and scattered and size <= max(map(hosts.count, hosts)):
         logger.warning(
-            "infra.sharding_stage=%s shards over ranks %d to %d, which are on different nodes (%s), although %d ranks "
-            "of one node could: place ranks node by node (Slurm: --distribution=block).",
+            "infra.sharding_stage=%s shards over ranks on different nodes (%s), although %d ranks of one node could: "
+            "place ranks node by node (Slurm: --distribution=block).",
             config.infra.sharding_stage,
-            ranks[0],
-            ranks[-1],
-            ", ".join(dict.fromkeys(hosts[rank] for rank in ranks)),
+            ", ".join(scattered),
             size,
         )
-
-
-def first_scattered(hosts: Sequence[str], size: int) -> range | None:
-    """The first `size` consecutive ranks that shard together on several of the `hosts` (of each rank).
-
-    None where there are none, and where no host has as many ranks: then it is meant so.
-    """
-    if size > max(hosts.count(host) for host in set(hosts)):
-        return None
-    groups = (range(start, start + size) for start in range(0, len(hosts), size))
-    return next((ranks for ranks in groups if len({hosts[rank] for rank in ranks}) > 1), None)
