@@ -1,11 +1,10 @@
 """FSDP2's memory by hand.
 
-Measured engines are in tests/distributed/test_fsdp_memory_ranks.py, traced ones in test_trace.py.
+Measured engines are in tests/distributed/test_memory_ranks.py, traced ones in test_trace.py.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -13,30 +12,14 @@ from typing import Any
 import pytest
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.breakdown import Count
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.job import Job, Sizes, make_job
+from ds_encdec.memory.job import PUBLISHED, Job, make_job
 from ds_encdec.types import ConfigError
 
-QWEN3_0_6B = Sizes(
-    vocab_size=151_936,
-    hidden_size=1024,
-    num_hidden_layers=28,
-    num_encoder_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=3072,
-    tie_word_embeddings=True,
-)
+QWEN3_0_6B = PUBLISHED["Qwen/Qwen3-0.6B"]
 PARAMETERS = 1_036_517_376
 LAYER = 15_730_944
 ROOT = PARAMETERS - 56 * LAYER
-
-
-def of(number: int) -> Count:
-    """So many parameters, all of them trained."""
-    return Count(number, number)
 
 
 def job_of(
@@ -57,11 +40,6 @@ def job_of(
         world_size=world_size,
         ranks_per_node=min(world_size, 8),
     )
-
-
-def on_cpu(job: Job) -> Job:
-    """The same, where gloo reduces."""
-    return dataclasses.replace(job, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -86,25 +64,6 @@ def test_accumulated_gradients_are_whole_unless_each_micro_batch_is_reduced() ->
     assert fsdp_memory(job_of("zero3", accumulation=1)).forward.gradients == 0
     reduced = fsdp_memory(job_of("zero3", fsdp_reduce_every_micro_batch=True)).forward.gradients
     assert reduced == pytest.approx(4 * PARAMETERS / 8)
-
-
-def test_what_is_gathered() -> None:
-    """zero2 holds all from the first forward pass on; zero3 the root, the layer in work and the next one's buffer."""
-    whole, layers = fsdp_memory(job_of("zero2")), fsdp_memory(job_of("zero3"))
-    assert whole.forward.weights == pytest.approx(2 * PARAMETERS)
-    assert layers.forward.weights == pytest.approx(2 * ROOT)
-    second = layers.backward(of(LAYER), of(LAYER))
-    assert second.communication == pytest.approx((2 + 2 + 4) * LAYER)
-    assert whole.backward(of(LAYER), of(LAYER)).communication == pytest.approx(4 * LAYER)
-
-
-def test_gloo_clones_what_it_reduces() -> None:
-    """NCCL does not, and one rank has nothing to reduce."""
-    reduced = fsdp_memory(on_cpu(job_of("zero3", world_size=2, accumulation=1))).backward(of(LAYER), of(LAYER))
-    assert reduced.gradients == pytest.approx(2 * 4 * LAYER / 2)
-    assert reduced.communication == pytest.approx((4 + 4 + 2) * LAYER)  # the next layer is being gathered
-    alone = fsdp_memory(on_cpu(job_of("zero3", world_size=1, accumulation=1)))
-    assert alone.backward(of(LAYER), of(LAYER)).communication == pytest.approx((4 + 2) * LAYER)
 
 
 def test_offload_moves_sixteen_bytes_a_parameter_to_the_host() -> None:
