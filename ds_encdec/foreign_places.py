@@ -111,7 +111,6 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     (_STAGE2, "replace", _GATES, "_allreduce_noncontiguous_bucket_preserving_fp32 _wait_for_offload_copies"),
     (_STAGE2, "replace", _GATES, "_record_gradient_stream"),
     (_STAGE2, "read", _GATES, "reduction_stream _pending_offload_events"),
-    (f"{_CUT}:NoGatherHandle", "replace", _GATES, "wait"),
     (f"{_CUT}:NoGatherCoalescedHandle", "replace", _GATES, "wait"),
     ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator", "replace", _GATES, "synchronize"),
     ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator", "replace", _GATES, "resolves_data_dependency"),

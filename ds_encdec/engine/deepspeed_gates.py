@@ -29,7 +29,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle, NoGatherHandle
+from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -62,8 +62,7 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         stream = optimizer.reduce_and_partition_stream
         ordered("independent_gradient_partition_epilogue", stream, stream)
-        for handle in (NoGatherHandle, NoGatherCoalescedHandle):
-            undo.enter_context(replaced(handle, "wait", _without_waiting(handle.wait)))
+        undo.enter_context(replaced(NoGatherCoalescedHandle, "wait", _without_waiting(NoGatherCoalescedHandle.wait)))
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         for method in _REDUCING:
             ordered(method, accelerator, optimizer.reduction_stream)
@@ -111,10 +110,7 @@ class StepGate:
         self._asked = False
 
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
-        """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite).
-
-        Raises RuntimeError after a step that nobody asked the norm of: it was neither guarded nor clipped.
-        """
+        """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
         self._veto, self._norm, self._asked = veto, None, False
         applied = self._run()
         if applied and not self._asked:
@@ -214,10 +210,7 @@ class ZeroGate(StepGate):
 
 
 class Bf16Gate(StepGate):
-    """ZeRO 1 in bf16 with float32 accumulation, which DeepSpeed gives an optimizer of its own.
-
-    It takes the norm of its gradients by a function of its module and drops the step when that is not finite.
-    """
+    """ZeRO 1 in bf16 with float32 accumulation, an optimizer that skips a step by the norm that a function gives."""
 
     def _run(self) -> bool:
         with replaced(bf16_module, "get_global_norm_of_tensors", self._observe):

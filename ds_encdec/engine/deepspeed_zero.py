@@ -276,10 +276,7 @@ def _device_as_local_rank(device: torch.device) -> Iterator[None]:
 
 
 def set_applied_steps(scheduler: Any, applied: int) -> None:
-    """Put a schedule, and its optimizer's rates, where they are after `applied` steps of its present configuration.
-
-    `scheduler`: a LambdaLR, or a class of deepspeed/runtime/lr_schedules.py, whose counter starts at -1.
-    """
+    """Put a LambdaLR, or DeepSpeed's schedule, and its optimizer's rates, where they are after `applied` steps."""
     if not isinstance(scheduler, LambdaLR):
         scheduler.step(applied - 1)
         return
@@ -299,10 +296,7 @@ def _build_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Qwen3ForSeq2SeqLM:
-    """The model with the adapters of `config`, if any, its parameters not yet filled, in `dtype` on `device`.
-
-    Under ZeRO-3 each module is partitioned as soon as it is made, so no rank ever holds the whole model.
-    """
+    """The model with its adapters, not yet filled. ZeRO-3 partitions each module as soon as it is made."""
     if ds_json["zero_optimization"]["stage"] == 3:
         with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
             model = Qwen3ForSeq2SeqLM(model_config)

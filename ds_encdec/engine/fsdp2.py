@@ -225,10 +225,7 @@ def _reshards_after_forward(infra: InfraConfig) -> bool:
 def build_sharded_model(
     config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
 ) -> Qwen3ForSeq2SeqLM:
-    """The model on `mesh`: float32 shards (frozen ones in the compute dtype), not yet filled, on `device` or offloaded.
-
-    It is made without memory, cut, and only then given any.
-    """
+    """The model on `mesh`, its shards not yet filled: made without memory, cut, and only then given any."""
     training, infra = config.training, config.infra
     with torch.device("meta"), no_init_weights():
         model = Qwen3ForSeq2SeqLM(model_config)

@@ -46,10 +46,7 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 class Muon(LocalAdamW):
-    """AdamW, but for the groups with `is_matrix`, of sharded matrices, whose states have `exp_avg` alone.
-
-    `dtype`: of products and of what ranks send each other; where a device multiplies slowly in it, that is another.
-    """
+    """AdamW, but for groups with `is_matrix`, whose states have `exp_avg` alone. `dtype`: of products and messages."""
 
     def __init__(
         self, groups: list[dict[str, Any]], dtype: torch.dtype, device: torch.device, momentum: float, **of_adamw: Any

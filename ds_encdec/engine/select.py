@@ -109,10 +109,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
 
 
 def check_nodes(config: FullConfig, machines: Sequence[str], ranks_there: Sequence[int]) -> None:
-    """Raise ConfigError for a hybrid without `hybrid_shard_size` on nodes with different numbers of ranks.
-
-    `machines` of all ranks, and the numbers of ranks there that the launcher gave them.
-    """
+    """Raise ConfigError for a hybrid without `hybrid_shard_size` on nodes with different numbers of ranks."""
     infra = config.infra
     if not infra.sharding_stage.endswith("_hybrid") or infra.hybrid_shard_size:
         return

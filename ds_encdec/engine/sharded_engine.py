@@ -40,19 +40,13 @@ HOST_STATES = "host_states"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A tensor that the optimizer steps, float32, or of frozen weights, in the compute dtype.
-
-    Elements that are in none of the `pieces` are padding.
-    """
+    """Frozen weights, or float32 ones that the optimizer steps. Elements that are in no piece are padding."""
 
     weights: Tensor
     pieces: tuple[Piece, ...]
 
     def fill(self, target: Tensor, read: Read, *, only: str | None = None) -> None:
-        """Fill `target`, the weights or one of their moments, with what `read` gives; padding with zeros.
-
-        `only`: fill the elements of the parameter of this name, and leave all others.
-        """
+        """Fill `target`, the weights or a moment, with what `read` gives, padding with zeros."""
         flat = target.detach().view(-1)
         if only is None:
             flat.zero_()
@@ -63,10 +57,7 @@ class Shard:
 
 
 class ShardedEngine(ABC):
-    """The common half of the engines behind `protocol.Engine`. All but `held_bytes` is collective.
-
-    A subclass builds `model`, and sets `_engine`, through which forward passes go.
-    """
+    """The common half of the engines. A subclass builds `model`, and `_engine`, which forward passes go through."""
 
     model: nn.Module
     _engine: Any
@@ -200,10 +191,7 @@ def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.de
 def whole_copy(
     engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
 ) -> Qwen3ForSeq2SeqLM:
-    """A plain model on each rank with the present weights of `engine`, in `dtype`, to be used without collectives.
-
-    Collective. Raises OutOfMemoryError, on every rank, where it does not fit on one.
-    """
+    """A plain model on each rank with the present weights of `engine`, in `dtype`. Collective; OutOfMemoryError."""
     model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
     places = dict(model.named_parameters())
     with torch.no_grad():

@@ -13,10 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StagingArea:
-    """Holds the state to save, and keeps the memory of its copies for the next save, which needs the same.
-
-    Tensors that share storage share it here too, and are counted once.
-    """
+    """Holds the state to save, and keeps its copies' memory for the next save. Shared storages stay shared."""
 
     def __init__(self, *, pin_memory: bool) -> None:
         """`pin_memory`: an accelerator then copies several times faster."""

@@ -59,10 +59,7 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
 
 @contextmanager
 def states_mapped(engine: DeepSpeedEngine, *, of: TrainingConfig | None = None) -> Iterator[None]:
-    """Inside, swapped tensors are maps of their files. Not between a backward pass and its step.
-
-    `of`: moments of this configuration's optimizer are made, as zeros, where it has not stepped.
-    """
+    """Inside, swapped tensors are maps of their files. `of`: makes moments, zeros, where nothing has stepped."""
     swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
     infos = list(swapper.swap_params_info.values()) if swapper is not None else []
     try:

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
-    """The settings of one engine. `overrides` of all its rows are relative to the configured run.
-
-    `job`: the configured one under this engine. `nearest`: changes to the run that fit, where nothing of the configured
-    engine's is recommended.
-    """
+    """The settings of one engine: `overrides` are relative to the configured run, which is `job` under this engine."""
 
     job: Job
     rows: Sequence[Variant]

@@ -53,10 +53,7 @@ class ExpectedMemory(Variant):
 
     @property
     def peak_bytes(self) -> float:
-        """The value that `mem/peak_bytes` should come to: what torch's allocator gives out, without `framework`.
-
-        On a CPU it is the resident memory of one process, without its data workers.
-        """
+        """The value that `mem/peak_bytes` should come to: torch's allocator's, or a CPU process's resident memory."""
         peak, host = self.estimate.peak, self.estimate.host
         tensors = peak.total - peak.framework
         if self.job.device == "cuda":
@@ -99,10 +96,7 @@ def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.devic
 
 
 def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of_device: bool) -> str:
-    """The estimate by category, this rank's measured peak, the capacity, and settings that would fit.
-
-    `of_device`: an accelerator's memory ran out, not the host's.
-    """
+    """The estimate by category, this rank's measured peak, the capacity, and settings that would fit."""
     device_bytes = device_capacity(device).total_bytes
     host_bytes = device_capacity(torch.device("cpu")).total_bytes
     measured = get_memory_stats(device if of_device else "cpu")["max_allocated_gb"] * GB
@@ -152,10 +146,7 @@ def is_for_new_run(setting: Variant) -> bool:
 
 
 def _limit(needed: float, fixed: float, capacity: float) -> float:
-    """The bytes that other settings may need, where settings that need `needed` bytes ran out of `capacity`.
-
-    Where those should have fitted by the estimate, others must need a tenth less, apart from `fixed` bytes.
-    """
+    """The bytes that other settings may need: what fits, or a tenth less than `needed` where that should have."""
     usable = capacity * (1 - HEADROOM)
     return usable if needed > usable else needed - 0.1 * (needed - fixed)
 

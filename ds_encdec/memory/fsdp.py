@@ -119,10 +119,7 @@ class _Sharding:
         return _Group(parameters, shard, shard * self.shards)
 
     def backward(self, done: Count, unit: Count) -> Breakdown:
-        """A layer or the embedding is in work; layers that are done are reduced, and no longer gathered.
-
-        All gradients of the layer count. Where gloo reduces, the worst moment may come after the layer.
-        """
+        """A layer or the embedding is in work; where gloo reduces, the worst moment may come after the layer."""
         # An untied head's gradients wait for the root's reduction.
         head = 0 if self.job.sizes.tie_word_embeddings else min(done.all, self.job.embedding_parameters)
         untied_head = min(head, self.job.model.of("lm_head.").trained)
@@ -171,10 +168,7 @@ class _Sharding:
         return _FLOAT32 * held
 
     def step(self) -> Breakdown:
-        """foreach_reduce of the root, before and after its gradients are copied; and Muon's work.
-
-        AdamW needs nothing beside gradients.
-        """
+        """foreach_reduce of the root, before and after its gradients are copied, and Muon's work."""
         held, root = self.held_gradients(self.layers), self.trained_root
         buffer = _FLOAT32 * root.gathered
         before = 0.0 if self.accumulates_whole else self.compute * root.parameters
@@ -189,10 +183,7 @@ class _Sharding:
         )
 
     def _orthogonalization(self) -> float:
-        """Bytes of the largest round of engine/muon.py: this rank's rows of all its matrices, and one whole.
-
-        A whole one has its input, two iterates and two products of the shorter side; replicas gather all results.
-        """
+        """Bytes of the largest round of engine/muon.py: a rank's rows of its matrices, and the work on a whole one."""
         most = 0.0
         for (height, width), times in Counter(shape for _, shape in self.job.stepped_matrices).items():
             rows, whole = -(-height // self.shards) * width, height * width

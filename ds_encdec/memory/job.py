@@ -59,10 +59,7 @@ class Sizes:
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """The parameters of a run's model, adapters included: shape by canonical name, in the model's order.
-
-    `trained`: those that the run trains. An answer asks for the rest thousands of times.
-    """
+    """The parameters of a run's model, adapters included, and the `trained` ones: shape by canonical name, in order."""
 
     shapes: Mapping[str, tuple[int, ...]]
     trained: Mapping[str, tuple[int, ...]]
@@ -237,10 +234,7 @@ def checkpoint_bytes_per_parameter(job: Job) -> float:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """The tensors of one checkpoint; frozen ones, unless beside adapters, in the compute dtype.
-
-    The rest, above all the tokenizer, is some megabytes.
-    """
+    """The tensors of one checkpoint; frozen ones, unless beside adapters, in the compute dtype. The rest is some MB."""
     frozen = 0 if job.config.model.lora is not None else job.parameters - job.trainable_parameters
     return round(job.trainable_parameters * checkpoint_bytes_per_parameter(job)) + frozen * job.compute_bytes
 

@@ -90,11 +90,7 @@ def log_memory_stats(prefix: str = "", device: torch.device | str | int | None =
 
 
 def clear_memory() -> None:
-    """Collect garbage, give what torch's allocator keeps on GPUs back to the driver, and begin their peaks anew.
-
-    The driver gets only what holds no tensor. A run's `mem/peak_bytes` begins anew as well. The peak of a CPU process
-    cannot.
-    """
+    """Collect garbage, return torch's unused GPU memory to the driver, and reset the GPUs' peaks."""
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -117,10 +113,7 @@ def device_capacity(device: torch.device) -> Capacity:
 def _control_groups(
     membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group around this process that has a limit; either version's.
-
-    Inside a container the path may be one of the host's, and then only the mount itself is there to be read.
-    """
+    """Limit and use, in bytes, of each control group (version 1 or 2) around this process that has a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

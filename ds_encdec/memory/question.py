@@ -44,10 +44,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The run, its GPUs and hosts; `remarks` on how it was understood. `host_bytes`: of a node, if given.
-
-    A job on CPUs is judged by its hosts alone, whatever `gpu` is.
-    """
+    """The run, its GPUs, the bytes of a node if given, and remarks. On CPUs hosts alone count, whatever `gpu` is."""
 
     job: Job
     gpu: Gpu
@@ -70,10 +67,7 @@ class Question:
 
 
 def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Question:
-    """Read the question in the options. Raises ConfigError that lists every problem in them.
-
-    `--model` and `--gpus` are overrides that come before the others.
-    """
+    """Read the options; those that stand for fields come before the overrides. ConfigError lists every problem."""
     problems: list[str] = []
     gpu = _attempt(problems, parse_gpu, DEFAULT_GPU if options.gpu is None else options.gpu)
     host_bytes = parse_bytes(options.host_memory or "")
@@ -188,10 +182,7 @@ def planned_checkpointing(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu = GPUS[DEFAULT_GPU]) -> Job:
-    """The run of `config`, whose micro-batch size is a number, on such GPUs.
-
-    Raises ConfigError for what a run would refuse before it starts.
-    """
+    """The run of `config`, whose micro-batch size is a number. Raises ConfigError for what a run would refuse."""
     job = _planned(config, sizes, nodes)
     engine_memory(job)
     return resolve_recompute(job, gpu.usable_bytes)

@@ -114,10 +114,7 @@ def _remarks(job: Job) -> str:
 
 
 def fsdp_step(job: Job) -> StorageLog:
-    """The log of a step of the FSDP2 engine, but for the optimizer's part.
-
-    That works in place: beside its states it holds no more than the gradients.
-    """
+    """The log of a step of FSDP2, without the optimizer's part, which works in place."""
     # Without what needs real memory: addresses, and kernels to be compiled.
     training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
     config = job.config.model_copy(update={"training": training})

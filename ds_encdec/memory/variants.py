@@ -50,10 +50,7 @@ _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A setting of a run: a row of the table. `overrides`: its changes, none for the configuration itself.
-
-    A combination that does not exist has the `reason`, and fits nowhere.
-    """
+    """A row of the table: a job and its `overrides`; one that does not exist has a `reason`, and fits nowhere."""
 
     job: Job
     estimate: Estimate = _NOWHERE
@@ -72,10 +69,7 @@ Fits = Callable[[Variant], bool]
 
 
 def changed(job: Job, change: Mapping[str, Any]) -> Job:
-    """`job` under a configuration in which these fields have other values. Nothing is validated.
-
-    The number of micro-batches in a step stays what it was, unless a field that decides it is changed.
-    """
+    """`job` with these fields, not validated. Micro-batches a step stay, unless fields that decide them change."""
     config, engine, steps = job.config, job.engine, job.gradient_accumulation_steps
     for name, value in change.items():
         section, field_name = name.split(".")
@@ -109,10 +103,7 @@ def as_overrides(change: Mapping[str, Any]) -> str:
 
 
 def variants(job: Job) -> list[Variant]:
-    """The rows of the table: stage x offload x activation checkpointing, with the engine and the batch of `job`.
-
-    A configuration that is none of them (every_n, selective) comes first, as a row of its own.
-    """
+    """The rows of the table, with engine and batch of `job`; a configuration that is none of them comes first."""
     changes = list(settings(job))
     return [variant(job, change) for change in (changes if {} in changes else [{}, *changes])]
 
@@ -141,10 +132,7 @@ def settings(job: Job) -> Iterator[Change]:
 
 
 def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
-    """The change that makes `job` shard, offload and recompute so; empty where it does so already.
-
-    It frees the fields that would contradict it: a hybrid's size without one, and the engine.
-    """
+    """The change that makes `job` shard, offload and recompute so, and frees contradicting fields; empty for none."""
     optimizer, params = (OFFLOADS | _DISK_OFFLOADS)[offload]
     wanted: Change = {
         "infra.sharding_stage": stage,
@@ -170,10 +158,7 @@ def offload_of(job: Job) -> str | None:
 
 
 def batches(job: Job) -> dict[int, Change]:
-    """The changes to the micro-batches, the smallest first, that keep the global batch, with the accumulation for it.
-
-    They divide what a rank reads in a step.
-    """
+    """The changes to the micro-batches, the smallest first, that keep the global batch."""
     configured = job.config.training.micro_batch_size
     sequences = configured * job.gradient_accumulation_steps
     # Set even where a global_batch_size decides it: that may be this run's own, of `auto`, and not the user's.
@@ -189,10 +174,7 @@ def batches(job: Job) -> dict[int, Change]:
 
 
 def recommend(job: Job, fits: Fits) -> Variant | None:
-    """The first setting of `job` and its engine that fits, with its largest micro-batch; None where none does.
-
-    The global batch is kept: the micro-batch divides what a rank reads in one step.
-    """
+    """The first setting of `job` and its engine that fits, with its largest micro-batch and the same global batch."""
     data, training = job.config.data, job.config.training
     kept: list[Change] = [{}, {"training.activation_offload": False}] if training.activation_offload else [{}]
     asked = list(_combined(settings(job), kept, _reductions(job)))
@@ -279,10 +261,7 @@ def _reductions(job: Job) -> list[Change]:
 
 
 def _smaller(job: Job) -> Iterator[Change]:
-    """Changes to `job` that need less memory than it, alone and together.
-
-    They shard, offload and recompute at least as much as `job` does (a hybrid stays as it is).
-    """
+    """Changes to `job` that need less memory, alone and together; none shards, offloads or recomputes less."""
     training, stage, chunk = job.config.training, job.config.infra.sharding_stage, job.config.model.loss_chunk_tokens
     stages = STAGES[STAGES.index(stage) :] if stage in STAGES else ()
     offloads = list(OFFLOADS)[list(OFFLOADS).index(offload_of(job) or "optimizer") :]

@@ -35,10 +35,7 @@ _ADAM_AS = {"fused": True, "foreach": False}
 
 
 def zero_memory(job: Job) -> EngineMemory:
-    """The memory of `job` under DeepSpeed, on the rank with the most. See EngineMemory.
-
-    Raises ConfigError for settings of which no JSON for DeepSpeed can be made, and for values in it that are no sizes.
-    """
+    """The memory of `job` under DeepSpeed, on the rank with the most. Raises ConfigError for an impossible JSON."""
     s = _Settings(job)
     is_replicated = s.stage == 0 or s.is_bf16_optimizer
     memory = (_replicated if is_replicated else _sharded if s.stage == 3 else _partitioned)(s)
@@ -277,10 +274,7 @@ def _partitioned(s: _Settings) -> EngineMemory:
 
 
 def _reducing(s: _Settings, gradients: float, buckets: float, largest: int, *, adds: bool) -> Breakdown:
-    """Add a bucket's slices, put together to be reduced; of a parameter larger than a bucket, all of it.
-
-    `adds`: one parameter's is there in the dtype of the partition, too (_add_to_grad_partition_buffer).
-    """
+    """Add a bucket, put together to be reduced. `adds`: a parameter's is there in the partition's dtype, too."""
     if adds and s.is_compact and s.communication != s.accumulation:
         gradients += s.accumulation * min(largest, s.partition)
     copies = s.reduced * min(max(s.bucket, largest), s.trainable)
@@ -309,10 +303,7 @@ def _sharded(s: _Settings) -> EngineMemory:
     scattered = s.communication * bucket + _scattering(s, bucket, alone=False)
 
     def gathered(done: int) -> float:
-        """Whole parameters in a backward pass that has left `done` behind (0: at the end of the forward pass).
-
-        The prefetcher runs ahead until stage3_max_live_parameters are there, and the last prefetch goes beyond.
-        """
+        """Whole parameters in a backward pass behind `done`; the last prefetch goes beyond the limit."""
         return secondary + s.weight * max(min(s.parameters - persistent - done, live), 0) * is_gathered
 
     def backward(done: Count, unit: Count) -> Breakdown:

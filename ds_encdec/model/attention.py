@@ -179,10 +179,7 @@ class PaddedLayout:
         return masked_attention(q, k, v, self.encoder_mask)
 
     def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
-        """[B, Le, ...] and [B, Lk, ...] → [B, Le + Lk, ...].
-
-        Keys and values of a static cache stand in buffers longer than what has been written, which is cut off.
-        """
+        """[B, Le, ...] and [B, Lk, ...] → [B, Le + Lk, ...]; unwritten rows of a static cache are cut off."""
         encoder_length = self.encoder_positions.shape[1]
         decoder_length = self.merged_mask.shape[-1] - encoder_length
         return torch.cat([encoder[:, :encoder_length], decoder[:, :decoder_length]], dim=1)

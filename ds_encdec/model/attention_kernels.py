@@ -44,10 +44,7 @@ about as much as so many scores that are masked."""
 
 @dataclass(frozen=True)
 class Call:
-    """Neighbouring documents that are attended together: their tokens, and their mask.
-
-    `mask`: [queries, keys], added to scores, -inf where a query must not look; None for none, or a plain causal one.
-    """
+    """Documents attended together: tokens, and the mask to add to scores, None for none or a plain causal one."""
 
     queries: int
     keys: int
@@ -284,10 +281,7 @@ _verdicts: dict[tuple[str, torch.device, torch.dtype, int], str] = {}
 
 
 def why_not(kernel: AttentionKernel, wanted: Wanted) -> str:
-    """Say why `kernel` cannot run on what is `wanted`, or fails there on a few documents; "" where it is right.
-
-    A kernel that passes stays activated in torch where it has to be.
-    """
+    """Say why `kernel` cannot run on `wanted`, or fails there on a few documents; "" where it is right."""
     if (refusal := kernel.refusal(wanted)) or not kernel.is_flash:
         return refusal
     key = kernel.name, wanted.device, wanted.dtype, wanted.head_dim
@@ -330,10 +324,7 @@ _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _trial_error(kernel: AttentionKernel, wanted: Wanted) -> float:
-    """Largest difference of results and gradients from `attend_by_document` in float32, over what rounding explains.
-
-    NaN where any result is, also in the padding tail, which has queries and keys, keys alone, or nothing.
-    """
+    """Largest difference from `attend_by_document` in float32, over what rounding explains; NaN where any result is."""
     cases = ((_TRIAL, True, (3, 8)), (_TRIAL, True, (0, 5)), (((9, 9), (64, 64)), False, (0, 0)))
     return float(torch.stack([_error_of_case(kernel, wanted, *case) for case in cases]).max())
 

@@ -33,10 +33,7 @@ NO_ATTENTIONS = (
 
 
 def refuse_unknown(module: nn.Module, given: Mapping[str, Any], known: Collection[str] = ()) -> None:
-    """Raise TypeError for arguments that `module` does not know: one that is dropped in silence is a wrong result.
-
-    So generation was with transformers 5.24, which hands the cache over by another name. What is None wants nothing.
-    """
+    """Raise TypeError for arguments that `module` does not know: a dropped cache, say, gives wrong results."""
     if unknown := [name for name, value in given.items() if value is not None and name not in known]:
         raise TypeError(
             f"{type(module).__name__}.forward() does not know {', '.join(unknown)}. If generate() hands this over, "

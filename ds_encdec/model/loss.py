@@ -158,10 +158,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gives_float32(x: Tensor, *, adding: bool = False) -> bool:
-    """Return whether products of operands like `x` come out in float32: cuBLAS's do, of bfloat16 from sm_80 on.
-
-    `adding`: those that are added to what is there.
-    """
+    """Return whether products (`adding`: sums with them) of operands like `x` come out in float32, as cuBLAS's do."""
     if not x.is_cuda or torch.version.hip is not None:
         return False
     return (x.dtype != torch.bfloat16 or _capability(x.device) >= (8, 0)) and passes_trial(x.device, x.dtype, adding)

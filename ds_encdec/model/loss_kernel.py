@@ -43,10 +43,7 @@ class Extras(NamedTuple):
 
     @property
     def float16_scale(self) -> float:
-        """Gradients of logits are multiplied by this before they are rounded to float16, whose range is 6e-8 to 65,504.
-
-        Without z-loss they are between -1 and 1, with it up to its derivative, of normalisers up to e**1000.
-        """
+        """Gradients of logits, at most 1 + z-loss's derivative, are multiplied by this to fit into float16."""
         return 2.0 ** (15 - math.ceil(math.log2(1 + 2 * self.z_loss * 1000)))
 
 
@@ -218,10 +215,7 @@ def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> boo
 
 
 def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:
-    """Largest difference between the kernel's results and the operators', over what rounding may explain.
-
-    Rounded exponents make an absolute error of losses and a relative one of gradients. NaN where any result is.
-    """
+    """Largest difference of the kernel from the operators, over what rounding may explain; NaN where any result is."""
     generator = torch.Generator().manual_seed(0)
     scale, ratios, epsilon = 8.0, [], torch.finfo(torch.float32).eps
     # Triton compiles another kernel for a number of words that 16 divides.

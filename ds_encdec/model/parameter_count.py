@@ -15,10 +15,7 @@ EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple o
 
 
 class ModelSizes(Protocol):
-    """The sizes behind the parameters. `ArchitectureConfig`, `Qwen3Seq2SeqConfig` and `Qwen3Config` all have it.
-
-    A `num_encoder_layers` beside these counts the encoder's layers; without it they are as many as the decoder's.
-    """
+    """The sizes behind the parameters; without `num_encoder_layers` the encoder has as many layers as the decoder."""
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102 - the schema documents them

@@ -47,10 +47,7 @@ class Linear(nn.Linear):
 
 
 def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:
-    """`linear(x)` plus `added_to`, if any: in compiled code the product of matrices adds it, and rounds the sum once.
-
-    Adapters and matrices in 4 bits, which are modules of other kinds, add behind the product.
-    """
+    """`linear(x)` plus `added_to`, if any; compiled code adds it within a plain product, and rounds the sum once."""
     if added_to is None:
         return linear(x)
     fused = torch.compiler.is_compiling() and isinstance(linear, Linear) and x.dim() == 2

@@ -72,10 +72,7 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
 
 @dataclass(frozen=True)
 class Base:
-    """The model that a run started from: its weights, and what tells them from others.
-
-    `folder`: None for random weights. `drawn`: what decides those that are, the shapes and the seed among it.
-    """
+    """The model that a run started from: `folder`, None for random weights, and `drawn`, what decides those."""
 
     weights: WeightSource
     folder: Path | None
@@ -91,10 +88,7 @@ class Base:
 
 
 def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> Base:
-    """Return what `resolve_model` finds for `section` and the vocabulary of `config`.
-
-    Raises CheckpointError for a model that cannot be reached, read or used.
-    """
+    """Return what `resolve_model` finds for `section` and the vocabulary of `config`. Raises CheckpointError."""
     drawn: dict[str, Any] = {"seed": seed, "shapes": {n: list(shape) for n, shape in parameter_shapes(config).items()}}
     if section.model_name_or_path is None:
         drawn["initializer_range"] = config.initializer_range
@@ -166,10 +160,7 @@ def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:
 
 
 def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary) -> Qwen3Seq2SeqConfig:
-    """The configuration of `fields`, with what `section` and the vocabulary decide, whatever a folder says.
-
-    Raises ValueError for impossible sizes.
-    """
+    """The configuration of `fields`, and what `section` and the vocabulary decide. ValueError for impossible sizes."""
     rows = fields["vocab_size"]
     if vocabulary.vocab_size > rows:
         rows = -(-vocabulary.vocab_size // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE

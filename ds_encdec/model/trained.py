@@ -62,10 +62,7 @@ def trained_share(config: Sections, sizes: ModelSizes) -> float:
 
 
 def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
-    """Names, of all `names` of the model, that `config` freezes.
-
-    Raises ConfigError for a pattern that matches nothing, and where nothing would be left to train.
-    """
+    """The `names` that `config` freezes. ConfigError for an unmatched pattern, or where nothing is left to train."""
     if config.model.lora is not None:
         return frozenset(name for name in names if not is_adapter(name))
     matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in config.training.freeze}

@@ -125,30 +125,21 @@ def _row_statistics(weights: WeightSource, name: str, count: int, width: int) ->
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, in one file or sharded, read lazily.
-
-    Raises CheckpointError if there are no safetensors, or an index names a shard that is missing or damaged.
-    """
+    """The tensors of a Hugging Face folder, sharded or not, read lazily. CheckpointError for missing shards."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of = self._read_index()
 
     def tensor(self, name: str, rows: slice = slice(None), /) -> Tensor:
-        """One tensor (or `rows` of it) on the CPU, in the dtype it is stored in. Reads no more than is asked for.
-
-        Raises CheckpointError if there is none.
-        """
+        """One tensor (or `rows` of it) on the CPU, as stored. Raises CheckpointError if there is none."""
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder} has no tensor {name}; is it the model its config.json describes?")
         with self._open(self._file_of[name]) as file:
             return file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless the folder has these tensors in these shapes, as plain floating point numbers.
-
-        Reads the files' headers alone.
-        """
+        """Raise CheckpointError unless the headers have these tensors in these shapes, as plain floating point."""
         if missing := sorted(shapes.keys() - self._file_of.keys()):
             raise CheckpointError(
                 f"{self._folder} lacks {len(missing)} of the model's {len(shapes)} tensors, {missing[0]} among them; "
@@ -227,10 +218,7 @@ def write_safetensors_folder(
 def _write_file(
     path: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype
 ) -> None:
-    """One file in the safetensors format: length of the header (8 bytes), JSON header, tensors back to back.
-
-    safetensors' own writer wants all tensors of a file, and a second copy of each, in memory.
-    """
+    """One file in the safetensors format, tensor by tensor: safetensors' own writer wants all of them in memory."""
     offsets = pairwise(accumulate((dtype.itemsize * prod(shapes[name]) for name in names), initial=0))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
         name: {"dtype": _DTYPE_NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(begin_and_end)}
