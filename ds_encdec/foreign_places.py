@@ -107,8 +107,7 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     # Streams that wait in the host's stead.
     (_STAGE3, "replace", _GATES, "independent_gradient_partition_epilogue"),
     (_STAGE3, "read", _GATES, "reduce_and_partition_stream"),
-    (_STAGE2, "replace", _GATES, "allreduce_and_copy independent_gradient_partition_epilogue"),
-    (_STAGE2, "replace", _GATES, "_allreduce_noncontiguous_bucket_preserving_fp32 _wait_for_offload_copies"),
+    (_STAGE2, "replace", _GATES, "independent_gradient_partition_epilogue _wait_for_offload_copies"),
     (_STAGE2, "replace", _GATES, "_record_gradient_stream"),
     (_STAGE2, "read", _GATES, "reduction_stream _pending_offload_events"),
     (f"{_CUT}:NoGatherCoalescedHandle", "replace", _GATES, "wait"),

@@ -13,7 +13,7 @@ from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
-from ds_encdec.model.trained import told
+from ds_encdec.model.trained import trained_summary
 from ds_encdec.quantities import count, gib
 
 
@@ -60,7 +60,9 @@ def _faster(job: Job, device_bytes: float) -> str | None:
 
 def _trained(job: Job) -> str:
     return (
-        "all trained" if job.trainable_parameters == job.parameters else told(job.trainable_parameters, job.parameters)
+        "all trained"
+        if job.trainable_parameters == job.parameters
+        else trained_summary(job.trainable_parameters, job.parameters)
     )
 
 

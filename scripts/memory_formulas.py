@@ -29,7 +29,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory import trace
 from ds_encdec.memory.estimate import ADAPTERS, KINDS, MODES, TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
-from ds_encdec.model.attention_kernels import Choice
+from ds_encdec.model.attention_kernels import KernelChoice
 
 LAYERS = 3
 """Layers of each stack: the one in the middle has the same before and behind it as any other.
@@ -95,7 +95,7 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
     ends: dict[str, Formula] = {}
     with ExitStack() as substitutions:
         if job.device == "cuda":  # float32 too: attention without a kernel is in memory/estimate.py
-            choice = Choice(trace._VARLEN, ())
+            choice = KernelChoice(trace._VARLEN, ())
             substitutions.enter_context(patch.object(trace, "choose_kernel", lambda *_, **__: choice))
         for part, held in _walk(job, backward=True):
             parts.setdefault(part, []).append(held)

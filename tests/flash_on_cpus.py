@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 
 from ds_encdec.model import modeling
-from ds_encdec.model.attention_kernels import AttentionKernel, Choice, Segments, attend_by_document, attend_in_torch
+from ds_encdec.model.attention_kernels import (
+    AttentionKernel,
+    KernelChoice,
+    Segments,
+    attend_by_document,
+    attend_in_torch,
+)
 
 IN_TORCH = AttentionKernel("torch's", lambda _: "", attend_in_torch)
 
@@ -20,7 +26,7 @@ IN_TORCH = AttentionKernel("torch's", lambda _: "", attend_in_torch)
 @contextmanager
 def attention_of_gpus() -> Iterator[list[tuple[int, int]]]:
     """Inside, models on CPUs run attention in the operators of GPUs. Yields as `flash_on_cpus` does."""
-    choice = Choice(IN_TORCH, ())
+    choice = KernelChoice(IN_TORCH, ())
     with patch.object(modeling, "choose_kernel", lambda wanted, flash: choice), flash_on_cpus() as longest:
         yield longest
 

@@ -64,8 +64,7 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
         ordered("independent_gradient_partition_epilogue", stream, stream)
         undo.enter_context(replaced(NoGatherCoalescedHandle, "wait", _without_waiting(NoGatherCoalescedHandle.wait)))
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
-        for method in _REDUCING:
-            ordered(method, accelerator, optimizer.reduction_stream)
+        ordered("independent_gradient_partition_epilogue", accelerator, optimizer.reduction_stream)
 
         def wait_for_copies() -> None:
             for event in optimizer._pending_offload_events.values():
@@ -81,14 +80,6 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
             undo.enter_context(replaced(optimizer, name, function))
 
 
-_REDUCING = (
-    "allreduce_and_copy",
-    "_allreduce_noncontiguous_bucket_preserving_fp32",
-    "independent_gradient_partition_epilogue",
-)
-"""Methods of stages 1 and 2 that wait for the device before they let go of what was reduced."""
-
-
 def _without_waiting(native: Callable[..., None]) -> Callable[..., None]:
     """A handle's `wait` that leaves the copies to its stream, for which the fetching stream waits next."""
 
@@ -100,7 +91,7 @@ def _without_waiting(native: Callable[..., None]) -> Callable[..., None]:
 
 
 class StepGate:
-    """One guarded step at a time. Subclasses place `_refuses` where their optimizer has its norm, until `undo`."""
+    """One guarded step at a time. Subclasses place `_skips_step` where their optimizer has its norm, until `undo`."""
 
     def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
         self._engine = engine
@@ -124,7 +115,7 @@ class StepGate:
         self._engine.step()
         return self._engine.was_step_applied()
 
-    def _refuses(self, norm: Tensor) -> bool:
+    def _skips_step(self, norm: Tensor) -> bool:
         """Record the norm (already free of any loss scale) and decide; the same on every rank."""
         self._asked = True
         self._read = float(norm)  # the step's one wait for the device
@@ -155,7 +146,7 @@ class ZeroGate(StepGate):
 
     def _observe(self) -> float:
         optimizer = self._engine.optimizer
-        if self._refuses(self._global_norm() / optimizer.loss_scale):
+        if self._skips_step(self._global_norm() / optimizer.loss_scale):
             write(optimizer, overflow=True)
             if self._norm is not None:
                 # A veto is no overflow: a dynamic loss scale must not fall for it in this step.
@@ -218,7 +209,7 @@ class Bf16Gate(StepGate):
 
     def _observe(self, input_tensors: list[Tensor], **_: Any) -> float:
         """The norm; infinite if it refuses. Every rank has all gradients by then."""
-        return math.inf if self._refuses(_norm(input_tensors)) else self._read
+        return math.inf if self._skips_step(_norm(input_tensors)) else self._read
 
 
 class ReplicatedGate(StepGate):
@@ -233,7 +224,7 @@ class ReplicatedGate(StepGate):
 
     def _run(self) -> bool:
         engine = self._engine
-        if not self._refuses(_norm([p.grad for p in engine.module.parameters() if p.grad is not None])):
+        if not self._skips_step(_norm([p.grad for p in engine.module.parameters() if p.grad is not None])):
             groups = iter([self._read])  # the first group has the norm of all
             with replaced(unfused_module, "get_weight_norm", lambda *_, **__: next(groups, 0.0)):
                 return super()._run()

@@ -187,7 +187,7 @@ class DeepSpeedEngine(ShardedEngine):
                 written += [directory / name for name in ("zero_to_fp32.py", "zero_to_torch.py", "latest")]
         return written
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, name in self._engine.param_names.items():
             with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
                 yield name, parameter.detach()

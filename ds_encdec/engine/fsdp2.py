@@ -65,7 +65,7 @@ from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.quantized import put_in, quantized_matrices, take_out
+from ds_encdec.model.quantized import detach_frozen, quantize_into, quantized_matrices
 from ds_encdec.model.trained import canonical_name
 from ds_encdec.optim import learning_rate
 from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
@@ -107,7 +107,7 @@ class FSDP2Engine(ShardedEngine):
         if weights is not None:
             self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
             dtype = compute_dtype(config.training)
-            self._collectives.on_every_rank(lambda: put_in(model, weights, dtype, self.device))
+            self._collectives.on_every_rank(lambda: quantize_into(model, weights, dtype, self.device))
         self.optimizer = _optimizer(self._parameter_groups(model), config.training, context.device)
         self._area = StagingArea(pin_memory=config.infra.pin_memory and self.device.type == "cuda")
         self._applied_steps = 0
@@ -154,7 +154,7 @@ class FSDP2Engine(ShardedEngine):
         record = self._record(self._applied_steps)
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
 
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
         dtype, quantized = compute_dtype(self._training), quantized_matrices(self.model)
         names = [canonical_name(name) for name, _ in self.model.named_parameters()]
         for name in names:
@@ -231,7 +231,7 @@ def build_sharded_model(
         model = Qwen3ForSeq2SeqLM(model_config)
         choose_trained(model, config)
         if config.model.lora is not None and config.model.lora.quantize != "none":
-            take_out(model)
+            detach_frozen(model)
     prepare_for_training(model, config)
     dtype = compute_dtype(training)
     for parameter in model.parameters():

@@ -202,9 +202,11 @@ def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) ->
     if not config.model.use_flash_attention:
         return "one call per document (model.use_flash_attention=false)", False
     from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
-    from ds_encdec.model.attention_kernels import Wanted, choose_kernel
+    from ds_encdec.model.attention_kernels import KernelQuery, choose_kernel
 
-    choice = choose_kernel(Wanted(device, compute_dtype(config.training), head_dim, config.training.attention_dropout))
+    choice = choose_kernel(
+        KernelQuery(device, compute_dtype(config.training), head_dim, config.training.attention_dropout)
+    )
     return str(choice), device.type != "cpu" and not choice.kernel.is_flash
 
 
@@ -213,9 +215,9 @@ def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
     rate = config.training.attention_dropout
     if rate and config.model.use_flash_attention:
         from ds_encdec.engine.sharded_engine import compute_dtype
-        from ds_encdec.model.attention_kernels import KERNELS, Wanted
+        from ds_encdec.model.attention_kernels import KERNELS, KernelQuery
 
-        plain = Wanted(device, compute_dtype(config.training), 128)
+        plain = KernelQuery(device, compute_dtype(config.training), 128)
         wanted = dataclasses.replace(plain, dropout=rate)
         kernel = next(row for row in KERNELS if not row.refusal(plain))
         if kernel.is_flash and not any(row.is_flash and not row.refusal(wanted) for row in KERNELS):

@@ -121,10 +121,10 @@ class ShardedEngine(ABC):
         return held
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return self._whole() if self._lora is None else merged_in_turn(self._whole(), self._lora)
+        return self._iter_full() if self._lora is None else merged_in_turn(self._iter_full(), self._lora)
 
     @abstractmethod
-    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yield as `full_parameters` does, but adapters by their own names, each pair behind its matrix."""
 
     @abstractmethod
@@ -188,7 +188,7 @@ def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.de
         torch.set_default_dtype(before)
 
 
-def whole_copy(
+def unsharded_copy(
     engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
 ) -> Qwen3ForSeq2SeqLM:
     """A plain model on each rank with the present weights of `engine`, in `dtype`. Collective; OutOfMemoryError."""

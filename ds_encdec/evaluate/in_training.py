@@ -18,7 +18,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.training_sections import LOSS_FIGURES
 from ds_encdec.data.loader import copied_ahead
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engine.sharded_engine import compute_dtype, whole_copy
+from ds_encdec.engine.sharded_engine import compute_dtype, unsharded_copy
 from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -145,7 +145,7 @@ class Judge:
         training, ranks = self.config.training, self.collectives.world_size
         settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
         mine = inputs[self.collectives.rank :: ranks]
-        model = whole_copy(self.engine, self.model_config, compute_dtype(training), self.collectives)
+        model = unsharded_copy(self.engine, self.model_config, compute_dtype(training), self.collectives)
         texts = self.collectives.on_every_rank(
             lambda: [text_of(self.tokenizer, ids) for ids in generate(model, mine, settings, self.stopped)]
         )

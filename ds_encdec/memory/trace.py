@@ -307,10 +307,10 @@ def as_on_device(job: Job) -> Iterator[None]:
         yield
 
 
-def choose_kernel(wanted: attention_kernels.Wanted, *, flash: bool = True) -> attention_kernels.Choice:
+def choose_kernel(wanted: attention_kernels.KernelQuery, *, flash: bool = True) -> attention_kernels.KernelChoice:
     """Stand in for `attention_kernels.choose_kernel`, as for tensors on a GPU."""
     is_flash = flash and wanted.dtype in (torch.bfloat16, torch.float16)
-    return attention_kernels.Choice(_VARLEN if is_flash else attention_kernels.BY_DOCUMENT, ())
+    return attention_kernels.KernelChoice(_VARLEN if is_flash else attention_kernels.BY_DOCUMENT, ())
 
 
 def _varlen_attention(

@@ -43,7 +43,7 @@ about as much as so many scores that are masked."""
 
 
 @dataclass(frozen=True)
-class Call:
+class MaskedCall:
     """Documents attended together: tokens, and the mask to add to scores, None for none or a plain causal one."""
 
     queries: int
@@ -51,7 +51,9 @@ class Call:
     mask: Tensor | None
 
     @classmethod
-    def of(cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device) -> Call:
+    def of(
+        cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device
+    ) -> MaskedCall:
         """Make the call of documents of these queries and keys."""
         queries, keys = (sum(side) for side in zip(*lengths, strict=True))
         if len(lengths) == 1 and (not causal or queries == keys):
@@ -105,15 +107,15 @@ class Segments:
         # At least 2: compiled code takes sizes of 0 and 1 for constants. A bound may be larger than what is there.
         self.longest_query, self.longest_key = (torch.empty(max(tokens, 2), 0) for tokens in longest)
         # Results of `calls`: the layers of a model, and their recomputations, share their masks.
-        self.made: dict[Any, tuple[Call, ...]] = {}
+        self.made: dict[Any, tuple[MaskedCall, ...]] = {}
 
-    def calls(self, causal: bool, dtype: torch.dtype, device: torch.device, *, joins: bool) -> tuple[Call, ...]:
+    def calls(self, causal: bool, dtype: torch.dtype, device: torch.device, *, joins: bool) -> tuple[MaskedCall, ...]:
         """Return in what calls the documents are attended one after the other; `joins`: short neighbours share one."""
         key = causal, dtype, device, joins
         if key not in self.made:
             lengths = zip(self.query_lengths, self.key_lengths, strict=True)
             groups = _neighbours(lengths) if joins else ([one] for one in lengths)
-            self.made[key] = tuple(Call.of(group, causal, dtype, device) for group in groups)
+            self.made[key] = tuple(MaskedCall.of(group, causal, dtype, device) for group in groups)
         return self.made[key]
 
     def varying(self) -> tuple[Tensor, ...]:
@@ -127,7 +129,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class KernelQuery:
     """The tensors that attention is to run on: their device and dtype, the width of a head, and the dropout."""
 
     device: torch.device
@@ -145,7 +147,7 @@ class AttentionKernel:
     """One row: what texts call it, why it cannot run on what is wanted ("" where it may), and the kernel."""
 
     name: str
-    refusal: Callable[[Wanted], str]
+    refusal: Callable[[KernelQuery], str]
     attend: Attend
     is_flash: bool = True
     """All documents in one call, whose memory grows with their lengths and not with the squares of these."""
@@ -154,7 +156,7 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The kernel that is taken, and why each of those that would have been preferred is not."""
 
     kernel: AttentionKernel
@@ -164,18 +166,18 @@ class Choice:
         names: dict[str, list[str]] = {}
         for kernel, reason in self.passed_over:
             names.setdefault(reason, []).append(kernel.name)
-        told = [reason if len(names) == 1 else f"{', '.join(of)}: {reason}" for reason, of in names.items()]
-        return f"{self.kernel.name} ({'; '.join(told)})" if told else self.kernel.name
+        reasons = [reason if len(names) == 1 else f"{', '.join(of)}: {reason}" for reason, of in names.items()]
+        return f"{self.kernel.name} ({'; '.join(reasons)})" if reasons else self.kernel.name
 
 
-def choose_kernel(wanted: Wanted, *, flash: bool = True) -> Choice:
+def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
     """Take the first row that is right on what is `wanted`; with `flash=False`, the one that goes by document."""
     if not flash:
-        return Choice(BY_DOCUMENT, ())
+        return KernelChoice(BY_DOCUMENT, ())
     passed_over: list[tuple[AttentionKernel, str]] = []
     for kernel in KERNELS:
         if not (reason := why_not(kernel, wanted)):
-            return Choice(kernel, tuple(passed_over))
+            return KernelChoice(kernel, tuple(passed_over))
         passed_over.append((kernel, reason))
     raise AssertionError("the last row takes everything")
 
@@ -220,8 +222,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **opt
 
 
 @torch.compiler.assume_constant_result
-def _asks_for_groups() -> bool:
-    """Return whether torch's kernel asks to be told that heads share their keys: since 2.12. Before, it looked."""
+def _needs_enable_gqa() -> bool:
+    """Return whether torch's kernel must be told that heads share their keys, as since 2.12."""
     return "enable_gqa" in inspect.signature(torch_varlen.varlen_attn).parameters
 
 
@@ -229,7 +231,7 @@ def attend_in_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal:
     """Torch's variable-length attention: FlashAttention 2, or whichever is activated."""
     attend = torch_varlen.varlen_attn
     options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
-    if q.shape[-2] != k.shape[-2] and _asks_for_groups():
+    if q.shape[-2] != k.shape[-2] and _needs_enable_gqa():
         options["enable_gqa"] = True
     return attend(q, k, v, *segments.kernel_lengths(), **options)  # type: ignore[return-value]
 
@@ -241,7 +243,7 @@ def _attend_in_flash_attn(
     return flash_attn.flash_attn_varlen_func(q, k, v, *segments.kernel_lengths(), dropout_p=dropout, causal=causal)
 
 
-def _flash_refusal(wanted: Wanted) -> str:
+def _flash_refusal(wanted: KernelQuery) -> str:
     """Say why no flash kernel runs on what is wanted."""
     if wanted.device.type != "cuda":
         return f"there is no flash kernel for {wanted.device.type} devices"
@@ -256,7 +258,7 @@ def _flash_refusal(wanted: Wanted) -> str:
     return ""
 
 
-def _torch_refusal(wanted: Wanted) -> str:
+def _torch_refusal(wanted: KernelQuery) -> str:
     if refusal := _flash_refusal(wanted):
         return refusal
     if torch_varlen is None or "window_size" not in inspect.signature(torch_varlen.varlen_attn).parameters:
@@ -264,11 +266,11 @@ def _torch_refusal(wanted: Wanted) -> str:
     return "it has no dropout" if wanted.dropout else ""
 
 
-def _flash_attn_refusal(wanted: Wanted) -> str:
+def _flash_attn_refusal(wanted: KernelQuery) -> str:
     return _flash_refusal(wanted) or ("it is not installed" if flash_attn is None else "")
 
 
-def _fa3_refusal(wanted: Wanted) -> str:
+def _fa3_refusal(wanted: KernelQuery) -> str:
     if refusal := _torch_refusal(wanted):
         return refusal
     if torch.cuda.get_device_capability(wanted.device)[0] != 9:
@@ -280,7 +282,7 @@ _verdicts: dict[tuple[str, torch.device, torch.dtype, int], str] = {}
 """Why a kernel fails its trial, "" where it passes; each is tried once in a process."""
 
 
-def why_not(kernel: AttentionKernel, wanted: Wanted) -> str:
+def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
     """Say why `kernel` cannot run on `wanted`, or fails there on a few documents; "" where it is right."""
     if (refusal := kernel.refusal(wanted)) or not kernel.is_flash:
         return refusal
@@ -323,7 +325,7 @@ _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
 
 @torch.inference_mode(False)
 @torch.enable_grad()
-def _trial_error(kernel: AttentionKernel, wanted: Wanted) -> float:
+def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
     """Largest difference from `attend_by_document` in float32, over what rounding explains; NaN where any result is."""
     cases = ((_TRIAL, True, (3, 8)), (_TRIAL, True, (0, 5)), (((9, 9), (64, 64)), False, (0, 0)))
     return float(torch.stack([_error_of_case(kernel, wanted, *case) for case in cases]).max())
@@ -331,7 +333,7 @@ def _trial_error(kernel: AttentionKernel, wanted: Wanted) -> float:
 
 def _error_of_case(
     kernel: AttentionKernel,
-    wanted: Wanted,
+    wanted: KernelQuery,
     documents: tuple[tuple[int, int], ...],
     causal: bool,
     tails: tuple[int, int],

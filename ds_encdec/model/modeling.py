@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
 
 from .attention import Layout, PackedLayout, PaddedLayout
-from .attention_kernels import AttentionKernel, Wanted, choose_kernel
+from .attention_kernels import AttentionKernel, KernelQuery, choose_kernel
 from .configuration import Qwen3Seq2SeqConfig
 from .encoder import (
     EmbeddedEncoder,
@@ -168,7 +168,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         self.encoder = Qwen3Encoder(config)
         self.decoder = Qwen3Decoder(config)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size)
-        self._kernels: dict[Wanted, AttentionKernel] = {}
+        self._kernels: dict[KernelQuery, AttentionKernel] = {}
         if config.tie_word_embeddings:
             # Here and not only in post_init: a tie made after zero.Init has partitioned both would not hold.
             self.lm_head.weight = self.shared.weight
@@ -295,7 +295,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         dropout = self.attention_dropout if self.training else 0.0
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
-        wanted = Wanted(embeds.device, embeds.dtype, self.config.head_dim, dropout)
+        wanted = KernelQuery(embeds.device, embeds.dtype, self.config.head_dim, dropout)
         if wanted not in self._kernels:  # choosing looks for packages, which takes as long as a layer's launches
             self._kernels[wanted] = choose_kernel(wanted, flash=self.config.use_flash_attention).kernel
         packing = replace(packing, kernel=self._kernels[wanted], dropout=dropout)

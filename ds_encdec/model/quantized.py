@@ -54,7 +54,7 @@ class QuantizedLinear(nn.Module):
         return product
 
 
-def take_out(model: Qwen3ForSeq2SeqLM) -> None:
+def detach_frozen(model: Qwen3ForSeq2SeqLM) -> None:
     """Replace all frozen matrices of the layers by empty `QuantizedLinear`s."""
     for name, module in list(model.named_modules()):
         if type(module) is Linear and not module.weight.requires_grad:
@@ -67,7 +67,7 @@ def quantized_matrices(model: nn.Module) -> dict[str, QuantizedLinear]:
     return {name: module for name, module in modules if isinstance(module, QuantizedLinear)}
 
 
-def put_in(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+def quantize_into(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
     """Fill the matrices that were taken out of `model`. Raises CheckpointError."""
     for name, module in quantized_matrices(model).items():
         module.fill(weights(name).to(device, dtype))

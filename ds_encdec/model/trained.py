@@ -88,6 +88,6 @@ def _alike(pattern: str, names: Collection[str]) -> str:
     return f"there are {', '.join(dict.fromkeys(kinds))}"
 
 
-def told(trained: int, parameters: int) -> str:
+def trained_summary(trained: int, parameters: int) -> str:
     """A line for logs: the numbers of parameters that are trained, and of all."""
     return f"trainable parameters: {trained:,} of {parameters:,} ({trained / parameters:.2%})".replace("%", " %")

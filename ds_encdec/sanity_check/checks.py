@@ -40,7 +40,7 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.lora import choose_trained, with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.model.trained import canonical_name, told, trained_shapes
+from ds_encdec.model.trained import canonical_name, trained_shapes, trained_summary
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
 from ds_encdec.quantities import disk_size
@@ -141,7 +141,7 @@ def _model_loads(subject: Subject) -> Result:
     parameters, trained = (
         sum(parameter.numel() for parameter in found) for found in (model.parameters(), _trained(model).values())
     )
-    message = told(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
+    message = trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
     return True, message, {"parameters": parameters, "trainable_parameters": trained}
 
 

@@ -99,7 +99,7 @@ def attention(kit: Kit) -> None:
         for dtype in ATTENTION_BOUNDS:
             name = f"{kernel.name}, {str(dtype).removeprefix('torch.')}"
             try:
-                if reason := table.why_not(kernel, table.Wanted(kit.device, dtype, width)):
+                if reason := table.why_not(kernel, table.KernelQuery(kit.device, dtype, width)):
                     kit.omit(name, reason)
                     continue
                 for part, causal in (("encoder", False), ("merged", True)):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine, Veto
-from ds_encdec.engine.sharded_engine import compute_dtype, whole_copy
+from ds_encdec.engine.sharded_engine import compute_dtype, unsharded_copy
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.types import LossSum
@@ -90,7 +90,7 @@ def skipping_steps(step: Callable[..., dict[str, Any]]) -> list[dict[str, Any]]:
 def copied_weights(engine: Any, config: FullConfig, model_config: Qwen3Seq2SeqConfig) -> dict[str, torch.Tensor]:
     """The weights of a plain copy of the engine's model, for which no random number is drawn."""
     drawn = torch.get_rng_state()
-    copy = whole_copy(engine, model_config, compute_dtype(config.training), HostCollectives())
+    copy = unsharded_copy(engine, model_config, compute_dtype(config.training), HostCollectives())
     assert torch.equal(torch.get_rng_state(), drawn)
     assert copy.lm_head.weight is copy.shared.weight
     return {name: parameter.detach().clone() for name, parameter in copy.named_parameters()}

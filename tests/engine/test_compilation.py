@@ -67,7 +67,7 @@ def test_layers_are_compiled_where_engine_and_device_can(
 
 def test_an_engine_takes_back_how_many_graphs_it_lets_torch_make() -> None:
     class Bare(ShardedEngine):
-        _whole = _states = _frozen = _continue_from = _held = None  # type: ignore[assignment]
+        _iter_full = _states = _frozen = _continue_from = _held = None  # type: ignore[assignment]
 
     config = FullConfig.model_validate({"training": {"torch_compile": True}})
     before = torch._dynamo.config.recompile_limit

@@ -22,7 +22,7 @@ from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.engine.select import check_attention_dropout
 from ds_encdec.model import attention_kernels
 from ds_encdec.model.attention import PackedLayout
-from ds_encdec.model.attention_kernels import AttentionKernel, Choice, Segments, Wanted, attend_by_document
+from ds_encdec.model.attention_kernels import AttentionKernel, KernelChoice, KernelQuery, Segments, attend_by_document
 from ds_encdec.tokenizer.sentinels import Vocabulary
 from ds_encdec.types import ConfigError
 
@@ -141,8 +141,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, varlen: Any, capability: tuple[int
     )
 
 
-def chosen(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0) -> Choice:
-    return attention_kernels.choose_kernel(Wanted(torch.device(device), dtype, 128, dropout))
+def chosen(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, dropout: float = 0.0) -> KernelChoice:
+    return attention_kernels.choose_kernel(KernelQuery(torch.device(device), dtype, 128, dropout))
 
 
 @pytest.mark.parametrize("varlen", [varlen_2_11, varlen_2_13])
@@ -242,7 +242,7 @@ def test_what_no_flash_kernel_runs_is_told_why(
 
 def test_heads_of_odd_widths_are_not_handed_to_flash_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_gpu(monkeypatch, varlen_2_13)
-    wanted = Wanted(torch.device("cuda", 0), torch.bfloat16, head_dim=36)
+    wanted = KernelQuery(torch.device("cuda", 0), torch.bfloat16, head_dim=36)
     assert "multiple of 8 up to 256, not of 36" in str(attention_kernels.choose_kernel(wanted))
 
 
@@ -365,7 +365,7 @@ def test_a_kernel_that_fails_its_trial_is_passed_over(
 def test_a_right_kernel_passes_its_trial(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int) -> None:
     """Its numbers are rounded to 16 bits, as those of a GPU are."""
     on_a_gpu(monkeypatch, varlen_2_13)
-    wanted = Wanted(torch.device("cuda"), dtype, width)
+    wanted = KernelQuery(torch.device("cuda"), dtype, width)
     assert attention_kernels.choose_kernel(wanted).kernel.name == "torch.nn.attention.varlen"
     assert attention_kernels._trial_error(attention_kernels.KERNELS[1], wanted) < 0.5
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import _common_utils
 from torch.nn import functional as F
 
 from ds_encdec.model.attention import PackedLayout, PaddedLayout
-from ds_encdec.model.attention_kernels import KERNELS, AttentionKernel, Wanted, attend_by_document, why_not
+from ds_encdec.model.attention_kernels import KERNELS, AttentionKernel, KernelQuery, attend_by_document, why_not
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 LENGTHS = ((5, 0, 7), (4, 6, 3), 16, 17)  # encoder and decoder documents, sizes of the two buffers
@@ -173,7 +173,7 @@ def test_what_fsdp2_looks_through_does_not_grow_with_documents(monkeypatch: pyte
 @pytest.mark.parametrize("side", ["encoder", "merged"])
 @pytest.mark.parametrize("kernel", reversed(KERNELS), ids=lambda kernel: kernel.name)  # FlashAttention 3 stays active
 def test_kernels_of_gpus_equal_attention_by_document(kernel: AttentionKernel, side: str) -> None:
-    if refusal := why_not(kernel, Wanted(torch.device("cuda", 0), torch.bfloat16, 64)):
+    if refusal := why_not(kernel, KernelQuery(torch.device("cuda", 0), torch.bfloat16, 64)):
         pytest.skip(f"{kernel.name}: {refusal}")
     segments = getattr(pack((70, 0, 133), (40, 61, 7), 256, 128).inputs["packing"], side)
     segments.query_cu_seqlens = segments.query_cu_seqlens.cuda()

@@ -18,7 +18,7 @@ from ds_encdec.model.lora import choose_trained, merged_weights, peft_names, wit
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.precision import Linear
-from ds_encdec.model.trained import canonical_name, is_adapter, model_shapes, told, trained_shapes
+from ds_encdec.model.trained import canonical_name, is_adapter, model_shapes, trained_shapes, trained_summary
 from ds_encdec.model.weights import random_weights
 from ds_encdec.types import ConfigError
 
@@ -105,4 +105,4 @@ def test_adapters_begin_like_pefts_and_change_nothing() -> None:
 
 
 def test_numbers_are_told() -> None:
-    assert told(10_092_544, 1_046_609_920) == "trainable parameters: 10,092,544 of 1,046,609,920 (0.96 %)"
+    assert trained_summary(10_092_544, 1_046_609_920) == "trainable parameters: 10,092,544 of 1,046,609,920 (0.96 %)"
