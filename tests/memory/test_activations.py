@@ -130,7 +130,9 @@ def layer_of(job: Job, side: Literal["encoder", "decoder"], index: int = 0) -> L
     return layer
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * kind.startswith("cpu bf16")) for kind in KINDS]
+)
 def test_the_table_is_what_traces_give(kind: str) -> None:
     """If this fails, the model or torch has changed: run scripts/memory_formulas.py."""
     table = json.loads(TABLE.read_text())
