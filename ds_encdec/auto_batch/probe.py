@@ -1,14 +1,9 @@
-"""A process that makes two real optimizer steps at one micro-batch size, and says what they took; and its rank's side.
+"""A process that makes two real optimizer steps at one micro-batch size and reports their memory; and its rank's side.
 
-`python -m ds_encdec.auto_batch.probe` runs beside every rank of a run, as a world of its own: the run's engine with its
-configuration and number of ranks, full micro-batches of random tokens, weights of zero, and no files. The second step
-finds Adam's moments in their place. What runs out of memory here takes nothing of the run with it, and all that was
-taken is given back with the process.
-
-stdin: one line of JSON, a `ProbeTask`; it stays open as long as the rank lives, and the process ends with it. stdout:
-one line of JSON, an `Outcome`. Everything that libraries print goes to stderr. It is started in a session of its own,
-with signals blocked: the rank is asked to stop as well, and decides. `ProbeProcess` starts it, asks how it went, and
-ends it.
+`python -m ds_encdec.auto_batch.probe` runs beside every rank of a run, as a world of its own: the run's engine and
+configuration, full micro-batches of random tokens, weights of zero, no files. All memory is given back with the
+process. stdin: one line of JSON, a `ProbeTask`; the process ends when it is closed. stdout: one line of JSON, an
+`Outcome`. What libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -31,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -50,6 +45,7 @@ from ds_encdec.memory.job import assumed_ratio
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
+from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.types import Batch, DsEncDecError, Example, WeightSource
 
@@ -58,17 +54,16 @@ MICRO_BATCHES = 2  # micro-batches of a step, at most: from the second one on, g
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 PROBE = (sys.executable, "-m", "ds_encdec.auto_batch.probe")
 _LAST_BYTES = 4000  # how much of what a probe has printed is kept
-_NO_STACK = "libgomp: Thread creation failed"
-"""OpenMP ends the process where no memory is left for the stack of a thread."""
+_NO_STACK = "libgomp: Thread creation failed"  # OpenMP, without memory for the stack of a thread
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a try went, on one rank or on all.
 
-    `peak_bytes`: of the device, libraries included; the highest of all ranks. Where it did not fit: `message` says what
-    ran out; `of_device` whether that is an accelerator's memory, and not the host's; `smaller_may_fit` whether smaller
-    micro-batches take less of it. `failed`: it went wrong for another reason than memory, which is the `message`.
+    `peak_bytes`: of the device, libraries included; the highest of all ranks. `message`: what ran out, or why it
+    `failed` for another reason than memory. `of_device`: an accelerator's memory ran out, not the host's.
+    `smaller_may_fit`: smaller micro-batches take less of it.
     """
 
     fits: bool
@@ -83,9 +78,8 @@ class Outcome:
 class ProbeTask:
     """The task of one rank's probe.
 
-    `config`: with numbers as its micro-batch size and accumulation. `model`: the model's configuration as a dict.
-    `world`: this rank's place. `number`: of the try, under which its ranks meet. `available_bytes`: of the rank's
-    device, free before the probe; it may take `limit_bytes` of them.
+    `config` has numbers as its micro-batch size and accumulation. `model`: its configuration as a dict. `number`: of
+    the try, under which its ranks meet. `available_bytes` of the device are free, of which it may take `limit_bytes`.
     """
 
     config: FullConfig
@@ -102,7 +96,7 @@ TASK = TypeAdapter(ProbeTask)  # writes a task as one line of JSON, and reads it
 
 
 def measure(task: ProbeTask) -> Outcome:
-    """Make the steps, and a micro-batch of an evaluation where the run will have any. Collective over all probes."""
+    """Make the steps, and a micro-batch of an evaluation if the run has any. Collective over all probes."""
     config, device = task.config, torch.device(task.device)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
     in_evaluation = False
@@ -130,13 +124,13 @@ def measure(task: ProbeTask) -> Outcome:
             raise
         of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
         where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
-        # Beside a GPU, the host holds what is offloaded, which no micro-batch changes.
+        # The host of a GPU holds offloaded states, whatever the micro-batch.
         smaller_may_fit = not in_evaluation and (of_device or device.type == "cpu")
         return Outcome(False, 0, where + in_one_line(error), of_device, smaller_may_fit)
 
 
 def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Batch:
-    """A micro-batch of random tokens without padding, in as few examples as hold them: attention is at its longest."""
+    """A micro-batch of random tokens without padding, in the fewest and so longest examples."""
     data = config.data
     budgets = token_budgets(data, micro_batch_size, assumed_ratio(data))
     sides = (budgets.encoder_tokens, data.max_encoder_length), (budgets.decoder_tokens, data.max_decoder_length)
@@ -156,7 +150,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:
-    """Norms 1, matrices 0: nothing is drawn, and gradients are finite in every precision: no step is skipped."""
+    """Norms 1, matrices 0: gradients are finite in every precision, and no step is skipped."""
     shapes = parameter_shapes(sizes)
 
     def weights(name: str, rows: slice = slice(None), /) -> Tensor:
@@ -167,16 +161,13 @@ def zero_weights(sizes: ModelSizes) -> WeightSource:
 
 
 def _limit(device: torch.device, task: ProbeTask) -> None:
-    """Have allocations fail that would take more than `limit_bytes`.
-
-    On a CPU an allocation beyond what there is does not fail: the kernel kills some process, maybe another one.
-    """
+    """Make allocations beyond `limit_bytes` fail. Without this, the kernel of a host would kill some process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # the context of this process is taken from `free` already
         usable = max(0, free - (task.available_bytes - task.limit_bytes))
         torch.cuda.set_per_process_memory_fraction(usable / total, device)
         return
-    # The limit is on what has been mapped, whether it is used or not: stacks and arenas of threads mostly are not.
+    # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
     torch.zeros(2**22).add_(1)  # starts them
     unused = max(0, _own_status("VmData") - _own_status("VmRSS"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -185,10 +176,7 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
 
 
 def _limit_is_reached() -> bool:
-    """True if this process has mapped nearly all that it may: what fails then fails for want of it, whatever it says.
-
-    A thread that cannot be started, for instance, does not mention memory.
-    """
+    """True if this process has mapped nearly all its memory. Some errors, as of threads, do not mention memory."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return soft != resource.RLIM_INFINITY and _own_status("VmData") > 0.97 * soft
 
@@ -196,30 +184,28 @@ def _limit_is_reached() -> bool:
 def _own_status(name: str) -> int:
     """A figure of this process, in bytes, as Linux keeps it; 0 elsewhere."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)
+    found = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    return int(found[1]) * 1024 if found else 0
 
 
 def _peak_bytes(device: torch.device, available_bytes: int) -> int:
-    """The most that this process has had: of a GPU with its context and buffers that torch does not count."""
+    """The peak of this process; on a GPU with its context and buffers that torch does not count."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         uncounted = available_bytes - free - torch.cuda.memory_reserved(device)
         return torch.cuda.max_memory_reserved(device) + max(0, uncounted)
-    # Not getrusage: its peak begins with that of the process that started this one.
-    return _own_status("VmHWM") or psutil.Process().memory_info().rss
+    return peak_host_bytes()
 
 
 class ProbeProcess:
-    """One probe. Use as a context manager: the process does not outlive it, nor this one, however that ends."""
+    """One probe. Use as a context manager: the process outlives neither it nor this process."""
 
     def __init__(self, task: ProbeTask, command: Sequence[str] = PROBE) -> None:
         self._outcome: Outcome | None = None
         self._on_cpu = task.device == "cpu"
-        # In a file, since nobody reads it while the process runs: a full pipe would hold it up.
+        # In a file: a full pipe would block it.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-        # This process's, which knows its rank, for a child that finds the package wherever it is started. The run's own
-        # store, wherever it is, is where probes meet: for torch, somebody else keeps it.
+        # The agent's store: probes meet in the run's own store, which torch must not start again.
         environment = os.environ | {
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")])),
@@ -233,10 +219,10 @@ class ProbeProcess:
                 stderr=self._printed,
                 text=True,
                 env=environment,
-                start_new_session=True,  # and so a process group, with which compilers and the like are ended
+                start_new_session=True,  # a process group, so that its compilers end with it
             )
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, and `poll` says how
+        with suppress(BrokenPipeError):  # it has ended already
             self._process.stdin.write(TASK.dump_json(task).decode() + "\n")
             self._process.stdin.flush()
 
@@ -244,12 +230,12 @@ class ProbeProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process.returncode is None:  # its number is not another one's yet
+        if self._process.returncode is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._printed):
             assert stream is not None
-            with suppress(BrokenPipeError):  # what it has not read of its task
+            with suppress(BrokenPipeError):  # it has not read its task
                 stream.close()
 
     def poll(self) -> Outcome | None:
@@ -281,9 +267,9 @@ class ProbeProcess:
 
 def main() -> None:
     """Read the task, report, and end at once: other probes may be waiting for this one in a collective."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # gigabytes, for nobody
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with suppress(OSError):  # no Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")  # if the kernel must kill somebody, then this process
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first process that the kernel kills for memory
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = sys.stdin.readline()
@@ -299,9 +285,9 @@ def main() -> None:
 
 
 def _end_with_the_parent() -> None:
-    sys.stdin.read()  # ends when the other end is closed, by whatever ended the parent
-    with suppress(ProcessLookupError):  # where nobody has given it a group of its own
-        os.killpg(os.getpid(), signal.SIGKILL)  # and what it has started, such as compilers
+    sys.stdin.read()  # until the parent ends
+    with suppress(ProcessLookupError):  # without a process group
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 

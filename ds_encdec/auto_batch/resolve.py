@@ -1,16 +1,15 @@
-"""The micro-batch size of a run: the configured number, the one it began with, or, for `auto`, the largest that fits.
-
-And what its layers recompute, which is estimated, not tried.
+"""Finds the micro-batch size of a run, for `auto` the largest that fits, and by the estimate what its layers recompute.
 
 1. Candidates are the sizes that divide a rank's share of the global batch, so that the accumulation can keep it.
 2. The estimate names the largest that should fit into the memory that is free now.
-3. Real steps are tried at that size, in processes of their own (probe.py). Where memory runs out on any rank,
-   all go on to the next candidate of at most half the size.
-4. Where the first try passes and leaves room for the next larger candidate, that is tried too, twice at most.
+3. Real steps are tried at that size, in processes of their own (probe.py). Where memory runs out on any rank, all ranks
+   try the next candidate of at most half the size.
+4. Where the first try leaves room for the next larger candidate, that is tried too, twice at most.
 """
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -36,9 +35,9 @@ from ds_encdec.types import ConfigError, DsEncDecError, OutOfMemoryError, Preemp
 
 logger = logging.getLogger(__name__)
 
-LARGER_TRIES = 2  # candidates above the estimate's that are tried, where a try has left room for them
-POLL_SECONDS = 0.2  # the time between two looks at the probes
-SAY_SECONDS = 60.0  # the time between two lines of the log, while nothing happens
+LARGER_TRIES = 2  # candidates above the estimate's, where a try has left room for them
+POLL_SECONDS = 0.2
+LOG_SECONDS = 60.0  # between two lines of the log while probes run
 
 
 def resolve_batch_size(
@@ -48,11 +47,11 @@ def resolve_batch_size(
     model: Qwen3Seq2SeqConfig,
     resumed_from: Checkpoint | None,
 ) -> FullConfig:
-    """`config` with a number as its micro-batch size, and with the accumulation that goes with it. Collective.
+    """`config` with a number as its micro-batch size, and with the accumulation for it. Collective.
 
-    Raises OutOfMemoryError where no size fits, ConfigError for a `training.global_batch_size` that is not that of
-    `resumed_from`, Preempted where a rank is asked to stop meanwhile, and DsEncDecError where a try fails for another
-    reason than memory; all of them on every rank.
+    Raises on every rank: OutOfMemoryError where no size fits, ConfigError for a `training.global_batch_size` that is
+    not that of `resumed_from`, Preempted where a rank is asked to stop, and DsEncDecError where a try fails for another
+    reason than memory.
     """
     world_size = context.world.world_size
     if resumed_from is not None:
@@ -69,8 +68,8 @@ def resolve_checkpointing(
 ) -> FullConfig:
     """`config` with a mode in place of `training.activation_checkpointing: auto`. Collective.
 
-    A run goes on as it began, wherever that still fits. Comes before `resolve_batch_size`, whose search needs a mode:
-    where that is to find the size, this chooses for the one that it would assume.
+    A resumed run keeps its mode where that still fits. `resolve_batch_size` needs a mode and comes after this, which
+    assumes a size for `auto`.
     """
     if not needs_recompute_choice(config):
         return config
@@ -91,7 +90,7 @@ def resolve_checkpointing(
 
 
 def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullConfig:
-    """The batch that the run began with: its data order is made of it. `config` is left alone where it has numbers."""
+    """`config` with the batch that the run began with, since its data order depends on it."""
     given = config.training.global_batch_size
     if not is_auto(config) and given is None:
         return config
@@ -109,7 +108,7 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
 
 
 class _Search:
-    """The search for the largest size that fits. Every rank takes the same steps: what it decides by is exchanged."""
+    """The search for the largest size that fits. All ranks take the same steps, by figures that they exchange."""
 
     def __init__(self, config: FullConfig, context: RunContext, stop: StopRequest, model: Qwen3Seq2SeqConfig) -> None:
         """Collective."""
@@ -120,16 +119,16 @@ class _Search:
         if context.device.type == "cpu":
             free_bytes //= context.world.local_world_size  # they share the machine
         self._free_bytes = collectives.lowest(free_bytes)[0]
-        # A try may take so much: the rest is for what two steps do not show, such as fragmentation.
+        # The rest is for fragmentation and whatever else two steps do not show.
         self._limit_bytes = int(self._free_bytes * (1 - HEADROOM))
         candidates = micro_batch_candidates(config, context.world.world_size)
         mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
-        # Nodes may differ in their number of ranks, and in what their processors emulate: the most of all counts.
+        # Nodes may differ in their ranks and processors: the most of all counts.
         most = [-negative for negative in collectives.lowest(*(-needed for needed in mine))]
         self._needs = dict(zip(candidates, most, strict=True))
 
     def largest(self) -> FullConfig:
-        """The configuration with the largest size that fits. Raises what `resolve_batch_size` does."""
+        """The configuration with the largest size that fits. Raises as `resolve_batch_size` does."""
         size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
         if not outcome.fits:
             device, rank = self._context.device, self._context.world.rank
@@ -160,13 +159,13 @@ class _Search:
         return ExpectedMemory(job, estimate(job))
 
     def _needed_bytes(self, size: int) -> float:
-        """Bytes that a rank needs on its device; on a CPU, which is the host, with its share of the host's memory."""
+        """Bytes that a rank needs on its device, or of the host that is its device."""
         expected = self._expected(size)
         on_gpu = self._context.device.type == "cuda"
         return expected.estimate.peak.total if on_gpu else expected.node_bytes / expected.job.ranks_per_node
 
     def _try(self, size: int) -> Outcome:
-        """Probe `size` on all ranks, which wait for each other; once it has failed on one, the others' are ended."""
+        """Probe `size` on all ranks; once it has failed on one, the others' probes are ended."""
         context = self._context
         self._tries += 1
         began = time.monotonic()
@@ -182,7 +181,7 @@ class _Search:
             limit_bytes=self._limit_bytes,
         )
         timeout_seconds = 60 * self._config.infra.distributed_timeout_minutes
-        with self._stop.heartbeat.busy(), ExitStack() as opened:  # however long it takes, this rank is not stuck
+        with self._stop.heartbeat.busy(), ExitStack() as opened:
             process = context.collectives.on_every_rank(lambda: opened.enter_context(ProbeProcess(task)))
             outcome = agreed_outcome(process, context.collectives, self._stop, timeout_seconds)
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
@@ -215,10 +214,10 @@ def job_here(
 def largest_that_fits(
     needed_bytes: Mapping[int, int], limit_bytes: int, try_size: Callable[[int], Outcome]
 ) -> tuple[int, Outcome]:
-    """The size to take, and how its try went; the last size tried, and what ran out, where none fits.
+    """The largest size that fits and how its try went, or the last size tried where none does.
 
-    `needed_bytes`: each candidate's, as estimated. The first to be tried is the largest that should take no more than
-    `limit_bytes`; the smallest where none should, for the estimate may be wrong.
+    `needed_bytes`: each candidate's, as estimated. The first try is the largest that should take at most `limit_bytes`,
+    or the smallest, since the estimate may be wrong.
     """
     candidates = sorted(needed_bytes, reverse=True)
     first = next((size for size in candidates if needed_bytes[size] <= limit_bytes), candidates[-1])
@@ -247,49 +246,47 @@ def agreed_outcome(
 ) -> Outcome:
     """The common outcome of all ranks' probes, each rank waiting with its own. Collective.
 
-    `grace_seconds`: how long to wait, once a probe has failed, for one whose memory ran out: that breaks the
-    connections of others, and a large process, or one that dumps its memory, takes a while to end.
+    `grace_seconds`: once a probe has failed, the time for another to report that its memory ran out, which breaks the
+    connections of others.
 
     Raises on every rank: Preempted where one is asked to stop, DsEncDecError where a probe has failed for another
     reason than memory, or has not ended after `timeout_seconds`.
     """
-    began = said = time.monotonic()
-    failed_at: float | None = None
+    began = logged = time.monotonic()
+    failed_at = math.inf
     while True:
         now, mine = time.monotonic(), process.poll()
-        grace_is_over = failed_at is not None and now - failed_at > grace_seconds
         overdue = process.last_words() if mine is None and now - began > timeout_seconds else None
-        records = collectives.gather((mine, stop.reason is not None, grace_is_over, overdue))
+        records = collectives.gather((mine, stop.reason is not None, now - failed_at > grace_seconds, overdue))
         outcomes, stops, graces, last_words = zip(*records, strict=True)
-        ended = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
         if any(stops):
             stop.acknowledge()
             raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
+        ended = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
         for rank, outcome in ended.items():
             if not (outcome.fits or outcome.failed):
                 return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
-        failed = [(rank, outcome.message) for rank, outcome in ended.items() if outcome.failed]
+        failed = {rank: outcome.message for rank, outcome in ended.items() if outcome.failed}
         all_ended = len(ended) == len(outcomes)
         if all_ended and not failed:
             return Outcome(fits=True, peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
         if failed:
-            failed_at = failed_at or now
-        minutes = f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes)"
-        problems = [
-            (f"a probe failed on rank {rank}, and not for want of memory", message)
-            for rank, message in failed
-            if any(graces) or all_ended
-        ] + [
-            (f"the probe of rank {rank} has not ended after {minutes}", f"Its last words:\n{words}")
-            for rank, words in enumerate(last_words)
-            if words is not None
-        ]
-        for why, message in problems:
+            failed_at = min(failed_at, now)
+        advice = "Mend that, or give training.per_device_train_batch_size a number."
+        if failed and (all_ended or any(graces)):
+            rank, message = next(iter(failed.items()))
             raise DsEncDecError(
-                f"the micro-batch size could not be found: {why}. Mend that, or give "
-                f"training.per_device_train_batch_size a number. {message}"
+                f"the micro-batch size could not be found: a probe failed on rank {rank}, and not for want of memory. "
+                f"{advice} {message}"
             )
-        if now - said > SAY_SECONDS:
-            said = now
+        for rank, words in enumerate(last_words):
+            if words is not None:
+                raise DsEncDecError(
+                    f"the micro-batch size could not be found: the probe of rank {rank} has not ended after "
+                    f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes). {advice} Its last words:\n"
+                    f"{words}"
+                )
+        if now - logged > LOG_SECONDS:
+            logged = now
             logger.info("still trying, for %.0f s", now - began)
         time.sleep(POLL_SECONDS)
