@@ -6,6 +6,7 @@ A run that left steps out, or went back, is compared with one whose data never h
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from forked_runs import ENGINES, Finished, ForkedRuns
 from tiny_run import QUICKSTART, metrics, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
+from ds_encdec.report.write import write_report
 
 pytestmark = [pytest.mark.distributed]
 
@@ -117,6 +119,7 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
     assert [step for step, *_ in trained(tmp_path)] == list(range(1, STEPS + 1))
     for values, others in zip(trained(tmp_path), never_seen, strict=True):
         assert values == pytest.approx(others, abs=1e-5)
+    assert re.search(r"1 rollback, which took back \d steps", write_report(tmp_path)[0].read_text())
     abandoned = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
     assert [(json.loads(line)["step"], json.loads(line)["rollback"]) for line in abandoned] == [
         (13, 1),

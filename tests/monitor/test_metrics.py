@@ -9,6 +9,7 @@ import statistics
 import pytest
 import torch
 
+from ds_encdec.monitor import metrics
 from ds_encdec.monitor.metrics import (
     MetricWindow,
     StepAccumulator,
@@ -191,3 +192,31 @@ def test_eval_metrics_have_perplexities_per_denoiser() -> None:
 
 def test_loss_without_tokens_is_nan_and_never_zero() -> None:
     assert math.isnan(loss_metrics("eval", named(*[0.0] * 5), named(*[0] * 5))["eval/loss"])
+
+
+def test_a_step_is_the_sum_over_the_ranks_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has no targets at the second step. Only the second step has a metric of the engine's own."""
+    rows: list[torch.Tensor] = []
+
+    def take(rank: int) -> list[StepRecord]:
+        accumulator = StepAccumulator(torch.device("cpu"))
+        for step, extra in ((1, {}), (2, {"train/extra": torch.tensor(1.0 + rank)})):
+            tokens = (0, 0, 0, 0, 0) if (rank, step) == (1, 2) else (1, 0, 0, 0, 2)
+            accumulator.add(loss_sum(rank / 3, 0, 0, 0, step, tokens=tokens), encoder_tokens=10 * rank + step)
+            result = StepResult(True, torch.tensor(float(step)), 0.1, extra)
+            accumulator.end_step(result, global_step=step, data_step=step)
+        return accumulator.take()
+
+    monkeypatch.setattr(metrics, "_gather", lambda row: [*rows, row])
+    alone = take(rank=0)
+    monkeypatch.setattr(metrics, "_gather", lambda row: rows.append(row) or [row])
+    take(rank=0)
+    monkeypatch.setattr(metrics, "_gather", lambda row: [*rows, row])
+    first, second = take(rank=1)
+    assert alone[0].encoder_tokens == 1
+    assert (first.encoder_tokens, second.encoder_tokens) == (12, 14)
+    assert first.target_tokens == named(2, 0, 0, 0, 4)
+    assert second.target_tokens == named(1, 0, 0, 0, 2)
+    assert first.loss_sums == pytest.approx(named(1 / 3, 0, 0, 0, 2), rel=1e-7)
+    assert (first.grad_norm, second.grad_norm) == (1.0, 2.0)
+    assert (first.extra, second.extra) == ({}, {"train/extra": 1.5})

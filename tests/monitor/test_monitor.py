@@ -76,13 +76,6 @@ def test_grad_explosion_is_above_ten(norm: float, expected: int) -> None:
     ] * expected
 
 
-def test_thresholds_can_be_set() -> None:
-    monitor = TrainingMonitor(loss_spike_threshold=3.0, grad_norm_threshold=1.0)
-    feed(monitor, [1.0] * 10 + [2.9])
-    monitor.update(12, 1.0, 1.1, 1e-4, 0.0)
-    assert [alert["type"] for alert in monitor.alerts] == ["grad_explosion"]
-
-
 @pytest.mark.parametrize(
     ("loss", "norm", "value", "others"),
     [
@@ -172,36 +165,22 @@ def test_summary() -> None:
     assert [observation.loss for observation in monitor.history] == [8.0, 9.0, 6.0, 5.0]
 
 
-def test_gate_passes_at_its_exact_limits() -> None:
-    monitor = TrainingMonitor()
-    feed(monitor, [6.0, 5.0, 4.0], warmup_steps=1)
-    result = monitor.validate_phase(Limits(5.0, 1.0))
-    assert result["passed"]
-    assert [check["passed"] for check in result["checks"]] == [True, True, True]
-
-
 @pytest.mark.parametrize(
     ("losses", "spikes", "failed"),
     [
+        ([6.0, 5.0, 4.0], 5, ""),  # at its exact limits
         ([6.0, 5.001, 3.9], 0, "loss_after_warmup"),
         ([6.0, 5.0, 4.5], 0, "loss_decrease"),  # the mean is 5.17
         ([6.0, 5.0, 4.0], 6, "loss_spikes"),
     ],
 )
-def test_gate_fails_for_each_reason(losses: list[float], spikes: int, failed: str) -> None:
+def test_the_gate_and_each_reason_for_which_it_fails(losses: list[float], spikes: int, failed: str) -> None:
     monitor = TrainingMonitor()
     feed(monitor, losses, warmup_steps=1)
-    monitor.alerts += [{"type": "loss_spike"}] * spikes
+    monitor.alerts += [{"type": "loss_spike"}] * spikes + [{"type": "grad_explosion"}] * 9
     result = monitor.validate_phase(Limits())
-    assert not result["passed"]
-    assert [check["name"] for check in result["checks"] if not check["passed"]] == [failed]
-
-
-def test_five_spikes_are_allowed_and_other_alerts_do_not_count() -> None:
-    monitor = TrainingMonitor()
-    feed(monitor, [6.0, 5.0, 4.0], warmup_steps=1)
-    monitor.alerts += [{"type": "loss_spike"}] * 5 + [{"type": "grad_explosion"}] * 9
-    assert monitor.validate_phase(Limits())["passed"]
+    assert result["passed"] == (not failed)
+    assert [check["name"] for check in result["checks"] if not check["passed"]] == [failed] * bool(failed)
 
 
 def test_gate_fails_when_the_warmup_never_ended() -> None:
@@ -212,26 +191,6 @@ def test_gate_fails_when_the_warmup_never_ended() -> None:
     assert "no step after the warm-up was logged" in checks["loss_after_warmup"]["message"]
     empty = TrainingMonitor().validate_phase(Limits())
     assert [check["passed"] for check in empty["checks"]] == [False, False, True]
-
-
-def test_gate_measures_from_an_initial_loss_that_is_set() -> None:
-    monitor = TrainingMonitor()
-    monitor.initial_loss = 6.0
-    feed(monitor, [4.0, 3.9])
-    assert monitor.validate_phase(Limits(5.0, 2.0))["passed"]
-    assert not monitor.validate_phase(Limits(5.0, 2.2))["passed"]
-
-
-def test_state_continues_exactly_through_strict_json() -> None:
-    losses = [math.nan] + [3.0 / (step + 1) + 1.0 for step in range(30)]
-    whole, first, resumed = TrainingMonitor(7), TrainingMonitor(7), TrainingMonitor(7)
-    feed(whole, [*losses, 50.0], warmup_steps=4)
-    feed(first, losses[:12], warmup_steps=4)
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-    feed(resumed, [*losses[12:], 50.0], first_step=13, warmup_steps=4)
-    assert resumed.state_dict() == whole.state_dict()
-    assert str(resumed.get_summary()) == str(whole.get_summary())
-    assert [alert["step"] for alert in resumed.alerts] == [1, 32]
 
 
 def plateau_monitor(**changes: float) -> TrainingMonitor:

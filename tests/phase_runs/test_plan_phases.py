@@ -81,16 +81,6 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str
     assert message in capsys.readouterr().err
 
 
-def test_the_dry_run_of_a_small_model(capsys: pytest.CaptureFixture[str]) -> None:
-    rate = ("--tokens-per-second", "400000", "--price-per-gpu-hour", "3", "--config", QUICKSTART)
-    assert main(["phases", "--dry-run", *rate]) == 0
-    printed = capsys.readouterr().out
-    table = printed.splitlines()
-    assert re.split("  +", table[0].strip()) == ["phase", "ends after", "runs", "time", "USD"]
-    assert "1 s" in table[1]
-    assert "a step, padding included, on 2 ranks as" in printed
-
-
 def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
     """Its numbers are rounded to three places, and what is not known has no column."""
     assert main(["phases", "--dry-run"]) == 0

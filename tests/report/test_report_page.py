@@ -381,14 +381,6 @@ def test_what_is_no_run_is_refused(
     assert message in capsys.readouterr().err
 
 
-def test_drawings_are_legible_on_a_phone(page: Page) -> None:
-    """They are shown 328 pixels wide."""
-    for chart in re.findall(r"<svg.*?</svg>", page.source, re.S):
-        width = float(re.findall(r'viewBox="0 0 ([\d.]+)', chart)[0])
-        smallest = min(float(size) for size in re.findall(r"font-size: ([\d.]+)px", chart))
-        assert smallest * 328 / width > 9
-
-
 @pytest.mark.parametrize(("threshold", "drawn"), [(2.0, True), (50.0, False)])
 def test_a_limit_far_above_the_data_does_not_flatten_the_curve(tmp_path: Path, threshold: float, drawn: bool) -> None:
     run = write_run(tmp_path / "run", only=("train/grad_norm",))
