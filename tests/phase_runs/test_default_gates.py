@@ -1,4 +1,4 @@
-"""The default gates (`PHASE_CONFIGS`) against recorded curves of losses by step; each file in curves/ has its origin."""
+"""The default gates (`PHASE_CONFIGS`) against recorded curves of losses by step (curves/)."""
 
 from __future__ import annotations
 
