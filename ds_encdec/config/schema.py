@@ -90,17 +90,12 @@ class FullConfig(Sections):
         return write_yaml(values)
 
 
-class _Untitled(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        """Never: pydantic makes titles of the names ("Learning Rate"), which hide the descriptions in some editors."""
-        return False
-
-
 def editor_schema() -> str:
     """The JSON schema of the configuration for editors: every field with its description, bounds and choices."""
-    schema = FullConfig.model_json_schema(schema_generator=_Untitled)
+    schema = FullConfig.model_json_schema()
     for section in schema["$defs"].values():
-        del section["title"]
+        for titled in (section, *section["properties"].values()):
+            titled.pop("title", None)  # made of the names ("Learning Rate"); some editors show it, and no description
     address = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID}
     return json.dumps({**address, **schema, "title": "ds_encdec configuration"}, indent=1) + "\n"
 
