@@ -19,7 +19,7 @@ _KEY = re.compile(r"([\w.-]+)[\"']?\s*:")
 
 
 def marked(report: str, width: int) -> Text:
-    """The report with colours and with marks, for a terminal of so many columns."""
+    """The report with colours and with marks, for a terminal of `width` columns."""
     lines = report.splitlines()
     return Text("\n").join(part for number in range(len(lines)) for part in _marked_line(lines, number, width))
 

@@ -1,7 +1,7 @@
 """Writes ds_encdec/config/deepspeed_keys.json from DeepSpeed's own pydantic classes; --check only compares.
 
 The file lets a DeepSpeed JSON be checked without importing DeepSpeed. Run this when the pinned DeepSpeed changes; what
-becomes of a new key is decided in ds_encdec/config/deepspeed_keys.py.
+becomes of a new key is decided in ds_encdec/config/deepspeed_keys.yaml.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """CSV as rows, read strictly and alike by a run and by `ds-encdec validate`."""
 
 import csv
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -9,11 +8,7 @@ from itertools import chain, islice
 from ds_encdec.types import DataError
 
 _DELIMITERS = ",;\t|"
-"""Tried in this order."""
-
-_SNIFFED_LINES = 40
-_SEPARATOR_LINE = re.compile(r"sep=(.)[\r\n]*")
-"""A first line that Excel writes, and reads."""
+"""The one that makes the most of the first line is taken, of equal ones the first."""
 
 _FOREIGN_QUOTES = ("''", "``", '""', "“”", "‘’", "„“", "«»")
 
@@ -26,22 +21,16 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
     nothing that follows one can be trusted.
     """
     csv.field_size_limit(sys.maxsize)
-    rest = iter(lines)
-    head = list(islice(rest, _SNIFFED_LINES))
-    _check_quotes(head, path)
-    separator = _SEPARATOR_LINE.fullmatch(head[0]) if head else None
-    skipped = 1 if separator else 0
-    delimiter = separator[1] if separator else _delimiter(head)
-    row_lines: list[str] = []
+    rest, row_lines, names = iter(lines), list[str](), list[str]()
+    head = list(islice(rest, 1))
+    delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader(head, delimiter=one), ())))
 
     def recorded() -> Iterator[str]:
-        for line in chain(head[skipped:], rest):
+        for line in chain(head, rest):
             row_lines.append(line)
             yield line
 
-    reader = csv.reader(recorded(), delimiter=delimiter, strict=True)
-    names: list[str] = []
-    first_line = 1 + skipped
+    reader, first_line = csv.reader(recorded(), delimiter=delimiter, strict=True), 1
     try:
         for row in reader:
             if row and not names:
@@ -51,39 +40,12 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
                 yield f"{reason} (line {first_line} of the file)"
             elif row:
                 yield dict(zip(names, row, strict=True))
-            first_line = reader.line_num + skipped + 1
+            first_line = reader.line_num + 1
             row_lines.clear()
     except csv.Error as error:
         if is_whole or "end of data" not in str(error):
-            last_line = reader.line_num + skipped
-            where = f"{path}, line {first_line}" + (f" to {last_line}" if last_line > first_line else "")
+            where = f"{path}, line {first_line}" + f" to {reader.line_num}" * (reader.line_num > first_line)
             raise DataError(f"{where}: {_quote_error(str(error), row_lines)}") from error
-
-
-def _delimiter(head: Sequence[str]) -> str:
-    """The first that cuts the line of names and agrees with the rows below, else the first that cuts it."""
-    tables = {delimiter: _table(head, delimiter) for delimiter in _DELIMITERS}
-    cutting = [delimiter for delimiter, table in tables.items() if table and len(table[0]) > 1]
-    agreeing = [one for one in cutting if {len(row) for row in tables[one]} == {len(tables[one][0])}]
-    return next(iter(agreeing or cutting), ",")
-
-
-def _table(head: Sequence[str], delimiter: str) -> list[list[str]]:
-    """The rows of the first lines, as far as they can be read."""
-    rows = []
-    try:
-        for row in csv.reader(head, delimiter=delimiter, strict=True):
-            rows += [row] * bool(row)
-    except csv.Error:
-        pass
-    return rows
-
-
-def _check_quotes(head: Sequence[str], path: str) -> None:
-    """Refuse a file of which every line below the names begins and ends with a single quote."""
-    below = [line.rstrip("\r\n") for line in head[1:] if line.strip()]
-    if len(below) > 1 and all(len(line) > 1 and line[0] == line[-1] == "'" for line in below):
-        raise DataError(f"{path}: its rows are quoted by '. CSV quotes by \": write the file so")
 
 
 def _check_names(names: Sequence[str], path: str) -> None:

@@ -102,8 +102,8 @@ def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
     for field, source in own:
         if (both := next((text for text in _texts(source) if text in trained), None)) is not None:
             named = field if source.data_files else field.replace("_files", "_split")
-            told = "it is also trained on, so its figures do not show how the model does on other texts"
-            yield f"warning: {named}: {both}: {told}"
+            why = "it is also trained on, so its figures do not show how the model does on other texts"
+            yield f"warning: {named}: {both}: {why}"
 
 
 def _texts(source: Source) -> Iterator[str]:

@@ -37,8 +37,8 @@ _DECODER = json.JSONDecoder(object_pairs_hook=_fields)
 _LENIENT = json.JSONDecoder()
 
 
-def json_row(content: bytes, failure: str = "not a JSON line") -> Any:
-    """The value of a line. Raises RowError, which says `failure` of one that is no JSON."""
+def json_row(content: bytes) -> Any:
+    """The value of a line. Raises RowError."""
     try:
         # The line's own break may look like a text's. Files that were joined have a mark in their middle.
         record = _DECODER.decode(content.rstrip(b"\r\n").removeprefix(BOM_UTF8).decode())
@@ -47,13 +47,13 @@ def json_row(content: bytes, failure: str = "not a JSON line") -> Any:
         raise RowError(f"not UTF-8 text ({error.reason}). {advice}") from error
     except json.JSONDecodeError as error:
         reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        raise RowError(f"{failure} ({reason})") from error
+        raise RowError(f"not a JSON line ({reason})") from error
     except RowError:
         raise
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{failure} ({error})") from error
+        raise RowError(f"not a JSON line ({error})") from error
     if content.count(b"[") + content.count(b"{") > MAX_NESTING and _is_deep(record):
-        raise RowError(f"{failure} (nested more than {MAX_NESTING} deep)")
+        raise RowError(f"not a JSON line (nested more than {MAX_NESTING} deep)")
     return record
 
 
@@ -94,28 +94,33 @@ def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[
     `is_whole`: false where the content stops within the file. Bytes that are no UTF-8 stay in their element.
     """
     text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
-    place = _after_blank(text, _after_blank(text, 0) + 1)
     try:
-        while text[place : place + 1] != "]":
-            _, end = _LENIENT.raw_decode(text, place)
-            line = text[place:end].replace("\r", " ").replace("\n", " ")  # blanks: a string has no line break as it is
+        for start, end in _elements(text):
+            line = text[start:end].replace("\r", " ").replace("\n", " ")  # blanks: a string has no line break as it is
             yield line.encode(errors="surrogateescape")
-            place = _after_blank(text, end)
-            if text[place : place + 1] == ",":
-                place = _after_blank(text, place + 1)
-                if text[place : place + 1] == "]":
-                    raise json.JSONDecodeError("A comma before the end of the array", text, place)
-            elif text[place : place + 1] != "]":
-                raise json.JSONDecodeError("Expecting a comma, or the end of the array", text, place)
-        if (end := _after_blank(text, place + 1)) != len(text):
-            raise json.JSONDecodeError("Something follows the end of the array", text, end)
     except json.JSONDecodeError as error:
         if is_whole or (error.pos < len(text) // 2 and not error.msg.startswith("Unterminated")):
-            raise DataError(
-                f"{path}: a damaged JSON array ({error.msg} at line {error.lineno}, column {error.colno})"
-            ) from error
+            reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
+            raise DataError(f"{path}: a damaged JSON array ({reason})") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: a damaged JSON array ({error})") from error
+
+
+def _elements(text: str) -> Iterator[tuple[int, int]]:
+    """Where each element of the array that `text` is starts and ends. Raises JSONDecodeError."""
+    place = _after_blank(text, _after_blank(text, 0) + 1)
+    while text[place : place + 1] != "]":
+        _, end = _LENIENT.raw_decode(text, place)
+        yield place, end
+        place = _after_blank(text, end)
+        if text[place : place + 1] == ",":
+            place = _after_blank(text, place + 1)
+            if text[place : place + 1] == "]":
+                raise json.JSONDecodeError("A comma before the end of the array", text, place)
+        elif text[place : place + 1] != "]":
+            raise json.JSONDecodeError("Expecting a comma, or the end of the array", text, place)
+    if (end := _after_blank(text, place + 1)) != len(text):
+        raise json.JSONDecodeError("Something follows the end of the array", text, end)
 
 
 def _after_blank(text: str, place: int) -> int:

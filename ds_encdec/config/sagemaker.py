@@ -32,29 +32,16 @@ def container_arguments(environ: Mapping[str, str], given: Sequence[str], option
 
     Hyperparameters that are one of the `options` of `train` are that; others are settings, in whatever words; a channel
     of files is the data to train or evaluate on, unless a hyperparameter names that. A spot job is started again as it
-    was: it resumes. Raises ConfigError for hyperparameters that are no JSON object, and channels whose files are of no
-    kind, or of several.
+    was: it resumes. Raises ConfigError for channels whose files are of no kind, or of several.
     """
-    named = _hyperparameters(environ.get(_HYPERPARAMETERS, "{}"))
-    words = [f"--{name}={value}" if f"--{name}" in options else f"{name}={value}" for name, value in named.items()]
+    words = []
+    for name, value in json.loads(environ.get(_HYPERPARAMETERS, "{}")).items():
+        name, text = name.replace("-", "_"), value if isinstance(value, str) else json.dumps(value)
+        words.append(f"--{name}={text}" if f"--{name}" in options else f"{name}={text}")
     everyones = {*words, *given}
     has_folder = any(word.lstrip("-").partition("=")[0] in _FOLDERS for word in everyones)
     folder = [] if has_folder else [f"infra.output_dir={CHECKPOINTS}"]
     return ["--resume=auto", *folder, *_channels(environ), *words, *given]
-
-
-def _hyperparameters(text: str) -> dict[str, str]:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{_HYPERPARAMETERS}={text[:80]!r} is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(
-            f'{_HYPERPARAMETERS}={text[:80]} is no object of hyperparameters, such as {{"max_steps": 100}}'
-        )
-    return {
-        name.replace("-", "_"): value if isinstance(value, str) else json.dumps(value) for name, value in found.items()
-    }
 
 
 def _channels(environ: Mapping[str, str]) -> Iterator[str]:

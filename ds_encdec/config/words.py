@@ -37,11 +37,15 @@ class Word(NamedTuple):
         return {} if self.ignored else self.why or None
 
 
+def read_table(path: Path) -> dict[str, Any]:
+    """The content of a YAML file of this package."""
+    table: dict[str, Any] = yaml.load(path.read_text("utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return table
+
+
 @cache
 def _content() -> dict[str, Any]:
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    content: dict[str, Any] = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return content
+    return read_table(Path(__file__).with_suffix(".yaml"))
 
 
 @cache

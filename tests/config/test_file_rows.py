@@ -72,11 +72,9 @@ def test_what_a_writer_writes_is_read(rows: list[list[str]], delimiter: str, sty
         ("'x','y'\n", "quotes 'x'"),
         ('x, "y"\n', 'quotes "y"'),
         ("x,\udce9\n", "is not UTF-8 text"),
-        ("x,y\n'a','b'\n'c','d'\n", "its rows are quoted by '"),
         ('x,y\na,"b\nc,d\n', "line 2 to 3: a quote opens a field and is never closed"),
         ('x,y\n\na,b\n"say \\"hi\\"",c\n', r'line 4: text follows the quote .* twice, "" \(\\" is not CSV\)'),
         ('x,y\n"a" ,b\n', "line 2: text follows the quote"),
-        ('sep=;\nx;y\n1;"2\n', "line 3: a quote opens"),
     ],
 )
 def test_names_and_quotes_that_end_a_csv_file(text: str, problem: str) -> None:
@@ -106,7 +104,7 @@ def test_a_bad_row_of_a_csv_file_says_why_and_where() -> None:
         ("x;y\n1,5;2\n", {"x": "1,5", "y": "2"}),
         ("x\ty\n1,5\t2\n", {"x": "1,5", "y": "2"}),
         ("x,y;z\na;b,c\n", {"x": "a;b", "y;z": "c"}),
-        ("sep=;\r\nx;y\r\n1;2\r\n", {"x": "1", "y": "2"}),
+        ('"x,z";y\r\n1;2\r\n', {"x,z": "1", "y": "2"}),
         ('x,y\rHe is 6" tall,2\r', {"x": 'He is 6" tall', "y": "2"}),
         ("text\na\n", {"text": "a"}),
     ],

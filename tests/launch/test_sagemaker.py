@@ -73,8 +73,6 @@ def test_hyperparameters_are_read_as_the_command_line_is(
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"SM_HPS": "{max_steps: 1"}, "SM_HPS='{max_steps: 1' is no JSON"),
-        ({"SM_HPS": "[1]"}, "is no object of hyperparameters"),
         ({"SM_CHANNEL_TRAINING": "EMPTY"}, "no files of a kind that is read"),
         ({"SM_CHANNEL_TRAINING": "MIXED"}, "has json and text"),
     ],
