@@ -107,7 +107,7 @@ def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[
 
 
 def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """Where each element of the array that `text` is starts and ends. Raises JSONDecodeError."""
+    """The places where each element of the array `text` starts and ends. Raises JSONDecodeError."""
     place = _after_blank(text, _after_blank(text, 0) + 1)
     while text[place : place + 1] != "]":
         _, end = _LENIENT.raw_decode(text, place)
