@@ -250,7 +250,7 @@ def average_checkpoints(
     if len(checkpoints) < 2:
         problem = f"{run.root} has {len(checkpoints)} in a row. training.save_total_limit says how many a run keeps."
         if last < 2:
-            problem = f"{last} was asked for."
+            problem = f"--last is {last}."
         elif (run.root / MANIFEST).exists():
             problem = f"{run.root} is one: give the folder of its run."
         raise CheckpointError(f"An average takes at least two checkpoints, but {problem}")

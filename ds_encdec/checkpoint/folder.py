@@ -149,7 +149,7 @@ class CheckpointFolder:
         """Make `step-N.tmp`, which is sealed, visible; move `latest` and `pointers` to it; delete what is not kept.
 
         Raises OSError; then an earlier checkpoint of the step is what it was. What goes wrong once the checkpoint is
-        visible is only warned of: it stands, whatever the disk says to the rest.
+        visible is only warned of: the checkpoint stands.
         """
         final = self.at(step)
         # New links may need space; moving them over the old ones does not.

@@ -1,4 +1,4 @@
-"""Saving: when a checkpoint becomes visible; and which one a run goes on from. How their folder looks: folder.py.
+"""Saving: when a checkpoint becomes visible; and which one a run continues from. Their folder: folder.py.
 
 A save has two parts. On the main thread every rank makes its staging copy (`Engine.stage`); that holds training up.
 Then each rank writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest,
@@ -279,7 +279,7 @@ def find_checkpoint(
     `auto`, the latest step that counts.
 
     Raises CheckpointError where the named one is damaged, or another run's while this folder has some of its own;
-    and where under `auto` all are damaged: starting anew would then write over what may still be saved.
+    and where under `auto` all are damaged: a new run would then write over them.
     """
     if resume is None:
         return None
@@ -287,7 +287,7 @@ def find_checkpoint(
     candidates = [path.resolve() for step, path in newest_first if at_most is None or step <= at_most]
     if resume != "auto":
         path = Path(resume).expanduser().resolve()
-        collectives.on_rank_zero(lambda: read_manifest(path) and None)  # what is no checkpoint is called that
+        collectives.on_rank_zero(lambda: read_manifest(path) and None)  # raises for anything but a checkpoint
         if candidates and path not in candidates:
             raise CheckpointError(
                 f"{path} is not one of this run's checkpoints, of which {folder} holds {len(candidates)} "

@@ -172,5 +172,4 @@ def _manifest(content: Any) -> Manifest:
 
 
 def _content_hash(content: dict[str, Any]) -> str:
-    """SHA-256 in hex of what a manifest says, however it is laid out."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -56,7 +56,7 @@ class Uploads(Callback):
         if is_taken:
             raise ConfigError(
                 f"infra.upload_to: {self._shown} holds the copies of a run already (run.json). Name another folder for "
-                "this one; or, to go on with that run, bring its checkpoints/step-N back and name it in `--resume`"
+                "this one; or, to continue that run, copy its checkpoints/step-N back and name it in `--resume`"
             )
 
     def after_save(self, state: TrainingState, checkpoint: Path) -> None:
@@ -85,7 +85,7 @@ class Uploads(Callback):
 
     def _begin_end(self) -> None:
         if self._thread is not None:
-            logger.info("uploading what is left to %s; all is saved, so this may be interrupted", self._shown)
+            logger.info("uploading the rest to %s; all is saved, so this may be interrupted", self._shown)
             self._begin(is_end=True)
 
     def _begin(self, *, is_end: bool) -> None:

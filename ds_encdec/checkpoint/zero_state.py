@@ -220,7 +220,6 @@ class _Inert:
     """
 
     def __new__(cls, *arguments: object) -> _Inert:
-        """Take whatever the class itself would; keep nothing."""
         return super().__new__(cls)
 
 

@@ -200,7 +200,7 @@ def open_sources(
 
 
 def held_out_shares(data: DataConfig) -> dict[Split, float]:
-    """The shares of what is there to train on that are for `validation` and, behind it, for `test`."""
+    """The shares of the training data that are held out for `validation` and, behind it, for `test`."""
     splits: tuple[Split, Split] = ("validation", "test")
     shares = OBJECTIVES[data.objective].held_out(data)
     return {split: 0.0 if data.own_split(split) else share for split, share in zip(splits, shares, strict=True)}
@@ -230,7 +230,7 @@ def own_split(
 def prepare_data(
     config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, num_proc: int
 ) -> Iterator[str]:
-    """Prepare all that `config` names in `data.prepared_dir`, by `num_proc` processes; say of each what is there now.
+    """Prepare all that `config` names in `data.prepared_dir`, by `num_proc` processes; yield a line about each.
 
     Raises ConfigError where the folder cannot be written, OutputLockedError, DataError.
     """

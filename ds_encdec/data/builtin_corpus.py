@@ -118,7 +118,7 @@ class RandomIds:
         return f"random/{index}"
 
     def document(self, index: int) -> Document:
-        """Document `index`, drawn anew at every call, always the same."""
+        """Document `index`, drawn at every call, always the same."""
         rng = keyed_generator(self._seed, "random ids", index)
         num_tokens = int(np.clip(620 * np.exp(rng.normal()), 2, 100_000))
         return Document(self.key(index), "", self._ids[rng.integers(len(self._ids), size=num_tokens)])
@@ -133,7 +133,6 @@ def _read_from(sources: Iterable[Path]) -> Iterator[bytes]:
 
 
 def _read_documents(library: Path, sources: Iterable[Path]) -> list[tuple[str, str]]:
-    """Keys and texts."""
     topics: dict[str, str] = import_module("pydoc_data.topics").topics
     documents = [(f"topics/{name}", topics[name]) for name in sorted(topics)]
     for path in sources:
@@ -180,7 +179,6 @@ def _source_files(folder: Path) -> Iterator[Path]:
 
 
 def _joined(owner: ast.Module | ast.ClassDef) -> str:
-    """The docstrings of a module or class and of its functions."""
     parts = [ast.get_docstring(owner)]
     for member in owner.body:
         if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(member)):

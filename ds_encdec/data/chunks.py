@@ -7,8 +7,9 @@ Denoising follows UL2's mixture (arXiv 2205.05131; rows of `denoisers.py`). Span
 1910.10683, section 3.1.4): noise and kept tokens are each cut at random into segments, which alternate. T5 always ends
 with noise; here a text may end with a kept segment, so that a span can lie anywhere (see `_kept_lengths`).
 
-tokens a b c d e f g h spans [c d] [g] encoder a b <0> e f <1> h every span becomes one sentinel, no EOS decoder <0> c d
-<1> g EOS what is missing, span by span
+    tokens    a b c d e f g h          spans  [c d] [g]
+    encoder   a b <0> e f <1> h        every span becomes one sentinel, no EOS
+    decoder   <0> c d <1> g EOS        what is missing, span by span
 
 S is a prefix language model: the encoder reads the first quarter, the decoder continues. Its target ends with EOS only
 where the document ends.
@@ -51,8 +52,7 @@ _REPETITIONS = 32
 """Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
 
 _MAX_CUT_TOKENS = 1 << 24
-"""Tokens cut up in all, where that is less: so many carry little noise, and a document of 10 MB must not take a minute.
-"""
+"""Tokens cut up at most: these carry little noise, and a document of 10 MB must not take a minute."""
 
 
 @dataclass(frozen=True, slots=True)

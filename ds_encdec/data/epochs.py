@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
-    """The configuration of a run of so many `steps`, which its epochs have turned out to be.
+    """The configuration of a run whose epochs take `steps` steps.
 
     Raises ConfigError where its other fields do not go with them.
     """
@@ -48,7 +48,7 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
 
 
 def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
-    """Optimizer steps after which every lane has handed out all examples of so many passes over its data.
+    """Optimizer steps after which every lane has handed out all examples of `epochs` passes over its data.
 
     Of a mixture, it is passes over the source that is furthest behind. A part of a pass is taken to be as large a part
     of its steps; of many passes a few are counted. Raises DataError for a stream whose length nobody knows.

@@ -37,7 +37,7 @@ def evaluation_examples(
     cache_folder: Path | None,
     own: Sequence[OpenSource] = (),
 ) -> list[Example]:
-    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError if there is none.
+    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError without any.
 
     `own`: the sources to evaluate on where these are no part of the training data. The examples are kept in
     `cache_folder`, named by all that they depend on, and read from it if they are there.

@@ -85,7 +85,7 @@ def with_ids(rows: Iterable[Row], maker: ExampleMaker) -> Iterator[tuple[Row, An
 
 
 def usable_documents(rows: Iterable[tuple[Row, Any | BadRow]], bad_row_limit: int) -> Iterator[tuple[Document, Any]]:
-    """The documents among the rows `with_ids`. Raises DataError for more than so many bad rows."""
+    """The documents among the rows `with_ids`. Raises DataError for more bad rows than the limit."""
     bad = count(1)
     for row, ids in rows:
         if isinstance(row, BadRow) or isinstance(ids, BadRow):

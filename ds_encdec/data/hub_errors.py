@@ -46,29 +46,23 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
         yield
     except DsEncDecError:
         raise
-    except ValueError as error:  # an unknown configuration or split; the message lists the known ones
-        raise DataError(
-            f"data set {name}: {error}. Check dataset_config and dataset_split, or the fields of `data` for evaluation "
-            f"and test (eval_split, test_split){_LOOSE_FILES if is_folder else ''}"
-        ) from error
-    except FileNotFoundError as error:
-        if is_folder:
-            raise DataError(f"data.dataset_name={entry.dataset_name}: {error}{_LOOSE_FILES}") from error
-        raise DataError(
-            f"data.dataset_name={entry.dataset_name}: no such data set on the hub, or no access to it ({error}). "
-            "Check the name; for a gated one log in with `hf auth login`. Local files: text, json, csv or parquet"
-        ) from error
     except Exception as error:
-        if is_of_network(error) and not is_folder:
-            raise DataError(
-                f"data.dataset_name={entry.dataset_name}: the hub cannot be reached and the data set is not in the "
-                f"local cache ({error}). Without a network use local files (text, json, csv, parquet), a folder that "
-                "save_to_disk wrote, or `builtin`"
-            ) from error
-        raise DataError(
-            f"data set {name}: `datasets` cannot open it ({_reason(error)}). Check data.dataset_name, or read its "
-            "files by data.dataset_name=json (csv, parquet, text)"
-        ) from error
+        if is_folder:
+            way_out = f"Check dataset_config and dataset_split{_LOOSE_FILES}"
+        elif isinstance(error, ValueError):  # an unknown configuration or split; the message lists the known ones
+            way_out = "Check dataset_config and dataset_split, or eval_split and test_split"
+        elif isinstance(error, FileNotFoundError):
+            way_out = (
+                "It is not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet"
+            )
+        elif is_of_network(error):
+            way_out = (
+                "The hub cannot be reached, and the data set is not in the local cache. Without a network use local "
+                "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`"
+            )
+        else:
+            way_out = "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"
+        raise DataError(f"data.dataset_name={name}: `datasets` cannot open it ({_reason(error)}). {way_out}") from error
 
 
 def content_error(where: str, error: Exception, files: Sequence[str]) -> DataError:
@@ -132,12 +126,12 @@ def is_of_network(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """The reason of an error in one line: the cause where `datasets` names none."""
     cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
-    told = error if cause is None else cause
-    return f"{type(told).__name__}: {' '.join(str(told).split()):.600}"
+    named = error if cause is None else cause
+    return f"{type(named).__name__}: {' '.join(str(named).split()):.600}"
 
 
 def retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str, *, is_local: bool = False) -> Iterator[T]:
-    """Yield the rows of `read(first_row)`; after a transient failure `read(row)` goes on with the first missing row.
+    """Yield the rows of `read(first_row)`; after a transient failure `read(row)` continues with the first missing row.
 
     The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
     another attempt is pointless: where the data is `is_local`, or it and not the network is at fault.

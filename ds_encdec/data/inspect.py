@@ -157,7 +157,7 @@ Looked: TypeAlias = tuple[list[Example], int, dict[str, int]]
 
 
 def _first_of_lanes(pipeline: LanePipeline, num_examples: int) -> Looked:
-    """At least so many examples, as the lanes of a run begin."""
+    """At least `num_examples` examples, as the lanes of a run begin."""
     lane = cache(partial(Lane, pipeline))
     made: list[Example] = []
     batches = 0

@@ -9,7 +9,6 @@ micro-batch; the training process collates them.
 
 import dataclasses
 import logging
-import time
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -28,12 +27,6 @@ MAX_EMPTY_DOCUMENTS = 10_000
 
 READY_BATCHES_PER_LANE = 2
 """Micro-batches of each lane that a worker prepares in advance."""
-
-LANE_STAGGER_SECONDS = 0.125
-"""A lane whose data is streamed over a network begins so much after the lane before: a hub refuses clients that all
-begin at once."""
-LONGEST_STAGGER_SECONDS = 4.0
-"""The most by which the last lane begins after the first one, however many there are."""
 
 _LESS = (
     "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
@@ -278,8 +271,6 @@ def lane_batches(
     pipeline: LanePipeline, numbers: Sequence[int], records: Mapping[int, dict[str, Any]]
 ) -> Iterator[LaneBatch]:
     """The micro-batches of the lanes `numbers` of one process, in turns, endlessly."""
-    if any(getattr(opened.source, "is_remote", False) for opened in pipeline.sources):
-        time.sleep(min(LANE_STAGGER_SECONDS, LONGEST_STAGGER_SECONDS / pipeline.num_lanes) * numbers[0])
     lanes = [Lane(pipeline, number, records.get(number)) for number in numbers]
     while True:
         for lane in lanes:

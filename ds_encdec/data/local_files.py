@@ -42,7 +42,7 @@ _LONGEST_CHARACTER = 4
 
 _SCAN_BYTES = 1 << 24
 INDEXED_BYTES = 1 << 20
-"""From this size on the index of a file's lines is kept; that of a smaller one is made anew in a millisecond."""
+"""From this size on the index of a file's lines is kept; that of a smaller one takes a millisecond."""
 
 _PEEKED_LINE_BYTES = 1 << 24
 _PEEKED_BYTES = 1 << 16

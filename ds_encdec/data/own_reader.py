@@ -57,7 +57,6 @@ class OwnReader:
         return text_document(key, lambda: row, key)
 
     def _reader(self) -> Sequence[Any]:
-        """The reader of this process."""
         if self._rows is None:
             make = load_plugin("data.dataset_name", self._name)
             try:

@@ -85,7 +85,6 @@ class Packer(Generic[Item]):
         return chosen
 
     def _planned(self, plan: _Plan, entry: Waiting[Item]) -> _Plan:
-        """The plan with one more example behind the others."""
         turn, encoder_room, decoder_room, examples_room = plan
         if entry.encoder_tokens > encoder_room or entry.decoder_tokens > decoder_room or not examples_room:
             turn, examples_room = turn + 1, self._budgets.max_examples

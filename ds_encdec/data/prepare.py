@@ -211,7 +211,6 @@ def _make(work: Work, parts: Sequence[Part]) -> Iterator[Shard]:
 
 
 def _rows(source: AnySource, part: Part) -> Iterator[Row]:
-    """The rows of a part."""
     for number in range(part.start, part.stop):
         if isinstance(source, StreamSource):
             yield from source.documents(number, 0)

@@ -170,9 +170,9 @@ def require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, 
     """Raise DataError naming each fact that differs, with both values."""
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
     if names:
-        told = [f"{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(now.get(name))} now" for name in names]
+        facts = [f"{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(now.get(name))} now" for name in names]
         raise DataError(
-            f"data.prepared_dir: {folder} was made from something else ({'; '.join(told):.600}). Restore that, or "
+            f"data.prepared_dir: {folder} was made from something else ({'; '.join(facts):.600}). Restore that, or "
             "delete the folder (or name another one) and run `ds-encdec prepare`"
         )
 

@@ -85,7 +85,7 @@ class MapReader:
 class StreamReader:
     """The rows of the lane's units, in windows of `shuffle_buffer_size` documents, each permuted.
 
-    Units are dealt to the lanes anew in every epoch. Where there are fewer units than lanes, every lane reads
+    Units are dealt to the lanes in every epoch. Where there are fewer units than lanes, every lane reads
     all units and keeps the rows whose number falls to it. Position: where the current window starts (the
     unit's place in the lane's order, and the row), its number in the epoch, and the documents taken from it.
     A resumed reader reads the current window again, and nothing before it.

@@ -241,7 +241,6 @@ class PairMaker:
         return [self._break(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     def _converted(self, record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The records that the converter makes of one."""
         if self.data.converter is None:
             return [record]
         named = f"data.converter={self.data.converter}"
@@ -293,7 +292,6 @@ class PairMaker:
         )
 
     def _value(self, record: Mapping[str, Any], name: str) -> str:
-        """The text of a template's field."""
         column = self.data.field_mapping.get(name, name)
         value = field_value(record, column)
         if value is None:
@@ -345,7 +343,6 @@ def _both(given: str, wanted: str) -> tuple[str, str]:
 
 
 def _list(value: Any, name: str) -> list[Any]:
-    """A list, maybe one written as JSON."""
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:

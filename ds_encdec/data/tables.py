@@ -267,7 +267,6 @@ def _is_saved(path: str) -> bool:
 
 
 def _arrow_types(features: datasets.Features | None) -> dict[str, Any]:
-    """The columns' types, as far as `datasets` knows them."""
     return {} if features is None else {field.name: field.type for field in features.arrow_schema}
 
 

@@ -219,8 +219,8 @@ def test_another_format_is_streamed_by_shard(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"text_column": "body"}, r"data.text_column=body: .* has no such column; it has text, id"),
-        ({"dataset_split": "validation"}, r"data set .*validation: .*split.* data.data_files='FOLDER/\*\*'"),
-        ({"dataset_config": "wiki"}, r"data set .*: BuilderConfig 'wiki' not found. Available: \['default'\]"),
+        ({"dataset_split": "validation"}, r"dataset_name=.*validation: .*split.* data.data_files='FOLDER/\*\*'"),
+        ({"dataset_config": "wiki"}, r"dataset_name=.*BuilderConfig 'wiki' not found. Available: \['default'\]"),
     ],
 )
 def test_hub_errors_say_what_exists(parquet_set: Path, streaming: bool, fields: dict[str, str], message: str) -> None:
@@ -229,9 +229,9 @@ def test_hub_errors_say_what_exists(parquet_set: Path, streaming: bool, fields: 
 
 
 def test_missing_data_sets(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="the hub cannot be reached and the data set is not in the local cache"):
+    with pytest.raises(DataError, match="The hub cannot be reached, and the data set is not in the local cache"):
         open_hub_data(entry("someone/nothing"), 1, streaming=True)
-    with pytest.raises(DataError, match="no such data set on the hub, or no access to it"):
+    with pytest.raises(DataError, match="It is not on the hub, or needs"):
         open_hub_data(entry(tmp_path / "nowhere"), 1, streaming=True)
 
 
