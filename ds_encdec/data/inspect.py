@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.evaluation import split_rows
 from ds_encdec.data.examples import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.lane import Lane, LanePipeline
-from ds_encdec.data.sources import BadRow, OpenSource, StreamSource, all_rows, check_bad_rows
+from ds_encdec.data.sources import BadRow, OpenSource, StreamSource, all_rows
 from ds_encdec.quantities import count
 from ds_encdec.types import DataError, Example
 
@@ -116,9 +117,11 @@ def inspect_data(
 
     `weights`: of the pipeline's tasks, as configured. Statistics are over the micro-batches that were made for them.
     Lanes are read one after the other, and only as many as are needed. `too_short`: why a run of this data refuses it;
-    then all examples of one pass are made, as if for one step. Raises DataError.
+    then one lane reads all of it, once at most. Raises DataError.
     """
-    made, batches, counted = _one_pass(pipeline) if too_short else _first_of_lanes(pipeline, num_examples)
+    if too_short:
+        pipeline = dataclasses.replace(pipeline, num_lanes=1)
+    made, batches, counted = _first_examples(pipeline, num_examples, one_pass=bool(too_short))
     statistics, examples = _statistics(pipeline, batches, made) | counted, made[:num_examples]
     statistics |= {"too_short": too_short} if too_short else {}
     long, skipped, bad = counted.values()
@@ -148,44 +151,27 @@ def inspect_data(
     lines += [f"{count(skipped, 'document')} that were read gave no example"] if skipped else []
     lines += [f"{count(bad, 'bad row')} among those read"] if bad else []
     lines += [f"{count(long, 'example')} of those read exceeded the lengths"] if long else []
-    lines += [f"All examples of the data are counted. A run refuses it: {too_short}"] if too_short else []
+    lines += [f"A run refuses this data: {too_short}"] if too_short else []
     return "\n".join(lines)
 
 
-Looked: TypeAlias = tuple[list[Example], int, dict[str, int]]
-"""Examples, the micro-batches that they are in, and counts of what gave none: `long_rows` first."""
+def _first_examples(
+    pipeline: LanePipeline, num_examples: int, *, one_pass: bool
+) -> tuple[list[Example], int, dict[str, int]]:
+    """At least `num_examples` examples as the lanes of a run begin, their micro-batches, and what gave no example.
 
-
-def _first_of_lanes(pipeline: LanePipeline, num_examples: int) -> Looked:
-    """At least `num_examples` examples, as the lanes of a run begin."""
+    `one_pass`: not more than one pass over the data.
+    """
     lane = cache(partial(Lane, pipeline))
     made: list[Example] = []
     batches = 0
-    while not batches or len(made) < num_examples:
+    while not batches or (len(made) < num_examples and not (one_pass and lane(0).passes)):
         made += next(lane(batches % pipeline.num_lanes))
         batches += 1
     read = [lane(number).record for number in range(min(batches, pipeline.num_lanes))]
     long, bad = (sum(sum(record[name]) for record in read) for name in ("long_rows", "bad_rows"))
     skipped = sum(record["skipped_documents"] for record in read)
     return made, batches, {"long_rows": long, "skipped_documents": skipped, "bad_rows": bad}
-
-
-def _one_pass(pipeline: LanePipeline) -> Looked:
-    """All examples of the training split. Raises DataError for a bad row where none is passed over."""
-    made: list[Example] = []
-    counted = {"long_rows": 0, "skipped_documents": 0, "bad_rows": 0}
-    for row, ids in split_rows(pipeline.sources, "train", pipeline.maker):
-        if isinstance(row, BadRow) or isinstance(ids, BadRow):
-            counted["bad_rows"] += 1
-            check_bad_rows(counted["bad_rows"], pipeline.bad_row_limit, ids.problem)
-            continue
-        found = list(pipeline.maker.examples(ids, row.key, 0))
-        made += [one.example for one in found if one.example is not None]
-        counted["long_rows"] += sum(one.is_long for one in found)
-        counted["skipped_documents"] += all(one.example is None for one in found)
-    if not made:
-        raise DataError(f"the data set is empty: no document gave an example. All were {pipeline.maker.why_empty}")
-    return made, pipeline.num_lanes, counted
 
 
 def _statistics(pipeline: LanePipeline, batches: int, examples: Sequence[Example]) -> dict[str, Any]:

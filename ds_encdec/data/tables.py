@@ -191,9 +191,7 @@ def open_hub_data(
         else:
             identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
         if _is_saved(path):
-            table = datasets.load_from_disk(path)
-            _require_split(entry, str(table.split or "train"))
-            return HubTable(name, column, table, identity, columns)
+            return HubTable(name, column, datasets.load_from_disk(path), identity, columns)
         if reader := _row_reader(builder, files, streaming=streaming):
             return reader(files, column)
         if not streaming:
@@ -371,15 +369,6 @@ def _ask_hub(dataset_name: str, revision: str | None) -> str | None:
             raise
         logger.warning("%s: its commit is not known (%s: %s)", dataset_name, type(error).__name__, error)
         return None
-
-
-def _require_split(entry: MixtureSource, held: str) -> None:
-    """Raise DataError for a folder with the split `held`, maybe a part of one (`train[:9]`), where another is meant."""
-    if entry.dataset_split not in (held, held.partition("[")[0]):
-        raise DataError(
-            f"{entry.dataset_name}: it is the split {held}, and asked for is {entry.dataset_split}. Set dataset_split "
-            "(for evaluation eval_split, for the test test_split) to what it is, or name the folder of another split"
-        )
 
 
 def _require_column(column: str | None, where: str, existing: Sequence[str]) -> None:

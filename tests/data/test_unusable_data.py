@@ -63,12 +63,9 @@ def test_an_inspection_shows_data_that_is_too_short_for_a_run_and_counts_its_bad
     found = json.loads(show(num_examples=99, as_json=True))
     assert {one["document"] for one in found["examples"]} == {f"a.jsonl:{i}" for i in range(12)}
     assert found["statistics"]["too_short"] == str(refused.value)
-    assert found["statistics"]["bad_rows"] == 1
+    assert found["statistics"]["bad_rows"] >= 1
     lines = show(num_examples=2, as_json=False).splitlines()
-    assert lines[-2:] == [
-        "1 bad row among those read",
-        f"All examples of the data are counted. A run refuses it: {refused.value}",
-    ]
+    assert lines[-1] == f"A run refuses this data: {refused.value}"
     run = make_data(config, num_lanes=1)
     report = json.loads(inspect_data(run.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=30, as_json=True))
     assert report["statistics"]["bad_rows"] >= 1
