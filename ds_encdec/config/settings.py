@@ -78,11 +78,11 @@ def join(path: str, key: str | int) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-def leaves(value: Any, path: str = "", whole: str = "") -> Iterator[tuple[str, Any]]:
-    """The values by their dotted names; the mapping `whole`, and empty ones, are not taken apart."""
-    if isinstance(value, Mapping) and (not path or (value and path != whole)):
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by their dotted names; an empty mapping is a value."""
+    if isinstance(value, Mapping) and (not path or value):
         for key, child in value.items():
-            yield from leaves(child, join(path, key), whole)
+            yield from leaves(child, join(path, key))
     else:
         yield path, value
 

@@ -47,18 +47,6 @@ def shown(metrics: Mapping[str, float], best: str = "loss") -> list[str]:
     ]
 
 
-def in_lines(parts: Sequence[str], width: int) -> Iterator[str]:
-    """The parts on as few lines as there is room for: no figure is cut by the end of one."""
-    line = ""
-    for part in parts:
-        longer = line + _SEPARATOR * bool(line) + part
-        if line and len(longer) > width:
-            yield line
-            longer = part
-        line = longer
-    yield line
-
-
 class ProgressLine:
     """The line at the bottom of a terminal: step, bar and ETA at any width, and as many `metrics` as there is room for.
 

@@ -23,7 +23,7 @@ from rich.live import Live
 from ds_encdec import terminal
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.monitor.console import ProgressLine, in_lines, shown
+from ds_encdec.monitor.console import ProgressLine, shown
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 from ds_encdec.plugins import load_plugin
 from ds_encdec.quantities import duration
@@ -202,9 +202,8 @@ class ConsoleSink(Sink):
             self._live.refresh()
         elif parts or eta:
             parts = [f"step {step}/{self._total_steps}", *parts, *filter(None, [eta])]
-            text = terminal.stamped(" | ".join(parts))
-            if self._live is not None:
-                text = "\n".join(in_lines(parts, self._console.width))
+            text = " | ".join(parts)
+            text = terminal.stamped(text) if self._live is None else text
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:

@@ -4,7 +4,7 @@ OUTPUT/phases/
   .lock                 held while phases run
   sanity_check/
     phase.yaml          the configuration of its run
-    started.json        when it began, from which weights, and what was changed since
+    started.json        when it began, and from which weights
     result.json         how it was judged
     export/final/       the weights for the next phase
     …                   the run itself (launch/run_folder.py)
@@ -72,17 +72,12 @@ class PhaseFolder(RunFolder):
         """True if its run came to its end."""
         return self.read_status().get("state") == "completed"
 
-    def begin(self, config: FullConfig, weights_sha256: str | None, changes: Sequence[str] = ()) -> None:
-        """Record what is about to be trained; `weights_sha256` is the checkpoint's that it starts from, if any.
-
-        The time of the first start stays, and so do all `changes` (`accepted_changes`).
-        """
+    def begin(self, config: FullConfig, weights_sha256: str | None) -> None:
+        """Record the training that begins; `weights_sha256` is of the checkpoint that it starts from, if any."""
         self.root.mkdir(parents=True, exist_ok=True)
-        before = _read(self._started)
-        changed = [*before.get("changed", ()), *({"time": _now(), "settings": changes} for _ in changes[:1])]
+        first_start = _read(self._started).get("started", _now())
         write_atomically(self.phase_yaml, config.dump_yaml())
-        began = {"started": before.get("started", _now()), "weights_sha256": weights_sha256}
-        _write(self._started, {**began, "changed": changed})
+        _write(self._started, {"started": first_start, "weights_sha256": weights_sha256})
 
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
         """Sentences about the settings that have changed since this phase began.
@@ -93,22 +88,15 @@ class PhaseFolder(RunFolder):
         if not self.is_completed and not committed_steps(self.checkpoints):
             return []
         began = load_saved(self.phase_yaml)
-        first, second = (
-            {
-                f"{section}.{field}": value
-                for section in ("model", "data", "training")
-                for field, value in getattr(values, section).model_dump().items()
-            }
-            for values in (began, config)
-        )
-        ignored = set(marked(Mark.UNTRAINED))
+        ignored = {*marked(Mark.UNTRAINED)}
         if phase_before(self._settings.phase) is not None:
             ignored.add("model.model_name_or_path")  # the previous phase's export, which moves with the output folder
-        changed = {
-            name: f"{name} was {first[name]!r} and is {second[name]!r}"
-            for name in sorted(first.keys() - ignored)
-            if first[name] != second[name]
-        }
+        changed = {}
+        for section in ("model", "data", "training"):
+            first, second = (getattr(values, section).model_dump() for values in (began, config))
+            for field, value in first.items():
+                if value != second[field] and (name := f"{section}.{field}") not in ignored:
+                    changed[name] = f"{name} was {value!r} and is {second[field]!r}"
         accepted = [] if self.is_completed else marked(Mark.TUNABLE)
         refused = [words for name, words in changed.items() if name not in accepted]
         if _read(self._started).get("weights_sha256") != weights_sha256:
@@ -164,7 +152,7 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
 
 
 def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
-    """Train, judge, hand on: as much of it as has not been done yet."""
+    """Train, judge and export, unless that is done already."""
     folder = PhaseFolder(planned.folder, planned.settings)
     before = _result_before(config, planned.phase)
     weights_sha256 = before.get("checkpoint_sha256")
@@ -179,7 +167,7 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
             _print(f"phase {planned.phase} continues with another setting: {change}")
         if differences := planned.differences(config):
             _print(differences)
-        folder.begin(planned.config, weights_sha256, changes)
+        folder.begin(planned.config, weights_sha256)
         _train(planned, folder, subprocess_run, launcher)
     _judge_and_hand_on(planned, folder, before.get("pipeline_initial_loss"))
 
@@ -219,12 +207,14 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
     _print(f"{'continuing' if resume else 'training'} {what}, in {planned.folder}")
-    status_before = _stamp(folder)
+    status_before = folder.read_status()
     command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
     code = subprocess_run.run([*command, *resume, *verbosity()])
     if folder.is_completed:
         return
-    status = folder.read_status() if _stamp(folder) != status_before else {}
+    status = folder.read_status()
+    if status == status_before:  # of an earlier start
+        status = {}
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
         reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
         raise Preempted(f"phase {planned.phase}: {reason}. The same command continues it.")
@@ -236,14 +226,8 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     raise error
 
 
-def _stamp(run: RunFolder) -> int | None:
-    """Changes when the run writes its status: an older one says nothing about this start."""
-    return run.run_json.stat().st_mtime_ns if run.run_json.exists() else None
-
-
 def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_initial_loss: float | None) -> None:
-    """Write the phase's result, and before it, if the gate is passed, its weights. Raises GateError if it is not."""
-
+    """Write the phase's weights if its gate is passed, then its result. Raises GateError if it is not passed."""
     from ds_encdec.checkpoint.export import export_checkpoint  # transformers
 
     verdict = judge(planned, pipeline_initial_loss)

@@ -142,36 +142,22 @@ def events(run: Run) -> tuple[list[tuple[Entry, bool]], int]:
 
 
 def changes(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """The fields of `config` that are not at their defaults, by section: name, value and default as text.
-
-    The sizes of the model are one field.
-    """
-    defaults = FullConfig().model_dump(mode="json") if config else {}
-    rows = differences([defaults, config], apart=False)
+    """The fields of `config` that are not at their defaults, by section: name, value and default as text."""
+    rows = differences([FullConfig().model_dump(mode="json"), config]) if config else []
     changed = [(name, value, default) for name, (default, value) in rows if value != NOTHING]
     return [(section, list(rows)) for section, rows in groupby(changed, lambda row: row[0].split(".")[0])]
 
 
-def differences(configs: Sequence[Mapping[str, Any]], *, apart: bool = True) -> list[tuple[str, list[str]]]:
-    """The fields that are not the same in all `configs`, each with its value in every one, as text.
-
-    `apart`: they are those of several runs, which are in several places, and the sizes of the model have a row each.
-    """
-    flattened = [dict(leaves(config, whole="" if apart else "model.architecture")) for config in configs]
+def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
+    """The fields that are not the same in all `configs`, except the output folder, each with its values as text."""
+    flattened = [dict(leaves(config)) for config in configs]
     order = {section: index for index, section in enumerate(FullConfig.model_fields)}
-    names = dict.fromkeys(name for values in flattened for name in values if not (apart and name == "infra.output_dir"))
-    rows = [(name, [_text(values[name]) if name in values else NOTHING for values in flattened]) for name in names]
-    # A field that is a mapping in one and null in another is shown by what is in the mapping.
+    names = dict.fromkeys(name for values in flattened for name in values if name != "infra.output_dir")
+    rows = [(name, [show(values[name]) if name in values else NOTHING for values in flattened]) for name in names]
+    # A field that is a mapping in one and null in another is shown by the fields of the mapping.
     found = [
         (name, shown)
         for name, shown in rows
         if len(set(shown)) > 1 and not any(other.startswith(f"{name}.") for other in names)
     ]
     return sorted(found, key=lambda row: order.get(row[0].split(".")[0], len(order)))
-
-
-def _text(value: Any) -> str:
-    """`value` as in YAML; a mapping of sizes on one line."""
-    return (
-        ", ".join(f"{key} {show(item)}" for key, item in value.items()) if isinstance(value, Mapping) else show(value)
-    )

@@ -1,5 +1,6 @@
 """`ds-encdec report`: one page with charts about a run, about several compared, or about a pipeline of phases."""
 
+import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -133,15 +134,9 @@ def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str,
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs' folders, with folders above them where runs of one name are compared."""
-    names = [run.path.name for run in runs]
-    for depth in range(2, 1 + max(len(run.path.parts) for run in runs)):
-        repeated = {name for name, times in Counter(names).items() if times > 1}
-        names = [
-            "/".join(run.path.parts[-depth:]) if name in repeated else name
-            for run, name in zip(runs, names, strict=True)
-        ]
-    return names
+    """The names of the runs' folders, with folders above them up to the one that holds them all."""
+    above = os.path.commonpath([run.path.parent for run in runs])
+    return [os.path.relpath(run.path, above) for run in runs]
 
 
 def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:

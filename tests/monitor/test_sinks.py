@@ -353,15 +353,6 @@ class TestConsole:
         assert re.fullmatch(r"step 50000/100000 ━{4,}[╺╸]━{3,} ETA 5.21 days " + re.escape(fit), last.rstrip())
         assert len(last) <= width
 
-    def test_no_figure_of_an_evaluation_is_cut_by_the_end_of_a_line(self) -> None:
-        out = io.StringIO()
-        sink = ConsoleSink(150, console=Console(file=out, force_terminal=True, width=60))
-        sink.log(100, {"eval/loss": 3.0, "eval/perplexity": 20.0855, "eval/exact_match": 0.0, "eval/rougeL": 40.6})
-        sink.close()
-        assert "step 100/150 | eval loss 3.0000 | perplexity 20.09\nexact match 0.0 % | ROUGE-L 40.6\n" in "\n".join(
-            line.rstrip() for line in screen(out.getvalue())
-        )
-
     @pytest.mark.parametrize("terminal", ["xterm", "dumb"])
     def test_the_log_stands_above_the_bar(self, terminal: str) -> None:
         """In a terminal of 80 columns, as a program of ours sets it up, which erases no line that was logged."""

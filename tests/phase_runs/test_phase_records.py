@@ -115,17 +115,11 @@ def test_a_lower_learning_rate_in_the_middle_is_taken_and_told(
 ) -> None:
     """A run that has diverged advises this."""
     began(setup(tmp_path)[1], saved_at=10)
-    for rate in ("1e-4", "1e-5", "1e-5"):
-        config, planned = setup(tmp_path, f"training.learning_rate={rate}")
-        with pytest.raises(DsEncDecError, match="did not start"):
-            run_phases(config, [planned], launcher="false")
+    config, planned = setup(tmp_path, "training.learning_rate=1e-4")
+    with pytest.raises(DsEncDecError, match="did not start"):
+        run_phases(config, [planned], launcher="false")
     said = "phase sanity_check continues with another setting: training.learning_rate was 0.003 and is 0.0001"
     assert said in capsys.readouterr().out
-    started = json.loads((planned.folder / "started.json").read_text())
-    assert [change["settings"] for change in started["changed"]] == [
-        ["training.learning_rate was 0.003 and is 0.0001"],
-        ["training.learning_rate was 0.0001 and is 1e-05"],
-    ]
 
 
 def test_the_same_lanes_on_other_ranks(tmp_path: Path) -> None:

@@ -122,9 +122,9 @@ def test_a_run_to_compare_without_metrics_is_refused(tmp_path: Path, capsys: pyt
     assert not (one / "report").exists()
 
 
-def test_names_grow_until_they_differ(tmp_path: Path) -> None:
+def test_names_are_paths_from_the_folder_of_all_runs(tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / name, steps=20)) for name in ("x/a/run", "y/a/run", "y/b/run", "z")]
-    assert distinct_names(runs) == ["x/a/run", "y/a/run", "b/run", "z"]
+    assert distinct_names(runs) == ["x/a/run", "y/a/run", "y/b/run", "z"]
 
 
 def test_the_difference_is_taken_at_the_same_tokens(tmp_path: Path) -> None:

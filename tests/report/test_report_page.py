@@ -313,7 +313,7 @@ def test_configuration_that_is_not_the_default(tmp_path: Path) -> None:
     page = Page(write_report(run)[0])
     changed = {name.split(": ")[1]: rows[1:] for name, rows in page.tables.items() if name.startswith("Configuration")}
     assert changed == {
-        "model": [["model.architecture", "vocab_size 64, hidden_size 8", "null"]],
+        "model": [["model.architecture.vocab_size", "64", "–"], ["model.architecture.hidden_size", "8", "–"]],
         "training": [["training.learning_rate", "0.001", "0.0002"], ["training.of_another_version", "3", "–"]],
         "infra": [["infra.deepspeed_extra.zero_optimization.x", "1", "–"]],
         "phases": [["phases.full.save_steps", "7", "null"]],
