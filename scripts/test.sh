@@ -11,5 +11,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # which takes it three times as long.
 unset PYTHONDONTWRITEBYTECODE
 
-bash scripts/lint.sh
+bash scripts/dev/lint.sh
 exec python -m pytest --color=no -n 3 --dist loadfile "$@"

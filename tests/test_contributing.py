@@ -88,9 +88,9 @@ def with_field(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the program in which the section of the training has one field more."""
     copy = tmp_path_factory.mktemp("program")
     shutil.copytree(ROOT / "ds_encdec", copy / "ds_encdec", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "scripts").mkdir()
+    (copy / "scripts" / "dev").mkdir(parents=True)
     (copy / "docs").mkdir()
-    shutil.copy(ROOT / "scripts" / "config_reference.py", copy / "scripts")
+    shutil.copy(ROOT / "scripts" / "dev" / "config_reference.py", copy / "scripts" / "dev")
     files = {path: path.read_text() for path in (copy / "ds_encdec" / "config").glob("*.py")}
     ((path, text),) = ((path, text) for path, text in files.items() if "class TrainingConfig(Section):" in text)
     head, tail = text.split("class TrainingConfig(Section):")
@@ -126,7 +126,7 @@ def test_a_field_is_saved_and_loaded_back(with_field: Path) -> None:
 
 
 def test_a_field_is_documented(with_field: Path) -> None:
-    assert python(with_field, "scripts/config_reference.py").returncode == 0
+    assert python(with_field, "scripts/dev/config_reference.py").returncode == 0
     reference = (with_field / "docs" / "configuration.md").read_text()
     assert "| `stochastic_depth` | number ≥ 0, < 1 | `0.0` | Share of the layers that a step leaves out. |" in reference
 

@@ -396,7 +396,7 @@ def test_seven_billion_parameters_on_one_gpu_of_24_gb() -> None:
 
 
 def test_the_picture_in_the_readme_shows_these_figures() -> None:
-    """`python scripts/pictures.py RUN` makes it."""
+    """`python scripts/dev/pictures.py RUN` makes it."""
     picture = (Path(__file__).parents[1] / "docs" / "estimate.svg").read_text(encoding="utf-8")
     drawn: dict[str, str] = defaultdict(str)
     for y, text in re.findall(r'<text [^>]*\by="([\d.]+)"[^>]*>([^<]*)</text>', picture):

@@ -4,9 +4,9 @@ A step is walked through once: the loss (all activations are there), the head's 
 go, gradients come), the embedding's, the optimizer's step, and an evaluation.
 
 Activations of a layer and of the loss head are sums of products of sizes, such as `8*D*I` for four tensors of decoder
-tokens × intermediate size in 16 bits. They are in activations.json, which scripts/memory_formulas.py writes from traces
-of a small model (trace.py) for each kind of numbers and each mode of activation checkpointing: exact in every storage,
-for models of any size. docs/memory.md explains the terms.
+tokens × intermediate size in 16 bits. They are in activations.json, which scripts/dev/memory_formulas.py writes from
+traces of a small model (trace.py) for each kind of numbers and each mode of activation checkpointing: exact in every
+storage, for models of any size. docs/memory.md explains the terms.
 
 Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `m` keys of the
 longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and intermediate size and

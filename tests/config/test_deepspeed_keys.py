@@ -79,7 +79,7 @@ def test_every_listed_key_that_stands_alone_is_read_by_deepspeed(asked: set[str]
 
 def test_the_snapshot_is_of_the_installed_deepspeed() -> None:
     """So that a key that the next DeepSpeed adds, drops or gives another type is decided on, and not overlooked."""
-    script = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "deepspeed_keys.py"))
+    script = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "dev" / "deepspeed_keys.py"))
     assert json.loads(script["SNAPSHOT"].read_text()) == script["snapshot"]()
     assert len(script["snapshot"]()["blocks"]) == 13
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "mutate_configs.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "nightly" / "mutate_configs.py"
 
 
 def test_mutated_configurations_are_accepted_or_refused_with_their_places() -> None:

@@ -25,7 +25,7 @@ def test_every_section_and_field_has_a_docstring() -> None:
 
 
 def test_the_reference_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "scripts" / "config_reference.py"), "--check"]
+    command = [sys.executable, str(ROOT / "scripts" / "dev" / "config_reference.py"), "--check"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
 
@@ -56,7 +56,7 @@ def test_shipped_files_name_the_schema_to_editors() -> None:
 
 
 def test_a_list_of_several_lengths_says_so() -> None:
-    kind = runpy.run_path(str(ROOT / "scripts" / "config_reference.py"))["_type"]
+    kind = runpy.run_path(str(ROOT / "scripts" / "dev" / "config_reference.py"))["_type"]
     weights = {"type": "array", "items": {"type": "number"}, "minItems": 5}
     assert kind(weights | {"maxItems": 6}) == "5 to 6 numbers"
     assert kind(weights | {"maxItems": 5}) == "5 numbers"

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "kill_saves.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "nightly" / "kill_saves.py"
 KILLS = 8
 """Two of each engine, in the background and at once."""
 

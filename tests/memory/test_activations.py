@@ -134,10 +134,10 @@ def layer_of(job: Job, side: Literal["encoder", "decoder"], index: int = 0) -> L
     "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * kind.startswith("cpu bf16")) for kind in KINDS]
 )
 def test_the_table_is_what_traces_give(kind: str) -> None:
-    """If this fails, the model or torch has changed: run scripts/memory_formulas.py."""
+    """If this fails, the model or torch has changed: run scripts/dev/memory_formulas.py."""
     table = json.loads(TABLE.read_text())
     assert {mode: memory_formulas.formulas(kind, mode) for mode in table[kind]} == table[kind]
-    if kind in ("cuda bf16", "cpu fp32"):  # of the others by `scripts/memory_formulas.py --check`
+    if kind in ("cuda bf16", "cpu fp32"):  # of the others by `scripts/dev/memory_formulas.py --check`
         assert memory_formulas.formulas(f"{kind} lora dropout", "full") == table[f"{kind} lora dropout"]["full"]
 
 

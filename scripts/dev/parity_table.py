@@ -1,7 +1,7 @@
 """Trains a tiny model with every engine on 1, 2 and 4 ranks and compares each loss with plain torch's: docs/parity.md.
 
-    python scripts/parity_table.py            write docs/parity.md (about a quarter of an hour on two cores)
-    python scripts/parity_table.py --print    only print the table
+    python scripts/dev/parity_table.py            write docs/parity.md (about a quarter of an hour on two cores)
+    python scripts/dev/parity_table.py --print    only print the table
 
 Needs the `dev` extra: the runs and the oracle are the tests' own (tests/distributed/parity_runs.py).
 """
@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from gloo_ranks import run_ranks  # noqa: E402 - the path comes first
@@ -33,8 +33,8 @@ the oracle's adapters are peft's own) to {lora_last:.2f}, with Muon (`torch.opti
 In float32 the bound is 1e-5. In bf16 it is {bf16_bound:g}: products have 8 bits there, and no engine's are better than
 another's. `_hybrid` shards over half of the ranks.
 
-Regenerate this page with `python scripts/parity_table.py`; `tests/distributed/test_parity_table.py` checks its rows and
-repeats some of them.
+Regenerate this page with `python scripts/dev/parity_table.py`; `tests/distributed/test_parity_table.py` checks its rows
+and repeats some of them.
 """
 BF16_BOUND = 0.03
 

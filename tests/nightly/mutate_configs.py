@@ -1,8 +1,8 @@
 """Changes configurations at random and looks at what becomes of them.
 
-    python scripts/mutate_configs.py                         5,000 mutations are validated, 100 that pass are trained
-    python scripts/mutate_configs.py --count 500 --run 0     fewer, and none of them trained
-    python scripts/mutate_configs.py --first 1234 --count 1 --run 1 --show     one of them again
+    python tests/nightly/mutate_configs.py    5,000 mutations are validated, 100 that pass are trained
+    python tests/nightly/mutate_configs.py --count 500 --run 0     fewer, and none of them trained
+    python tests/nightly/mutate_configs.py --first 1234 --count 1 --run 1 --show     one of them again
 
 A mutation is a shipped YAML with changed lines, values or characters, or overrides, or a changed DeepSpeed JSON, or
 several of these. Its number is its seed. `ds-encdec validate` must accept it (0) or refuse it (2), in seconds, and each
@@ -31,7 +31,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, get_args
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what training imports
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ds_encdec import cli  # noqa: E402

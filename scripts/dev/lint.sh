@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Style, types, and whether the generated reference and the snapshot of DeepSpeed's keys are up to date.
 set -euo pipefail
-EXTRAS=dev source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+EXTRAS=dev source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
 cd "$ROOT"
 
 ruff check
 ruff format --check
 mypy
-python scripts/config_reference.py --check
-python scripts/deepspeed_keys.py --check
+python scripts/dev/config_reference.py --check
+python scripts/dev/deepspeed_keys.py --check

@@ -1,7 +1,7 @@
 """Every engine's checkpoint, from 1, 2 and 4 ranks, continued by every engine on 1, 2 and 4 ranks: docs/portability.md.
 
-    python scripts/checkpoint_matrix.py            write docs/portability.md (three quarters of an hour on two cores)
-    python scripts/checkpoint_matrix.py --print    only print the page
+    python scripts/dev/checkpoint_matrix.py          write docs/portability.md (three quarters of an hour on two cores)
+    python scripts/dev/checkpoint_matrix.py --print    only print the page
 
 Needs the `dev` extra: the runs are the tests' own (tests/distributed/portable_runs.py).
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "distributed"))
 
 from portable_matrix import (  # noqa: E402
@@ -43,7 +43,7 @@ The table shows, worst of the nine combinations of ranks, the largest difference
 token) from a run that was never interrupted. The bound is 1e-5. The samples of every step, lane by lane, were
 {samples}.
 
-Regenerate this page with `python scripts/checkpoint_matrix.py`. `tests/distributed/test_portable_checkpoints.py`
+Regenerate this page with `python scripts/dev/checkpoint_matrix.py`. `tests/distributed/test_portable_checkpoints.py`
 repeats {tested} of the pairs over fewer steps, each between DeepSpeed and FSDP2.
 """
 ADAPTER_INTRODUCTION = """

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 import psutil
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what is imported next
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "launch")]
 
 # Everything is imported before the ranks are forked, also what the engines import late.

@@ -1,9 +1,9 @@
 """Ends training at random moments in every ordinary way, resumes it, and checks what is left each time.
 
-    python scripts/kill_saves.py                                  100 kills in the middle of saves
-    python scripts/kill_saves.py --kills 10 --engine fsdp --async
-    python scripts/kill_saves.py --stops --large                  100 signals that ask for a stop, to every process
-    python scripts/kill_saves.py --stops --kills 10 --launcher torchrun
+    python tests/nightly/kill_saves.py    100 kills in the middle of saves
+    python tests/nightly/kill_saves.py --kills 10 --engine fsdp --async
+    python tests/nightly/kill_saves.py --stops --large    100 signals that ask for a stop, to every process
+    python tests/nightly/kill_saves.py --stops --kills 10 --launcher torchrun
 
 Two gloo ranks run the real program on a tiny model, with data workers, and save every few steps.
 

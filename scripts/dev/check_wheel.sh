@@ -3,7 +3,7 @@
 #
 # What it depends on is the environment's (scripts/venv.sh), so nothing is downloaded a second time.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../venv.sh"
 
 elsewhere=$(mktemp -d)
 trap 'rm -rf "$elsewhere"' EXIT

@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
-SNAPSHOT = Path(__file__).resolve().parents[1] / "ds_encdec" / "config" / "deepspeed_keys.json"
+SNAPSHOT = Path(__file__).resolve().parents[2] / "ds_encdec" / "config" / "deepspeed_keys.json"
 KINDS = (bool, int, float, list, str)  # bool is an int, so it comes first
 
 
