@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from ds_encdec.config.sections import fields
 from ds_encdec.config.validation import stand_in, wrong_value
 from ds_encdec.marked_errors import marked
 from ds_encdec.types import ConfigError
+
+Golden = Callable[[object], None]
 
 
 def report(path: Path | None, *overrides: str) -> str:
@@ -28,12 +31,10 @@ def written(tmp_path: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def test_weights_of_a_wrong_number() -> None:
-    assert report(None, "data.ul2_task_weights=[1, 2, 3, 1]").splitlines() == [
-        "The configuration has 1 problem:",
-        "  command line: data.ul2_task_weights = [1, 2, 3, 1]",
-        "      must be 5 weights, of R1, R2, X1, X2, S",
-    ]
+def reports(*cases: tuple[object, ...]) -> str:
+    """The reports of several cases, each a file or None with settings; long lines are cut."""
+    found = (f"> {' '.join(overrides)}\n{report(path, *overrides)}" for path, *overrides in cases)
+    return "\n\n".join(re.sub(r"(?m)^(.{160}).+", r"\1...", text) for text in found)
 
 
 MANY_MISTAKES = """\
@@ -73,99 +74,34 @@ trainning:
   seed: 1
 """
 
-# One entry a problem, in the order of the report. No contradiction is reported about a field that is wrong by itself.
-EXPECTED = """\
-The configuration has 26 problems:
-  run.yaml:2: model.num_sentinel_tokens = 0
-      must be >= 1
-  run.yaml:3: model.architecture.num_key_value_heads
-      the field is required
-  run.yaml:3: model.architecture.head_dim
-      the field is required
-  run.yaml:3: model.architecture.intermediate_size
-      the field is required
-  run.yaml:6: model.architecture.num_hidden_layer = 2
-      unknown key; did you mean `num_hidden_layers`?
-  run.yaml:9: data.ul2_task_weights = [1, 1, 1, 1]
-      must be 5 weights, of R1, R2, X1, X2, S
-  run.yaml:12: data.mixture.1.weight = "heavy"
-      must be a number
-  run.yaml:13: data.mixture.1.dataset_nam = "builtin"
-      unknown key; did you mean `dataset_name`?
-  run.yaml:14: data.streaming = "yes"
-      must be true or false
-  run.yaml:16: training.learning_rte = 0.0001
-      unknown key; did you mean `learning_rate`?
-  run.yaml:17: training.learning_rate = 0
-      must be > 0.0
-  run.yaml:18: training.adam_beta1 = 1.5
-      must be < 1.0
-  run.yaml:19: training.num_train_steps = 10.5
-      must be a whole number
-  run.yaml:20: training.warmup_steps = true
-      must be a whole number
-  run.yaml:21: training.lr_scheduler_type = "cosin"
-      allowed: WarmupDecayLR, WarmupLR, WarmupCosineLR, cosine, linear, constant, wsd, polynomial, inverse_sqrt, \
-`module:name`; did you mean `cosine`?
-  run.yaml:22: training.report_to = ["tensorbord"]
-      allowed: wandb, tensorboard, `module:name`; did you mean `tensorboard`?
-  run.yaml:23: training.bf16 = true
-  run.yaml:24: training.fp16 = true
-      at most one may be true; both false is float32
-  run.yaml:26: training.seed
-      the key is already set in line 25
-  run.yaml:29: infra.sharding_stage = "zero2"
-  run.yaml:28: infra.offload_params = "cpu"
-      parameters can be offloaded only where they are sharded: set zero3, or offload_params=none
-  run.yaml:30: infra.max_grad_norm = 3
-      unknown key here; did you mean `training.max_grad_norm`?
-  run.yaml:31: infra.wandb_run_name = 2024
-      must be text (put a number between quotes)
-  run.yaml:32: infra.nvme_path = ["a"]
-      must be text (put a number between quotes)
-  run.yaml:33: trainning = {"seed": 1}
-      unknown key; did you mean `training`?
-  command line: training.save_step = 5
-      unknown key; did you mean `save_steps`?
-  command line: infra.num_gpus = 0
-      must be >= 1
-  default: model.tokenizer_name_or_path = null
-      a model from scratch has no tokenizer: name one, or `builtin`
-"""
+
+def test_all_problems_at_once(tmp_path: Path, golden: Golden) -> None:
+    """One entry a problem, in the order of the places. No contradiction of a field that is wrong by itself."""
+    golden(report(written(tmp_path, MANY_MISTAKES), "training.save_step=5", "infra.num_gpus=0"))
 
 
-def test_all_problems_at_once(tmp_path: Path) -> None:
-    found = report(written(tmp_path, MANY_MISTAKES), "training.save_step=5", "infra.num_gpus=0")
-    assert found == EXPECTED.rstrip()
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "run.yaml\n      the file is empty"),
-        ("# only a comment\n", "run.yaml\n      the file is empty"),
-        ("- model\n- data\n", "run.yaml:1\n      the file holds a list;"),
-        ("just words", "run.yaml:1\n      the file holds a single value;"),
-        ("model:\n\tseed: 1\n", "run.yaml:2\n      not valid YAML: found a tab: indent with spaces"),
-        ("model: seed: 1\n", "run.yaml:1\n      not valid YAML: mapping values are not allowed here: indent"),
-        ("model: {}\n seed: 1\n", "run.yaml:2\n      not valid YAML: a line that is indented otherwise"),
-        ("model: {a: 1\n", "run.yaml:2\n      not valid YAML: expected ',' or '}'"),
-        ("a: \x00\n", "run.yaml:1\n      not valid YAML: the character U+0000 is not allowed"),
-        ("a: *nowhere\n", "run.yaml:1\n      not valid YAML: found undefined alias 'nowhere'"),
-        (
-            "a: !!python/object:os.system {}\n",
-            "run.yaml:1: a\n      not valid YAML: unknown tag !!python/object",
-        ),
-        ("training_seed: 3\n", "unknown key; behind a section stands a dot: `training.seed`"),
-        ("training.seed: 3\n", "run.yaml:1: training.seed\n      not a key: sections are nested"),
-        ("training: {? [a] : 3}\n", "run.yaml:1: training.a list or a mapping\n      not a key"),
-        ("training: 5\n", "run.yaml:1: training = 5\n      must be a mapping"),
-        ("training: [1]\n", "run.yaml:1: training = [1]\n      must be a mapping"),
-    ],
+NO_CONFIGURATIONS = (
+    "",
+    "# only a comment\n",
+    "- model\n- data\n",
+    "just words",
+    "model:\n\tseed: 1\n",
+    "model: seed: 1\n",
+    "model: {}\n seed: 1\n",
+    "model: {a: 1\n",
+    "a: \x00\n",
+    "a: *nowhere\n",
+    "a: !!python/object:os.system {}\n",
+    "training_seed: 3\n",
+    "training.seed: 3\n",
+    "training: {? [a] : 3}\n",
+    "training: 5\n",
+    "training: [1]\n",
 )
-def test_files_that_are_no_configuration(tmp_path: Path, text: str, message: str) -> None:
-    found = report(written(tmp_path, text))
-    assert message in found
+
+
+def test_files_that_are_no_configuration(tmp_path: Path, golden: Golden) -> None:
+    golden("\n\n".join(f"{text!r}\n{report(written(tmp_path, text))}" for text in NO_CONFIGURATIONS))
 
 
 def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
@@ -177,53 +113,19 @@ def test_missing_unreadable_and_binary_files(tmp_path: Path) -> None:
     assert "not a text file in UTF-8" in report(binary)
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("foo", "command line: foo\n      not a setting; write `section.field=value`"),
-        (
-            "--training.seed",
-            "command line: --training.seed\n      not a setting: its value is missing; write `--training.seed",
-        ),
-        ("--lr", "command line: --lr\n      not a setting: its value is missing; write `--lr VALUE`"),
-        ("hub-token=hf_0123", "command line: hub-token\n      not a setting;"),
-        ("--hub-token=hf_0123", "command line: --hub-token\n      not a setting;"),
-        ("--training.learning-rate=1", "not a setting; its words are joined by underscores: training.learning_rate"),
-        ("=3", "command line: =3\n      not a setting;"),
-        ("training.seed=[1", 'command line: training.seed\n      "[1" is not a YAML value'),
-        ("seed=x", 'command line: training.seed = "x"\n      must be a whole number'),
-        ("training.seed.x=3", 'command line: training.seed = {"x": 3}\n      must be a whole number'),
-        ("trainin.seed=3", 'command line: trainin = {"seed": 3}\n      unknown key; did you mean `training`?'),
-        (
-            "training.learning_rate=.inf",
-            "command line: training.learning_rate = Infinity\n      must be a finite number",
-        ),
-        ("training.learning_rate=1e400", "training.learning_rate = Infinity\n      must be a finite number"),
-        ("training.learning_rate=5", "training.learning_rate = 5\n      must be <= 1.0"),
-        ("training.learning_rate=.nan", "command line: training.learning_rate = NaN\n"),
-        ("training.learning_rate=", "command line: training.learning_rate = null\n      must be a number"),
-        ("save_step=200", "unknown key; did you mean `save_steps` (here `training.save_steps`)?"),
-        ("infra.save_step=200", "unknown key here; did you mean `training.save_steps`?"),
-        ("learning_rat=1", "unknown key; did you mean `learning_rate` (here `training.learning_rate`)?"),
-        ("saves_steps=1", "unknown key; did you mean `save_steps` (here"),
-        ("per_device_train_batchsize=2", "did you mean `per_device_train_batch_size` (here"),
-        ("warmup_step=2", "did you mean `warmup_steps` (here"),
-        ("gradient_checkpoint=true", "did you mean `gradient_checkpointing`?"),
-        ("training.gradient_checkpoint=true", "did you mean `gradient_checkpointing`?"),
-        ("fsdp_config.fsdp_offload_param=true", "did you mean `fsdp_offload_params` (here `infra.offload_optimizer`)?"),
-        ("training.max_step=4", "unknown key; did you mean `max_steps` (here `training.num_train_steps`)?"),
-        (
-            "training.colour=red",
-            "unknown key; allowed: activation_checkpointing, activation_checkpointing_every_n,",
-        ),
-        ("data.objective=stf", "allowed: 'ul2' or 'sft'; did you mean `sft`?"),
-        ("training.eval_files=a.json", "unknown key here; did you mean `data.eval_files`?"),
-        ("--eval_files=3", "command line: data.eval_files = 3\n      must be a list"),
-        ("data.data_files=3", "command line: data.data_files = 3\n      must be a list"),
-    ],
-)
-def test_the_command_line(argument: str, message: str) -> None:
-    assert message in report(None, argument)
+ARGUMENTS = """
+foo --training.seed --lr hub-token=hf_0123 --hub-token=hf_0123 --training.learning-rate=1 =3 training.seed=[1 seed=x
+training.seed.x=3 trainin.seed=3 training.learning_rate=.inf training.learning_rate=1e400 training.learning_rate=5
+training.learning_rate=.nan training.learning_rate= save_step=200 infra.save_step=200 learning_rat=1 saves_steps=1
+per_device_train_batchsize=2 warmup_step=2 gradient_checkpoint=true training.gradient_checkpoint=true
+fsdp_config.fsdp_offload_param=true training.max_step=4 training.colour=red data.objective=stf
+training.eval_files=a.json --eval_files=3 data.data_files=3 data.ul2_task_weights=[1,x,true,1]
+training.report_to=tensorbord
+"""
+
+
+def test_the_command_line(golden: Golden) -> None:
+    golden(reports(*((None, argument) for argument in ARGUMENTS.split())))
 
 
 def test_a_setting_inside_a_plain_value(tmp_path: Path) -> None:
@@ -247,15 +149,6 @@ def test_a_required_field_with_a_wrong_value_is_one_problem() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["training:\n  report_to: tensorbord\n", None])
-def test_a_single_value_that_stands_for_a_list(tmp_path: Path, text: str | None) -> None:
-    path, overrides = (written(tmp_path, text), ()) if text else (None, ("training.report_to=tensorbord",))
-    assert report(path, *overrides).splitlines()[1:] == [
-        f'  {"run.yaml:2" if text else "command line"}: training.report_to = "tensorbord"',
-        "      allowed: wandb, tensorboard, `module:name`; did you mean `tensorboard`?",
-    ]
-
-
 SCRATCH = """\
 model:
   tokenizer_name_or_path: builtin
@@ -268,54 +161,38 @@ model:
     head_dim: 32
     intermediate_size: 256
 """
-HEADS = """\
-  run.yaml:7: model.architecture.num_attention_heads = 4
-  run.yaml:8: model.architecture.num_key_value_heads = 3
-      every key/value head must serve equally many query heads: one must divide the other"""
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "problem"),
+    ("before", "after"),
     [
-        ("hidden_size", "hidden_sise", "hidden_sise = 128\n      unknown key; did you mean `hidden_size`?"),
-        ("hidden_size: 128", "hidden_size: wide", 'hidden_size = "wide"\n      must be a whole number'),
-        ("hidden_size: 128", "colour: red", "the field is required"),
+        ("hidden_size", "hidden_sise"),
+        ("hidden_size: 128", "hidden_size: wide"),
+        ("hidden_size: 128", "colour: red"),
     ],
 )
-def test_contradictions_beside_a_mistake_in_the_same_section(
-    tmp_path: Path, before: str, after: str, problem: str
-) -> None:
+def test_contradictions_beside_a_mistake_in_the_same_section(tmp_path: Path, before: str, after: str) -> None:
     alone = report(written(tmp_path, SCRATCH.replace(before, after)))
     both = report(written(tmp_path, SCRATCH.replace(before, after).replace("value_heads: 2", "value_heads: 3")))
-    assert problem in alone
     assert "divide" not in alone
-    assert both.split("\n", 1)[1] == alone.split("\n", 1)[1] + "\n" + HEADS
+    assert both.split("\n", 1)[1].startswith(alone.split("\n", 1)[1])
+    assert both.endswith("one must divide the other")
 
 
-@pytest.mark.parametrize(
-    ("text", "problems"),
-    [
-        (SCRATCH.replace("num_key_value_heads: 2", "num_key_value_head: 3"), ["model.architecture.num_key_value_head"]),
-        ("training: {warmup_step: 5, num_train_steps: 10}", ["training.warmup_step"]),
-        ("warmup_step: 5\ntraining: {num_train_steps: 20, lr_scheduler_type: WarmupLR}", ["warmup_step"]),
-        ("trainning: {warmup_steps: 5}\nmodel: {model_name_or_path: null}", ["trainning", "model.model_name_or_path"]),
-        # What is set under its right name is not excused by a typo beside it.
-        (
-            "training: {warmup_step: 5, warmup_steps: 20, num_train_steps: 10}",
-            ["training.warmup_step", "training.warmup_steps"],
-        ),
-        # A source of a mixture is mended in its place, so that the other one is still looked at.
-        (
-            "data: {mixture: [{weight: 1, dataset_nam: text}, {weight: 1, dataset_name: text}]}",
-            ["data.mixture.0.dataset_nam", "data.mixture.1.dataset_name"],
-        ),
-    ],
+TYPOS = (
+    SCRATCH.replace("num_key_value_heads: 2", "num_key_value_head: 3"),
+    "training: {warmup_step: 5, num_train_steps: 10}",
+    "warmup_step: 5\ntraining: {num_train_steps: 20, lr_scheduler_type: WarmupLR}",
+    "trainning: {warmup_steps: 5}\nmodel: {model_name_or_path: null}",
+    # What is set under its right name is not excused by a typo beside it.
+    "training: {warmup_step: 5, warmup_steps: 20, num_train_steps: 10}",
+    # A source of a mixture is mended in its place, so that the other one is still looked at.
+    "data: {mixture: [{weight: 1, dataset_nam: text}, {weight: 1, dataset_name: text}]}",
 )
-def test_what_a_typo_explains_is_not_reported_beside_it(tmp_path: Path, text: str, problems: list[str]) -> None:
-    found = report(written(tmp_path, text))
-    assert f"{len(problems)} problem" in found.splitlines()[0]
-    for field in problems:
-        assert f": {field} = " in found
+
+
+def test_what_a_typo_explains_is_not_reported_beside_it(tmp_path: Path, golden: Golden) -> None:
+    golden("\n\n".join(reports((written(tmp_path, text),)) for text in TYPOS))
 
 
 def test_every_required_field_has_a_valid_stand_in() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ds_encdec.config.words import READERS, all_words, their_sections, tools, wo
 from ds_encdec.config.yaml_text import write_yaml
 from ds_encdec.types import ConfigError
 
+Golden = Callable[[object], None]
 FOLDER = Path(__file__).parent / "other_tools"
 
 RUN: dict[str, dict[str, Any]] = {
@@ -68,12 +70,7 @@ RUN: dict[str, dict[str, Any]] = {
     "flat_habits": {"training.learning_rate": 6e-4, "training.adam_beta2": 0.95, "training.eval_steps": 100},
     "story08_fsdp": {"infra.offload_optimizer": "none", "training.lr_scheduler_type": "cosine"},
 }
-TOLD = {
-    "trainer_seq2seq": "eval_generate_samples num_train_steps eval_steps",
-    "axolotl_lora": "dataset_name prepared_dir train_split_ratio max_encoder_length AdamW eval_steps save_steps",
-    "llamafactory_sft": "dataset_name messages_column max_decoder_length num_train_steps train_split_ratio",
-    "torchtitan": "wsd_decay_fraction report_to or_path model.architecture max_encoder_length dataset_name type=fsdp",
-}
+REFUSED = ("trainer_seq2seq", "axolotl_lora", "llamafactory_sft", "torchtitan")
 
 
 def problems(path: Path | None, *overrides: str) -> str:
@@ -88,8 +85,8 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_there_are_twelve() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == {*RUN, *TOLD, "zero3"}
-    assert len(RUN) + len(TOLD) == 12
+    assert {path.stem for path in FOLDER.iterdir()} == {*RUN, *REFUSED, "zero3"}
+    assert len(RUN) + len(REFUSED) == 12
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -98,12 +95,10 @@ def test_it_runs(name: str) -> None:
     assert {field: attrgetter(field)(config) for field in RUN[name]} == RUN[name]
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_each_name_here_is_told(name: str) -> None:
-    found = problems(FOLDER / f"{name}.yaml")
-    assert f"{len(TOLD[name].split())} problems" in found
-    for told in TOLD[name].split():
-        assert told in found
+@pytest.mark.parametrize("name", REFUSED)
+def test_each_name_here_is_reported(name: str, golden: Golden) -> None:
+    found = problems(FOLDER / f"{name}.yaml").replace(f"{FOLDER}/", "")
+    golden(found)
     assert "allowed: " not in found
     assert "did you mean" not in found
     assert "hf_abcdefgh" not in found
@@ -223,35 +218,18 @@ def test_values_are_translated(argument: str, field: str, value: Any) -> None:
     assert attrgetter(field)(load_config(None, [argument])) == value
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("fsdp=full_shrd", "`full_shrd` is no word of it"),
-        ("fsdp_config.x.y=3", 'fsdp_config.x = {"y": 3}\n      unknown key; docs/coming-from.md'),
-        ("deepspeed.stage=3", "write it into a JSON file"),
-        ("train_file=a.arrow", "for other endings set data.data_files, and data.dataset_name to what they are"),
-        ("train_file=a.random", "set data.data_files, and data.dataset_name to what they are"),
-        ("val_check_interval=100", "it counts micro-batches"),
-        ("do_train=false", "`ds-encdec evaluate`"),
-        ("batch_size=8", "say of what: training.per_device_train_batch_size"),
-        ("training.max_steps=x", 'training.num_train_steps = "x"\n      must be a whole number'),
-        (f"training.num_train_steps={'9' * 399}", "at most 64 bits"),
-        ("save_strategy=epoch", "cadences are in optimizer steps: set training.save_steps"),
-        ("training.save_strategy=epoch", "\n      cadences are in optimizer steps"),
-        ("hub_token=[abc", '"***" is not a YAML value'),
-        ("training.fp8=true", "there is no FP8"),
-        ("training.num_cycles=2", "a schedule goes down once"),
-        ("validation_split_percentage=5", "set data.eval_fraction (ul2)"),
-        ("cache_dir=/big", "HF_HOME is the folder of downloads"),
-        ("model.hf_config=a/b", "name a checkpoint (model.model_name_or_path) or model.architecture's sizes"),
-        ("fsdp_config=fsdp.json", "put its entries there"),
-        ("training.num_values=2", "unknown key; allowed: "),
-    ],
-)
-def test_what_has_no_meaning_here_is_said(argument: str, message: str) -> None:
-    found = problems(None, argument)
-    assert message in found
-    assert "1 problem" in found
+WITHOUT_A_FIELD = """
+fsdp=full_shrd fsdp_config.x.y=3 deepspeed.stage=3 train_file=a.arrow train_file=a.random val_check_interval=100
+do_train=false batch_size=8 training.max_steps=x save_strategy=epoch training.save_strategy=epoch hub_token=[abc
+training.fp8=true training.num_cycles=2 validation_split_percentage=5 cache_dir=/big model.hf_config=a/b
+fsdp_config=fsdp.json
+"""
+
+
+def test_what_has_no_meaning_here_is_reported(golden: Golden) -> None:
+    found = [problems(None, argument) for argument in WITHOUT_A_FIELD.split()]
+    golden("\n".join(text.partition("\n")[2] for text in found))
+    assert all(text.startswith("The configuration has 1 problem:") for text in found)
 
 
 def test_of_trainers_arguments_as_dumped_only_one_has_to_go(tmp_path: Path) -> None:
