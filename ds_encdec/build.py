@@ -33,7 +33,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.gpus import grow_segments
-from ds_encdec.launch.absence import absence_told
+from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.host_collectives import RunContext
@@ -99,7 +99,7 @@ def run_training(
     """
     world = discover(os.environ)  # now: a port that is free, where none is given
     grow_segments(os.environ)
-    with absence_told(world):
+    with startup_errors_shared(world):
         require_here(config, new=resume is None)
         if resume is None:  # a batch that the ranks cannot share out is refused before they meet
             (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)

@@ -32,7 +32,7 @@ from ds_encdec.arguments import COUNT, Arguments, Verb, flag, value
 from ds_encdec.config.command_line import read_program
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.gpus import grow_segments, has_gpu
-from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, absence_told
+from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, startup_errors_shared
 from ds_encdec.launch.cores import no_gpu, others_at_work, wait_without_spinning
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import log_to_terminal, outlive_readers, print_error
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
         log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
         with StopRequest(world, whole_process=True) as stop:
             # Imported under watch: this takes a moment, torch and deepspeed take seconds.
-            with absence_told(world):
+            with startup_errors_shared(world):
                 config = _load(options, overrides)
                 # Other hosts' ranks, launchers that start again and supervisors are told by the run itself.
                 starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"

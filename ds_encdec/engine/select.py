@@ -17,7 +17,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
-from ds_encdec.launch.absence import absence_told
+from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.network import machine
 from ds_encdec.launch.process_group import ProcessSettings, choose_device, init_process_group
@@ -76,7 +76,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     that do not join.
     """
     before = ProcessSettings.now()
-    with absence_told(world):
+    with startup_errors_shared(world):
         engine, device = resolve_engine(config), choose_device(config.infra.device, world)
         check_engine(engine, config, world, device)
         check_attention_dropout(config, device)

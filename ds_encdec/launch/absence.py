@@ -1,6 +1,6 @@
-"""A rank that cannot come to the meeting of the ranks says so there: the others would wait for it.
+"""Reports a rank's start-up error to the others, which would otherwise wait for it.
 
-Torch, which the meeting needs, is imported only where somebody waits: rank 0 tells a wrong configuration in a moment.
+Torch, which the meeting needs, is imported only where somebody waits: rank 0 reports a wrong configuration at once.
 """
 
 import os
@@ -23,11 +23,10 @@ START_MINUTES = 5.0
 
 
 @contextmanager
-def absence_told(world: World) -> Iterator[None]:
-    """Inside, which is before the meeting, an error ends the other ranks as well, with this one's host and its words.
+def startup_errors_shared(world: World) -> Iterator[None]:
+    """Before the meeting: end the other ranks too at an error inside, with this one's host and words.
 
-    It is raised as the error that all have. One that nobody foresaw (a package that is missing on one host, a GPU that
-    is broken) is printed here as well, with where it comes from; so is one that the others could not be told.
+    It is raised as the error that all have. An unforeseen one is printed here as well, with its traceback.
     """
     try:
         yield
@@ -52,9 +51,9 @@ def _tell(world: World, error: DsEncDecError) -> None:
     if not world.is_main:
         alone.start()
     try:
-        from ds_encdec.launch.meeting import Meeting  # torch
+        from ds_encdec.launch.meeting import Rendezvous  # torch
 
-        Meeting(world, timedelta(minutes=START_MINUTES)).hold("meet", None, error=error)
+        Rendezvous(world, timedelta(minutes=START_MINUTES)).round("meet", None, error=error)
     except (ImportError, OSError):  # torch itself is missing or broken here
         pass
     except DsEncDecError as told:

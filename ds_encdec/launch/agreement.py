@@ -94,7 +94,9 @@ def own_facts(world: World, device: torch.device, engine: EngineName, settings: 
     return facts
 
 
-def compared(everyones: Mapping[int, Mapping[str, Mapping[str, Any]]], hosts: Ranks) -> tuple[list[str], list[str]]:
+def compare_rank_facts(
+    everyones: Mapping[int, Mapping[str, Mapping[str, Any]]], hosts: Ranks
+) -> tuple[list[str], list[str]]:
     """Lines on what keeps these ranks, by their `own_facts`, from training together, and on what is worth a warning.
 
     A version may differ in its last part.
@@ -133,7 +135,7 @@ def differences(
     return lines
 
 
-def settled(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
+def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
     """Everything that all ranks are to know of each other, in JSON's types. Raises ConfigError for ranks that differ.
 
     `places`: of each rank its `machine`, `address`, `cores`, `uuid` (of its GPU) and `facts`. Returns `sharing`: of
@@ -155,7 +157,7 @@ def settled(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, 
                 f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({hosts[crowded[0]]}, {uuid}). "
                 "Start one rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
             )
-    errors, warnings = compared({rank: place["facts"] for rank, place in places.items()}, hosts)
+    errors, warnings = compare_rank_facts({rank: place["facts"] for rank, place in places.items()}, hosts)
     if errors and len(kinds) == 1:
         raise not_alike(errors)
     return {

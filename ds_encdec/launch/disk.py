@@ -37,8 +37,7 @@ class DiskRefusedError(CheckpointError):
 def disk_error(error: BaseException | None) -> OSError | None:
     """The OSError of a file system that `error` is or was raised from; None for others, also those of a network.
 
-    An error that only happened while an OSError was handled is not one, but for RuntimeError: torch.save raises that
-    where it cannot close its file after an OSError.
+    A RuntimeError while an OSError was handled counts: torch.save raises that where it cannot close its file.
     """
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or (error.__context__ if type(error) is RuntimeError else None)
@@ -56,10 +55,9 @@ def free_bytes(folder: Path) -> int | None:
 
 @dataclass(slots=True)
 class Writing:
-    """Files that are being written into `folder`, and what is said where its file system does not take them.
+    """Files that are being written into `folder`, for the error where its file system does not take them.
 
-    `what` they are ("The checkpoint"), how one would `make_room`, the rank that writes, where there are several, and
-    the bytes they take (0: not known yet).
+    `what` they are ("The checkpoint"), how to `make_room`, the rank that writes, and their bytes (0: not known yet).
     """
 
     folder: Path
@@ -101,9 +99,8 @@ class Writing:
 def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a file that takes the name `path` when the block is left without an error, and is removed otherwise.
 
-    A reader, or a crash, sees the old content or the new one and nothing between. Until then it is called
-    `.NAME.HOST.PID.tmp`, beside `path`; only a kill leaves that behind. `mode`: its permissions, before the umask.
-    Raises OSError.
+    A reader, or a crash, sees the old content or the new one and nothing between; only a kill leaves the temporary file
+    behind. `mode`: its permissions, before the umask. Raises OSError.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:

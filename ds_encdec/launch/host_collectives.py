@@ -34,10 +34,9 @@ T = TypeVar("T")
 
 ENOUGH_OPEN_FILES = 1 << 16
 GLOO_GROUPS = 3
-"""Groups of all ranks, amply, in each of which every rank has a connection with every other: on GPUs one that the host
-collectives have (or share with FSDP2), their background, and for CPU ranks those that DeepSpeed makes."""
+"""At most so many groups connect every rank with every other: ours, their background, and DeepSpeed's on CPUs."""
 OWN_OPEN_FILES = 512
-"""A rank's files beside its connections, amply."""
+"""At most so many files of a rank are open beside its connections."""
 
 
 class Reduction:
@@ -165,10 +164,7 @@ class HostCollectives:
         return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:
-        """Raise the lowest rank's error on every rank, each bringing its own or None; or nothing.
-
-        It is told with its rank and host where rank 0 does not have one, too: what is said may be true there alone.
-        """
+        """Raise the lowest rank's error on every rank, each bringing its own or None; with rank and host, but for 0."""
         first = self.lowest(self.world_size if error is None else self.rank)[0]
         if first < self.world_size:
             named = str(error).startswith((f"rank {first}:", f"rank {first} "))
@@ -181,8 +177,7 @@ class HostCollectives:
 class RunContext:
     """This rank among the others, its device, its engine, and how the ranks' main threads talk to each other.
 
-    It is handed down from the start of a run to everybody who asks. `collectives` has the one host-side group of a run:
-    a thread beside the main one asks it for a group of its own. `undo` takes back what the run changes process-wide.
+    Another thread needs the `background` of `collectives`. `undo` takes back what the run changes process-wide.
     """
 
     world: World
@@ -211,9 +206,9 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def allow_connections(world: World) -> None:
-    """Raise this process's limit of open files towards what the ranks' connections take, and warn where it is too low.
+    """Raise this process's limit of open files for the ranks' connections, and warn where it stays too low.
 
-    Beyond it connections fail, and are told of as closed by the peer.
+    Beyond it connections fail, and errors call them closed by the peer.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = max(soft, min(hard, ENOUGH_OPEN_FILES))

@@ -1,12 +1,12 @@
-"""The meeting of a run's ranks, before there is a group in which they could talk: bounded, and of one mind.
+"""The meeting of a run's ranks, before there is a group in which they could talk.
 
 Rank 0 (or torchrun's agent) keeps a store at MASTER_ADDR and MASTER_PORT. A meeting has rounds. In each every rank
-gives a value, or the error for which it cannot go on, and rank 0 makes one answer of them: of what all have given, of
-an error as soon as there is one, or, when the time is over, of the ranks that are missing. All ranks leave with the
-same answer or error. Only rank 0 looks again and again; the others wait for its answer: a thousand ranks cost little.
+gives a value, or the error for which it cannot go on, and rank 0 makes one answer of them within the time: from all
+values, from an error as soon as there is one, or from the ranks that are missing. All ranks leave with the same answer
+or error. Only rank 0 looks again and again; the others wait for its answer: a thousand ranks cost little.
 
-In the last round the ranks connect to each other, in native code that waits as long as it likes (gloo's accepting side
-five times its timeout). There a thread listens to the answer, and ends the process where the main thread cannot.
+In the last round the ranks connect to each other in native code, which gloo lets wait five times its timeout. There a
+thread waits for the answer, and ends the process where the main thread cannot.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ds_encdec.types import ConfigError, DsEncDecError, LostRankError
 
 COMPANY_SECONDS = 1.0
 """How long after a rank's error those of others, mostly the same one, may still come."""
-TOLD_SECONDS = 20.0
-"""How long rank 0 keeps the store for others, who may yet have to import torch, to read why the meeting has ended."""
+REPORT_SECONDS = 20.0
+"""How long rank 0 keeps the store for others, who may have to import torch first, to read how the meeting ended."""
 LEAVE_SECONDS = 5.0
 """How long the main thread may take to come out of a connection that is known to have failed."""
 
@@ -45,7 +45,7 @@ _held: Counter[tuple[str, int]] = Counter()
 """How many meetings of a name this process has been to: the store may be an older one's."""
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there."""
 
     def __init__(self, world: World, limit: timedelta, name: str = "run") -> None:
@@ -68,7 +68,7 @@ class Meeting:
                 )
             )
 
-    def hold(
+    def round(
         self,
         name: str,
         mine: Any,
@@ -79,15 +79,14 @@ class Meeting:
     ) -> Any:
         """Hold a round: give `mine` (of JSON's types), or `error`; returns what `decide` makes of everyone's on rank 0.
 
-        `late`: what a rank has not done in time, as a participle. Raises what `decide` does, any rank's error, and
-        LostRankError.
+        `late` ends "has not … in time". Raises what `decide` does, any rank's error, and LostRankError.
         """
         self._give(self.store, name, mine, error)
         answer = self._answer(self.store, name, decide, late)
         return self._read(self.store, name, answer)
 
     def connect(self, action: Callable[[], None]) -> None:
-        """Let the ranks connect to each other by `action`, within the meeting's limit. Raises as `hold` does."""
+        """Let the ranks connect to each other by `action`, within the meeting's limit. Raises as `round` does."""
         if self._world.world_size == 1:
             return action()
         name, late = "connect", "connected to the others"
@@ -128,12 +127,12 @@ class Meeting:
     def _answer(
         self, store: dist.Store, name: str, decide: Callable[[dict[int, Any]], Any], late: str
     ) -> Mapping[str, Any]:
-        """The answer of a round, which rank 0 makes; where there is none for want of rank 0, that is the error."""
+        """The answer of a round, which rank 0 makes; LostRankError where rank 0 is gone."""
         try:
             with _store_of_rank_zero(self._world):
                 if not self._world.is_main:
                     # Rank 0 is punctual, so it is waited for a little longer.
-                    seconds = self._seconds + COMPANY_SECONDS + TOLD_SECONDS
+                    seconds = self._seconds + COMPANY_SECONDS + REPORT_SECONDS
                     store.wait([f"{name} answer"], timedelta(seconds=seconds))
                     return dict(json.loads(store.get(f"{name} answer")))
                 value, error = attempt(lambda: decide(self._gather(store, name, late)))
@@ -194,15 +193,12 @@ class Meeting:
         raise error
 
     def _read_by_all(self, store: dist.Store, name: str, error: DsEncDecError) -> None:
-        """Tell that this rank knows why the meeting has ended; on rank 0, wait for the others to.
-
-        They may still be about to come, with the same error mostly, unless their time is over.
-        """
+        """Count this rank as one that knows how the meeting ended; on rank 0, wait for the others, who may be late."""
         awaited_ranks = len(self.hosts) if isinstance(error, LostRankError) else self._world.world_size
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             store.add(f"{name} read", 1)
             if self._world.is_main:
-                awaited(TOLD_SECONDS, lambda: store.add(f"{name} read", 0) >= awaited_ranks)
+                awaited(REPORT_SECONDS, lambda: store.add(f"{name} read", 0) >= awaited_ranks)
 
 
 def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | None]:
@@ -231,8 +227,7 @@ def _open_store(world: World, seconds: float, title: str) -> dist.Store:
 def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
     """A store that rank 0 keeps, found by that of torchrun's agent, or of the run that these are probes of.
 
-    The agent's outlives its ranks, and when it starts them again still holds what the earlier ones have said. A port
-    where nobody listens is such a word: the agents of all hosts end their ranks before they start new ones.
+    The agent's outlives its ranks, and may hold a port of earlier ones, where nobody listens any more.
     """
     key, deadline = f"port of {title}", time.monotonic() + seconds
     if world.is_main:

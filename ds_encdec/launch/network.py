@@ -61,9 +61,8 @@ def gloo_interface(
     """The interface by which this host's ranks are to be reached; None leaves the choice to gloo.
 
     `towards_master`: the own address that reaches MASTER_ADDR. `elsewhere`: such an address of a rank on another host.
-    `alone`: all ranks are on this host. `master`: MASTER_ADDR. Gloo itself takes the address that the host's own name
-    resolves to, which Debian makes 127.0.1.1, and others a bridge of containers, by which no other host is reached.
-    MASTER_ADDR may be such a name, too: on its host the way to another one is asked for.
+    `alone`: all ranks are on this host. `master`: MASTER_ADDR. Gloo itself takes the address of the host's own name, as
+    may MASTER_ADDR: Debian makes that 127.0.1.1, and others a bridge of containers, which reach no other host.
     """
     if alone:
         return LOOPBACK if LOOPBACK in (name for _, name in socket.if_nameindex()) else None

@@ -1,20 +1,15 @@
 """The ranks of a run: which of them are gone, and what every one was doing when the run hangs.
 
-One that a signal or the system has killed says nothing; the others meet a broken connection, or wait in a collective
-for ever. On its own machine every rank sees whether the others' processes live, and writes down one that went without a
-word, so that it is named and its survivors not blamed. Ranks on other machines look for that when a connection breaks;
-where nobody saw a rank go, they ask through the run's folder, and name those on machines that do not answer.
+A rank that a signal or the system has killed says nothing; the others meet a broken connection, or wait in a collective
+for ever. On its own machine every rank sees whether the others' processes live, and records one that went without a
+word. Where a connection breaks and nobody saw a rank go, the ranks ask through the run's folder, and name those on
+machines that do not answer.
 
-Another thread of each rank, its watchdog, looks at the main thread's heartbeats (preemption.py). Where they stop for
-`infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see;
-the others find that file, whether they hang themselves or not, and write theirs. The launcher kills all ranks as soon
-as one has ended, so each waits until all have written, for some seconds at most, and all end with exit code 8.
-
-A rank that is stopped (SIGSTOP) cannot write anything, and the others say so. One whose main thread hangs in native
-code that holds the interpreter's lock runs no other thread either: a timer of `faulthandler`, which needs no lock,
-writes its stacks to stderr and ends it. The same timer ends a rank whose file system does not take its stacks.
-
-What `run.json` says of the ending, and with which error a rank ends, follows from this, and so is here as well.
+A watchdog thread looks at the main thread's heartbeats (preemption.py). Where they stop for
+`infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see; the
+others find that file and write theirs. Launchers kill all ranks as soon as one has ended, so each waits until all have
+written, for some seconds at most, and all end with exit code 8. A rank that runs no other thread, because native code
+holds the interpreter's lock, or whose file system does not take its stacks, is ended by a timer of `faulthandler`.
 """
 
 from __future__ import annotations
@@ -71,9 +66,8 @@ class Peer:
 class Peers:
     """The ranks of a run. Use as a context manager around all that they do together.
 
-    `search_seconds`: how long a rank that has lost a connection looks for the one to blame. `leave_seconds`: how long,
-    after one of its machine has gone without a word, a rank may need to notice and end by itself; one that sits in a
-    GPU's collective never would. Launchers kill all 30 seconds after the first has gone.
+    `search_seconds`: how long a rank that has lost a connection looks for the one to blame. `leave_seconds`: how long a
+    rank may take to end by itself after one of its machine has gone; launchers kill all 30 seconds after that.
     """
 
     def __init__(
@@ -115,10 +109,7 @@ class Peers:
         self._left.set()
 
     def explain(self, error: BaseException) -> DsEncDecError | None:
-        """The error to end with where `error`, unforeseen, comes of a rank that is gone; None where it does not.
-
-        Where a connection broke this takes as long as it takes to find the rank, `search_seconds` at most.
-        """
+        """The error to end with where `error` comes of a rank that is gone, looked for `search_seconds` at most."""
         if len(self._all) == 1 or not (is_broken_connection(error) or self._gone_here()):
             return None
         if self._elsewhere:
@@ -140,10 +131,7 @@ class Peers:
         return told
 
     def _watch(self) -> None:
-        """Write down who goes without a word, and do not wait for ever in a collective with it.
-
-        Before the run runs a rank that leaves may have been refused, as this one then is in a moment.
-        """
+        """Record who goes without a word, and do not wait for ever in a collective with it."""
         while not self._left.wait(self._poll_seconds):
             gone = self._gone_here()
             living = [peer.rank for peer in self._here if peer not in gone]
@@ -187,9 +175,8 @@ class Peers:
 class Watchdog:
     """Ends this rank, and every other, when one takes no step for too long. Use as a context manager around the loop.
 
-    The watch begins when the first step is over: what comes before (downloads, the first documents, compilation, the
-    first connections of a GPU) has no limit but that of the collectives the others wait in,
-    `infra.distributed_timeout_minutes`. It does not sleep while the run is `busy`, but nothing counts as silence then.
+    The watch begins when the first step is over: downloads, compilation and first connections come before, and have no
+    limit but `infra.distributed_timeout_minutes`, that of collectives.
     """
 
     def __init__(
@@ -211,8 +198,8 @@ class Watchdog:
         self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
-        # All ranks of all nodes would ask one file system: so at each turn one of a node looks there, and a file of the
-        # node's own tells the others to look too. They take turns, so that one that is stopped makes nobody blind.
+        # At each turn one rank of a node asks the shared file system, and a file of the node's own has the others look
+        # too. They take turns, so that one that is stopped makes nobody blind.
         self._turn, self._takers = stop.world.local_rank, stop.world.local_world_size
         self._sign = Path(tempfile.gettempdir()) / f"ds_encdec-{sha256(bytes(self.stacks)).hexdigest()[:16]}"
         self._left = threading.Event()
@@ -317,10 +304,9 @@ def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
 def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[..., None]]:
     """Keep `run.json` true: running once the function it yields is called (with facts of the run), then how it ended.
 
-    What goes wrong before that is recorded too, unless `spare`: a resume that is refused leaves the good end of the
-    earlier start alone, but no failure, which a supervisor would act on once more. Any rank may be the one that
-    fails; the folder keeps the first reason. Every error leaves as a DsEncDecError, and none is replaced by one of the
-    recording.
+    Errors before that are recorded too, unless `spare`: a refused resume leaves the earlier start's good end alone,
+    but no failure, which a supervisor would act on once more. The folder keeps the first rank's reason. Every error
+    leaves as a DsEncDecError.
     """
     began = False
 

@@ -1,16 +1,10 @@
 """Asked to stop: signals, and a launcher that is gone.
 
-Schedulers send SIGTERM or SIGUSR1, a person SIGINT. They reach the ranks at different moments, and
-some ranks not at all, so the loop exchanges `StopRequest.requested` between ranks once per step and
-acts on the common answer. A launcher killed outright tells nobody: with `deepspeed` on one node, even
-SIGTERM ends the launcher and leaves the ranks running, so every rank watches for its launchers itself.
+Signals reach the ranks at different moments, and some not at all, so the loop exchanges `StopRequest.requested` once
+per step and acts on the common answer. A launcher that is killed signals nobody, so every rank watches its launchers.
 
-A rank whose peer has died may sit in a collective for ever. DeepSpeed's launcher then sends SIGTERM to one rank after
-the other and gives each 30 seconds; a rank that has not taken a step for a while ends at its SIGTERM instead, unless
-it is saving.
-
-A program watches from its first line on. Until its ranks have met there is nothing to save, and a rank that waits for
-the others answers no signal: there the watch ends the process.
+A rank whose peer has died may sit in a collective for ever: one that has not taken a step for a while ends at its
+SIGTERM, unless it is saving. Until the ranks have met there is nothing to save, and the watch ends the process.
 """
 
 from __future__ import annotations
@@ -51,9 +45,7 @@ SAME_CTRL_C_SECONDS = 2.0
 
 
 class Heartbeat:
-    """When this rank last showed that it lives, which tells a rank that hangs from one that is slow.
-
-    The main thread beats once per step and per evaluation batch; other threads read how long ago that was.
+    """When this rank last showed that it lives: the main thread beats once per step and per evaluation batch.
 
     `beats`: how many there have been. `has_stepped`: a step of this process is over. `longest_pause_seconds`: the
     longest time between two beats, saves left out.
@@ -77,7 +69,7 @@ class Heartbeat:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Keep the rank from being taken for stuck during what takes as long as it takes: a save, or a wait for one."""
+        """Keep the rank from being taken for stuck during a save, or a wait for one, however long."""
         self._end_pause()
         self._busy_depth += 1
         try:
@@ -102,11 +94,10 @@ class Heartbeat:
 class StopRequest:
     """Notices that this run should end. Use as a context manager around the run, in the main thread.
 
-    The loop asks `requested` once per step: that is also its heartbeat. `grace_seconds`: how long the process may
-    live on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM
-    finds a rank stuck (never less than twice its longest pause so far, which may be an evaluation); a rank that is
-    `busy`, or has seen the request and is on its way out, has all the time it needs. Either way the process is ended
-    with HangError's exit code, since nothing else would end it.
+    The loop reads `requested` once per step: that is also its heartbeat. `grace_seconds`: how long the process may live
+    on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM finds a
+    rank stuck (at least twice its longest pause so far), unless it is `busy` or has seen the request. Either way the
+    process is ended with HangError's exit code, since nothing else would end it.
     """
 
     world: World
@@ -227,10 +218,9 @@ class StopRequest:
                     self.reason = self.reason or BY_FILE
 
     def _gone_launcher(self) -> str | None:
-        """Which of the launchers above this process is no more, in words.
+        """The launcher above this process that is gone, in words.
 
-        One that was gone before anybody could look for it has left this process to init. A launcher may be a
-        container's first process itself, but it would be a python program.
+        One that went before anybody could look has left this process to init, unless a python launcher is process 1.
         """
         if not self._launchers and self.world.launcher in LAUNCHER_PROGRAMS:
             return "launcher gone" if os.getppid() == 1 and not _python_words(1) else None
@@ -239,11 +229,9 @@ class StopRequest:
     def _arrived(self) -> list[signal.Signals]:
         """Return the stop signals that have come since the last call; at a SIGUSR2, print the stacks of all threads.
 
-        The stacks are printed here, under the interpreter's lock: a handler that printed them at once would read the
-        frames of a thread that runs meanwhile, which has ended a process with SIGSEGV.
-
-        Python calls a handler only once the main thread is back from native code. One that waits in a collective does
-        not come back; the interpreter's own handler has written the number down nevertheless.
+        Python calls a handler only once the main thread is back from native code, such as a collective; the
+        interpreter's own handler has written the number down before. The stacks are printed here, under the
+        interpreter's lock: a handler would read frames of a thread that runs, which has ended a process with SIGSEGV.
         """
         try:
             numbers = self._arrivals.recv(4096)
@@ -271,10 +259,7 @@ def awaited(seconds: float, look: Callable[[], T]) -> T:
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """End this process, whose main thread may never return, with `exit_code`; and its children.
-
-    A data worker ends at its next write after its parent's death, which one that hangs itself never makes.
-    """
+    """End this process, whose main thread may never return, and its children, which may hang as well."""
     children: list[psutil.Process] = []
     with suppress(psutil.Error):
         children = psutil.Process().children(recursive=True)
@@ -287,9 +272,7 @@ def end_process(exit_code: int) -> NoReturn:
 def launchers_above(pid: int) -> list[psutil.Process]:
     """The launcher processes that `pid` descends from, nearest first.
 
-    DeepSpeed has two on a node (`deepspeed` and `deepspeed.launcher.launch`), and it is the far one that a
-    terminal or a scheduler ends. Shells and ssh above them may go without harm, so the walk
-    stops at the first ancestor that is no launcher.
+    DeepSpeed has two on a node, and a scheduler ends the far one. Shells and ssh above may go without harm.
     """
 
     def launches(ancestor: psutil.Process) -> bool:
@@ -309,10 +292,9 @@ def _python_words(pid: int) -> list[str]:
 
 @contextmanager
 def stop_signals_left_to_this_process() -> Iterator[None]:
-    """Processes that start inside never see a signal that asks to stop: they begin with the mask of their parent.
+    """Let processes that start inside ignore stop signals, which launchers send to every process of a job.
 
-    Launchers and schedulers signal every process of a job, while this one may still want to finish its step and save.
-    What comes for it meanwhile is delivered at the end.
+    They begin with this one's mask. Signals that come for it meanwhile are delivered at the end.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
     try:

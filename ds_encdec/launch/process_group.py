@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ds_encdec.engines import ENGINES, EngineName, load
-from ds_encdec.launch.agreement import differences, not_alike, own_facts, settled, shared_settings
+from ds_encdec.launch.agreement import differences, merge_rank_facts, not_alike, own_facts, shared_settings
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.disk import build_folder
 from ds_encdec.launch.host_collectives import allow_connections, attempt
-from ds_encdec.launch.meeting import Meeting
+from ds_encdec.launch.meeting import Rendezvous
 from ds_encdec.launch.network import gloo_interface, machine, own_address_towards
 from ds_encdec.launch.world import World
 from ds_encdec.terminal import take_over
@@ -37,9 +37,8 @@ def choose_device(
 ) -> torch.device:
     """The device of this rank for what is `requested`, by a field or option that reads `named`.
 
-    Where a launcher shows each rank one device of its own, that is it; `init_process_group` checks that no two have the
-    same. Raises ConfigError when the configuration needs accelerators that this machine does not have, or fewer than
-    the ranks on it.
+    Raises ConfigError where this machine has no accelerator that is needed, or fewer than ranks. A launcher may show
+    each rank one of its own; `init_process_group` checks that no two are the same.
     """
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu" or (requested == "auto" and not available):
@@ -70,16 +69,16 @@ def init_process_group(
 ) -> EngineName:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu).
 
-    Returns `engine`, or on all ranks `otherwise` where some rank cannot import the package of `engine`; without
-    `otherwise` all raise ConfigError. `timeout` bounds every collective, `start_timeout` (the same if None) each wait
-    for the others here. An engine's package must not have been imported before. `meeting` tells apart those who meet at
-    one address: a run's ranks, and the probes beside them. `settings`: those of the run, which all ranks must have
-    alike. `first`: what the ranks do first in their group, within `start_timeout`.
+    Returns `engine`, or on all ranks `otherwise` where some rank cannot import the package of `engine`, which must not
+    have been imported before; without `otherwise` all raise ConfigError. `timeout` bounds every collective,
+    `start_timeout` (the same if None) each wait for the others here. `meeting`: the name of a run's meeting, or of its
+    probes'. `settings`: those that all ranks must have alike. `first` is called in the new group, within
+    `start_timeout`.
 
     Raises on all ranks the error of any; ConfigError for ranks that differ; LostRankError for those that do not come.
     """
     allow_connections(world)
-    met = Meeting(world, start_timeout or timeout, meeting)
+    met = Rendezvous(world, start_timeout or timeout, meeting)
     _meet(met, world, device, engine, settings)
     if package := ENGINES[engine].package:
 
@@ -93,7 +92,7 @@ def init_process_group(
                 )
             return told
 
-        if problem := met.hold("import", _import(package), one_problem, late=f"imported {package}"):
+        if problem := met.round("import", _import(package), one_problem, late=f"imported {package}"):
             logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
             assert otherwise is not None
             engine = otherwise
@@ -108,20 +107,20 @@ def init_process_group(
 
 
 def _meet(
-    met: Meeting, world: World, device: torch.device, engine: EngineName, settings: Mapping[str, Any] | None
+    met: Rendezvous, world: World, device: torch.device, engine: EngineName, settings: Mapping[str, Any] | None
 ) -> None:
     """Compare what must be alike, and divide this host among the ranks that are on it. Raises ConfigError on all."""
     shared = shared_settings(settings or {})
     mine, error = attempt(lambda: _own_place(world, device, engine, shared))
     mine = mine or {}
-    answer = met.hold("meet", mine, lambda places: settled(places, met.hosts), error=error)
+    answer = met.round("meet", mine, lambda places: merge_rank_facts(places, met.hosts), error=error)
     if kinds := answer["kinds"]:  # of settings: one rank of each shows its own
 
         def refuse(everyones: dict[int, Any]) -> None:
             shown = {ranks[0]: everyones[ranks[0]] for ranks in kinds}
             raise not_alike([*answer["errors"], *differences(shown, met.hosts, {ranks[0]: ranks for ranks in kinds})])
 
-        met.hold("settings", shared if world.rank in [ranks[0] for ranks in kinds] else None, refuse)
+        met.round("settings", shared if world.rank in [ranks[0] for ranks in kinds] else None, refuse)
     for line in answer["warnings"] if world.is_main else ():
         logger.warning("the ranks differ: %s", line)
     # The ranks of this machine are counted, since not every launcher says how many there are.
@@ -137,7 +136,7 @@ def _meet(
 
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
-    """Return this rank's entry of what `settled` compares; its device, which may be broken or in use, is taken here."""
+    """Return this rank's entry of what `merge_rank_facts` compares; its device, which may be broken or in use, is taken here."""
     _prepare_environment(world, device)
     if device.type == "cuda":
         _take(device)
@@ -205,11 +204,10 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
 
 
 def shutdown() -> None:
-    """Leave the process group at the end of a run that went well; a rank that is gone by now changes nothing of that.
+    """Leave the process group at the end of a run that went well.
 
-    First close the engine and drop every reference to it: on gloo, groups destroyed while a model still
-    held on to them aborted 5 of 8 processes at exit. A rank that failed must not call this (the
-    barrier would wait for ranks that are gone) but leave by its exit code.
+    First close the engine and drop every reference to it: on gloo, groups destroyed while a model still held on to them
+    aborted 5 of 8 processes at exit. A rank that failed must not call this, for the barrier would wait for others.
     """
     if not dist.is_initialized():
         return
@@ -227,9 +225,8 @@ def shutdown() -> None:
 def openmp_threads(environ: Mapping[str, str], cores: int, sharing: int) -> int | None:
     """This rank's share of the cores it may run on; None where the user has set OMP_NUM_THREADS.
 
-    `sharing`: ranks of the host that may run on some of them, this one included. Launchers may have given each
-    rank cores of its own. torchrun sets the variable to 1 where it is unset (torch/distributed/run.py), and a CPU
-    optimizer on one core takes longer than the rest of the step. So its 1 is no one's wish; any other number is.
+    `sharing`: ranks of the host that may run on some of them, this one included. torchrun sets the variable to 1 where
+    it is unset, and a CPU optimizer on one core takes longer than the rest of the step: its 1 does not count as set.
     """
     given = environ.get("OMP_NUM_THREADS")
     if given is not None and (given != "1" or "TORCHELASTIC_RUN_ID" not in environ):

@@ -78,10 +78,9 @@ class RunFolder:
     def claim(self, *, resume: bool) -> dict[str, Any]:
         """Take the folder for this process (rank 0 only); nothing in it is touched when this fails.
 
-        Returns `earlier`, in which a run that is said to be running is one that was killed.
-        Raises OutputLockedError where another live process holds it, or where an earlier run is in it
-        and `resume` is False; ConfigError where the folder cannot be written; Preempted where torchrun has started
-        ranks again that `ds-encdec stop` had ended.
+        Returns `earlier`. Raises OutputLockedError where another live process holds it, or where an earlier run is in
+        it and `resume` is False; ConfigError where it cannot be written; Preempted where torchrun has started ranks
+        again that `ds-encdec stop` had ended.
         """
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
             raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
@@ -156,9 +155,8 @@ class RunFolder:
     def write_status(self, state: str, *, reason: str = "", exit_code: int | None = None, **facts: Any) -> None:
         """Replace `run.json`; facts given earlier are kept. Raises OSError.
 
-        Any rank may call it. Once this start of the run has ended, no `failed` is taken: of several reasons the first
-        is the one that explains, and who is gone after a good end has not failed. On a full disk an ending is written
-        over the old text in place, with the beginning of its reason.
+        Any rank may call it. Once this start of the run has ended, no `failed` is taken: the first reason explains, and
+        who is gone after a good end has not failed. On a full disk an ending is written over the old text in place.
         """
         with open(self.root / ".run.json.lock", "a") as lock:
             with suppress(ConfigError):  # a host that cannot lock: better told without

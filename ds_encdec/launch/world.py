@@ -55,16 +55,13 @@ Reader = Callable[[Mapping[str, str]], str]
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The environment variables in which one launcher tells a process its place.
+    """The environment variables in which one launcher gives a process its place.
 
     `marker` is a variable that this launcher sets and the rows above it do not. `own`: field of a World → variable,
-    where it is not that of `_REQUIRED`; what is not required may be absent from the environment, and one node is
-    assumed. `readers`: of fields that no variable tells as they are. `programs`: the scripts and modules whose python
-    processes are this launcher.
-
-    `task_programs`: those that start tasks of any program, which they have to be told, python too. A task that is the
-    only one is nobody's rank.
-    `advice`: the end of a sentence on how to set what is missing.
+    where it is not that of `_REQUIRED`; others may be absent, and one node is assumed. `readers`: of fields that no
+    variable holds as they are. `programs`: the scripts and modules whose python processes are this launcher.
+    `task_programs`: those that start tasks of any program; a task that is the only one is nobody's rank. `advice`: the
+    end of a sentence on how to set what is missing.
     """
 
     name: str
@@ -102,8 +99,8 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
 def _slurm_address(environ: Mapping[str, str]) -> str:
     """The host of rank 0, unless MASTER_ADDR names another.
 
-    `MASTER_ADDR=$(hostname -i) srun` names the host where that was typed, which may be a login node; some hosts give
-    several addresses for that, which nobody wishes, or one that is each host's own.
+    `MASTER_ADDR=$(hostname -i) srun` names the host where that was typed, a login node perhaps, or a list, or a
+    loopback address: these are ignored.
     """
     told = environ.get("MASTER_ADDR", "").strip()
     typed_there = told in (environ.get("SLURM_LAUNCH_NODE_IPADDR"), "localhost", "::1") or told.startswith("127.")
@@ -262,19 +259,14 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
             "which would train alone. Add --multi_gpu (without GPUs, too), or start them with torchrun "
             "--nproc-per-node N ds_encdec/train.py …"
         )
-    _refuse_unexplained_tasks(environ)
-    return World(master_port=choose_port())
-
-
-def _refuse_unexplained_tasks(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where this is one task of several: each would train alone, on the whole data."""
-    if told := _several_tasks(TASK_STARTERS, environ):
-        variable, who = told
+    if several := _several_tasks(TASK_STARTERS, environ):
+        variable, who = several
         raise ConfigError(
             f"{who}, but RANK, by which each would know its place, is not set: every task would train alone. Start "
             f"one task per machine, and there {_TORCHRUN}, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
             f"MASTER_PORT for each. To train with this process alone: unset {variable}."
         )
+    return World(master_port=choose_port())
 
 
 def _refuse_runs_side_by_side(launcher: Launcher, environ: Mapping[str, str]) -> None:
@@ -282,8 +274,8 @@ def _refuse_runs_side_by_side(launcher: Launcher, environ: Mapping[str, str]) ->
     # The first one is the innermost: its daemons may have been started by another.
     row = next((row for row in LAUNCHERS if row.task_programs and row.marker in environ), None)
     starters = {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS
-    if told := _several_tasks(starters, environ):
-        variable, who = told
+    if several := _several_tasks(starters, environ):
+        variable, who = several
         raise ConfigError(
             f"{who}, and {launcher.name} in this one says that its ranks are all there are "
             f"({launcher.own['num_nodes']}=1): every task would be a run of its own. Start one task per machine, and "

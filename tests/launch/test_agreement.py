@@ -12,13 +12,13 @@ from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import check_nodes, with_counted_nodes
 from ds_encdec.launch.agreement import (
     OWN_TO_A_HOST,
-    compared,
+    compare_rank_facts,
     differences,
     digest,
     flat,
+    merge_rank_facts,
     ranks_in_words,
     require_same_data,
-    settled,
     shared_settings,
 )
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -84,7 +84,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_versions_may_differ_in_their_last_part(changes: Any, errors: list[str], warnings: list[str]) -> None:
-    assert compared({0: facts(), 2: facts(**changes)}, HOSTS) == (errors, warnings)
+    assert compare_rank_facts({0: facts(), 2: facts(**changes)}, HOSTS) == (errors, warnings)
 
 
 def test_rank_zero_settles_what_all_must_know() -> None:
@@ -97,16 +97,16 @@ def test_rank_zero_settles_what_all_must_know() -> None:
         2: place("b", "10.0.0.2"),
         3: place("b", "10.0.0.2"),
     }
-    answer = settled(places, HOSTS)
+    answer = merge_rank_facts(places, HOSTS)
     assert answer["sharing"] == [2, 2, 2, 2]
     assert answer["reached"] == [("a", "127.0.0.1"), ("b", "10.0.0.2")]
     assert answer["kinds"] == []
     others = {2: place("b", "10.0.0.2", settings="other"), 3: place("b", "10.0.0.2", settings="other")}
-    assert settled(places | others, HOSTS)["kinds"] == [[0, 1], [2, 3]]
+    assert merge_rank_facts(places | others, HOSTS)["kinds"] == [[0, 1], [2, 3]]
     with pytest.raises(
         ConfigError, match=r"engine: fsdp for ranks 0-1 \(node0\), 2 \(node1\), deepspeed for rank 3 \(node1\)"
     ):
-        settled(places | {3: place("b", "10.0.0.2", equal={"engine": "deepspeed"})}, HOSTS)
+        merge_rank_facts(places | {3: place("b", "10.0.0.2", equal={"engine": "deepspeed"})}, HOSTS)
 
 
 def test_ranks_in_words() -> None:

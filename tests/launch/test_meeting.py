@@ -19,9 +19,9 @@ from tiny_run import QUICKSTART, TRAIN, environment, free_port, overrides
 
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError
 from ds_encdec.launch import meeting, process_group
-from ds_encdec.launch.absence import absence_told
+from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.agreement import own_facts
-from ds_encdec.launch.meeting import Meeting
+from ds_encdec.launch.meeting import Rendezvous
 from ds_encdec.launch.process_group import _meet
 from ds_encdec.launch.world import World
 from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, LostRankError
@@ -52,16 +52,16 @@ def held(ranks: dict[int, Callable[[World], Any]], *, world_size: int = 2) -> Ou
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_held", Counter())
     monkeypatch.setattr("socket.gethostname", lambda: "node0")
-    for name in ("COMPANY_SECONDS", "TOLD_SECONDS"):
+    for name in ("COMPANY_SECONDS", "REPORT_SECONDS"):
         monkeypatch.setattr(meeting, name, 60.0)  # which end as soon as all have come, or read
 
 
-def met(world: World, seconds: float = 20) -> Meeting:
-    return Meeting(world, timedelta(seconds=seconds))
+def met(world: World, seconds: float = 20) -> Rendezvous:
+    return Rendezvous(world, timedelta(seconds=seconds))
 
 
 def failing(world: World) -> None:
-    with absence_told(world):
+    with startup_errors_shared(world):
         raise ConfigError("no such file")
 
 
@@ -74,7 +74,7 @@ def test_an_error_arrives_as_one_of_the_foreseen_kinds() -> None:
 def test_rank_zero_answers_for_all() -> None:
     def come(world: World) -> Any:
         here = met(world)
-        first = here.hold("meet", world.rank, lambda everyones: sum(everyones.values()))
+        first = here.round("meet", world.rank, lambda everyones: sum(everyones.values()))
         here.connect(lambda: None)
         return first, here  # kept: with rank 0's the store ends
 
@@ -84,7 +84,7 @@ def test_rank_zero_answers_for_all() -> None:
 
 def test_who_does_not_come_is_named_by_those_who_have() -> None:
     def come(world: World) -> Any:
-        return met(world, 0.6).hold("meet", None)
+        return met(world, 0.6).round("meet", None)
 
     ended = held({0: come, 2: come}, world_size=3)
     assert {type(error) for error in ended.values()} == {LostRankError}
@@ -101,7 +101,7 @@ def test_the_error_of_one_is_everybodys() -> None:
     """Its own rank raises it as the others do; where all have it, it is told without a place."""
 
     def come(world: World) -> Any:
-        return met(world).hold("meet", None)
+        return met(world).round("meet", None)
 
     ended = held({0: come, 1: failing, 2: failing}, world_size=3)
     assert [str(ended[rank]) for rank in range(3)] == ["ranks 1-2 (node0): no such file"] * 3
@@ -110,10 +110,10 @@ def test_the_error_of_one_is_everybodys() -> None:
 
 def test_what_nobody_foresaw_is_told_too_and_said_where_it_happened() -> None:
     def come(world: World) -> Any:
-        return met(world).hold("meet", None)
+        return met(world).round("meet", None)
 
     def broken(world: World) -> None:
-        with absence_told(world):
+        with startup_errors_shared(world):
             raise ImportError("No module named 'transformers'")
 
     ended = held({0: come, 1: broken})
@@ -127,7 +127,7 @@ def test_what_nobody_foresaw_is_told_too_and_said_where_it_happened() -> None:
 
 def test_an_address_or_a_place_that_another_has() -> None:
     def come(world: World) -> Any:
-        return met(world, 0.6).hold("meet", None)
+        return met(world, 0.6).round("meet", None)
 
     def twice(world: World) -> Any:
         met(world)
@@ -141,7 +141,7 @@ def test_an_address_or_a_place_that_another_has() -> None:
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0"):
         met(nowhere, 0.1)
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0: .*rank 1 has not"):
-        met(dataclasses.replace(nowhere, rank=0, local_rank=0, master_port=free_port()), 0.1).hold("meet", None)
+        met(dataclasses.replace(nowhere, rank=0, local_rank=0, master_port=free_port()), 0.1).round("meet", None)
 
 
 def test_torchruns_agent_that_goes_while_ranks_come_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch
     def connect(action: Callable[[], Any]) -> Callable[[World], None]:
         def come(world: World) -> None:
             here = met(world)
-            here.hold("meet", None)
+            here.round("meet", None)
             here.connect(action)
 
         return come

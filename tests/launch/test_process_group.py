@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ds_encdec.launch import process_group
-from ds_encdec.launch.agreement import settled, sharing
+from ds_encdec.launch.agreement import merge_rank_facts, sharing
 from ds_encdec.launch.process_group import (
     choose_device,
     init_process_group,
@@ -115,9 +115,9 @@ def test_two_ranks_on_one_gpu_are_refused(shared: bool) -> None:
     hosts = dict.fromkeys(range(4), "node0")
     if shared:
         with pytest.raises(ConfigError, match=r"^Ranks 0, 1 were started on the same GPU \(node0, GPU-a\)"):
-            settled(places, hosts)
+            merge_rank_facts(places, hosts)
     else:
-        assert settled(places, hosts)["sharing"] == [2] * 4
+        assert merge_rank_facts(places, hosts)["sharing"] == [2] * 4
 
 
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
