@@ -33,7 +33,7 @@ from ds_encdec.config.command_line import read_program
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.gpus import grow_segments, has_gpu
 from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, startup_errors_shared
-from ds_encdec.launch.cores import no_gpu, others_at_work, wait_without_spinning
+from ds_encdec.launch.cores import no_gpu, wait_without_spinning
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import log_to_terminal, outlive_readers, print_error
 from ds_encdec.types import CheckpointError, ConfigError, DataError, DsEncDecError, Preempted
@@ -122,8 +122,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
                 if world.is_main and world.num_nodes == 1 and starts_anew:
                     _refuse_absent(config, options.resume)
                 _refuse_machine(config, options.resume)
-                if not has_gpu() and world.local_rank == 0 and (busy := others_at_work(world.local_world_size)):
-                    logging.getLogger(__name__).warning("%s", busy)
                 grow_segments(os.environ)
                 logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
                 from ds_encdec.build import run_training  # only once the configuration is sound

@@ -1,8 +1,7 @@
-"""The cores of this machine, which ranks share with each other and other programs; and its GPU, if there is one."""
+"""The cores of this machine, which ranks share with each other; and the error where it has no GPU."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import MutableMapping
 
 from ds_encdec.types import ConfigError
@@ -19,20 +18,6 @@ def wait_without_spinning(environ: MutableMapping[str, str]) -> None:
     """
     if not any(name in environ for name in _WAIT_POLICIES):
         environ.update(GOMP_SPINCOUNT="1000", KMP_BLOCKTIME="0")  # torch's own OpenMP is GNU's, conda's is LLVM's
-
-
-def others_at_work(ranks: int) -> str | None:
-    """The warning where other programs keep this machine's cores busy, beside `ranks` of a run; None where none do."""
-    try:
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    except OSError:
-        return None
-    if load <= 4 * cores + ranks:
-        return None
-    return (
-        f"this machine has {cores} cores and a load average of {load:.0f}: other programs use them, so steps take "
-        "several times as long as on an idle machine"
-    )
 
 
 def no_gpu(what: str, named: str = "infra.device=cuda") -> ConfigError:

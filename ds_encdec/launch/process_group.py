@@ -136,7 +136,7 @@ def _meet(
 
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
-    """Return this rank's entry of what `merge_rank_facts` compares; its device, which may be broken or in use, is taken here."""
+    """Return this rank's entry for `merge_rank_facts`; its device, which may be broken or in use, is taken here."""
     _prepare_environment(world, device)
     if device.type == "cuda":
         _take(device)

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from ds_encdec import train
-from ds_encdec.launch.cores import others_at_work, wait_without_spinning
+from ds_encdec.launch.cores import wait_without_spinning
 
 
 @pytest.mark.parametrize("theirs", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "1"}])
@@ -24,10 +24,3 @@ def test_training_decides_before_it_loads_torch(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(train, "_load", lambda *_: pytest.fail(os.environ.get("GOMP_SPINCOUNT", "unset")))
     with pytest.raises(pytest.fail.Exception, match=r"^1000$"):
         train.main(["--config", "ds_configs/quickstart.yaml", "--print-deepspeed-config"])
-
-
-def test_a_machine_that_others_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(os, "getloadavg", lambda: (15.0, 0.0, 0.0))
-    assert others_at_work(8) is None
-    assert str(others_at_work(2)).startswith("this machine has 2 cores and a load average of 15")
