@@ -229,15 +229,15 @@ def _wire(
     metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if generates else []
     data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
     require_same_data(data.fingerprint, collectives)
-    run = replace(run, config=with_steps(run.config, data.pipeline, run.found, collectives))
+    run = replace(run, config=with_steps(run.config, data.pipeline, run.checkpoint, collectives))
     state = _first_state(run, data)
     job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
     expected = estimate_run(job)
     _log_start(run, state, job, expected)
     engine = _build_engine(run, job, expected)
-    if run.found:
-        state = checkpoints.adopt(run.found, state)
-        logger.info("resumed from %s (step %d)", run.found.path, state.global_step)
+    if run.checkpoint:
+        state = checkpoints.adopt(run.checkpoint, state)
+        logger.info("resumed from %s (step %d)", run.checkpoint.path, state.global_step)
     trainer = Trainer(
         config=run.config,
         engine=engine,
@@ -286,22 +286,26 @@ def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str],
 def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     """The checkpoint to go on from, if any, the model, and how many micro-batches a step has. Collective."""
     collectives, config = context.collectives, request.config
-    found = _find(config, context, folder, request.resume)
-    saved = found.read_json("trainer.json") if found else None
+    checkpoint = _find(config, context, folder, request.resume)
+    saved = checkpoint.read_json("trainer.json") if checkpoint else None
     # Once on each machine, whose copy may be another; rank 0 writes it into checkpoints.
     hashes = context.world.is_main or context.world.local_rank == 0
     model = collectives.rank_zero_first(
-        lambda: saved_model(config, found.path, hashes_base=hashes) if found else new_model(config, hashes_base=hashes)
+        lambda: (
+            saved_model(config, checkpoint.path, hashes_base=hashes)
+            if checkpoint
+            else new_model(config, hashes_base=hashes)
+        )
     )
     if config.model.lora is not None:
         one_base(collectives.gather(model.base))
     # One rank asks the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if saved else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
-    config = resolve_checkpointing(config, context, model.config, found)
-    config = resolve_batch_size(config, context, request.stop, model.config, found)
+    config = resolve_checkpointing(config, context, model.config, checkpoint)
+    config = resolve_batch_size(config, context, request.stop, model.config, checkpoint)
     lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)
-    return Run(config, context, folder, found, model, commits, *lanes, config.training.num_train_epochs)
+    return Run(config, context, folder, checkpoint, model, commits, *lanes, config.training.num_train_epochs)
 
 
 def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
@@ -312,10 +316,10 @@ def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: st
         checkpoint.training_state()
         refuse_other_model(checkpoint, config)
 
-    found = find_checkpoint(folder.checkpoints, context.collectives, resume, accept)
-    if resume == "auto" and found is None:
+    checkpoint = find_checkpoint(folder.checkpoints, context.collectives, resume, accept)
+    if resume == "auto" and checkpoint is None:
         logger.info("--resume auto: no checkpoint is in %s, so the run begins at step 0", folder.checkpoints)
-    return found
+    return checkpoint
 
 
 def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
@@ -326,7 +330,7 @@ def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
         rank=run.context.world.rank,
         world_size=run.context.world.world_size,
         num_lanes=run.num_lanes,
-        saved=run.found.read_json("trainer.json")["data"] if run.found else None,
+        saved=run.checkpoint.read_json("trainer.json")["data"] if run.checkpoint else None,
         commits=run.commits,
         accept_other_data=accept_other_data,
         evaluation_cache=run.folder.root / "evaluation",
@@ -336,11 +340,11 @@ def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
 
 def _first_state(run: Run, data: TrainingData) -> TrainingState:
     """A new run's state, or that of the checkpoint; `data` is put where it was then."""
-    if run.found is None:
+    if run.checkpoint is None:
         return TrainingState(best_by=run.config.training.best_by)
-    warn_of_another_optimizer(run.found, run.config.training, is_main=run.context.world.is_main)
-    state = restore_choice(run.found, run.found.training_state(), run.config.training)
-    return restore_data(run.found, data, state, is_main=run.context.world.is_main)
+    warn_of_another_optimizer(run.checkpoint, run.config.training, is_main=run.context.world.is_main)
+    state = restore_choice(run.checkpoint, run.checkpoint.training_state(), run.config.training)
+    return restore_data(run.checkpoint, data, state, is_main=run.context.world.is_main)
 
 
 def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine:
@@ -352,8 +356,8 @@ def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine
     model, context = run.model, run.context
     with out_of_memory_explained(expected, context.device, context.world.rank):
         engine = create_engine(run.config, context, model.config, model.weights, run.accumulation)
-        if run.found:
-            load_engine(engine, run.found, context.collectives)
+        if run.checkpoint:
+            load_engine(engine, run.checkpoint, context.collectives)
     return engine
 
 

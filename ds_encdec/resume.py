@@ -29,45 +29,45 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 
 
 def with_steps(
-    config: FullConfig, pipeline: LanePipeline, found: Checkpoint | None, collectives: HostCollectives
+    config: FullConfig, pipeline: LanePipeline, checkpoint: Checkpoint | None, collectives: HostCollectives
 ) -> FullConfig:
     """`config`, with the steps of its epochs if it gives these: those of the checkpoint, or counted now. Collective."""
     epochs = config.training.num_train_epochs
     if epochs is None:
         return config
-    if found and found.read_json("trainer.json").get("num_train_epochs") == epochs:
-        steps = load_saved(found.path / "config.yaml").training.num_train_steps
+    if checkpoint and checkpoint.read_json("trainer.json").get("num_train_epochs") == epochs:
+        steps = load_saved(checkpoint.path / "config.yaml").training.num_train_steps
     else:
         steps = collectives.on_rank_zero(lambda: steps_of_epochs(pipeline, epochs))
         logger.info("num_train_epochs=%g: %d optimizer steps", epochs, steps)
     return with_steps_of_epochs(config, steps)
 
 
-def refuse_other_model(found: Checkpoint, config: FullConfig) -> None:
+def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
     """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
 
     A moved folder is still the same model: the weights come from the checkpoint.
     """
-    theirs, ours = _model_settings(load_saved(found.path / "config.yaml")), _model_settings(config)
+    theirs, ours = _model_settings(load_saved(checkpoint.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)
     if not differing:
         return
     if all(ours[name] == theirs[name] for name in (ours.keys() & theirs.keys()) - {MODEL_NAME, _TOKENIZER_NAME}):
-        contents = _different_contents(found, config)
+        contents = _different_contents(checkpoint, config)
         if not contents:
-            logger.info("%s is the same model and tokenizer: %s.", found.path, "; ".join(differing))
+            logger.info("%s is the same model and tokenizer: %s.", checkpoint.path, "; ".join(differing))
             return
         differing += contents
     raise CheckpointError(
-        f"{found.path} was made with another model or tokenizer:{listed(differing)}\n"
+        f"{checkpoint.path} was made with another model or tokenizer:{listed(differing)}\n"
         "Give the checkpoint's values, or start a new run from its export."
     )
 
 
-def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
+def restore_data(checkpoint: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
     """Put the loader of `data` where the checkpoint was; returns `state`, choosing anew if the data is other."""
-    fingerprint = found.read_json("trainer.json")["data"]["fingerprint"]
-    lanes = usable_records(found.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
+    fingerprint = checkpoint.read_json("trainer.json")["data"]["fingerprint"]
+    lanes = usable_records(checkpoint.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
     data.loader.load_state(lanes)
     if not differing(fingerprint, data.fingerprint):
         return state
@@ -75,28 +75,28 @@ def restore_data(found: Checkpoint, data: TrainingData, state: TrainingState, *,
         logging.WARNING if is_main else logging.DEBUG,
         "Continuing with other data than %s was made on: %s. The best checkpoint is chosen among those from here on, "
         "and early stopping counts from here.",
-        found.path,
+        checkpoint.path,
         changes(fingerprint, data.fingerprint),
     )
     return state.choosing_anew()
 
 
-def restore_choice(found: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:
-    """The saved `state`, without what another `metric_for_best_model` than this run's has found to be the best."""
+def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:
+    """The saved `state`, without what another `metric_for_best_model` than this run's found to be the best."""
     if state.best_by != training.best_by:
         logger.info(
             "%s was saved by a run whose best checkpoint is that of the %s. It is the %s now: the best checkpoint is "
             "chosen anew, and early stopping counts from here.",
-            found.path,
+            checkpoint.path,
             state.best_by,
             training.best_by,
         )
     return state.choosing_by(training.best_by)
 
 
-def warn_of_another_optimizer(found: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
-    """Warn where the states of `found` are another optimizer's: those of the same name are taken for this run's."""
-    theirs = load_saved(found.path / "config.yaml").training
+def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
+    """Warn where the states of `checkpoint` are another optimizer's: those of the same name are taken for this run's."""
+    theirs = load_saved(checkpoint.path / "config.yaml").training
     then, now = ((one.optimizer, one.optimizer_args) for one in (theirs, training))
     if is_main and then != now:
         words = [" with ".join([name, *([str(arguments)] if arguments else [])]) for name, arguments in (then, now)]
@@ -104,14 +104,14 @@ def warn_of_another_optimizer(found: Checkpoint, training: TrainingConfig, *, is
             "%s was saved with training.optimizer=%s, and this run has %s: it goes on from the states of the same "
             "names, which may mean other things, and begins without the rest. Start a new run from the export to begin "
             "with states of zeros.",
-            found.path,
+            checkpoint.path,
             *words,
         )
 
 
-def load_engine(engine: Engine, found: Checkpoint, collectives: HostCollectives) -> None:
-    """Fill the engine of every rank from the files of `found`. Where one rank cannot open them, all raise its error."""
-    engine.load(collectives.on_every_rank(lambda: open_saved_state(found.path, verified=True)))
+def load_engine(engine: Engine, checkpoint: Checkpoint, collectives: HostCollectives) -> None:
+    """Fill the engine of every rank from `checkpoint`. Where one rank cannot open its files, all raise its error."""
+    engine.load(collectives.on_every_rank(lambda: open_saved_state(checkpoint.path, verified=True)))
 
 
 def roll_back(
@@ -135,17 +135,17 @@ def roll_back(
         )
     where = {"step": state.global_step, "data_step": state.data_step}
     oldest = alert["step"] - settings.rollback_min_steps
-    found = find_checkpoint(checkpoints.folder, collectives, "auto", at_most=oldest)
-    if found is None:
+    checkpoint = find_checkpoint(checkpoints.folder, collectives, "auto", at_most=oldest)
+    if checkpoint is None:
         needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
         refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
         recorder.events.write("no_rollback", **where, message=refusal)
         if collectives.rank == 0:
             logger.error(refusal)
         return None
-    saved = found.read_json("trainer.json")
-    then = found.training_state().choosing_by(state.best_by)
-    load_engine(engine, found, collectives)
+    saved = checkpoint.read_json("trainer.json")
+    then = checkpoint.training_state().choosing_by(state.best_by)
+    load_engine(engine, checkpoint, collectives)
     gone_back = dataclasses.replace(
         then,  # but for what counts data
         data_step=state.data_step,
@@ -157,7 +157,7 @@ def roll_back(
         bad_rows=state.bad_rows,
         long_rows=state.long_rows,
     )
-    now = checkpoints.adopt(found, gone_back)
+    now = checkpoints.adopt(checkpoint, gone_back)
     recorder.go_back(saved["recorder"], now)
     recorder.events.write(
         "rollback",
@@ -176,9 +176,9 @@ def roll_back(
     return now
 
 
-def _different_contents(found: Checkpoint, config: FullConfig) -> list[str]:
+def _different_contents(checkpoint: Checkpoint, config: FullConfig) -> list[str]:
     """The differences, in words, between the model and tokenizer that `config` names and the saved ones."""
-    saved = saved_model(config, found.path, hashes_base=False)
+    saved = saved_model(config, checkpoint.path, hashes_base=False)
     try:
         named = new_model(config, hashes_base=False)
     except DsEncDecError as error:

@@ -35,14 +35,14 @@ from ds_encdec.types import TrainingState
 class Run:
     """The facts of a run before its data and engine are built; the batch of its configuration is a number by now.
 
-    `found`: the checkpoint to go on from. `commits`: see `resolve_commits`. `epochs`: those of the configuration, which
+    `checkpoint`: the checkpoint to go on from. `commits`: see `resolve_commits`. `epochs`: those of the configuration, which
     has their steps once they are known.
     """
 
     config: FullConfig
     context: RunContext
     folder: RunFolder
-    found: Checkpoint | None
+    checkpoint: Checkpoint | None
     model: RunModel
     commits: Mapping[str, str]
     num_lanes: int
@@ -86,13 +86,13 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
             )
 
     recorder = run.context.collectives.on_every_rank(open_recorder)
-    if run.found:
-        recorder.load_state_dict(run.found.read_json("trainer.json")["recorder"])
+    if run.checkpoint:
+        recorder.load_state_dict(run.checkpoint.read_json("trainer.json")["recorder"])
     recorder.events.write(
         "start",
         step=state.global_step,
         data_step=state.data_step,
-        resumed_from=str(run.found.path) if run.found else None,
+        resumed_from=str(run.checkpoint.path) if run.checkpoint else None,
         world_size=world.world_size,
         engine=run.context.engine,
     )

@@ -143,14 +143,14 @@ def train(run: Trainer) -> TrainingState:
             _count_skipped(run, result)
 
             plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.judges_every_step)
-            asked = _log_or_judge(run, plan)
-            rolled_back = _roll_back(run, asked)
-            value = None if rolled_back or asked.leave else _evaluate(run, plan)
-            if reason := _reason_to_save(run, plan, asked, rolled_back=rolled_back, value=value):
+            actions = _log_or_judge(run, plan)
+            rolled_back = _roll_back(run, actions)
+            value = None if rolled_back or actions.leave else _evaluate(run, plan)
+            if reason := _reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
                 _save(run, reason, value)
                 run.last_save = time.monotonic()
-            if asked.leave and not run.is_over:
-                raise _preempted(run, asked.leave["message"])
+            if actions.leave and not run.is_over:
+                raise _preempted(run, actions.leave["message"])
     return run.state
 
 
@@ -223,8 +223,8 @@ def _end_between_steps(run: Trainer, error: Exception | None, asked_by: str = ""
     """
     if error is not None and run.collectives.rank == 0:  # at once, or it is lost where the save ends the process
         logger.error("There is no data for the next step; the steps before it are saved. %s", error)
-    asked = _log_or_judge(run, StepPlan(judge=True))
-    rolled_back = _roll_back(run, asked)
+    actions = _log_or_judge(run, StepPlan(judge=True))
+    rolled_back = _roll_back(run, actions)
     try:
         _collect_save(run)
         if rolled_back or run.state.data_step != run.saved_data_step:
@@ -234,7 +234,7 @@ def _end_between_steps(run: Trainer, error: Exception | None, asked_by: str = ""
             raise
         if run.collectives.rank == 0:
             logger.error("%s", problem)
-    raise error or _preempted(run, asked.leave["message"] if asked.leave else asked_by)
+    raise error or _preempted(run, actions.leave["message"] if actions.leave else asked_by)
 
 
 def _preempted(run: Trainer, asked_by: str) -> Preempted:
@@ -256,16 +256,16 @@ def _count_skipped(run: Trainer, result: StepResult) -> None:
 
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
     """Log or judge the steps; returns what the alerts ask for. Raises DivergedError where one asks to stop."""
-    asked = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
-    if (alert := asked.stop) is not None:
+    actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
+    if (alert := actions.stop) is not None:
         kind = alert["type"]
         raise DivergedError(f"{kind}: {alert['message']} (monitor.on_{kind}=stop). Checkpoints are untouched.")
-    return asked
+    return actions
 
 
 def _log(run: Trainer) -> Actions:
     """Close the logging interval. The run ends where more rows than `data.max_bad_rows` could not be read by now."""
-    asked, rows = run.recorder.log(run.state, count_rows(run.lanes))
+    actions, rows = run.recorder.log(run.state, count_rows(run.lanes))
     earlier, bad = run.state.bad_rows, max(rows.bad, default=0)
     run.state = replace(run.state, bad_rows=bad, long_rows=max(rows.long, default=0))
     if bad > earlier and rows.last_bad is not None:
@@ -273,19 +273,19 @@ def _log(run: Trainer) -> Actions:
             check_bad_rows(bad, run.config.data.max_bad_rows, rows.last_bad[-1])
         except DataError as error:
             _end_between_steps(run, error)
-    return asked
+    return actions
 
 
-def _roll_back(run: Trainer, asked: Actions) -> bool:
+def _roll_back(run: Trainer, actions: Actions) -> bool:
     """Roll back where an alert asks for it and a checkpoint is old enough; returns whether that was done.
 
     The caller saves at once, in that checkpoint's place: a run that is killed now must not meet the same data again.
     """
-    if asked.rollback is None:
+    if actions.rollback is None:
         return False
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         _collect_save(run)
-        earlier = roll_back(run.state, asked.rollback, run.engine, run.checkpoints, run.recorder)
+        earlier = roll_back(run.state, actions.rollback, run.engine, run.checkpoints, run.recorder)
     if earlier is not None:
         run.state, run.skipped_in_a_row = earlier, 0
     return earlier is not None
@@ -325,12 +325,12 @@ def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object
 
 
 def _reason_to_save(
-    run: Trainer, plan: StepPlan, asked: Actions, *, rolled_back: bool, value: float | None
+    run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
 ) -> str | None:
     """Why a checkpoint is saved after this step, as the checkpoint says it; None for no save."""
     reasons = {
         "end": run.is_over,
-        "stop": asked.leave is not None,
+        "stop": actions.leave is not None,
         "rollback": rolled_back,
         "interval": plan.save,
         "best": run.training.saves_best and is_best(run.state, value, run.training),

@@ -56,9 +56,9 @@ def _tell(world: World, error: DsEncDecError) -> None:
         Rendezvous(world, timedelta(minutes=START_MINUTES)).round("meet", None, error=error)
     except (ImportError, OSError):  # torch itself is missing or broken here
         pass
-    except DsEncDecError as told:
-        if told.common and type(error) is not DsEncDecError:
-            raise told from error
+    except DsEncDecError as shared:
+        if shared.common and type(error) is not DsEncDecError:
+            raise shared from error
     finally:
         alone.cancel()
     error.common = bool(error.common)  # which it is where it has been printed

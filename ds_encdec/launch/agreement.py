@@ -130,8 +130,8 @@ def differences(
                 alike[rank] if alike else [rank]
             )
         if len({json.dumps(values.get(name)) for values in everyones.values()}) > 1:
-            told = (f"{value} for {ranks_in_words(ranks, hosts)}" for value, ranks in owners.items())
-            lines.append(f"{name}: {', '.join(told)}")
+            values_in_words = (f"{value} for {ranks_in_words(ranks, hosts)}" for value, ranks in owners.items())
+            lines.append(f"{name}: {', '.join(values_in_words)}")
     return lines
 
 
@@ -203,10 +203,10 @@ def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectiv
     digests = collectives.gather(own)
     kinds = [[rank for rank, found in enumerate(digests) if found == kind] for kind in dict.fromkeys(digests)]
     shows = collectives.rank in [ranks[0] for ranks in kinds]
-    told = collectives.gather((socket.gethostname(), mine if shows else None))
-    shown = {ranks[0]: told[ranks[0]][1] for ranks in kinds}
+    of_ranks = collectives.gather((socket.gethostname(), mine if shows else None))
+    shown = {ranks[0]: of_ranks[ranks[0]][1] for ranks in kinds}
     lines = differences(
-        shown, {rank: host for rank, (host, _) in enumerate(told)}, {ranks[0]: ranks for ranks in kinds}
+        shown, {rank: host for rank, (host, _) in enumerate(of_ranks)}, {ranks[0]: ranks for ranks in kinds}
     )
     raise DataError(
         "the ranks do not read the same data, so no run could be made again from what this one says of itself:\n"
@@ -229,8 +229,8 @@ def ranks_in_words(ranks: Iterable[int], hosts: Ranks) -> str:
     places: dict[str | None, list[int]] = {}
     for rank in ranks:
         places.setdefault(hosts.get(rank), []).append(rank)
-    told = (spans(of_host) + (f" ({host})" if host else "") for host, of_host in places.items())
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(told)}"
+    of_hosts = (spans(of_host) + (f" ({host})" if host else "") for host, of_host in places.items())
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(of_hosts)}"
 
 
 def spans(ranks: Sequence[int]) -> str:

@@ -116,11 +116,11 @@ class Rendezvous:
             raise ended from error  # which tells whether a connection broke
 
     def _give(self, store: dist.Store, name: str, value: Any, error: Exception | None) -> None:
-        given: dict[str, Any] = {"host": socket.gethostname(), "value": value}
+        entry: dict[str, Any] = {"host": socket.gethostname(), "value": value}
         if error is not None:
-            given["error"] = _preserved(error)
+            entry["error"] = _preserved(error)
         with _store_of_rank_zero(self._world):
-            store.set(f"{name} {self._world.rank}", json.dumps(given))
+            store.set(f"{name} {self._world.rank}", json.dumps(entry))
             if error is not None:
                 store.set(f"{name} problem", "")
 
@@ -143,17 +143,17 @@ class Rendezvous:
             return {"error": _preserved(error)}
 
     def _gather(self, store: dist.Store, name: str, late: str) -> dict[int, Any]:
-        """On rank 0: what all have given in this round. Raises their error, and LostRankError."""
+        """The values of all ranks in this round, on rank 0. Raises their error, and LostRankError."""
         everyone = range(self._world.world_size)
         keys = [f"{name} {rank}" for rank in everyone]
         problem = f"{name} problem"
         awaited(self._seconds, lambda: store.check(keys) or store.check([problem]))
         if store.check([problem]):
             awaited(COMPANY_SECONDS, lambda: store.check(keys))
-        given = {rank: json.loads(store.get(keys[rank])) for rank in everyone if store.check([keys[rank]])}
-        self.hosts |= {rank: one["host"] for rank, one in given.items()}
-        errors = {rank: one["error"] for rank, one in given.items() if "error" in one}
-        missing = [rank for rank in everyone if rank not in given]
+        entries = {rank: json.loads(store.get(keys[rank])) for rank in everyone if store.check([keys[rank]])}
+        self.hosts |= {rank: one["host"] for rank, one in entries.items()}
+        errors = {rank: one["error"] for rank, one in entries.items() if "error" in one}
+        missing = [rank for rank in everyone if rank not in entries]
         # A connection breaks for those who are there because of one who is not.
         if missing and all(error["kind"] == LostRankError.__name__ for error in errors.values()):
             words = self._words(missing, late, errors)
@@ -162,7 +162,7 @@ class Rendezvous:
             raise LostRankError(words)
         if errors:
             raise self._first(errors)
-        return {rank: one["value"] for rank, one in given.items()}
+        return {rank: one["value"] for rank, one in entries.items()}
 
     def _first(self, errors: dict[int, dict[str, Any]]) -> DsEncDecError:
         """The error of the lowest rank, with the places of all who have the same; without, where all have."""
@@ -206,10 +206,10 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
     try:
         action()
     except Exception as error:
-        found = DsEncDecError(f"{type(error).__name__}: {error}")
+        unforeseen = DsEncDecError(f"{type(error).__name__}: {error}")
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         broken = LostRankError(f"The connection broke (GLOO_SOCKET_IFNAME is {interface}): {error}")
-        ours = broken if is_broken_connection(error) else found
+        ours = broken if is_broken_connection(error) else unforeseen
         ours.__cause__ = error
         return None, error if isinstance(error, DsEncDecError) else ours
     return None, None
@@ -316,8 +316,8 @@ def _preserved(error: Exception) -> dict[str, Any]:
     return {"kind": kind, "message": str(error), "exit_code": code, "common": common}
 
 
-def _revived(told: Mapping[str, Any]) -> DsEncDecError:
+def _revived(preserved: Mapping[str, Any]) -> DsEncDecError:
     """An error that `_preserved` has, of a class of `types`."""
-    error: DsEncDecError = getattr(types, told["kind"], DsEncDecError)(told["message"])
-    error.exit_code, error.common = told["exit_code"], told["common"]
+    error: DsEncDecError = getattr(types, preserved["kind"], DsEncDecError)(preserved["message"])
+    error.exit_code, error.common = preserved["exit_code"], preserved["common"]
     return error

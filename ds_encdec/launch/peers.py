@@ -115,20 +115,20 @@ class Peers:
         if self._elsewhere:
             self._touch("search")
 
-        def found() -> DsEncDecError | None:
+        def look() -> DsEncDecError | None:
             gone = self._gone_here()
-            return self._told() or (LostRankError(_words(gone)) if gone else None)  # a rank tells, then goes
+            return self._recorded_end() or (LostRankError(_words(gone)) if gone else None)  # a rank records, then ends
 
-        return awaited(self._search_seconds, found) or LostRankError(_words(self._silent(), error))
+        return awaited(self._search_seconds, look) or LostRankError(_words(self._silent(), error))
 
-    def _told(self) -> DsEncDecError | None:
+    def _recorded_end(self) -> DsEncDecError | None:
         """The end of this start that another rank has written down, as an error with its exit code."""
         status = self._run.read_status()
         if status.get("state") != "failed" or status == self._run.earlier:
             return None
-        told = LostRankError(str(status.get("reason")))
-        told.exit_code = status.get("exit_code") or LostRankError.exit_code
-        return told
+        end = LostRankError(str(status.get("reason")))
+        end.exit_code = status.get("exit_code") or LostRankError.exit_code
+        return end
 
     def _watch(self) -> None:
         """Record who goes without a word, and do not wait for ever in a collective with it."""
@@ -144,13 +144,13 @@ class Peers:
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
                 continue  # it has saved itself, and has said so before it went
             if status.get("state") == "running":
-                self._tell(_words(gone))
+                self._record(_words(gone))
             if not self._left.wait(self._leave_seconds):
-                self._tell(_words(gone))
-                end_process((self._told() or LostRankError()).exit_code)
+                self._record(_words(gone))
+                end_process((self._recorded_end() or LostRankError()).exit_code)
 
-    def _tell(self, reason: str) -> None:
-        if self._told() is None:  # one that failed has said so before it went
+    def _record(self, reason: str) -> None:
+        if self._recorded_end() is None:  # one that failed has recorded that before it ended
             logger.error("rank %d: %s", self._rank, reason)
             with suppress(OSError):
                 self._run.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)

@@ -83,14 +83,14 @@ def init_process_group(
     if package := ENGINES[engine].package:
 
         def one_problem(problems: dict[int, str | None]) -> str | None:
-            found = next((f"rank {rank}: {problem}" for rank, problem in problems.items() if problem), None)
-            told = found and f"{package} is installed, but cannot be imported ({found})."
-            if told and otherwise is None:
+            first = next((f"rank {rank}: {problem}" for rank, problem in problems.items() if problem), None)
+            message = first and f"{package} is installed, but cannot be imported ({first})."
+            if message and otherwise is None:
                 raise ConfigError(
-                    f"{told} Mend that (often CUDA_HOME is not set, or it was built for another torch), or set "
+                    f"{message} Mend that (often CUDA_HOME is not set, or it was built for another torch), or set "
                     "infra.distributed_type=fsdp, which trains the same with torch alone."
                 )
-            return told
+            return message
 
         if problem := met.round("import", _import(package), one_problem, late=f"imported {package}"):
             logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)

@@ -102,12 +102,12 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
     `MASTER_ADDR=$(hostname -i) srun` names the host where that was typed, a login node perhaps, or a list, or a
     loopback address: these are ignored.
     """
-    told = environ.get("MASTER_ADDR", "").strip()
-    typed_there = told in (environ.get("SLURM_LAUNCH_NODE_IPADDR"), "localhost", "::1") or told.startswith("127.")
-    if typed_there or len(told.split()) > 1:
-        told = ""
+    address = environ.get("MASTER_ADDR", "").strip()
+    typed_there = address in (environ.get("SLURM_LAUNCH_NODE_IPADDR"), "localhost", "::1") or address.startswith("127.")
+    if typed_there or len(address.split()) > 1:
+        address = ""
     nodes = environ.get("SLURM_STEP_NODELIST", "")
-    return told or ("127.0.0.1" if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes))
+    return address or ("127.0.0.1" if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes))
 
 
 def _slurm_port(environ: Mapping[str, str]) -> str:
@@ -122,8 +122,8 @@ def _mpi_address(environ: Mapping[str, str]) -> str:
 
 def _openmpi_address(environ: Mapping[str, str]) -> str:
     """Mostly the host of `mpirun`, which Open MPI 4 and 5 tell each in its own way; not if rank 0 is elsewhere."""
-    told = environ.get("OMPI_MCA_orte_hnp_uri", "") + " " + environ.get("PMIX_NAMESPACE", "")
-    found = re.search(r"tcp://([^,:]+)", told) or re.search(r" prterun-(.+)-\d+@", told)
+    values = environ.get("OMPI_MCA_orte_hnp_uri", "") + " " + environ.get("PMIX_NAMESPACE", "")
+    found = re.search(r"tcp://([^,:]+)", values) or re.search(r" prterun-(.+)-\d+@", values)
     daemon = environ.get("PMIX_SERVER_URI2", "").partition(";")[0]  # the first one is mpirun itself
     if found is None or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and not daemon.endswith(".0")):
         return _mpi_address(environ)
@@ -303,23 +303,23 @@ def _several_tasks(
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     """The place that `launcher` tells. Raises ConfigError for variables that are missing or not numbers."""
     variables = {**_REQUIRED, **launcher.own}
-    told = _told(launcher, variables, environ)
+    fields = _fields_of(launcher, variables, environ)
     required = [variables[field] for field in _REQUIRED]
-    if missing := [name for name, field in zip(required, _REQUIRED, strict=True) if not told.get(field)]:
+    if missing := [name for name, field in zip(required, _REQUIRED, strict=True) if not fields.get(field)]:
         raise ConfigError(
             f"Started by {launcher.name} ({launcher.marker} is set), but {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not. Set all of {', '.join(required)}"
             f"{launcher.advice and f' ({launcher.advice})'}, or unset {launcher.marker} to run one process."
         )
-    for name in told.keys() - {"master_addr"}:
+    for name in fields.keys() - {"master_addr"}:
         try:
-            told[name] = int(told[name])
+            fields[name] = int(fields[name])
         except ValueError:
-            raise ConfigError(f"{variables[name]}={told[name]!r} is not a whole number") from None
-    ranks, here = told["world_size"], told.get("local_world_size", told["world_size"])
-    nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": told["rank"] // max(here, 1)}
-    world = World(**{"local_world_size": here, **nodes, **told}, launcher=launcher.name)
-    is_told = not told.keys().isdisjoint(("num_nodes", "local_world_size"))
+            raise ConfigError(f"{variables[name]}={fields[name]!r} is not a whole number") from None
+    ranks, here = fields["world_size"], fields.get("local_world_size", fields["world_size"])
+    nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": fields["rank"] // max(here, 1)}
+    world = World(**{"local_world_size": here, **nodes, **fields}, launcher=launcher.name)
+    is_told = not fields.keys().isdisjoint(("num_nodes", "local_world_size"))
     if wrong := _contradicting(world, is_node=world.num_nodes == 1 and is_told):
         names = [variables[field] for field in wrong if field in variables]
         listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
@@ -327,9 +327,9 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     return world
 
 
-def _told(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
+def _fields_of(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
     """Each field of a World that `launcher` tells, as text."""
-    told: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, variable in variables.items():
         try:
             value = launcher.readers[name](environ) if name in launcher.readers else environ.get(variable)
@@ -337,10 +337,10 @@ def _told(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str
             listed = f"{variable}={environ.get(variable, '(unset)')}"
             raise ConfigError(f"{listed}: not what {launcher.name} writes; start all ranks by one launcher") from None
         if value:
-            told[name] = value
-    if launcher.task_programs and told.get("local_world_size") == told.get("world_size"):
-        told.setdefault("master_addr", "127.0.0.1")
-    return told
+            fields[name] = value
+    if launcher.task_programs and fields.get("local_world_size") == fields.get("world_size"):
+        fields.setdefault("master_addr", "127.0.0.1")
+    return fields
 
 
 def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:
