@@ -95,7 +95,7 @@ def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: Train
 
 
 def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
-    """Warn where the states of `checkpoint` are another optimizer's: those of the same name are taken for this run's."""
+    """Warn where the states of `checkpoint` are another optimizer's: those of the same name count as this run's."""
     theirs = load_saved(checkpoint.path / "config.yaml").training
     then, now = ((one.optimizer, one.optimizer_args) for one in (theirs, training))
     if is_main and then != now:

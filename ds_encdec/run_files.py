@@ -35,8 +35,8 @@ from ds_encdec.types import TrainingState
 class Run:
     """The facts of a run before its data and engine are built; the batch of its configuration is a number by now.
 
-    `checkpoint`: the checkpoint to go on from. `commits`: see `resolve_commits`. `epochs`: those of the configuration, which
-    has their steps once they are known.
+    `checkpoint`: the one to go on from. `commits`: see `resolve_commits`. `epochs`: those of the configuration, which has
+    their steps once they are known.
     """
 
     config: FullConfig
