@@ -35,7 +35,7 @@ from ds_encdec.types import TrainingState
 class Run:
     """The facts of a run before its data and engine are built; the batch of its configuration is a number by now.
 
-    `checkpoint`: the one to go on from. `commits`: see `resolve_commits`. `epochs`: those of the configuration, which has
+    `checkpoint`: the one to go on from. `commits`: see `resolve_commits`. `epochs`: the configured ones; `config` has
     their steps once they are known.
     """
 

@@ -32,7 +32,7 @@ from ds_encdec.arguments import COUNT, Arguments, Verb, flag, value
 from ds_encdec.config.command_line import read_program
 from ds_encdec.config.sagemaker import container_arguments, is_container
 from ds_encdec.gpus import grow_segments, has_gpu
-from ds_encdec.launch.absence import RANK_ZERO_SPEAKS_SECONDS, startup_errors_shared
+from ds_encdec.launch.absence import RANK_ZERO_SECONDS, startup_errors_shared
 from ds_encdec.launch.cores import no_gpu, wait_without_spinning
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import log_to_terminal, outlive_readers, print_error
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Every rank reads the same configuration and finds the same, unless it has been told otherwise.
         common = isinstance(error, ConfigError) if error.common is None else error.common
         if common and not _speaks():
-            time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # launchers end all ranks as soon as one has left
+            time.sleep(RANK_ZERO_SECONDS)  # launchers end all ranks as soon as one has left
             return error.exit_code
         if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
             traceback.print_exc()

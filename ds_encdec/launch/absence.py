@@ -16,8 +16,8 @@ from ds_encdec.launch.world import LAUNCHER_PROGRAMS, World
 from ds_encdec.terminal import print_error
 from ds_encdec.types import DsEncDecError, Preempted
 
-RANK_ZERO_SPEAKS_SECONDS = 10.0
-"""How long a rank looks for rank 0 before it says itself what is wrong: both mostly find the same."""
+RANK_ZERO_SECONDS = 10.0
+"""How long a rank waits for rank 0, which mostly finds the same, before it prints its own error."""
 START_MINUTES = 5.0
 """The default of `infra.start_timeout_minutes`; the configuration may be what cannot be read."""
 
@@ -37,17 +37,17 @@ def startup_errors_shared(world: World) -> Iterator[None]:
         if ours is not error:
             ours.__cause__ = error
         if ours.common is None and not isinstance(ours, Preempted):
-            _tell(world, ours)
+            _share(world, ours)
         raise ours from ours.__cause__
 
 
-def _tell(world: World, error: DsEncDecError) -> None:
-    """Raise the error that all ranks have of this one; return where nobody could be told."""
+def _share(world: World, error: DsEncDecError) -> None:
+    """Raise the error that all ranks have of this one; return where no other rank could be reached."""
     if world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS:
-        return  # it speaks now, and the launcher ends the others
+        return  # it prints now, and the launcher ends the others
     if world.num_nodes == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        time.sleep(RANK_ZERO_SPEAKS_SECONDS)  # ranks that find the same as rank 0 are ended before they load torch
-    alone = threading.Timer(RANK_ZERO_SPEAKS_SECONDS, _say, [world, error])
+        time.sleep(RANK_ZERO_SECONDS)  # ranks that find the same as rank 0 are ended before they load torch
+    alone = threading.Timer(RANK_ZERO_SECONDS, _print, [world, error])
     if not world.is_main:
         alone.start()
     try:
@@ -64,7 +64,7 @@ def _tell(world: World, error: DsEncDecError) -> None:
     error.common = bool(error.common)  # which it is where it has been printed
 
 
-def _say(world: World, error: DsEncDecError) -> None:
+def _print(world: World, error: DsEncDecError) -> None:
     if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
         traceback.print_exception(error)
     print_error(type(error)(f"rank {world.rank} ({socket.gethostname()}): {error}"))
