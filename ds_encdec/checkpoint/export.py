@@ -135,7 +135,6 @@ def export_checkpoint(
     out: str | Path,
     *,
     dtype: torch.dtype = torch.float32,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     encoder_only: bool = False,
     replace: bool = False,
     base: str | None = None,
@@ -155,7 +154,6 @@ def export_checkpoint(
         out,
         field="CHECKPOINT",
         dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
         encoder_only=encoder_only,
         replace=replace,
     )
@@ -232,7 +230,6 @@ def average_checkpoints(
     *,
     last: int,
     dtype: torch.dtype,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
     replace: bool = False,
     base: str | None = None,
 ) -> list[int]:
@@ -263,7 +260,6 @@ def average_checkpoints(
         out,
         field="RUN",
         dtype=dtype,
-        max_shard_bytes=max_shard_bytes,
         replace=replace,
     )
     return steps

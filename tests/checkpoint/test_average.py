@@ -32,7 +32,7 @@ def save_run(run: Path) -> dict[int, State]:
 
 
 def average(run: Path, out: Path, last: int = 5, dtype: torch.dtype = torch.float32) -> list[int]:
-    return average_checkpoints(RunFolder(str(run)), out, last=last, dtype=dtype, max_shard_bytes=10**9)
+    return average_checkpoints(RunFolder(str(run)), out, last=last, dtype=dtype)
 
 
 @pytest.mark.parametrize("last", [3, 9])

@@ -36,7 +36,7 @@ from ds_encdec.types import CheckpointError, TrainingState
 
 
 def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
-    defaults: dict[str, Any] = {"dtype": torch.float32, "max_shard_bytes": 10**9, "card": "a card"}
+    defaults: dict[str, Any] = {"dtype": torch.float32, "card": "a card"}
     weights = random_weights(model_config, seed=0)
     export_hf(weights, model_config, tokenizer(), out, **{**defaults, **options})
 
@@ -105,7 +105,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = save_checkpoint(root, 7, random_state(config(), seed=3), config())
     for encoder_only in (False, True):
         out = root / ("encoder" if encoder_only else "whole")
-        export_checkpoint(checkpoint, out, dtype=torch.float32, max_shard_bytes=10**9, encoder_only=encoder_only)
+        export_checkpoint(checkpoint, out, dtype=torch.float32, encoder_only=encoder_only)
     return root
 
 
@@ -283,7 +283,7 @@ def test_a_failure_leaves_nothing_under_the_name(tmp_path: Path) -> None:
         return random_weights(config(), 0)(name)
 
     with pytest.raises(CheckpointError, match="disk on fire"):
-        export_hf(failing, config(), None, tmp_path / "out", dtype=torch.float32, max_shard_bytes=10**9, card="")
+        export_hf(failing, config(), None, tmp_path / "out", dtype=torch.float32, card="")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out.tmp").mkdir()  # as a kill leaves it
     export(tmp_path / "out", config())

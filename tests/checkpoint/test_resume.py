@@ -85,7 +85,7 @@ def test_states_of_another_optimizer_are_not_taken_in_silence(
 def exported(checkpoint: Checkpoint) -> Path:
     model, out = saved_model(run_config(""), checkpoint.path), Path("exported")
     weights = saved_weights(open_saved_state(checkpoint.path, verified=True))
-    export_hf(weights, model.config, model.tokenizer, out, dtype=torch.float32, max_shard_bytes=10**9, card="")
+    export_hf(weights, model.config, model.tokenizer, out, dtype=torch.float32, card="")
     return out
 
 

@@ -261,7 +261,7 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = new_model(tiny())
     out = tmp_path_factory.mktemp("models") / "export"
     assert model.weights is not None
-    shape: dict[str, Any] = {"dtype": torch.float32, "max_shard_bytes": 10**9, "card": ""}
+    shape: dict[str, Any] = {"dtype": torch.float32, "card": ""}
     export_hf(model.weights, model.config, model.tokenizer, out, **shape)
     return out
 
