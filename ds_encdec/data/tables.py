@@ -36,9 +36,10 @@ from ds_encdec.data.sources import (
     missing_column,
     named_sources,
     record_document,
+    shortened,
+    shortened_fields,
     text_document,
 )
-from ds_encdec.data.stored_floats import shortened, shortened_fields
 from ds_encdec.foreign_places import check
 from ds_encdec.source_kinds import kind_of_file, local_kind
 from ds_encdec.types import DataError
