@@ -48,17 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the options, estimate and print. Raises ConfigError that lists every problem found."""
-    from ds_encdec.memory.answer import answer, as_json  # not for --help, nor for other verbs
-    from ds_encdec.memory.question import read_question
+    from ds_encdec.memory.answer import as_json, estimate_tables  # not for --help, nor for other verbs
+    from ds_encdec.memory.question import read_request
 
-    asked = read_question(options, overrides)
-    tables, traced = answer(asked), None
+    request = read_request(options, overrides)
+    tables, traced = estimate_tables(request), None
     if options.trace:
         from ds_encdec.memory.trace import trace_memory  # takes seconds, and torch
 
-        traced = trace_memory(asked.job)
+        traced = trace_memory(request.job)
     if options.json:
-        print(json.dumps(as_json(asked, tables, traced), indent=2))
+        print(json.dumps(as_json(request, tables, traced), indent=2))
     else:
         from rich.console import Console
 
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         console = Console() if sys.stdout.isatty() else Console(width=FILE_COLUMNS, no_color=True)
         with console.capture() as written:
-            show(console, asked, tables, traced, everything=options.all)
+            show(console, request, tables, traced, everything=options.all)
         print(*map(str.rstrip, written.get().splitlines()), sep="\n")
     return 0
 

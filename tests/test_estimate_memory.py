@@ -24,13 +24,13 @@ from ds_encdec.arguments import add
 from ds_encdec.config.schema import load_config
 from ds_encdec.estimate_memory import ARGUMENTS, main
 from ds_encdec.gpus import GPUS
-from ds_encdec.memory.answer import answer
+from ds_encdec.memory.answer import estimate_tables
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.describe import show
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import run_sizes
-from ds_encdec.memory.question import planned_job, read_question
+from ds_encdec.memory.question import planned_job, read_request
 from ds_encdec.memory.variants import HEADROOM, Variant, as_overrides
 from ds_encdec.plan import plan_run
 from ds_encdec.quantities import GIB, gib
@@ -136,9 +136,9 @@ def test_all_shows_every_setting_and_why_some_do_not_exist() -> None:
 @pytest.mark.parametrize(("width", "is_whole"), [(40, False), (60, False), (100, True)])
 def test_no_figure_is_cut_on_a_terminal(width: int, is_whole: bool) -> None:
     options = argparse.Namespace(**{**vars(estimate_options()), "model": "Qwen/Qwen3-8B", "gpu": "24GB"})
-    asked, written = read_question(options, []), io.StringIO()
+    asked, written = read_request(options, []), io.StringIO()
     console = Console(file=written, width=width, force_terminal=True)
-    show(console, asked, answer(asked), None, everything=False)
+    show(console, asked, estimate_tables(asked), None, everything=False)
     text = re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())
     assert "…" not in text
     (row,) = (line.rstrip() for line in text.splitlines() if line.startswith("* zero3"))

@@ -98,13 +98,13 @@ class StepGate:
         self._veto: Veto | None = None
         self._norm: Tensor | None = None
         self._read = math.inf
-        self._asked = False
+        self._looked_up = False
 
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
         """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
-        self._veto, self._norm, self._asked = veto, None, False
+        self._veto, self._norm, self._looked_up = veto, None, False
         applied = self._run()
-        if applied and not self._asked:
+        if applied and not self._looked_up:
             raise RuntimeError(
                 f"deepspeed {version('deepspeed')} has stepped without asking for the gradient norm where 0.19.8 asks "
                 f"for it ({type(self).__name__}): the step was neither guarded nor clipped. Install deepspeed==0.19.8"
@@ -117,7 +117,7 @@ class StepGate:
 
     def _skips_step(self, norm: Tensor) -> bool:
         """Record the norm (already free of any loss scale) and decide; the same on every rank."""
-        self._asked = True
+        self._looked_up = True
         self._read = float(norm)  # the step's one wait for the device
         if not math.isfinite(self._read):
             return True

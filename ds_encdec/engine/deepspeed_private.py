@@ -119,7 +119,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training:
 
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
-    """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and what is whole."""
+    """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and whole ones."""
     names = ("ds_tensor", "ds_secondary_tensor")
     parts = (getattr(parameter, name, None) for parameter in engine.module.parameters() for name in names)
     return chain(engine.module.parameters(), parts)

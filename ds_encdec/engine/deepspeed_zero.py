@@ -115,7 +115,7 @@ class DeepSpeedEngine(ShardedEngine):
                 model=model,
                 model_parameters=self._parameter_groups(model),
                 config=ds_json,
-                # The user's own; of AdamW is in the JSON what is to be known.
+                # A user's own optimizer; AdamW is in the JSON.
                 optimizer=None
                 if training.optimizer in OPTIMIZERS
                 else lambda groups: user_optimizer.build(groups, training, device),
@@ -126,7 +126,7 @@ class DeepSpeedEngine(ShardedEngine):
                 dist_init_required=False,
             )
         assert_ties(model)
-        # By these names it saves what is cut.
+        # By these names it saves parts of parameters.
         write(self._engine, param_names={p: canonical_name(name) for name, p in model.named_parameters()})
         undo_first_step(self._engine)
         self.model = self._engine.module

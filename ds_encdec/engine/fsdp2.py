@@ -1,6 +1,6 @@
 """The FSDP2 engine: sharded, hybrid and plain data parallel training in torch alone, behind `protocol.Engine`.
 
-One class for all stages; what is sharded over whom is a mesh:
+One class for all stages, which are meshes:
 
 | stage | mesh | parameters between forward and backward |
 |---|---|---|
@@ -22,7 +22,7 @@ The state is saved in torch.distributed.checkpoint's files:
 CHECKPOINT/
   engine.json                      what wrote it (protocol.py)
   dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME (not of matrices that
-                                   Muon steps); of what is frozen weight.NAME alone, in the compute dtype
+                                   Muon steps); of frozen ones weight.NAME alone, in the compute dtype
 
 Names are canonical ones. Where parameters are replicated, each tensor is written by one replica alone, so all replicas
 share the work, and the host memory of the copies.
@@ -289,7 +289,7 @@ def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
 
 
 def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
-    """`KIND.NAME` → the sharded tensor itself, for every weight, and every moment of what is trained."""
+    """`KIND.NAME` → the sharded tensor itself, for every weight, and every moment of trained ones."""
     weights = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
     moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items() if kind in state}

@@ -144,7 +144,7 @@ def orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Ten
 
 
 def _exchanged(sent: Tensor, received: list[int], given: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Give each rank of `group` as many rows of `sent` as `given` says, in turn, for the rows that it gives."""
+    """Send `given` rows of `sent` to each rank of `group` in turn, and return the rows that they send."""
     out = sent.new_empty(sum(received), sent.shape[1])
     dist.all_to_all_single(out, sent.contiguous(), received, given, group=group)
     return out

@@ -37,7 +37,7 @@ def prepare_for_training(model: Qwen3ForSeq2SeqLM, config: FullConfig) -> None:
         training.recomputation,
         every_n=training.activation_checkpointing_every_n,
         offload=training.activation_offload,
-        compile_layers=training.torch_compile is True,  # what is still left to be decided is not
+        compile_layers=training.torch_compile is True,  # not while it is undecided
         random=draws_masks(config),
     )
     regularize(model, training)

@@ -35,7 +35,7 @@ Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""
 
 HOST_STATES = "host_states"
-"""The category of what is held for a device but is not on it."""
+"""The category of tensors in host memory for an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        """The engine's own tensors by category, in containers of any depth; what is neither is passed over."""
+        """The engine's own tensors by category, in containers of any depth; other objects are skipped."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
         """The optimizer's groups of parameters. Keeps their names, and the full shapes of all that checkpoints hold."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.engines import ENGINES
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.question import Question
+from ds_encdec.memory.question import EstimateRequest
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
@@ -37,22 +37,22 @@ class EngineTable:
     nearest: Sequence[Variant]
 
 
-def answer(asked: Question) -> list[EngineTable]:
+def estimate_tables(request: EstimateRequest) -> list[EngineTable]:
     """The tables of all engines, the configured one first."""
-    return [_table(asked, engine) for engine in sorted(ENGINES, key=lambda name: name != asked.job.engine)]
+    return [_table(request, engine) for engine in sorted(ENGINES, key=lambda name: name != request.job.engine)]
 
 
-def _table(asked: Question, engine: str) -> EngineTable:
+def _table(request: EstimateRequest, engine: str) -> EngineTable:
     needed: Change = {}  # changes without which the job does not run so on this GPU, the same for all settings
-    if engine != asked.job.engine:
+    if engine != request.job.engine:
         needed["infra.distributed_type"] = engine
         instead = ENGINES[engine].instead.items()
-        needed |= {name: taken for name, (refused, taken) in instead if attrgetter(name)(asked.job.config) == refused}
-    if not asked.runs(asked.job):
+        needed |= {name: taken for name, (refused, taken) in instead if attrgetter(name)(request.job.config) == refused}
+    if not request.runs(request.job):
         needed |= {"training.bf16": False, "training.fp16": True}  # FSDP2 and zero0 refuse fp16
-    base = changed(asked.job, needed)
-    best = recommend(base, asked.fits)
-    near = nearest(base, asked.fits) if best is None and engine == asked.job.engine else []
+    base = changed(request.job, needed)
+    best = recommend(base, request.fits)
+    near = nearest(base, request.fits) if best is None and engine == request.job.engine else []
     rows, best_rows, near = (
         [replace(row, overrides=needed | row.overrides) for row in some]
         for some in (variants(base), [best] if best else [], near)
@@ -60,9 +60,9 @@ def _table(asked: Question, engine: str) -> EngineTable:
     return EngineTable(base, rows, best_rows[0] if best_rows else None, near)
 
 
-def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:
+def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:
     """The answer as JSON; docs/estimate-memory.md lists the keys. Sizes are bytes."""
-    job = asked.job
+    job = request.job
     found: dict[str, Any] = {
         "inputs": {
             "model": job.config.model.model_name_or_path,
@@ -70,26 +70,26 @@ def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory
             "gpus": job.world_size,
             "nodes": job.nodes,
             "device": job.device,
-            "gpu": asked.gpu.name if job.device == "cuda" else None,
-            "gpu_usable_bytes": asked.gpu.usable_bytes if job.device == "cuda" else None,
+            "gpu": request.gpu.name if job.device == "cuda" else None,
+            "gpu_usable_bytes": request.gpu.usable_bytes if job.device == "cuda" else None,
             "headroom": HEADROOM,
             "host_headroom": HOST_HEADROOM,
-            "host_memory_bytes": asked.host_bytes,
+            "host_memory_bytes": request.host_bytes,
             "engine": job.engine,
             **_batch(job),
             "loss_chunk_tokens": job.config.model.loss_chunk_tokens,
         },
         "parameters": {"total": job.parameters, "trainable": job.trainable_parameters},
-        "configured": _row(asked, variant(job, {})),
+        "configured": _row(request, variant(job, {})),
         "engines": {
             table.job.engine: {
-                "rows": [_row(asked, row) for row in table.rows],
-                "recommendation": table.recommendation and _row(asked, table.recommendation),
-                "nearest": [_row(asked, near) for near in table.nearest],
+                "rows": [_row(request, row) for row in table.rows],
+                "recommendation": table.recommendation and _row(request, table.recommendation),
+                "nearest": [_row(request, near) for near in table.nearest],
             }
             for table in tables
         },
-        "remarks": asked.remarks,
+        "remarks": request.remarks,
     }
     if traced is not None:
         seen = {name: held if name in traced.categories else None for name, held in asdict(traced.peak).items()}
@@ -102,7 +102,7 @@ def as_json(asked: Question, tables: Sequence[EngineTable], traced: TracedMemory
     return found
 
 
-def _row(asked: Question, row: Variant) -> dict[str, Any]:
+def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
     infra = row.job.config.infra
     setting: dict[str, Any] = {
         "overrides": row.overrides,
@@ -117,7 +117,7 @@ def _row(asked: Question, row: Variant) -> dict[str, Any]:
     if row.reason:
         return setting
     host = row.estimate.host.scaled(row.job.ranks_per_node)
-    short_of = asked.short_of(row) if asked.runs(row.job) else "does not run"
+    short_of = request.short_of(row) if request.runs(row.job) else "does not run"
     return setting | {
         "bytes": {**asdict(row.estimate.peak), "peak": row.estimate.peak.total},
         "moment": row.estimate.moment,

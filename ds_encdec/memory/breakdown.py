@@ -68,7 +68,7 @@ class HostBreakdown:
         return sum(dataclasses.astuple(self))
 
     def scaled(self, ranks: int) -> HostBreakdown:
-        """The sum of so many ranks alike."""
+        """The sum of `ranks` equal ranks."""
         return HostBreakdown(*(value * ranks for value in dataclasses.astuple(self)))
 
 

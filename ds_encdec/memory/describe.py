@@ -16,7 +16,7 @@ from ds_encdec.memory.answer import EngineTable
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
-from ds_encdec.memory.question import Question
+from ds_encdec.memory.question import EstimateRequest
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
@@ -56,28 +56,35 @@ COLUMNS = 100
 
 
 def show(
-    console: Console, asked: Question, tables: Sequence[EngineTable], traced: TracedMemory | None, *, everything: bool
+    console: Console,
+    request: EstimateRequest,
+    tables: Sequence[EngineTable],
+    traced: TracedMemory | None,
+    *,
+    everything: bool,
 ) -> None:
     """Print the answer. `everything`: both engines' tables, with the settings that do not exist."""
-    on_cpus = asked.job.device == "cpu"
+    on_cpus = request.job.device == "cpu"
     if on_cpus:  # the settings of the tables save a GPU's memory
         tables = []
     shown = tables if everything else [table for table in tables[:1] if any(not row.reason for row in table.rows)]
     parts: list[RenderableType] = [
-        _about(asked),
-        _verdict(_configured(asked), asked.short_of(variant(asked.job, {})) is None and asked.runs(asked.job)),
-        *(_verdict(_recommended(asked, table), table.recommendation is not None) for table in tables),
-        *asked.remarks,
-        *([] if traced is None else [_beside(asked, traced), traced.remark]),
+        _about(request),
+        _verdict(
+            _configured(request), request.short_of(variant(request.job, {})) is None and request.runs(request.job)
+        ),
+        *(_verdict(_recommended(request, table), table.recommendation is not None) for table in tables),
+        *request.remarks,
+        *([] if traced is None else [_beside(request, traced), traced.remark]),
     ]
     for table in shown:
-        parts.append(_table(asked, table, everything, boxed=console.is_terminal))
+        parts.append(_table(request, table, everything, boxed=console.is_terminal))
         parts += ["\n".join(f"- {why}" for why in dict.fromkeys(row.reason for row in table.rows) if why)] * everything
     console.width = max(console.width, COLUMNS)
-    for part in filter(None, parts):  # what is to be pasted is not broken into lines
+    for part in filter(None, parts):  # lines that are to be pasted are not broken
         console.print(part, soft_wrap=not isinstance(part, Table), markup=False, highlight=False)
         console.print()
-    for line in () if on_cpus else _how_to_read(asked, everything):
+    for line in () if on_cpus else _how_to_read(request, everything):
         console.print(line, width=COLUMNS, markup=False, highlight=False)
 
 
@@ -87,8 +94,8 @@ def _verdict(text: str, is_good: bool) -> Text:
     return Text.assemble((answer, "bold green" if is_good else "bold red"), text[len(answer) :])
 
 
-def _about(asked: Question) -> str:
-    job, gpu = asked.job, asked.gpu
+def _about(request: EstimateRequest) -> str:
+    job, gpu = request.job, request.gpu
     place = f"{gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each)" if job.device == "cuda" else "CPU rank"
     trained = f", of which {job.trainable_parameters:,} are trained" * (job.trainable_parameters != job.parameters)
     return (
@@ -99,7 +106,7 @@ def _about(asked: Question) -> str:
     )
 
 
-def _table(asked: Question, table: EngineTable, everything: bool, *, boxed: bool) -> Table:
+def _table(request: EstimateRequest, table: EngineTable, everything: bool, *, boxed: bool) -> Table:
     shown = Table(
         title=f"{ENGINES[table.job.engine].title}, GiB per GPU at its worst moment",
         title_justify="left",
@@ -111,14 +118,14 @@ def _table(asked: Question, table: EngineTable, everything: bool, *, boxed: bool
     )
     for name in ("", "stage", "offload", "recompute", *_COLUMNS, "peak", "host", "fits"):
         shown.add_column(name, justify="right" if name in (*_COLUMNS, "peak", "host") else "left", no_wrap=True)
-    lines = (_cells(asked, row) for row in table.rows if everything or not row.reason)
+    lines = (_cells(request, row) for row in table.rows if everything or not row.reason)
     for cells in dict.fromkeys(lines):  # one line for what does not exist, however much it recomputes
         fits = Text(cells[-1], style="green" if cells[-1] == "yes" else "red")
         shown.add_row(*cells[:-1], fits, style="bold" if cells[0] else "")
     return shown
 
 
-def _cells(asked: Question, row: Variant) -> tuple[str, ...]:
+def _cells(request: EstimateRequest, row: Variant) -> tuple[str, ...]:
     config = row.job.config
     offload = _offload_name(row.job).replace("optimizer+params", "both")
     setting = ("" if row.overrides else "*", config.infra.sharding_stage, offload)
@@ -126,12 +133,12 @@ def _cells(asked: Question, row: Variant) -> tuple[str, ...]:
         return (*setting, *("-" * (len(_COLUMNS) + 4)))
     peak, host = row.estimate.peak, row.estimate.host.scaled(row.job.ranks_per_node)
     figures = [sum(getattr(peak, name) for name in names) for names in _COLUMNS.values()]
-    short_of = asked.short_of(row) if asked.runs(row.job) else "does not run"
+    short_of = request.short_of(row) if request.runs(row.job) else "does not run"
     cells = map(in_gib, (*figures, peak.total, host.total))
     return (*setting, config.training.activation_checkpointing, *cells, f"no: {short_of}" if short_of else "yes")
 
 
-def _how_to_read(asked: Question, everything: bool) -> Iterator[str]:
+def _how_to_read(request: EstimateRequest, everything: bool) -> Iterator[str]:
     yield "Each row is at its own worst moment of a step, which may be the optimizer's or an evaluation's."
     yield "offload both: the optimizer's states and the parameters."
     yield (
@@ -141,8 +148,8 @@ def _how_to_read(asked: Question, everything: bool) -> Iterator[str]:
     yield f'* is the configured run. "fits" means {HEADROOM:.0%} of GPU memory stays free.'
     yield (
         "Host memory is not checked: pass --host-memory."
-        if asked.host_bytes is None
-        else f"A host has {in_gib(asked.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
+        if request.host_bytes is None
+        else f"A host has {in_gib(request.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
     )
     yield "GPU figures are computed; none has been compared with a GPU run yet."
     if not everything:
@@ -154,17 +161,17 @@ def _offload_name(job: Job) -> str:
     return offload_of(job) or f"{infra.offload_optimizer}+{infra.offload_params}"
 
 
-def _configured(asked: Question) -> str:
-    job, row = asked.job, variant(asked.job, {})
-    estimate, short_of = row.estimate, asked.short_of(row)
+def _configured(request: EstimateRequest) -> str:
+    job, row = request.job, variant(request.job, {})
+    estimate, short_of = row.estimate, request.short_of(row)
     verdict = f"does not fit (short of: {short_of})" if short_of else "fits"
-    if not asked.runs(job):
-        verdict = f"does not run on a {asked.gpu.name}, which has no bfloat16"
+    if not request.runs(job):
+        verdict = f"does not run on a {request.gpu.name}, which has no bfloat16"
     run = f"The configured run ({ENGINES[job.engine].title}, {job.config.infra.sharding_stage}"
     recomputes = f"checkpointing {job.config.training.activation_checkpointing})"
     ranks = count(job.ranks_per_node, "rank")
     if job.device == "cpu":
-        known = asked.host_bytes and f", of {in_gib(asked.host_bytes)} GiB that it has"
+        known = request.host_bytes and f", of {in_gib(request.host_bytes)} GiB that it has"
         return (
             f"{run}, {recomputes} {verdict if known else 'on CPUs'}:\n"
             f"  Each host of {ranks} holds {in_gib(row.node_bytes)} GiB{known or ''}, at their worst moment, the "
@@ -174,7 +181,7 @@ def _configured(asked: Question) -> str:
     parts = (f"{name} {in_gib(part)}" for name, part in zip(_HOST_WORDS, astuple(on_host), strict=True) if part)
     return (
         f"{run}, offload {_offload_name(job)}, {recomputes} {verdict}:\n"
-        f"  {in_gib(estimate.peak.total)} of {in_gib(asked.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
+        f"  {in_gib(estimate.peak.total)} of {in_gib(request.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
         f"{estimate.moment}; most of it is {_WORDS[_largest(row)]}.\n"
         f"  Each host of {ranks} holds {in_gib(on_host.total)} GiB: {', '.join(parts)}."
     )
@@ -184,14 +191,14 @@ def _largest(row: Variant) -> str:
     return max(CATEGORIES, key=lambda name: getattr(row.estimate.peak, name))
 
 
-def _recommended(asked: Question, table: EngineTable) -> str:
+def _recommended(request: EstimateRequest, table: EngineTable) -> str:
     best, name = table.recommendation, ENGINES[table.job.engine].title
     if all(row.reason for row in table.rows):
         return f"{name} cannot run this: {table.rows[0].reason}."
     if best is None:
         return "\n".join([f"{name}: nothing fits.", *_what_would_help(table)])
     batch, steps = best.job.config.training.micro_batch_size, best.job.gradient_accumulation_steps
-    before = (asked.job.config.training.micro_batch_size, asked.job.gradient_accumulation_steps)
+    before = (request.job.config.training.micro_batch_size, request.job.gradient_accumulation_steps)
     was = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
     in_16_bits = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits."
     return (
@@ -215,9 +222,9 @@ def _what_would_help(table: EngineTable) -> Iterator[str]:
         yield f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"
 
 
-def _beside(asked: Question, traced: TracedMemory) -> str:
+def _beside(request: EstimateRequest, traced: TracedMemory) -> str:
     """A traced peak beside the formula's, each at its own worst moment; a dash for a category that is not traced."""
-    formula = variant(asked.job, {}).estimate
+    formula = variant(request.job, {}).estimate
     rows = [
         (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")
         for name, held in asdict(formula.peak).items()

@@ -36,7 +36,7 @@ CUDA_CONTEXT_BYTES = 0.6 * GIB
 NCCL_BYTES = 0.6 * GIB
 """Buffers and channels of each of NCCL's communicators, where there are several ranks. An assumption."""
 FRAGMENTATION = 0.03
-"""Share of what is allocated that the caching allocator holds beyond it and cannot use. An assumption."""
+"""Memory that the caching allocator holds and cannot use, as a share of the allocated. An assumption."""
 RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
 """Resident memory of a rank's process without any tensor: libraries and Python objects. Measured: 0.36 to 0.41 GiB on
 a CPU with torch 2.13 and DeepSpeed 0.19; with CUDA an assumption."""
@@ -82,7 +82,7 @@ def engine_memory(job: Job) -> EngineMemory:
 
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
-    """Every moment that may be the worst of a step, with what is held then; without the framework's share."""
+    """Every moment that may be the worst of a step, with its bytes, without the framework's share."""
     resting, embedding = engine.resting, job.model.of("shared.")
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     layers = batch.layers()

@@ -1,6 +1,6 @@
 """The run's memory estimate: logged at start, compared with the measured peak, and explained when memory runs out.
 
-The message of the last says what was expected, what was measured, and which settings would fit.
+The last message has the estimate, the measured peak, and settings that would fit.
 """
 
 import dataclasses

@@ -111,7 +111,7 @@ class _Sharding:
         return _Group(*(numel / self.layers for numel in self._group(shapes[True]))), self._group(shapes[False])
 
     def _group(self, shapes: Iterable[tuple[_Shape, int]]) -> _Group:
-        """The group of parameters of these shapes, each so many times."""
+        """The group of parameters of these shapes, each with its count."""
         parts = [
             (times * prod(shape), times * -(-shape[0] // self.shards) * prod(shape[1:])) for shape, times in shapes
         ]
@@ -147,7 +147,7 @@ class _Sharding:
         return max(in_work, reducing, key=lambda held: held.total)
 
     def kept_weights(self, layers_done: float) -> float:
-        """The root, and what is still gathered of layers that stay so until their backward pass."""
+        """The root, and layers that stay gathered until their backward pass."""
         layers = 0 if self.frees_layers else self.layers - layers_done
         return self.compute * self.root.gathered + layers * self.gathered_layer
 

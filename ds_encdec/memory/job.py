@@ -247,7 +247,7 @@ def saves_at_most(training: TrainingConfig, steps: int) -> int:
 
 
 def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
-    """The most that are there at a time, of so many saves: those that are kept, the best, and the one being written."""
+    """The most checkpoints at a time, of `saves`: those that are kept, the best, and the one being written."""
     keep = saves if training.save_total_limit is None else training.save_total_limit
     # The best may be none of the newest, and a new one is whole before an old one goes.
     return min(saves, keep + bool(training.eval_samples) + 1)
@@ -312,7 +312,7 @@ def run_sizes(config: FullConfig) -> Sizes:
 
 
 def frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
-    """Yield what is wrong with the patterns of `training.freeze` for a model whose sizes are known here."""
+    """Yield problems of the patterns of `training.freeze`, for a model whose sizes are known here."""
     if not config.training.freeze:
         return
     try:

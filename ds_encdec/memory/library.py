@@ -45,7 +45,7 @@ _OPTIMIZER_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Bytes of a device's memory: all that can be used, and what is free now."""
+    """Bytes of a device's memory: usable in all, and free now."""
 
     total_bytes: int
     free_bytes: int
@@ -83,7 +83,7 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
 
 
 def log_memory_stats(prefix: str = "", device: torch.device | str | int | None = None) -> None:
-    """Log what `get_memory_stats` says of `device` in one line, behind `prefix`."""
+    """Log the figures of `get_memory_stats` in one line, behind `prefix`."""
     stats = get_memory_stats(device)
     figures = ", ".join(f"{name.removesuffix('_gb').replace('_', ' ')} {value:.2f} GB" for name, value in stats.items())
     logger.info("%s%s", f"{prefix}: " if prefix else "", figures)
@@ -228,6 +228,6 @@ def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> 
         reason = in_one_line(error)
     finally:
         model.zero_grad(set_to_none=True)
-    batch = output = None  # or they would hold what is to be freed
+    batch = output = None  # so that they hold no memory
     clear_memory()  # not inside `except`: there the error still holds the frames, and they the activations
     return reason

@@ -1,6 +1,6 @@
 """The question that `estimate_memory` answers: its options read into a job, a GPU and a host.
 
-The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says, evenly on so many nodes.
+The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says, evenly on the nodes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class EstimateRequest:
     """The run, its GPUs, the bytes of a node if given, and remarks. On CPUs hosts alone count, whatever `gpu` is."""
 
     job: Job
@@ -66,7 +66,7 @@ class Question:
         return self.short_of(row) is None
 
 
-def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Question:
+def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> EstimateRequest:
     """Read the options; those that stand for fields come before the overrides. ConfigError lists every problem."""
     problems: list[str] = []
     gpu = _attempt(problems, parse_gpu, DEFAULT_GPU if options.gpu is None else options.gpu)
@@ -76,7 +76,7 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
     counts = {"--gpus": options.gpus, "--nodes": options.nodes}
     wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
     problems += wrong
-    own: list[str] = []  # what this command's options stand for, to be added to what is recommended
+    own: list[str] = []  # this command's options as overrides, which belong to the recommendation
     if options.model is not None:
         own += [f"model.model_name_or_path={json.dumps(options.model)}", "model.architecture=null"]
     gpus = [f"infra.num_gpus={options.gpus}"] if (options.gpus or 0) > 0 else []
@@ -97,10 +97,10 @@ def read_question(options: argparse.Namespace, overrides: Sequence[str]) -> Ques
         choice = planned_checkpointing(config, sizes, options.nodes, gpu)
         config, remarks = with_recompute(config, choice.mode), [f"{choice}."]
     for tried in [with_micro_batch_size(config, size, config.infra.num_gpus) for size in sizes_to_try] or [config]:
-        asked = Question(planned_job(tried, sizes, options.nodes, gpu), gpu, host_bytes)
-        if asked.fits(variant(asked.job, {})):  # the largest that fits, or the last, 1
+        request = EstimateRequest(planned_job(tried, sizes, options.nodes, gpu), gpu, host_bytes)
+        if request.fits(variant(request.job, {})):  # the largest that fits, or the last, 1
             break
-    return replace(asked, remarks=(*remarks, *_remarks(options, own, config, asked)))
+    return replace(request, remarks=(*remarks, *_remarks(options, own, config, request)))
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -112,10 +112,10 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
         return None
 
 
-def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, asked: Question) -> list[str]:
+def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, request: EstimateRequest) -> list[str]:
     """How the question was understood. `own`: the overrides that --model stands for."""
-    training = asked.job.config.training
-    keys = ", ".join(not_estimated(asked.job)) if config.infra.deepspeed_extra else ""
+    training = request.job.config.training
+    keys = ", ".join(not_estimated(request.job)) if config.infra.deepspeed_extra else ""
     remarks = (
         (
             is_auto(config),
@@ -123,8 +123,8 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, as
             f"{training.micro_batch_size}. A run tries real steps.",
         ),
         (
-            not asked.runs(asked.job),
-            f"A {asked.gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
+            not request.runs(request.job),
+            f"A {request.gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
             "training.bf16=false training.fp16=true.",
         ),
         (keys, f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."),
@@ -137,7 +137,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, as
             "This is for GPUs; a run on the CPUs of a machine without them is estimated with infra.device=cpu.",
         ),
         (
-            swapped := swapped_bytes(asked.job),
+            swapped := swapped_bytes(request.job),
             f"The disk of infra.nvme_path holds {in_gib(swapped)} GiB on each host: the optimizer's states and "
             "gradients.",
         ),
@@ -166,7 +166,7 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
 
 
 def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
-    """Estimate what the run of `config` holds at its worst moment, on each of `infra.num_gpus` GPUs in so many `nodes`.
+    """Estimate what the run of `config` holds at its worst moment, on each of `infra.num_gpus` GPUs in `nodes` machines.
 
     With `infra.device: cpu` these are ranks on CPUs, and it is what the process of each holds.
     `training.per_device_train_batch_size: auto` is taken to be its first try. Raises ConfigError.

@@ -29,7 +29,7 @@ class StorageLog:
 
     def __init__(self) -> None:
         self.moment = ""
-        """The name of changes from now on: what is in work."""
+        """The name of changes from now on: the part of the step that runs."""
         self._alive: dict[int, _Entry] = {}
         self._changes: list[tuple[_Entry, int, str]] = []
 
@@ -91,7 +91,7 @@ class StorageLog:
 
 
 def storages_of(leaves: Iterable[object]) -> Iterator[UntypedStorage]:
-    """The storages of the dense tensors among `leaves`; what is no tensor is passed over."""
+    """The storages of the dense tensors among `leaves`; other objects are skipped."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             yield from get_untyped_storages(leaf)

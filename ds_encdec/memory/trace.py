@@ -5,7 +5,7 @@ no data, in a fake process group of any size. Every storage is followed from ope
 machine without a GPU finds within a minute what a rank of a cluster would hold, down to each temporary, and the
 arithmetic of the estimate is checked against it.
 
-The fake tensors are on the CPU, for torch has no fake GPU where it has no CUDA: the model is told of the job's device,
+The fake tensors are on the CPU, for torch has no fake GPU where it has no CUDA: the model sees the job's device,
 and stand-ins for a GPU's kernels compute nothing, but allocate, keep and free what the kernels do. What operators
 allocate and free inside is not seen, except in flash attention's backward pass.
 """
@@ -243,7 +243,7 @@ class _StorageWatch(TorchDispatchMode):
         return result
 
     def now_in(self, *, part: str = "", module: str = "") -> None:
-        """Set what is in work from now on; "" for what stays."""
+        """Set the part and the module that run from now on; "" keeps one."""
         self._part, self._module = part or self._part, module or self._module
         self.log.moment = ", ".join(filter(None, (self._part, self._module)))
 
@@ -263,7 +263,7 @@ class _StorageWatch(TorchDispatchMode):
 
 
 def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, undo: ExitStack, *, on_host: bool) -> None:
-    """Claim what is there between two steps and, until `undo`, what FSDP2 gathers and reduces during one."""
+    """Claim the tensors between two steps and, until `undo`, those that FSDP2 gathers and reduces during one."""
     watch.claim(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
@@ -277,7 +277,7 @@ def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, undo: Exi
 def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: bool, *arguments: Any) -> None:
     """Do `group.post_backward`, and claim the storages of the group: by now all of them exist."""
     for parameter in group.fsdp_params:
-        # The first forward pass pads the shards anew.
+        # The first forward pass pads the shards again.
         watch.claim([parameter.sharded_param], "host" if on_host else "master_weights")
         watch.claim(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
         watch.claim([parameter._unsharded_param.grad], "gradients")

@@ -41,7 +41,7 @@ BATCH_FIELDS = {
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
-"""The words of the table for what is kept in host memory, with `infra.offload_optimizer` and `infra.offload_params`."""
+"""The table's words for the values of `infra.offload_optimizer` and `infra.offload_params`."""
 _DISK_OFFLOADS = {"nvme": ("nvme", "none"), "nvme+params": ("nvme", "cpu")}
 """More of them, in the table of a run with `infra.nvme_path`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
@@ -177,12 +177,12 @@ def recommend(job: Job, fits: Fits) -> Variant | None:
     """The first setting of `job` and its engine that fits, with its largest micro-batch and the same global batch."""
     data, training = job.config.data, job.config.training
     kept: list[Change] = [{}, {"training.activation_offload": False}] if training.activation_offload else [{}]
-    asked = list(_combined(settings(job), kept, _reductions(job)))
+    wanted = list(_combined(settings(job), kept, _reductions(job)))
     efficient = -(-EFFICIENT_TOKENS // (data.max_encoder_length + data.max_decoder_length))
     for smallest in dict.fromkeys((min(training.micro_batch_size, efficient), 1)):
         # A whole step in one micro-batch leaves out all that accumulation needs, so it may fit where smaller ones fail.
         sized = [batch for size, batch in batches(job).items() if size >= smallest]
-        candidates = itertools.product(asked, filter(None, (sized[-1:], sized[:-1])))
+        candidates = itertools.product(wanted, filter(None, (sized[-1:], sized[:-1])))
         for change, group in sorted(candidates, key=lambda each: _cost(changed(job, each[1][0]), each[0])):
             # From the smallest: most settings that fail do so at once.
             if fitting := list(itertools.takewhile(fits, (variant(job, change | batch) for batch in group))):

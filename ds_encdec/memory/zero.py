@@ -208,7 +208,7 @@ def _replicated(s: _Settings) -> EngineMemory:
     good (fp32_groups_gradients_flat) beside p.grad, and the optimizer's states are partitioned.
     """
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
-    # engine.py allreduce_bucket: a flat copy of up to so many elements, also on a single rank; two in two dtypes.
+    # engine.py allreduce_bucket: a flat copy, also on a single rank; two in two dtypes.
     reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest) * (s.reduced if s.is_bf16_optimizer else s.weight)
     copied = not s.is_bf16_optimizer and s.weight < 4  # fp32_param.grad, before p.grad goes
     return EngineMemory(
@@ -353,7 +353,7 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 
 
 def _host(s: _Settings) -> HostBreakdown:
-    """Return what is offloaded, and the copies that a background save is written from: the mean of the first node.
+    """Return the offloaded states, and the copies that a background save is written from: the mean of the first node.
 
     Rank 0 saves the weights; at stage 3 each rank saves its part of the frozen ones (FROZEN_PARAM_FRAGMENTS). Ranks
     save their optimizers' states; where all have them whole, rank 0 does.

@@ -141,7 +141,7 @@ class ActivationOffload:
         return tensor
 
     def _fetch(self, record: _Record) -> None:
-        """Begin to copy back what is on the host alone."""
+        """Begin to copy back the tensors that are only on the host."""
         missing = [one for one in record.saved.values() if one.tensor is None]
         if missing and record.arrived is None:
 

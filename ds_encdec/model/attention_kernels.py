@@ -1,4 +1,4 @@
-"""Attention over packed documents: a table of kernels, of which the first that fits a device and dtype is taken.
+"""Attention over packed documents: a table of kernels; the first that fits a device and dtype is taken.
 
 All rows compute the same: queries of a document see its keys and no others, a causal mask aligned to the bottom right
 where one is asked for. Those of GPUs stand inside a graph of torch.compile that serves batches of any documents: they
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 _JOINED_SCORES = 4096
 """Documents are attended in one call while all their queries times all their keys are no more: on a CPU a call costs
-about as much as so many scores that are masked."""
+about as much as 4,096 masked scores."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, bool, float], Tensor]
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """One row: what texts call it, why it cannot run on what is wanted ("" where it may), and the kernel."""
+    """One row: its name in texts, why it cannot run a query ("" where it may), and the kernel."""
 
     name: str
     refusal: Callable[[KernelQuery], str]
@@ -171,7 +171,7 @@ class KernelChoice:
 
 
 def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
-    """Take the first row that is right on what is `wanted`; with `flash=False`, the one that goes by document."""
+    """Take the first row that is right for `wanted`; with `flash=False`, the one that goes by document."""
     if not flash:
         return KernelChoice(BY_DOCUMENT, ())
     passed_over: list[tuple[AttentionKernel, str]] = []
@@ -244,7 +244,7 @@ def _attend_in_flash_attn(
 
 
 def _flash_refusal(wanted: KernelQuery) -> str:
-    """Say why no flash kernel runs on what is wanted."""
+    """Return why no flash kernel runs on `wanted`."""
     if wanted.device.type != "cuda":
         return f"there is no flash kernel for {wanted.device.type} devices"
     if wanted.dtype not in (torch.bfloat16, torch.float16):

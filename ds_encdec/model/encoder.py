@@ -23,7 +23,7 @@ from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .precision import Linear, projected
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim / 2], in the dtype of the states
-States: TypeAlias = list[Tensor] | None  # collects the states between layers; None where nobody asked for them
+States: TypeAlias = list[Tensor] | None  # collects the states between layers; None for none
 
 
 NO_ATTENTIONS = (
@@ -90,7 +90,7 @@ class Qwen3Attention(nn.Module):
         return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
 
     def output(self, attended: Tensor, added_to: Tensor | None) -> Tensor:
-        """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden], and add it to what is given."""
+        """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden], plus `added_to`."""
         return projected(self.o_proj, attended.flatten(-2), added_to)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ class Qwen3PreTrainedModel(PreTrainedModel):
     _no_split_modules = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
     _supports_sdpa = True
 
-    def _asked(self, output_hidden_states: bool | None, output_attentions: bool | None) -> dict[str, bool]:
+    def _outputs(self, output_hidden_states: bool | None, output_attentions: bool | None) -> dict[str, bool]:
         """The outputs that a call asks for, or else the configuration. Attention weights are refused."""
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise NotImplementedError(NO_ATTENTIONS)
@@ -282,6 +282,6 @@ class Qwen3EncoderModel(Qwen3PreTrainedModel):
     ) -> BaseModelOutput | tuple[Tensor, ...]:
         """See `EmbeddedEncoder`; `last_hidden_state` is [B, Le, hidden]."""
         refuse_unknown(self, kwargs)
-        asked = self._asked(output_hidden_states, output_attentions)
+        asked = self._outputs(output_hidden_states, output_attentions)
         output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds, **asked)
         return self._answer(output, return_dict)

@@ -40,7 +40,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     own_loss: OwnLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum of what is optimised for `hidden @ weight.T` against `labels`, and the token losses.
+    """The sum of the optimised losses of `hidden @ weight.T` against `labels`, and the token losses.
 
     hidden: [T, H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `chunk_tokens`: tokens
     whose logits exist at one time. `own_loss`: float32 logits [N, V] and labels [N] → float32 [N], optimised instead.

@@ -33,7 +33,7 @@ _WARPS = 8
 
 
 class Extras(NamedTuple):
-    """Parts of what is optimised beside the cross-entropy; false where there are none."""
+    """Losses that are optimised beside the cross-entropy; false where there are none."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -225,7 +225,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         generated = self._cache_of_call(
             past_key_values, cache, self.config.use_cache if use_cache is None else use_cache
         )
-        asked = self._asked(output_hidden_states, output_attentions)
+        asked = self._outputs(output_hidden_states, output_attentions)
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **asked)
         encoded = BaseModelOutput(*encoder_outputs) if isinstance(encoder_outputs, tuple) else encoder_outputs

@@ -159,8 +159,8 @@ class SafetensorsFolder:
                             "the unquantized folder"
                         )
                     if (found := tuple(part.get_shape())) != shapes[name]:
-                        asked = f"but the folder's config.json asks for {shapes[name]}"
-                        raise CheckpointError(f"{where}: {name} has shape {found}, {asked}")
+                        wanted = f"but the folder's config.json asks for {shapes[name]}"
+                        raise CheckpointError(f"{where}: {name} has shape {found}, {wanted}")
 
     def _read_index(self) -> dict[str, str]:
         """The file of each tensor. As in transformers, one whole file goes before an index that lies beside it."""

@@ -12,7 +12,7 @@ from ds_encdec.config.schema import FullConfig, load_config, read_config
 from ds_encdec.config.shipped import find_shipped, shipped_files
 from ds_encdec.gpus import GPUS
 from ds_encdec.memory.job import run_sizes
-from ds_encdec.memory.question import Question, planned_job
+from ds_encdec.memory.question import EstimateRequest, planned_job
 from ds_encdec.memory.variants import BATCH_FIELDS, faster, recommend, variant
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
@@ -93,7 +93,7 @@ def test_settings_for_gpus_are_the_fastest_that_fit(path: Path, gpu: str) -> Non
     """By the estimate, at their batch."""
     config = load_config(path)
     job = planned_job(config, run_sizes(config), 1, GPUS[gpu])
-    fits = Question(job, GPUS[gpu], None).fits
+    fits = EstimateRequest(job, GPUS[gpu], None).fits
     assert fits(variant(job, {}))
     assert faster(job, fits) is None
     best = recommend(job, fits)

@@ -8,10 +8,10 @@ import pytest
 
 from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
-from ds_encdec.memory.answer import answer
+from ds_encdec.memory.answer import estimate_tables
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, run_sizes
-from ds_encdec.memory.question import Question, planned_job
+from ds_encdec.memory.question import EstimateRequest, planned_job
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
@@ -36,7 +36,7 @@ def job(*overrides: str, model: str = "0.6B", gpus: int = 8, nodes: int = 1) -> 
 
 def room(device_bytes: int, host_bytes: float | None = None) -> Fits:
     """`host_bytes`: of a node."""
-    return Question(job(), Gpu("asked", device_bytes), host_bytes and int(host_bytes)).fits
+    return EstimateRequest(job(), Gpu("asked", device_bytes), host_bytes and int(host_bytes)).fits
 
 
 A100 = room(GPUS["a100-80gb"].usable_bytes)
@@ -70,7 +70,7 @@ def sequences(asked: Job) -> int:
 def test_what_is_recommended_can_be_pasted(model: str, gpus: int, nodes: int, overrides: tuple[str, ...]) -> None:
     """For both engines: a valid configuration, the same run, the same global batch, and it fits."""
     asked = job(*overrides, model=model, gpus=gpus, nodes=nodes)
-    for table in answer(Question(asked, GPUS["a100-80gb"], None)):
+    for table in estimate_tables(EstimateRequest(asked, GPUS["a100-80gb"], None)):
         best = table.recommendation
         if "training.fp16=true" in overrides and table.job.engine == "fsdp":
             assert best is None

@@ -10,7 +10,7 @@ from ds_encdec.config.schema import load_config
 from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.estimate import FRAGMENTATION, engine_memory, estimate
 from ds_encdec.memory.job import Job, run_sizes
-from ds_encdec.memory.question import Question, planned_job
+from ds_encdec.memory.question import EstimateRequest, planned_job
 from ds_encdec.memory.variants import (
     Variant,
     as_overrides,
@@ -82,7 +82,7 @@ def test_the_default_run_fits_eight_a100() -> None:
 
     In GiB: 2.9 of activations, 2.0 of gathered weights, 2.0 of framework, 0.5 of the rest.
     """
-    assert Question(job(), GPUS["a100-80gb"], None).fits(Variant(job(), estimate(job())))
+    assert EstimateRequest(job(), GPUS["a100-80gb"], None).fits(Variant(job(), estimate(job())))
     assert estimate(job()).peak.total / GIB == pytest.approx(7.4, abs=0.35)
 
 
@@ -93,7 +93,9 @@ def test_the_table_has_every_combination_and_says_what_does_not_exist() -> None:
         (found.job.config.infra.sharding_stage, found.job.config.infra.offload_params) for found in rows if found.reason
     }
     assert missing == {("zero0", "none"), ("zero0", "cpu"), ("zero1", "cpu"), ("zero2", "cpu")}
-    assert all(Question(job(), Gpu("huge", 10**30), None).fits(found) is not bool(found.reason) for found in rows)
+    assert all(
+        EstimateRequest(job(), Gpu("huge", 10**30), None).fits(found) is not bool(found.reason) for found in rows
+    )
     (configured,) = (found for found in rows if not found.overrides)
     assert configured.estimate == estimate(job())
 
