@@ -166,7 +166,7 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
 
 
 def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
-    """Estimate what the run of `config` holds at its worst moment, on each of `infra.num_gpus` GPUs in `nodes` machines.
+    """Estimate the bytes of the run of `config` at its worst moment, on each of `infra.num_gpus` GPUs in `nodes`.
 
     With `infra.device: cpu` these are ranks on CPUs, and it is what the process of each holds.
     `training.per_device_train_batch_size: auto` is taken to be its first try. Raises ConfigError.
