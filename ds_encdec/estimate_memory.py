@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Read the options, estimate and print. Raises ConfigError that lists every problem found."""
-    from ds_encdec.memory.answer import as_json, estimate_tables  # not for --help, nor for other verbs
+    from ds_encdec.memory.answer import as_json, estimate_tables, show  # not for --help, nor for other verbs
     from ds_encdec.memory.question import read_request
 
     request = read_request(options, overrides)
@@ -61,8 +61,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(json.dumps(as_json(request, tables, traced), indent=2))
     else:
         from rich.console import Console
-
-        from ds_encdec.memory.describe import show
 
         console = Console() if sys.stdout.isatty() else Console(width=FILE_COLUMNS, no_color=True)
         with console.capture() as written:

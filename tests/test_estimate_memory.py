@@ -24,9 +24,8 @@ from ds_encdec.arguments import add
 from ds_encdec.config.schema import load_config
 from ds_encdec.estimate_memory import ARGUMENTS, main
 from ds_encdec.gpus import GPUS
-from ds_encdec.memory.answer import estimate_tables
+from ds_encdec.memory.answer import estimate_tables, show
 from ds_encdec.memory.breakdown import CATEGORIES
-from ds_encdec.memory.describe import show
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import run_sizes

@@ -1,13 +1,20 @@
-"""The answer of `estimate_memory`: a table for each engine, the configured run, what to choose; as JSON, too."""
+"""The answer of `estimate_memory`: a table for each engine, the configured run, what to choose; printed or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from ds_encdec.engines import ENGINES
+from ds_encdec.memory.breakdown import CATEGORIES
+from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.question import EstimateRequest
 from ds_encdec.memory.variants import (
@@ -15,16 +22,42 @@ from ds_encdec.memory.variants import (
     HOST_HEADROOM,
     Change,
     Variant,
+    as_overrides,
     changed,
     nearest,
     offload_of,
     recommend,
+    smallest_variants,
     variant,
     variants,
 )
+from ds_encdec.quantities import count, in_gib
 
 if TYPE_CHECKING:
     from ds_encdec.memory.trace import TracedMemory
+
+_WORDS = {
+    "weights": "weights",
+    "master_weights": "master weights",
+    "gradients": "gradients",
+    "optimizer": "the optimizer's moments",
+    "activations": "activations",
+    "logits": "logits",
+    "communication": "communication buffers and gathered parameters",
+    "framework": "the CUDA context, NCCL and fragmentation",
+}
+_HOST_WORDS = ("offloaded states", "parameters", "activations", "copies for saves", "processes")
+_COLUMNS: Mapping[str, Sequence[str]] = {
+    "weights": ("weights",),
+    "grads": ("gradients",),
+    "optimizer": ("master_weights", "optimizer"),
+    "activ.": ("activations",),
+    "logits": ("logits",),
+    "other": ("communication", "framework"),
+}
+"""The columns of the table and the categories that their figures are sums of."""
+COLUMNS = 100
+"""The width of the table and of a paragraph; a narrower terminal breaks lines, but no figure is cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +167,188 @@ def _batch(job: Job) -> dict[str, int]:
         "encoder_tokens": job.encoder_tokens,
         "decoder_tokens": job.decoder_tokens,
     }
+
+
+def show(
+    console: Console,
+    request: EstimateRequest,
+    tables: Sequence[EngineTable],
+    traced: TracedMemory | None,
+    *,
+    everything: bool,
+) -> None:
+    """Print the answer. `everything`: both engines' tables, with the settings that do not exist."""
+    on_cpus = request.job.device == "cpu"
+    if on_cpus:  # the settings of the tables save a GPU's memory
+        tables = []
+    shown = tables if everything else [table for table in tables[:1] if any(not row.reason for row in table.rows)]
+    parts: list[RenderableType] = [
+        _about(request),
+        _verdict(
+            _configured(request), request.short_of(variant(request.job, {})) is None and request.runs(request.job)
+        ),
+        *(_verdict(_recommended(request, table), table.recommendation is not None) for table in tables),
+        *request.remarks,
+        *([] if traced is None else [_beside(request, traced), traced.remark]),
+    ]
+    for table in shown:
+        parts.append(_drawn(request, table, everything, boxed=console.is_terminal))
+        parts += ["\n".join(f"- {why}" for why in dict.fromkeys(row.reason for row in table.rows) if why)] * everything
+    console.width = max(console.width, COLUMNS)
+    for part in filter(None, parts):  # lines that are to be pasted are not broken
+        console.print(part, soft_wrap=not isinstance(part, Table), markup=False, highlight=False)
+        console.print()
+    for line in () if on_cpus else _how_to_read(request, everything):
+        console.print(line, width=COLUMNS, markup=False, highlight=False)
+
+
+def _verdict(text: str, is_good: bool) -> Text:
+    """The answer in a colour, up to its first colon, or to the end of its line."""
+    answer = text.partition("\n")[0].partition(":")[0]
+    return Text.assemble((answer, "bold green" if is_good else "bold red"), text[len(answer) :])
+
+
+def _about(request: EstimateRequest) -> str:
+    job, gpu = request.job, request.gpu
+    place = f"{gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each)" if job.device == "cuda" else "CPU rank"
+    trained = f", of which {job.trainable_parameters:,} are trained" * (job.trainable_parameters != job.parameters)
+    return (
+        f"{job.config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters{trained}\n"
+        f"{job.world_size} x {place} on {count(job.nodes, 'node')}\n"
+        f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
+        f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank."
+    )
+
+
+def _drawn(request: EstimateRequest, table: EngineTable, everything: bool, *, boxed: bool) -> Table:
+    shown = Table(
+        title=f"{ENGINES[table.job.engine].title}, GiB per GPU at its worst moment",
+        title_justify="left",
+        title_style="bold" if boxed else "",
+        box=SIMPLE_HEAD if boxed else None,
+        show_edge=False,
+        pad_edge=False,
+        padding=0 if boxed else (0, 1, 0, 0),
+    )
+    for name in ("", "stage", "offload", "recompute", *_COLUMNS, "peak", "host", "fits"):
+        shown.add_column(name, justify="right" if name in (*_COLUMNS, "peak", "host") else "left", no_wrap=True)
+    lines = (_cells(request, row) for row in table.rows if everything or not row.reason)
+    for cells in dict.fromkeys(lines):  # one line for what does not exist, however much it recomputes
+        fits = Text(cells[-1], style="green" if cells[-1] == "yes" else "red")
+        shown.add_row(*cells[:-1], fits, style="bold" if cells[0] else "")
+    return shown
+
+
+def _cells(request: EstimateRequest, row: Variant) -> tuple[str, ...]:
+    config = row.job.config
+    offload = _offload_name(row.job).replace("optimizer+params", "both")
+    setting = ("" if row.overrides else "*", config.infra.sharding_stage, offload)
+    if row.reason:
+        return (*setting, *("-" * (len(_COLUMNS) + 4)))
+    peak, host = row.estimate.peak, row.estimate.host.scaled(row.job.ranks_per_node)
+    figures = [sum(getattr(peak, name) for name in names) for names in _COLUMNS.values()]
+    short_of = request.short_of(row) if request.runs(row.job) else "does not run"
+    cells = map(in_gib, (*figures, peak.total, host.total))
+    return (*setting, config.training.activation_checkpointing, *cells, f"no: {short_of}" if short_of else "yes")
+
+
+def _how_to_read(request: EstimateRequest, everything: bool) -> Iterator[str]:
+    yield "Each row is at its own worst moment of a step, which may be the optimizer's or an evaluation's."
+    yield "offload both: the optimizer's states and the parameters."
+    yield (
+        "grads: gradients; optimizer: float32 master weights and Adam's moments; activ.: what the backward pass needs; "
+        "other: buckets, gathered parameters, CUDA context, NCCL, fragmentation; host: all ranks of a node."
+    )
+    yield f'* is the configured run. "fits" means {HEADROOM:.0%} of GPU memory stays free.'
+    yield (
+        "Host memory is not checked: pass --host-memory."
+        if request.host_bytes is None
+        else f"A host has {in_gib(request.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
+    )
+    yield "GPU figures are computed; none has been compared with a GPU run yet."
+    if not everything:
+        yield "--all shows both engines, and why a setting does not exist."
+
+
+def _offload_name(job: Job) -> str:
+    infra = job.config.infra
+    return offload_of(job) or f"{infra.offload_optimizer}+{infra.offload_params}"
+
+
+def _configured(request: EstimateRequest) -> str:
+    job, row = request.job, variant(request.job, {})
+    estimate, short_of = row.estimate, request.short_of(row)
+    verdict = f"does not fit (short of: {short_of})" if short_of else "fits"
+    if not request.runs(job):
+        verdict = f"does not run on a {request.gpu.name}, which has no bfloat16"
+    run = f"The configured run ({ENGINES[job.engine].title}, {job.config.infra.sharding_stage}"
+    recomputes = f"checkpointing {job.config.training.activation_checkpointing})"
+    ranks = count(job.ranks_per_node, "rank")
+    if job.device == "cpu":
+        known = request.host_bytes and f", of {in_gib(request.host_bytes)} GiB that it has"
+        return (
+            f"{run}, {recomputes} {verdict if known else 'on CPUs'}:\n"
+            f"  Each host of {ranks} holds {in_gib(row.node_bytes)} GiB{known or ''}, at their worst moment, the "
+            f"{estimate.moment}.{'' if known else ' Whether it fits: --host-memory.'}"
+        )
+    on_host = estimate.host.scaled(job.ranks_per_node)
+    parts = (f"{name} {in_gib(part)}" for name, part in zip(_HOST_WORDS, astuple(on_host), strict=True) if part)
+    return (
+        f"{run}, offload {_offload_name(job)}, {recomputes} {verdict}:\n"
+        f"  {in_gib(estimate.peak.total)} of {in_gib(request.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
+        f"{estimate.moment}; most of it is {_WORDS[_largest(row)]}.\n"
+        f"  Each host of {ranks} holds {in_gib(on_host.total)} GiB: {', '.join(parts)}."
+    )
+
+
+def _largest(row: Variant) -> str:
+    return max(CATEGORIES, key=lambda name: getattr(row.estimate.peak, name))
+
+
+def _recommended(request: EstimateRequest, table: EngineTable) -> str:
+    best, name = table.recommendation, ENGINES[table.job.engine].title
+    if all(row.reason for row in table.rows):
+        return f"{name} cannot run this: {table.rows[0].reason}."
+    if best is None:
+        return "\n".join([f"{name}: nothing fits.", *_what_would_help(table)])
+    batch, steps = best.job.config.training.micro_batch_size, best.job.gradient_accumulation_steps
+    before = (request.job.config.training.micro_batch_size, request.job.gradient_accumulation_steps)
+    was = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
+    in_16_bits = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits."
+    return (
+        f"Recommended with {name}:\n"
+        f"  {as_overrides(best.overrides) or 'the configuration as it is'}\n"  # a line of its own: it is pasted
+        f"  {in_gib(best.estimate.peak.total)} GiB per GPU, {in_gib(best.node_bytes)} GiB per host.\n"
+        f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
+        f"step, as configured.{in_16_bits if engine_memory(best.job).sums_in_16_bits else ''}"
+    )
+
+
+def _what_would_help(table: EngineTable) -> Iterator[str]:
+    if smallest := [row for row in smallest_variants(table.job) if not row.reason]:
+        least = min(smallest, key=lambda row: row.estimate.peak.total)
+        yield (
+            "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
+            f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_WORDS[_largest(least)]}, and "
+            f"{in_gib(min(row.node_bytes for row in smallest))} GiB per host or more: use more GPUs or a smaller model."
+        )
+    for near in table.nearest:
+        yield f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"
+
+
+def _beside(request: EstimateRequest, traced: TracedMemory) -> str:
+    """A traced peak beside the formula's, each at its own worst moment; a dash for a category that is not traced."""
+    formula = variant(request.job, {}).estimate
+    rows = [
+        (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")
+        for name, held in asdict(formula.peak).items()
+    ]
+    comparable = sum(getattr(formula.peak, name) for name in traced.categories)
+    rows.append(("traced ones", comparable, in_gib(traced.peak.total)))
+    return "\n".join(
+        [
+            f"The configured run traced; GiB per GPU (formula: {formula.moment}; trace: {traced.moment})",
+            f"{'':16}{'formula':>10}{'traced':>10}",
+            *(f"{name:16}{in_gib(held):>10}{seen:>10}" for name, held, seen in rows),
+        ]
+    )
