@@ -21,8 +21,8 @@ from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
 from ds_encdec.engine.regularization import draws_masks, masks_of
 from ds_encdec.foreign_places import check
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.model.activation_checkpointing import GRAPHS
 from ds_encdec.model.attention import PackedLayout
-from ds_encdec.model.compiled_layers import GRAPHS
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM

@@ -1,10 +1,14 @@
-"""Trading activation memory for computation (recompute) or for transfers (offload to host memory).
+"""Layers that recompute, offload or compile: activation memory for computation, transfers, or fewer kernels.
 
 Layers are patched in place, on the instance's `forward`, so names stay as they are and the hooks of ZeRO-3 and FSDP2
 around `forward` keep working. Losses and gradients are bit-identical in every mode.
 
 `selective` keeps the outputs of attention and of every second matrix product, and computes the rest again. It needs
 parameters that stay in place while a layer runs, as under FSDP2.
+
+On GPUs torch.compile makes one graph for all encoder layers and one for all decoder layers, in which attention is one
+node (attention_kernels.py). Only documents differ from batch to batch: their boundaries and the longest of them reach a
+graph as sizes that it takes for variables from the start.
 """
 
 from collections.abc import Callable
@@ -12,6 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,8 +25,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ds_encdec.model.activation_offload import ActivationOffload
-from ds_encdec.model.compiled_layers import Forward, compiled
+from ds_encdec.model.activation_offload import ActivationOffload, Forward
+from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.encoder import Qwen3Layer
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
@@ -33,6 +38,17 @@ _ATTENTION_NAMES = ("attention", "attn")
 """Parts of the names of attention kernels: aten's, torch's varlen_attn, flash-attn's."""
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+_FUSED: dict[str, Any] = {
+    "force_pointwise_cat": True,
+    "realize_reads_threshold": 64,
+    "realize_opcount_threshold": 400,
+    "realize_acc_reads_threshold": 64,
+}
+"""Inductor computes cheap operations (halves of rotated heads, merged rows) again where they are used, instead of
+writing their results to memory: less traffic (tests/bench/test_bench_scripts.py)."""
+GRAPHS = 32
+"""The most graphs of layers that torch makes: 4 for each pair of buffer sizes, for two kinds of layers, in training and
+in evaluation."""
 
 
 def apply_activation_checkpointing(
@@ -92,3 +108,26 @@ def _selective_contexts() -> Contexts:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
+
+
+def compiled(forward: Forward, *, random: bool) -> Forward:
+    """Return a layer's `forward` compiled. `random`: it draws numbers, which must be those of torch's own operators."""
+    known = {name: value for name, value in _FUSED.items() if hasattr(torch._inductor.config, name)}
+    run = torch.compile(forward, options={**known, "fallback_random": random})
+
+    def compiled_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
+        if isinstance(layout := options["layout"], PackedLayout):
+            _mark_varying(layout)
+        # A part of a larger buffer, as the first layer of a stack gets, would be compiled for by itself.
+        whole = hidden_states.clone() if hidden_states.storage_offset() else hidden_states
+        return run(whole, *shared, **options)
+
+    return compiled_forward
+
+
+def _mark_varying(layout: PackedLayout) -> None:
+    """Have compiled code take the number of segments and their largest lengths for variables."""
+    if not hasattr(layout.merged.longest_key, "_dynamo_dynamic_indices"):  # once for all layers
+        for segments in (layout.encoder, layout.merged):
+            for tensor in segments.varying():
+                torch._dynamo.mark_dynamic(tensor, 0)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_encdec.model.attention_kernels import Segments
-from ds_encdec.model.compiled_layers import Forward
+
+Forward = Callable[..., Tensor]
 
 
 class Streams:

@@ -28,9 +28,9 @@ from torch._inductor.runtime.hints import DeviceProperties
 from turns import report
 
 from ds_encdec.model import precision
+from ds_encdec.model.activation_checkpointing import compiled
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.attention_kernels import AttentionKernel, attend_in_torch
-from ds_encdec.model.compiled_layers import compiled
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderLayer, rotary_tables
 from ds_encdec.model.modeling import Qwen3DecoderLayer

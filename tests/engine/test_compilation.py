@@ -16,7 +16,7 @@ from ds_encdec.engine.sharded_engine import ShardedEngine
 from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.model.compiled_layers import GRAPHS
+from ds_encdec.model.activation_checkpointing import GRAPHS
 from ds_encdec.model.loss_kernel import triton
 
 CONTEXTS: list[RunContext] = []
