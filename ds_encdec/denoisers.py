@@ -2,8 +2,7 @@
 
 The mixture is UL2's (arXiv 2205.05131); the five tasks and their weights are those of T5Gemma 2 (arXiv 2512.14856,
 section 3.1). A row says how a text is divided between the two sides; `data/chunks.py` does it for each kind of row. It
-stands on the floor, below the types, and needs neither numpy nor torch, so that the configuration and the memory
-estimate can ask for lengths and weights.
+imports neither numpy nor torch, so that the configuration and the memory estimate can ask for lengths and weights.
 """
 
 from dataclasses import dataclass
@@ -58,9 +57,6 @@ DENOISERS = {
 }
 """The rows by name, in the order of `data.ul2_task_weights`, of mode tokens and of all sums by denoiser. New rows go to
 the end: checkpoints and exported models hold such lists."""
-FEWEST_WEIGHTS = 5
-"""Weights that a list has at least. One that was written before a row was added stays as it is: the new row has weight
-0 in it, and the data of a run is what it was."""
 
 _LONG_TEXT = 1_200_000
 """Tokens of a text at whose length the roundings of a denoiser do not show."""
@@ -74,6 +70,6 @@ def expected_ratio(task_weights: tuple[float, ...]) -> float:
     """
     lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
     encoder, decoder = (
-        sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=False)) for side in (0, 1)
+        sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)
     )
     return encoder / decoder

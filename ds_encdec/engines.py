@@ -1,16 +1,13 @@
-"""The engines there are, a row each: what the rest of the package asks about an engine by its row, never by its name.
+"""The engines there are, a row of facts each: code elsewhere asks the row of an engine, never its name.
 
-It stands on the floor, beside the types, so it imports nothing of the other rooms: what an engine has there is a dotted
-name ("package.module:attribute"), which the room that uses it resolves with `load`.
+The functions and classes of an engine are in `ByEngine` tables, each in the module where these things are.
 """
 
-import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
-
 EngineName = Literal["deepspeed", "fsdp"]
 DistributedType = Literal[EngineName, "ddp", "auto"]
 """The values of `infra.distributed_type`: an engine's name, or another word of its row, or the choice of one."""
@@ -18,9 +15,9 @@ DistributedType = Literal[EngineName, "ddp", "auto"]
 
 @dataclass(frozen=True)
 class ByEngine(Generic[T]):
-    """One thing of each engine, such as the function that builds it, in the module where these things are.
+    """One thing of each engine, such as the function that builds it.
 
-    A new engine adds a field here: type checkers then name every place that lacks it.
+    A new engine adds a field here: type checkers then name every table that lacks it.
     """
 
     deepspeed: T
@@ -33,26 +30,16 @@ class ByEngine(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine.
+    """The facts of one engine.
 
-    `title`: what texts call it. `distributed_types`: the values of `infra.distributed_type` that ask for it; `auto`
-    takes the first row that can do what is asked. `package`: what must be installed beside torch, or None.
-    `state_format`: `format` in its checkpoints' engine.json.
-
-    Dotted names, with what they are called with: `check` (configuration, World, device; raises ConfigError for what
-    these ranks cannot do, before they meet), `join` (World, device, timeout, store; makes the default process group),
-    `build` (configuration, RunContext, the model's configuration, weights, accumulation → Engine), `run_files` (name of
-    a JSON file in the run's folder → configuration, World, device, accumulation → its content), `state_reader`
-    (checkpoint folder → SavedState), `memory` (Job → Breakdown), `launcher` (number of ranks → the words that start
-    them on this machine).
-
-    What the memory estimate asks: `trace` (Job → StorageLog of a step of the engine itself, or None where only its
-    activations can be traced), `reduction_field` (the field that makes it reduce after every micro-batch, where that
-    can be chosen), `merges_settings` (its zero1 is zero2, and parameters are offloaded with the optimizer),
-    `saves_compute_weights` (checkpoints of unsharded weights hold them in the compute dtype, too), `gathers_by_hooks`
-    (at stage 3, around layers or inside them), `gathering_ms` (host time that each layer then costs a micro-batch:
-    gathered at once, and module by module, as beside frozen parameters),
-    `instead` (by field the value that it refuses, and the one to take).
+    `title`: its name in texts. `distributed_types`: the values of `infra.distributed_type` that ask for it; `auto`
+    takes the first row that can do what is asked. `package`: the one that must be installed beside torch, or None.
+    `state_format`: `format` in its checkpoints' engine.json. `reduction_field`: the field that makes it reduce after
+    every micro-batch, where that can be chosen. `merges_settings`: its zero1 is zero2, and parameters are offloaded
+    with the optimizer. `saves_compute_weights`: checkpoints of unsharded weights hold them in the compute dtype, too.
+    `gathers_by_hooks`: at stage 3, around layers or inside them. `gathering_ms`: host time that each layer then costs a
+    micro-batch: gathered at once, and module by module, as beside frozen parameters. `instead`: by field the value that
+    it refuses, and the one to take.
     """
 
     name: EngineName
@@ -60,14 +47,6 @@ class EngineSpec:
     distributed_types: tuple[str, ...]
     package: str | None
     state_format: Literal["deepspeed", "dcp"]
-    join: str
-    build: str
-    state_reader: str
-    memory: str
-    launcher: str
-    check: str | None = None
-    run_files: Mapping[str, str] = field(default_factory=dict)
-    trace: str | None = None
     reduction_field: str | None = None
     merges_settings: bool = False
     saves_compute_weights: bool = False
@@ -85,13 +64,6 @@ ENGINES: dict[str, EngineSpec] = {
             distributed_types=("deepspeed",),
             package="deepspeed",
             state_format="deepspeed",
-            join="ds_encdec.launch.process_group:join_deepspeed",
-            build="ds_encdec.engine.deepspeed_zero:DeepSpeedEngine",
-            state_reader="ds_encdec.checkpoint.zero_state:ZeroState",
-            memory="ds_encdec.memory.zero:zero_memory",
-            launcher="ds_encdec.phase_runs.subprocess_run:deepspeed_launcher",
-            check="ds_encdec.engine.ds_json:check_deepspeed",
-            run_files={"ds_config.json": "ds_encdec.engine.ds_json:run_json"},
             saves_compute_weights=True,
             # scripts/bench/host_time.py, 56 layers: beyond plain torch's 91 ms of CPU of an EPYC (Zen 5) 92 to 116 by
             # layer and 215 to 270 by module; slower cores take up to three times as long (BENCHMARKS.md, host time).
@@ -108,13 +80,6 @@ ENGINES: dict[str, EngineSpec] = {
             distributed_types=("fsdp", "ddp"),
             package=None,
             state_format="dcp",
-            join="ds_encdec.launch.process_group:join_torch",
-            build="ds_encdec.engine.fsdp2:FSDP2Engine",
-            state_reader="ds_encdec.checkpoint.saved_state:DcpState",
-            memory="ds_encdec.memory.fsdp:fsdp_memory",
-            launcher="ds_encdec.phase_runs.subprocess_run:torchrun_launcher",
-            check="ds_encdec.engine.select:check_mesh",
-            trace="ds_encdec.memory.trace:fsdp_step",
             reduction_field="infra.fsdp_reduce_every_micro_batch",
             merges_settings=True,
         ),
@@ -124,8 +89,3 @@ ENGINES: dict[str, EngineSpec] = {
 
 STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES.values()}
 """Rows by the format of the states that they write in checkpoints."""
-
-
-def load(dotted: str) -> Any:
-    """Import the module of a row's dotted name and return what it names there."""
-    return pkgutil.resolve_name(dotted)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
-from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.checkpoint.open_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs

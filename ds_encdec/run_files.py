@@ -15,11 +15,13 @@ from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import MAKE_ROOM
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
-from ds_encdec.engines import ENGINES, load
+from ds_encdec.engine.ds_json import run_json
+from ds_encdec.engines import ENGINES, ByEngine
 from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import World
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.model.parameter_count import training_flops
 from ds_encdec.model.trained import trained_share
@@ -129,14 +131,20 @@ def checkpoint_files(
     return write
 
 
+_ENGINE_FILES: ByEngine[Mapping[str, Callable[[FullConfig, World, torch.device, int], dict[str, Any]]]] = ByEngine(
+    deepspeed={"ds_config.json": run_json}, fsdp={}
+)
+"""The JSON files of an engine in the run's folder, by what makes their content of the ranks and the accumulation."""
+
+
 def _write_run_configuration(run: Run) -> None:
     """Write config.yaml and the files of the engine that runs, and remove those of another one, an earlier start's."""
     world, device = run.context.world, run.context.device
     write_atomically(run.folder.config_yaml, run.config.dump_yaml())
     for row in ENGINES.values():
-        for name, rendered in row.run_files.items():
+        for name, rendered in _ENGINE_FILES[row.name].items():
             if row is run.context.engine_spec:
-                content = load(rendered)(run.config, world, device, run.accumulation)
+                content = rendered(run.config, world, device, run.accumulation)
                 write_atomically(run.folder.root / name, json.dumps(content, indent=2) + "\n")
             else:
                 (run.folder.root / name).unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import get_args
 
 import pytest
 
-from ds_encdec.engines import ENGINES, DistributedType, load
+from ds_encdec.engines import ENGINES, ByEngine, DistributedType, EngineName
 
 PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 
@@ -164,21 +164,7 @@ def test_every_word_for_an_engine_can_be_written_in_a_configuration() -> None:
         word for row in ENGINES.values() for word in row.distributed_types
     ]
     assert {*words, "auto"} == set(get_args(DistributedType))
-
-
-DOTTED_NAMES = [
-    (row.name, field.name, dotted)
-    for row in ENGINES.values()
-    for field in dataclasses.fields(row)
-    for value in [getattr(row, field.name)]
-    for dotted in (value.values() if isinstance(value, dict) else [value])
-    if isinstance(dotted, str) and ":" in dotted
-]
-
-
-@pytest.mark.parametrize(("engine", "field", "dotted"), DOTTED_NAMES)
-def test_every_dotted_name_of_an_engine_resolves(engine: str, field: str, dotted: str) -> None:
-    assert callable(load(dotted)), f"{engine}.{field}"
+    assert {field.name for field in dataclasses.fields(ByEngine)} == set(get_args(EngineName)) == ENGINES.keys()
 
 
 ENGINE_WORDS = {word for row in ENGINES.values() for word in (row.name, *row.distributed_types)}

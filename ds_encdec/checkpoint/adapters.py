@@ -18,7 +18,8 @@ import torch
 from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from ds_encdec.checkpoint.model_card import hub_id
-from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.checkpoint.saved_state import saved_weights
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

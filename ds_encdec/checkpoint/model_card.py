@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 import transformers
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.denoisers import DENOISERS
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.objectives import OBJECTIVES, is_chat_alone
+from ds_encdec.objectives import CHAT, template_parts
 from ds_encdec.tested_versions import range_of
 from ds_encdec.types import TrainingState
 
@@ -25,6 +27,66 @@ EARLIER_TRANSFORMERS = "4.57"
 
 _INHERITED = ("license", "license_name", "license_link", "language")
 """Fields that a card takes over from that of the model it started from, where this machine has that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """The words of an objective for the card.
+
+    `described`: rows, which also depend on the forms of the inputs; `tag`: a tag; `taught_by`: words; `prompt`: an
+    input to show; `prompt_is`: its meaning.
+    """
+
+    tag: str
+    taught_by: str
+    described: Callable[[DataConfig, Sequence[str]], dict[str, str]]
+    prompt: Callable[[DataConfig | None], str]
+    prompt_is: str
+
+
+def _is_chat_alone(forms: Sequence[str]) -> bool:
+    """Return whether all inputs were conversations; false where their forms are not known."""
+    return [*forms] == [CHAT]
+
+
+def _described_mixture(data: DataConfig, _: Sequence[str]) -> dict[str, str]:
+    weights = ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)
+    return {f"UL2 weights ({', '.join(DENOISERS)})": weights}
+
+
+def _described_inputs(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
+    names = () if _is_chat_alone(forms) else ("input_template", "output_template")
+    conversations = {"Conversations": "through the tokenizer's chat template"} if CHAT in forms else {}
+    templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
+    return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates, **conversations}
+
+
+def _shown_template(data: DataConfig | None) -> str:
+    assert data is not None, "an untrained model has no templates"
+    parts = template_parts(data.input_template)
+    return "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
+
+
+_OBJECTIVES = {
+    "ul2": _Objective(
+        tag="ul2",
+        taught_by="pre-training on UL2's mixture of denoisers",
+        described=_described_mixture,
+        prompt=lambda _: "The capital of France is <extra_id_0>.",
+        prompt_is="`<extra_id_0>`, `<extra_id_1>`, … in the input mark gaps; the output repeats each with the text "
+        "that fills it. An input without them is a prefix, and the output continues it.",
+    ),
+    "sft": _Objective(
+        tag="sft",
+        taught_by="supervised fine-tuning",
+        described=_described_inputs,
+        prompt=_shown_template,
+        prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
+        "Where the data had conversations (`data.messages_column`), these went through the tokenizer's chat template "
+        "instead.",
+    ),
+}
+"""The words by the value of `data.objective`."""
 
 
 def model_card(
@@ -44,7 +106,7 @@ def model_card(
     sources = data.mixture or [data]
     names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
     shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
-    best, objective = state.best_value, OBJECTIVES[data.objective]
+    best = state.best_value
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
         "Weights": weights,
@@ -56,7 +118,7 @@ def model_card(
         if best is None
         else f"{state.best_by}, {best:.4f}",
         "Data": ", ".join(shares or names),
-        **objective.described(data, forms),
+        **_OBJECTIVES[data.objective].described(data, forms),
         "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
         "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
@@ -64,7 +126,7 @@ def model_card(
         "Seed": str(training.seed),
         "Loads under": _tried(),
     }
-    return _card(rows, config, encoder_only, is_chat=is_chat_alone(forms))
+    return _card(rows, config, encoder_only, is_chat=_is_chat_alone(forms))
 
 
 def _tried() -> str:
@@ -99,7 +161,7 @@ def _card(
     *,
     is_chat: bool = False,
 ) -> str:
-    objective = OBJECTIVES["ul2" if config is None else config.data.objective]
+    objective = _OBJECTIVES["ul2" if config is None else config.data.objective]
     return str(
         ModelCard.from_template(
             _header(config, objective=objective.tag, encoder_only=encoder_only),
@@ -108,7 +170,7 @@ def _card(
             encoder=encoder_only,
             objective=objective,
             is_chat=is_chat,
-            prompt=json.dumps(objective.prompt(config and config.data), ensure_ascii=False),
+            prompt=json.dumps(objective.prompt(None if config is None else config.data), ensure_ascii=False),
         )
     )
 

@@ -29,9 +29,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _ReaderView
 
-from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, read_record
-from ds_encdec.engines import STATE_FORMATS, load
 from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind, WeightSource
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -105,20 +103,6 @@ class FragmentedState:
                 break
             fragment.copy(kind, out[first - start : last - start], first - fragment.start)
         return out
-
-
-def open_saved_state(checkpoint: Path, *, verified: bool = False) -> SavedState:
-    """The weights and AdamW state in a committed checkpoint.
-
-    All its files are hashed first, because opening unpickles some; `verified` says that the caller did that. Raises
-    CheckpointError, naming the file, for a checkpoint that is damaged or of an unknown format.
-    """
-    if not verified:
-        verify_checkpoint(checkpoint)
-    written_as = read_record(checkpoint).format
-    if written_as not in STATE_FORMATS:
-        raise CheckpointError(f"{checkpoint}: engine.json names an unknown format, {written_as!r}.")
-    return cast(SavedState, load(STATE_FORMATS[written_as].state_reader)(checkpoint))
 
 
 def saved_weights(saved: SavedState) -> WeightSource:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.config.shares import micro_batches_per_step, with_assumed_batch_size
 from ds_encdec.data.budgets import token_budgets
+from ds_encdec.data.chunks import ChunkMaker
 from ds_encdec.data.evaluation import evaluation_examples, pack_examples
 from ds_encdec.data.fingerprint import fingerprint, numbered, require_same
 from ds_encdec.data.inspect import inspect_data, require_one_step, sample_statistics
@@ -20,6 +21,7 @@ from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.local_files import expand_files
 from ds_encdec.data.prepare import locked, prepare_source
 from ds_encdec.data.prepared import made_from, open_prepared, prepared_folder
+from ds_encdec.data.sft import PairMaker
 from ds_encdec.data.sources import (
     AnySource,
     OpenSource,
@@ -31,7 +33,6 @@ from ds_encdec.data.sources import (
     source_name,
 )
 from ds_encdec.data.tables import resolve_commits
-from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, local_kind
 from ds_encdec.types import Batch, DataError, Example
@@ -105,7 +106,7 @@ def build_data(
     data, seed = config.data, config.training.seed
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
+    maker = example_maker(data, seed, tokenizer, vocabulary)
     own = own_split(data, "validation", seed, maker, commits)
     sources = open_sources(data, seed, maker, num_lanes, commits)
     if saved is None:
@@ -227,6 +228,17 @@ def own_split(
     return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 
+_MAKERS: dict[str, type[ChunkMaker] | type[PairMaker]] = {"ul2": ChunkMaker, "sft": PairMaker}
+"""The class that makes the examples of each of `OBJECTIVES`."""
+
+
+def example_maker(
+    data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+) -> ExampleMaker:
+    """Make what makes examples of the documents of `data`."""
+    return _MAKERS[data.objective].from_config(data, seed, tokenizer, vocabulary)
+
+
 def prepare_data(
     config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, num_proc: int
 ) -> Iterator[str]:
@@ -235,7 +247,7 @@ def prepare_data(
     Raises ConfigError where the folder cannot be written, OutputLockedError, DataError.
     """
     data, seed = config.data, config.training.seed
-    maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary)
+    maker = example_maker(data, seed, tokenizer, vocabulary)
     unprepared = data.model_copy(update={"prepared_dir": None})
     with locked(prepared_folder(data)):
         commits = resolve_commits(unprepared)

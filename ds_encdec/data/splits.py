@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ds_encdec.config.schema import DataConfig, FullConfig
-from ds_encdec.data.build import held_out_shares, open_sources, own_split
+from ds_encdec.data.build import example_maker, held_out_shares, open_sources, own_split
 from ds_encdec.data.evaluation import keyed_examples
 from ds_encdec.data.fingerprint import source_facts, unknown_sources
 from ds_encdec.data.sources import OpenSource, Split
 from ds_encdec.data.tables import resolve_commits
-from ds_encdec.engines import load
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.types import ConfigError, DataError
 
@@ -63,7 +62,7 @@ def split_examples(
     """
     data, seed = config.data, config.training.seed
     commits = resolve_commits(data) if commits is None else commits
-    maker = load(OBJECTIVES[data.objective].maker).from_config(data, seed, tokenizer, vocabulary).of_evaluation()
+    maker = example_maker(data, seed, tokenizer, vocabulary).of_evaluation()
     own = own_split(data, split, seed, maker, commits)
     sources = own or open_sources(data, seed, maker, 1, commits)
     if trained is not None and split != "train" and not own:

@@ -15,8 +15,9 @@ import torch
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
+from ds_encdec.engine.ds_json import check_deepspeed
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engines import ENGINES, EngineName, EngineSpec, load
+from ds_encdec.engines import ENGINES, ByEngine, EngineName, EngineSpec
 from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.network import machine
@@ -60,13 +61,18 @@ def fallback_engine(config: FullConfig) -> EngineName | None:
 
 def check_engine(engine: EngineName, config: FullConfig, world: World, device: torch.device) -> None:
     """Raise ConfigError for what `engine` cannot do on these ranks: before any time is spent on data."""
-    if check := ENGINES[engine].check:
-        load(check)(config, world, device)
+    _CHECKS[engine](config, world, device)
 
 
 def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
     """Raise ConfigError for shards that do not divide the ranks: the check of engines that shard by `mesh_shape`."""
     mesh_shape(config.infra, world.world_size, world.local_world_size)
+
+
+_CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], None]] = ByEngine(
+    deepspeed=check_deepspeed, fsdp=check_mesh
+)
+"""Raises ConfigError for what these ranks cannot do under an engine, before they meet."""
 
 
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
@@ -164,8 +170,35 @@ def create_engine(
         if weights is not None:
             weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     config = _with_compilation_decided(config, context)
-    build: Callable[..., Engine] = load(context.engine_spec.build)
-    return build(config, context, model_config, weights, gradient_accumulation_steps)
+    return BUILDERS[context.engine](config, context, model_config, weights, gradient_accumulation_steps)
+
+
+def _deepspeed(
+    config: FullConfig,
+    context: RunContext,
+    model_config: Qwen3Seq2SeqConfig,
+    weights: WeightSource | None,
+    gradient_accumulation_steps: int,
+) -> Engine:
+    from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine  # which may not be installed
+
+    return DeepSpeedEngine(config, context, model_config, weights, gradient_accumulation_steps)
+
+
+def _fsdp2(
+    config: FullConfig,
+    context: RunContext,
+    model_config: Qwen3Seq2SeqConfig,
+    weights: WeightSource | None,
+    gradient_accumulation_steps: int,
+) -> Engine:
+    from ds_encdec.engine.fsdp2 import FSDP2Engine  # takes a moment
+
+    return FSDP2Engine(config, context, model_config, weights, gradient_accumulation_steps)
+
+
+BUILDERS = ByEngine(deepspeed=_deepspeed, fsdp=_fsdp2)
+"""Builds an engine; see `make_engine`."""
 
 
 def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullConfig:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
-from ds_encdec.engines import ENGINES, EngineName, load
+from ds_encdec.engines import ENGINES, ByEngine, EngineName
 from ds_encdec.launch.agreement import differences, merge_rank_facts, not_alike, own_facts, shared_settings
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.disk import build_folder
@@ -98,7 +98,7 @@ def init_process_group(
             engine = otherwise
 
     def connect() -> None:
-        load(ENGINES[engine].join)(world, device, timeout, dist.PrefixStore("group", met.store))
+        _JOIN[engine](world, device, timeout, dist.PrefixStore("group", met.store))
         first()
 
     met.store.set_timeout(timeout)
@@ -201,6 +201,12 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
     take_over("DeepSpeed", harmless=["Attempting to get learning rate from scheduler before it has started"])
     # The environment is complete; discovery would ask for mpi4py.
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
+
+
+_JOIN: ByEngine[Callable[[World, torch.device, timedelta, dist.Store], None]] = ByEngine(
+    deepspeed=join_deepspeed, fsdp=join_torch
+)
+"""Makes the default process group of an engine."""
 
 
 def shutdown() -> None:

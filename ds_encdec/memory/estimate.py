@@ -17,7 +17,7 @@ Formulas remain for what no trace without a GPU shows: attention there without a
 
 import json
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.engines import ENGINES, load
+from ds_encdec.engines import ByEngine
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate
+from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, with_micro_batch
+from ds_encdec.memory.zero import zero_memory
 from ds_encdec.quantities import GIB
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
@@ -77,8 +79,10 @@ def estimate(job: Job) -> Estimate:
 
 def engine_memory(job: Job) -> EngineMemory:
     """Parameters, gradients, optimizer and communication under the job's engine."""
-    memory: EngineMemory = load(ENGINES[job.engine].memory)(job)
-    return memory
+    return _MEMORY[job.engine](job)
+
+
+_MEMORY: ByEngine[Callable[[Job], EngineMemory]] = ByEngine(deepspeed=zero_memory, fsdp=fsdp_memory)
 
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:

@@ -13,7 +13,7 @@ allocate and free inside is not seen, except in flash attention's backward pass.
 import dataclasses
 import gc
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +39,7 @@ from ds_encdec.engine.regularization import draws_masks, regularize
 from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engine.user_loss import load_loss
 from ds_encdec.engine.user_optimizer import try_optimizer
-from ds_encdec.engines import ENGINES, load
+from ds_encdec.engines import ENGINES, ByEngine
 from ds_encdec.foreign_places import replaced
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
@@ -83,7 +83,7 @@ def trace_memory(job: Job) -> TracedMemory:
     For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch. Not in a
     process with a process group.
     """
-    start, traced, remarks = time.monotonic(), ENGINES[job.engine].trace, _remarks(job)
+    start, traced, remarks = time.monotonic(), _STEPS[job.engine], _remarks(job)
     training, lora = job.config.training, job.config.model.lora
     # The user's optimizer and loss are tried here: a trial needs numbers, which the tensors below do not have.
     if training.optimizer not in OPTIMIZERS:
@@ -93,18 +93,19 @@ def trace_memory(job: Job) -> TracedMemory:
     if lora is not None and lora.quantize != "none":
         model = job.config.model.model_copy(update={"lora": lora.model_copy(update={"quantize": "none"})})
         job = dataclasses.replace(job, config=job.config.model_copy(update={"model": model}))
-    log: StorageLog = watched_pass(job) if traced is None else load(traced)(job)
+    log: StorageLog = watched_pass(job) if traced is None else traced(job)
     held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
     return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, remarks)
 
 
 def _remarks(job: Job) -> str:
-    engine, training, lora = ENGINES[job.engine], job.config.training, job.config.model.lora
+    title, training, lora = ENGINES[job.engine].title, job.config.training, job.config.model.lora
     offloads, on_host = job.config.infra.offload_optimizer == "cpu", training.activation_offload
+    is_traced = _STEPS[job.engine] is not None
     without_kernel = job.device == "cuda" and job.compute_bytes != 2
     remarks = {
-        f"{engine.title}'s engine cannot be traced: these are activations and logits alone.": engine.trace is None,
-        "What is copied between host and device for the offload is left out.": engine.trace is not None and offloads,
+        f"{title}'s engine cannot be traced: these are activations and logits alone.": not is_traced,
+        "What is copied between host and device for the offload is left out.": is_traced and offloads,
         "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
         "Layers are traced as they are without torch.compile.": training.torch_compile is True,
         "Matrices in 4 bits are traced in the compute dtype.": lora is not None and lora.quantize != "none",
@@ -144,6 +145,10 @@ def fsdp_step(job: Job) -> StorageLog:
     finally:
         gc.collect()  # engines are cyclic, and hold on to the group
         dist.destroy_process_group()
+
+
+_STEPS: ByEngine[Callable[[Job], StorageLog] | None] = ByEngine(deepspeed=None, fsdp=fsdp_step)
+"""Traces a step of the engine itself; None where only its activations can be traced."""
 
 
 def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:

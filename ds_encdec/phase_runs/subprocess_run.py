@@ -20,7 +20,7 @@ from types import FrameType
 import psutil
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engines import ENGINES, load
+from ds_encdec.engines import ByEngine
 from ds_encdec.launch.preemption import STOP_SIGNALS
 from ds_encdec.launch.world import LAUNCHER_PROGRAMS, TASK_PROGRAMS, free_port
 from ds_encdec.types import ConfigError
@@ -52,8 +52,7 @@ def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
         return [sys.executable]
     from ds_encdec.engine.select import resolve_engine  # imports torch
 
-    launch: Callable[[int], list[str]] = load(ENGINES[resolve_engine(config)].launcher)
-    return launch(config.infra.num_gpus)
+    return _LAUNCHERS[resolve_engine(config)](config.infra.num_gpus)
 
 
 def deepspeed_launcher(ranks: int) -> list[str]:
@@ -70,6 +69,10 @@ def deepspeed_launcher(ranks: int) -> list[str]:
 def torchrun_launcher(ranks: int) -> list[str]:
     """PyTorch's launcher, at a port of its own choice."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+_LAUNCHERS: ByEngine[Callable[[int], list[str]]] = ByEngine(deepspeed=deepspeed_launcher, fsdp=torchrun_launcher)
+"""The words that start so many ranks of an engine on this machine."""
 
 
 class SubprocessRun:

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.checkpoint.saved_state import open_saved_state
+from ds_encdec.checkpoint.open_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.examples import usable_documents, with_ids

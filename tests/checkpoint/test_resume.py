@@ -17,7 +17,8 @@ from ds_encdec import resume
 from ds_encdec.checkpoint.export import export_hf
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import read_manifest
-from ds_encdec.checkpoint.saved_state import open_saved_state, saved_weights
+from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.checkpoint.saved_state import saved_weights
 from ds_encdec.config.schema import ArchitectureConfig, FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.run_model import new_model, saved_model

@@ -16,8 +16,11 @@ import torch.distributed.checkpoint as dcp
 from saved_checkpoints import KINDS, Attribute, config, flat, flip_byte, random_state, save_checkpoint, write_tensors
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from ds_encdec.checkpoint.saved_state import DcpState, open_saved_state, saved_weights
+from ds_encdec.checkpoint import open_state
+from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.checkpoint.saved_state import DcpState, saved_weights
 from ds_encdec.engine.protocol import ENGINE_RECORD
+from ds_encdec.engines import ByEngine
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.types import CheckpointError
 
@@ -54,7 +57,7 @@ def test_damage_is_found_before_anything_is_unpickled(tmp_path: Path, monkeypatc
     def opened(*_: Any, **__: Any) -> None:
         raise AssertionError("unpickled")
 
-    monkeypatch.setattr("ds_encdec.checkpoint.saved_state.DcpState", opened)
+    monkeypatch.setattr(open_state, "_READERS", ByEngine(opened, opened))
     with pytest.raises(CheckpointError, match=r"dcp/\.metadata: its SHA-256"):
         open_saved_state(path)
     with pytest.raises(AssertionError, match="unpickled"):

@@ -12,10 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
-from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.build import TrainingData, build_data, example_maker
 from ds_encdec.data.examples import ExampleMaker
-from ds_encdec.engines import load
-from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.tokenizer.sentinels import Vocabulary, add_sentinels
 
 WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as")
@@ -34,7 +32,7 @@ def byte_tokenizer(num_sentinels: int = 24) -> tuple[PreTrainedTokenizerFast, Vo
 
 def byte_maker(data: DataConfig) -> ExampleMaker:
     """What makes examples of the documents of `data`, with the byte tokenizer."""
-    return load(OBJECTIVES[data.objective].maker).from_config(data, 0, *byte_tokenizer())
+    return example_maker(data, 0, *byte_tokenizer())
 
 
 def texts(count: int, median_characters: int = 150, seed: int = 0) -> list[str]:

@@ -17,6 +17,7 @@ from torch_oracle import TorchOracle
 
 from ds_encdec.build import run_training
 from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.engine import select
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, StagedSave, write_record
 from ds_encdec.engines import ENGINES, ByEngine, EngineName
 from ds_encdec.launch.preemption import StopRequest
@@ -63,13 +64,14 @@ ROW: dict[str, Any] = {
     "name": "plain",
     "title": "plain torch",
     "distributed_types": ("plain",),
-    "build": "plain_engine:PlainEngine",
 }
 """What its row says of its own; its checkpoints' form, its process group and its memory are those of FSDP2."""
 
 
 def _of_plain(table: ByEngine[Any], engine: EngineName) -> Any:
-    """What a table has for an engine; for this one, FSDP2's."""
+    """What a table has for an engine; for this one its class, and else FSDP2's."""
+    if engine not in ("deepspeed", "fsdp") and table is select.BUILDERS:
+        return PlainEngine
     return getattr(table, "fsdp" if engine not in ("deepspeed", "fsdp") else engine)
 
 

@@ -13,7 +13,7 @@ from ds_encdec.config.schema import TrainingConfig, load_config
 from ds_encdec.engine import user_optimizer
 from ds_encdec.engine.kept_state import kept_state
 from ds_encdec.engine.user_optimizer import try_optimizer
-from ds_encdec.engines import ENGINES, load
+from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import checkpoint_bytes, make_job, run_sizes
 from ds_encdec.types import ConfigError
 
@@ -121,5 +121,5 @@ def test_the_estimate_counts_the_moments_it_keeps(engine: str) -> None:
     jobs = [make_job(one, run_sizes(one), engine, world_size=1, ranks_per_node=1) for one in configs]  # type: ignore[arg-type]
     numbers = jobs[0].trainable_parameters
     assert checkpoint_bytes(jobs[0]) - checkpoint_bytes(jobs[1]) == 4 * numbers
-    adamw, one_moment = (load(ENGINES[one.engine].memory)(one).resting.optimizer for one in jobs)
+    adamw, one_moment = (engine_memory(one).resting.optimizer for one in jobs)
     assert adamw - one_moment == adamw / 2 == pytest.approx(4 * numbers, rel=1e-6)
