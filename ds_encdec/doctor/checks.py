@@ -10,7 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch
 from ds_encdec.absent import look_here
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.model_folder import is_hub_name, model_folder
-from ds_encdec.config.schema import FullConfig, read_config
+from ds_encdec.config.schema import FullConfig, Loaded
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.engines import ENGINES
 from ds_encdec.findings import Finding
@@ -41,17 +41,17 @@ BUSY_BYTES = 2**30  # of a GPU's memory, held before the run: more than contexts
 SHARED_MEMORY_BYTES = 2**28  # NCCL's buffers between the GPUs of a host; containers have 64 MiB unless told otherwise
 
 
-ConfigFiles = tuple[Path | None, Sequence[str], Path | None]
-"""A configuration as `load_config` takes it: a file, settings, and a raw DeepSpeed JSON."""
-
-
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The subject of the checks: the configuration of `files` on the host of `world`."""
+    """The subject of the checks: a configuration without problems on the host of `world`."""
 
-    config: FullConfig
-    files: ConfigFiles
+    loaded: Loaded
     world: World
+
+    @property
+    def config(self) -> FullConfig:
+        """The configuration."""
+        return self.loaded.config
 
     @property
     def ranks(self) -> int:
@@ -76,9 +76,8 @@ Answer = str | tuple[str, str] | None
 
 def _configuration(host: Host) -> Answer:
     """The files, folders and packages that the configuration names are on this host."""
-    loaded = read_config(*host.files)
-    look_here(loaded)
-    loaded.valid()
+    look_here(host.loaded)
+    host.loaded.valid()
     return "the local files, folders and packages that it names were found"
 
 

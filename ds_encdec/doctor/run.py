@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from ds_encdec.config.hostfile import read_hosts, read_variables
-from ds_encdec.config.schema import load_config, read_config
-from ds_encdec.doctor.checks import ConfigFiles, Host, look
+from ds_encdec.config.schema import read_config
+from ds_encdec.doctor.checks import Host, look
 from ds_encdec.engines import ENGINES
 from ds_encdec.findings import Finding
 from ds_encdec.launch.agreement import differences, versions
@@ -38,6 +38,8 @@ from ds_encdec.types import DsEncDecError
 
 MEETING_SECONDS = 180.0  # one rank of each host checks it first, and repeats requests to the hub without a network
 START_SECONDS = 300.0  # in which a rank started by ssh has to answer
+ConfigFiles = tuple[Path | None, Sequence[str], Path | None]
+"""A configuration as `read_config` takes it: a file, settings, and a raw DeepSpeed JSON."""
 KEYS = ("check", "host", "passed", "message", "fix")
 """Fields of a finding in JSON."""
 CALLS = 5  # of the all_reduce; their median counts
@@ -57,7 +59,9 @@ def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
     Raises ConfigError for a wrong configuration or environment.
     """
     world = discover(os.environ)
-    host = Host(load_config(*files), files, world)
+    loaded = read_config(*files)
+    loaded.valid()
+    host = Host(loaded, world)
     own = look(host) if world.local_rank == 0 else []
     if world.world_size == 1:
         return own, True

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import read_config
 from ds_encdec.doctor.checks import CHECKS, Host, import_as_gpu_rank
 from ds_encdec.doctor.run import _command, _no_ssh
 from ds_encdec.findings import Finding, describe
@@ -94,7 +94,7 @@ def test_ranks_meet_and_one_tells(tmp_path: Path) -> None:
 def test_the_master_is_an_address_that_others_reach() -> None:
     def look(address: str, node: int = 1) -> Any:
         world = World(num_nodes=2, master_addr=address, node_rank=node)
-        return CHECKS["master address"](Host(FullConfig(), (None, (), None), world))
+        return CHECKS["master address"](Host(read_config(None), world))
 
     assert look("192.0.2.7") == "192.0.2.7 is 192.0.2.7"
     assert "127.0.1.1 here, which is this host itself" in look("127.0.1.1")[0]
@@ -104,8 +104,8 @@ def test_the_master_is_an_address_that_others_reach() -> None:
 
 def test_a_sound_configuration_says_what_was_found(tmp_path: Path) -> None:
     """Not that all is there: a model on the hub is another check's."""
-    settings = (Path("quickstart"), [f"infra.output_dir={tmp_path}"], None)
-    found = CHECKS["configuration"](Host(FullConfig(), settings, World()))
+    loaded = read_config("quickstart", [f"infra.output_dir={tmp_path}"])
+    found = CHECKS["configuration"](Host(loaded, World()))
     assert found == "the local files, folders and packages that it names were found"
 
 
