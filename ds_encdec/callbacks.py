@@ -1,4 +1,4 @@
-"""A user's own code in a run: three moments that the loop names, and who is told of them."""
+"""A user's code in a run, which the loop calls at three moments."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Told of three moments of a run. Every rank calls every method equally often, so collectives are allowed in them.
+    """Methods for three moments of a run. All ranks call them equally often, so collectives are allowed in them.
 
-    Whatever one raises on any rank ends the run on all of them; a `DsEncDecError` is raised as it is.
+    An exception on any rank ends the run on all of them; a `DsEncDecError` is raised as it is.
     """
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:

@@ -1,7 +1,6 @@
-"""The phases of a pre-training: their numbers, and the configurations of the runs that they amount to.
+"""The phases of a pre-training (sanity_check → validation → medium → full): their numbers and their runs.
 
-sanity_check → validation → medium → full. `phase_runs/` runs them one after the other. Nothing here imports torch, so
-that a plan can be looked at, and refused, at once.
+`phase_runs/` starts the runs. Nothing here imports torch.
 """
 
 import dataclasses
@@ -63,7 +62,7 @@ PHASE_CONFIGS = {
         PhaseConfig(TrainingPhase.SANITY_CHECK, 10_000_000, "whether it trains at all", 100, 50, 100, 1, 15.0),
         PhaseConfig(TrainingPhase.VALIDATION, 1_000_000_000, "whether it learns", 5_000, 500, 1_000, 10, 8.0, 0.5),
         PhaseConfig(
-            TrainingPhase.MEDIUM, 100_000_000_000, "whether it goes on learning", 50_000, 1_000, 5_000, 10, 5.0, 1.0
+            TrainingPhase.MEDIUM, 100_000_000_000, "whether it keeps learning", 50_000, 1_000, 5_000, 10, 5.0, 1.0
         ),
         PhaseConfig(TrainingPhase.FULL, 500_000_000_000, "the run itself", 100_000, 500, 10_000, 10, 4.0, 1.5),
     )
@@ -75,7 +74,7 @@ _CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
 
 
 def parse_phase(name: str) -> TrainingPhase:
-    """The phase of that name. Raises ConfigError that lists them."""
+    """The phase of that name. Raises ConfigError that lists the phases."""
     try:
         return TrainingPhase(name)
     except ValueError:
@@ -98,15 +97,15 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
 
 
 def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
-    """The numbers of `phase`: the defaults, and what the configuration's `phases:` says instead."""
+    """The numbers of `phase`: the defaults, replaced by the configuration's `phases:`."""
     overrides = getattr(config.phases, phase).model_dump(exclude_none=True)
     return dataclasses.replace(PHASE_CONFIGS[phase], **overrides)
 
 
 def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
-    """`config`, in which fields of `training` that the command line has `given` go before a phase's defaults.
+    """`config`, in which fields of `training` that the command line has `given` replace the phases' defaults.
 
-    What `phases` says of a phase goes before both. Steps can only become fewer: they end a run, and tokens may before.
+    The configuration's `phases` go before both. Steps can only become fewer.
     """
     named = {name for name in _CADENCES if f"training.{name}" in given}
     phases = {}
@@ -194,11 +193,11 @@ class PlannedPhase:
 
 
 def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None = None) -> PlannedPhase:
-    """Lay `phase` over `config`. `max_steps`: a limit to its optimizer steps besides its own.
+    """The run of `phase` by `config`. `max_steps`: a further limit to its optimizer steps.
 
-    The run's data begins anew, under a seed of its own, so that no phase reads in the order of another; the held-out
-    documents do not depend on it. Its steps hold what `infra.num_gpus` makes, so that the plan holds on whatever ranks
-    the launcher starts. Raises ConfigError for a phase that contradicts itself.
+    The data starts again under the phase's own seed; the held-out documents do not depend on it. `infra.num_gpus`
+    decides the size of a step, whichever ranks the launcher starts. Raises ConfigError for a phase that contradicts
+    itself.
     """
     settings = phase_config(config, phase)
     training, data, infra = config.training, config.data, config.infra
@@ -206,7 +205,6 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     logging_dir, name = Path(infra.logging_dir), infra.wandb_run_name
     sequences = global_batch_size(config, infra.num_gpus)
     length = data.max_encoder_length + data.max_decoder_length
-    # However many micro-batches a step is divided into, and whichever ranks make them.
     steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
     save_steps, monitor, answers = min(settings.save_steps, steps), config.monitor, {}
@@ -255,7 +253,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
 def plan_phases(
     config: FullConfig, phases: Sequence[TrainingPhase] = PHASES, max_steps: int | None = None
 ) -> list[PlannedPhase]:
-    """All of `phases`, planned before the first one costs anything. Raises ConfigError."""
+    """The runs of all `phases`. Raises ConfigError."""
     if max_steps is not None and max_steps < 2:
         raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
     return [plan_phase(config, phase, max_steps) for phase in phases]
@@ -264,7 +262,7 @@ def plan_phases(
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
     """The phase's own number, unless it has none or was shortened; else at most a tenth of its steps.
 
-    At least one where there is to be any: DeepSpeed's schedules do not work without.
+    Not 0 unless 0 is configured: DeepSpeed's schedules need one.
     """
     if settings.warmup_steps is not None and steps == settings.num_train_steps:
         return settings.warmup_steps

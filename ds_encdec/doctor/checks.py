@@ -37,8 +37,8 @@ from ds_encdec.types import DsEncDecError
 
 logger = logging.getLogger(__name__)
 
-BUSY_BYTES = 2**30  # of a GPU's memory, held before the run: more than contexts of other ranks' probes
-SHARED_MEMORY_BYTES = 2**28  # NCCL's buffers between the GPUs of a host; containers have 64 MiB unless told otherwise
+BUSY_BYTES = 2**30  # of a GPU's memory in use before the run: more than contexts of other ranks' probes
+SHARED_MEMORY_BYTES = 2**28  # NCCL's buffers between the GPUs of a host; containers have 64 MiB by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,8 @@ def _devices(host: Host) -> Answer:
     names = {torch.cuda.get_device_properties(number).name for number in range(count)}
     memory = [torch.cuda.mem_get_info(number) for number in range(count)]
     busy = [number for number, (free, total) in enumerate(memory) if total - free > BUSY_BYTES]
-    apart = [(a, b) for a in range(count) for b in range(a + 1, count) if not torch.cuda.can_device_access_peer(a, b)]
     least = min(total for _, total in memory) / 2**30
-    links = "" if count == 1 else ", each reaches the others' memory" if not apart else ", linked through the host"
-    seen = f"{count} × {' and '.join(sorted(names))}, {least:.1f} GiB{links}"
+    seen = f"{count} × {' and '.join(sorted(names))}, {least:.1f} GiB"
     if busy:
         return f"{seen}; GPU {', '.join(map(str, busy))} is in use", "end what runs there: nvidia-smi names it"
     return seen
@@ -240,7 +238,7 @@ def _trackers(host: Host) -> Answer:
         return None
     if not has_wandb_login("https://api.wandb.ai"):
         return (
-            "training.report_to has wandb, and nobody is logged in: the run would be kept offline",
+            "training.report_to has wandb without a login: the run would be kept offline",
             "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline",
         )
     return "logged in to W&B"

@@ -24,7 +24,7 @@ MAX_ALERTS_OF_A_TYPE = 200
 MAX_HISTORY = 10_000  # observations that `TrainingMonitor.history` keeps, the newest ones
 
 LEARNING_RATE_ROUNDING = 1e-12
-"""Difference between two learning rates that is never an alert: what is left of a rate of 0 after rounding."""
+"""Difference between two learning rates that is never an alert: a rate of 0 after rounding."""
 
 
 class PhaseLimits(Protocol):
@@ -186,7 +186,7 @@ class TrainingMonitor:
              f"at most {limit:.4f} allowed"),
             ("loss_decrease", decrease is not None and decrease >= least,
              f"loss fell by {_number(decrease, 'no step was logged')} to the mean of the last "
-             f"{len(self.loss_window)}, at least {least:.4f} asked for"),
+             f"{len(self.loss_window)}, at least {least:.4f} required"),
             ("loss_spikes", spikes <= MAX_LOSS_SPIKES,
              f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
         ]  # fmt: skip

@@ -190,7 +190,7 @@ class ConsoleSink(Sink):
         if self._console.is_interactive:
             self._live = Live(self._line, console=self._console, refresh_per_second=2)
             self._live.start()
-            self._console.show_cursor()  # nobody would, were this process killed
+            self._console.show_cursor()  # a killed process could not
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the most important metrics of `step`."""
@@ -232,7 +232,7 @@ class TensorBoardSink(Sink):
     """
 
     def __init__(self, directory: Path, config: FullConfig, *, start_step: int = 0) -> None:
-        # Imported late: it costs half a second and nobody else needs it.
+        # Imported late: it costs half a second.
         from torch.utils.tensorboard import SummaryWriter
 
         self._open = lambda step: SummaryWriter(str(directory), purge_step=step + 1)
@@ -262,7 +262,7 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """A Weights & Biases run: online where somebody is logged in, else offline with one warning.
+    """A Weights & Biases run: online after a login, else offline with one warning.
 
     Credentials come from WANDB_API_KEY or netrc; WANDB_MODE, WANDB_DIR and WANDB_RUN_ID are obeyed. The run's id is
     kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the chart's x axis,
@@ -323,7 +323,7 @@ def _start_wandb(**arguments: Any) -> Any:
     # The library's own output would garble the progress bar; it stays in its log files.
     settings = wandb.Settings(silent=True, console="off", init_timeout=WANDB_INIT_TIMEOUT_S)
     if "WANDB_MODE" not in os.environ and not has_wandb_login(wandb.Settings().base_url):
-        logger.warning("W&B: nobody is logged in (`wandb login`); this run is kept offline in %s", arguments["dir"])
+        logger.warning("W&B: no login was found; this run is kept offline in %s. Use `wandb login`", arguments["dir"])
         return wandb.init(mode="offline", settings=settings, **arguments)
     try:
         return wandb.init(settings=settings, **arguments)

@@ -1,7 +1,7 @@
 """The phases, one after the other: train, judge, hand the weights on, and keep records of that beside each run.
 
 OUTPUT/phases/
-  .lock                 held while phases run
+  .lock                 locked while phases run
   sanity_check/
     phase.yaml          the configuration of its run
     started.json        when it began, and from which weights
@@ -103,7 +103,7 @@ class PhaseFolder(RunFolder):
             refused.append("the phase before it has been trained again since")
         if not refused:
             return list(changed.values())
-        lanes = f"On other ranks it goes on with data.num_lanes={began.data.num_lanes}. "
+        lanes = f"On other ranks it continues with data.num_lanes={began.data.num_lanes}. "
         raise ConfigError(
             f"phase {self._settings.phase} in {self.root} has begun with other settings: {'; '.join(refused)}. "
             f"{lanes if 'data.num_lanes' in changed else ''}Give the earlier values, or delete (or rename) that folder "
@@ -218,7 +218,7 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
         reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
         raise Preempted(f"phase {planned.phase}: {reason}. The same command continues it.")
-    # Launchers make 1 of the codes of their ranks, so run.json is asked first.
+    # Launchers make 1 of the codes of their ranks, so run.json goes first.
     what = "was ended from outside" if status else "did not start"
     unknown = f"the run {what} (the launcher's exit code is {code}); its output above ends with the reason"
     error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else unknown}")

@@ -38,8 +38,8 @@ _LIBC = ctypes.CDLL(None)
 def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
     """The words in front of the program: those of `launcher`, or else what starts `infra.num_gpus` ranks here.
 
-    srun and mpirun start any program, and so are told to start python, unless `launcher` does that itself. Raises
-    ConfigError for a launcher that is not installed.
+    srun and mpirun start any program: `python` is added unless `launcher` names it. Raises ConfigError for a launcher
+    that is not installed.
     """
     if launcher is not None:
         words = shlex.split(launcher)

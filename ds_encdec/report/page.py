@@ -1,6 +1,6 @@
 """How the templates (`*.html.j2`) become a page, and how numbers, times and configurations are written on it.
 
-The values come from files that nobody has checked: everything is escaped, and of whatever type it is, it has a text.
+The values come from files that may hold anything: everything is escaped, and every type has a text.
 """
 
 import re
@@ -30,7 +30,7 @@ _KEPT_NAMES = ("ds_encdec",)
 """Names of packages, whose underscores are no spaces."""
 _LAST = itemgetter(-1)
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
-"""Events that decide what became of the rollbacks asked for before them; after a start they were never answered."""
+"""Events that decide whether the rollbacks of the alerts before them were made; a start leaves them open."""
 
 
 def write_page(folder: Path, template: str, **values: Any) -> Path:
@@ -70,7 +70,7 @@ def when(written: object) -> str:
 
 
 def cause(message: object) -> str:
-    """Why a run stopped: of its last words those that do not say only that it did, or how to go on."""
+    """Why a run stopped: its reason without the step and the advice."""
     return re.sub(r"^stopped at step \d+ |; go on with .*$", "", number(message))
 
 
@@ -99,7 +99,7 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
     begin = read_time(next((entry.get("time") for entry in run.entries("start")), run.status.get("started_at")))
     end = read_time(run.status.get("updated_at")) if run.status.get("state") != "running" else None
     took = run.curve("perf/step_time_s")
-    began = next((entry["step"] for entry in run.entries("start")), 0.0)  # above 0 where it goes on from another run
+    began = next((entry["step"] for entry in run.entries("start")), 0.0)  # above 0 where it continues another run
     stepping = float(np.nansum(took.values * np.diff(took.steps, prepend=began)))
 
     def figure(how: Callable[[np.ndarray], Any], metric: str, unit: str = "", digits: int = 4, scale: float = 1) -> str:

@@ -266,7 +266,7 @@ def _overfits_one_batch(subject: Subject) -> Result:
     training = subject.config.training.model_copy(update={"learning_rate": rate})
     config = subject.config.model_copy(update={"training": training})
     subject.engine = create_engine(config, subject.context, run_model.config, run_model.weights, 1)
-    subject.opened.callback(vars(subject).pop, "engine")  # when it is closed, nobody holds it any more
+    subject.opened.callback(vars(subject).pop, "engine")
     subject.opened.callback(subject.engine.close)
     losses, subject.step_seconds = [], []
     for _ in range(OVERFIT_STEPS):

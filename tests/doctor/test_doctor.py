@@ -61,7 +61,7 @@ def test_each_planted_fault_is_found(tmp_path: Path) -> None:
         "output folder": "/proc",
         "open files": "may open 256 files",
         "compiler": "nocompiler",
-        "W&B": "nobody is logged in",
+        "W&B": "wandb without a login",
         "model": "nobody/nothing",
     }
     assert wrong.keys() == expected.keys()

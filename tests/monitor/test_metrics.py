@@ -71,16 +71,6 @@ def test_empty_window_is_zero_and_size_zero_is_refused() -> None:
         MetricWindow(0)
 
 
-def test_window_survives_json() -> None:
-    window = MetricWindow(3)
-    for value in (0.1, 0.2, 0.3, 0.7):
-        window.add(value)
-    restored = MetricWindow(3)
-    restored.load_state_dict(json.loads(json.dumps(window.state_dict())))
-    restored.add(0.9)
-    assert list(restored.values) == [0.3, 0.7, 0.9]
-
-
 def test_step_loss_is_sum_over_tokens_not_mean_of_means() -> None:
     accumulator = StepAccumulator(torch.device("cpu"))
     accumulator.add(loss_sum(20, 0, 0, 0, 90), encoder_tokens=7)

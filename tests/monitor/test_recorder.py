@@ -81,41 +81,6 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_does(tmp_path: Path) -> No
     assert [line["step"] for line in lines(cut)] == [4, 8, 12]
 
 
-class MeasuringEngine:
-    """An engine with a metric of its own: that this adds one is all that there is to adding one."""
-
-    def __init__(self, first: int) -> None:
-        self.steps = first
-
-    def step(self) -> StepResult:
-        self.steps += 1
-        return StepResult(True, torch.tensor(0.5), 1e-3, {"train/clipped": torch.tensor(float(self.steps))})
-
-
-def test_a_metric_of_an_engine_is_published_by_its_name_and_continues_after_a_resume(tmp_path: Path) -> None:
-    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    published: list[float] = []
-
-    def train(recorder: Recorder, first: int, last: int) -> None:
-        engine = MeasuringEngine(first)
-        for _ in range(first, last):
-            result = engine.step()
-            state = TrainingState(global_step=engine.steps, data_step=engine.steps)
-            recorder.end_step(state, result)
-            if engine.steps % 4 == 0:
-                recorder.log(state)
-
-    uninterrupted = make_recorder(whole, 0)
-    uninterrupted.sinks[0].log = lambda step, metrics: published.append(metrics["train/clipped"])  # type: ignore[method-assign]
-    train(uninterrupted, 0, 8)
-    first = make_recorder(cut, 0)
-    train(first, 0, 6)
-    resumed = make_recorder(cut, 6)
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
-    train(resumed, 6, 8)
-    assert published == [line["train/clipped"] for line in lines(cut)] == [2.5, 6.5]
-
-
 def test_throughput_after_a_resume_counts_only_what_this_process_did(tmp_path: Path) -> None:
     first = make_recorder(tmp_path / "metrics.jsonl", 0)
     run(first, 0, 3)

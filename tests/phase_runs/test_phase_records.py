@@ -126,7 +126,7 @@ def test_the_same_lanes_on_other_ranks(tmp_path: Path) -> None:
     began(setup(tmp_path, "data.num_lanes=null", "infra.num_gpus=4")[1], saved_at=10)
     fewer = ("infra.num_gpus=2", "training.gradient_accumulation_steps=4")
     _, planned = setup(tmp_path, "data.num_lanes=null", *fewer)
-    with pytest.raises(ConfigError, match=r"On other ranks it goes on with data\.num_lanes=32\."):
+    with pytest.raises(ConfigError, match=r"On other ranks it continues with data\.num_lanes=32\."):
         records_of(planned).accepted_changes(planned.config, None)
     _, planned = setup(tmp_path, "data.num_lanes=32", *fewer)
     assert records_of(planned).accepted_changes(planned.config, None) == []
