@@ -13,15 +13,12 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from ds_encdec import terminal
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.prepared import (
     INDEX,
@@ -114,12 +111,15 @@ def prepare_source(
     made = {part.number: finished_shards(folder, part.number) for part in parts}
     shards = [shard for finished in made.values() for shard in finished or ()]
     todo = [part for part in parts if made[part.number] is None]
-    with _progress(folder.name, sum(shard.rows for shard in shards), None if is_stream else size) as advance:
+    _check(shards, bad_row_limit)
+    logged = time.monotonic()
+    for shard in _work_off(Work(source, maker, folder, bad_row_limit), todo, num_proc):
+        shards.append(shard)
         _check(shards, bad_row_limit)
-        for shard in _work_off(Work(source, maker, folder, bad_row_limit), todo, num_proc):
-            shards.append(shard)
-            advance(shard.rows)
-            _check(shards, bad_row_limit)
+        if time.monotonic() - logged > _LINE_SECONDS:
+            logged = time.monotonic()
+            total = "" if is_stream else f" of {size:,}"
+            logger.info(f"{folder.name}: {sum(one.rows for one in shards):,}{total} rows")
     shards.sort(key=lambda shard: shard.file)
     with writing(folder).refusals_told():
         write_atomically(folder / INDEX, json.dumps(index | {"shards": [asdict(shard) for shard in shards]}))
@@ -131,26 +131,6 @@ def _check(shards: Sequence[Shard], bad_row_limit: int) -> None:
     """Raise DataError where the parts have more bad rows than they may all together."""
     if bad := [shard for shard in shards if shard.bad_rows]:
         check_bad_rows(sum(shard.bad_rows for shard in bad), bad_row_limit, str(bad[-1].problem))
-
-
-@contextmanager
-def _progress(name: str, rows: int, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with further rows: it draws a bar on a terminal, else logs a line now and then."""
-    console = terminal.console(stderr=True)
-    columns = (TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal or terminal.is_quiet()) as bar:
-        task = bar.add_task(name, total=total, completed=rows)
-        logged = time.monotonic()
-
-        def advance(more: int) -> None:
-            nonlocal rows, logged
-            rows += more
-            bar.update(task, completed=rows)
-            if not console.is_terminal and time.monotonic() - logged > _LINE_SECONDS:
-                logged = time.monotonic()
-                logger.info(f"{name}: {rows:,} {'' if total is None else f'of {total:,} '}rows")
-
-        yield advance
 
 
 def _work_off(work: Work, todo: Sequence[Part], num_proc: int) -> Iterator[Shard]:
