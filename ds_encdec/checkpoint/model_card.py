@@ -155,16 +155,24 @@ def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
 
 
 def _card(
-    rows: Mapping[str, str],
-    config: FullConfig | None,
-    encoder_only: bool = False,
-    *,
-    is_chat: bool = False,
+    rows: Mapping[str, str], config: FullConfig | None, encoder_only: bool = False, *, is_chat: bool = False
 ) -> str:
+    """The card of a model that `config` trained, or (None) of an untrained one.
+
+    Its header names only what can be on the hub; licence and language are those of the model that the run started from.
+    The whole model has no `pipeline_tag`: transformers 5 has no pipeline for encoder-decoders of text.
+    """
     objective = _OBJECTIVES["ul2" if config is None else config.data.objective]
+    tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
+    header = ModelCardData(
+        library_name="sentence-transformers" if encoder_only else "transformers",
+        pipeline_tag="feature-extraction" if encoder_only else None,
+        tags=[*tags, objective.tag, "qwen3"],
+        **({} if config is None else _origin(config)),
+    )
     return str(
         ModelCard.from_template(
-            _header(config, objective=objective.tag, encoder_only=encoder_only),
+            header,
             template_path=str(_TEMPLATE),
             rows=rows,
             encoder=encoder_only,
@@ -172,24 +180,6 @@ def _card(
             is_chat=is_chat,
             prompt=json.dumps(objective.prompt(None if config is None else config.data), ensure_ascii=False),
         )
-    )
-
-
-def _header(config: FullConfig | None, *, objective: str, encoder_only: bool) -> Any:
-    """The header of a model that `config` trained, or (None) of one that was not trained.
-
-    It says nothing that is not known: names are those that can be on the hub, and licence and language are those of
-    the card of the model it started from.
-
-    The whole model has no `pipeline_tag`: version 5 of transformers has no pipeline for encoder-decoders of text.
-    """
-    tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
-    facts: dict[str, Any] = {} if config is None else _origin(config)
-    return ModelCardData(
-        library_name="sentence-transformers" if encoder_only else "transformers",
-        pipeline_tag="feature-extraction" if encoder_only else None,
-        tags=[*tags, objective, "qwen3"],
-        **facts,
     )
 
 
