@@ -52,7 +52,7 @@ HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "
 
 PYTHON = "python:"
 """Beginning of the names of readers of one's own: `python:MODULE:FUNCTION`."""
-OWN = SourceKind("ds_encdec.data.own_reader:OwnReader", ("entry", "text_column"))
+OWN = SourceKind("ds_encdec.data.sources:UserReader", ("entry", "text_column"))
 
 
 def local_kind(name: str) -> SourceKind | None:

@@ -32,8 +32,7 @@ from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.examples import ExampleMaker
 from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.local_files import expand_files, file_digests, local_errors, short_names
-from ds_encdec.data.own_reader import reader_digest
-from ds_encdec.data.sources import BadRow, Row
+from ds_encdec.data.sources import BadRow, Row, reader_digest
 from ds_encdec.data.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
 from ds_encdec.launch.disk import Writing, write_atomically
