@@ -275,9 +275,8 @@ class UserReader:
         self._size = len(reader)
         identity = getattr(reader, "identity", {})
         self.identity: dict[str, Any] = {"kind": "python", "name": name, "sha256": digest, "text_column": text_column}
-        self.identity |= (
-            {f"own {key}": value for key, value in identity.items()} if isinstance(identity, Mapping) else {}
-        )
+        if isinstance(identity, Mapping):
+            self.identity |= {f"own {key}": value for key, value in identity.items()}
 
     def __len__(self) -> int:
         return self._size
