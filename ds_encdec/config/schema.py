@@ -55,14 +55,18 @@ class FullConfig(Sections):
     @model_validator(mode="before")
     @classmethod
     def _imply(cls, values: Any) -> Any:
-        """Let the set fields decide others, in a configuration built in Python too."""
+        """Read words of other tools, and let the set fields decide others, in a configuration built in Python too."""
         if not isinstance(values, dict):
             return values
         plain = {
             name: part.model_dump(exclude_unset=True) if isinstance(part, Section) else part
             for name, part in values.items()
         }
-        imply(settings := Settings(deepcopy(plain)))
+        settings, problems = Settings(deepcopy(plain)), list[Problem]()
+        read_words(settings, problems, [])
+        if problems:
+            raise ValueError("; ".join(f"{problem.mentions[0]}: {problem.message}" for problem in problems))
+        imply(settings)
         return settings.values
 
     @model_validator(mode="after")

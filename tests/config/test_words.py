@@ -14,7 +14,7 @@ import pytest
 from transformers import Seq2SeqTrainingArguments
 
 from ds_encdec import cli, train
-from ds_encdec.config.schema import load_config, read_config
+from ds_encdec.config.schema import FullConfig, load_config, read_config
 from ds_encdec.config.sections import fields
 from ds_encdec.config.words import READERS, all_words, their_sections, tools, words_by_name
 from ds_encdec.config.yaml_text import write_yaml
@@ -152,6 +152,14 @@ def test_a_word_of_fsdp_and_its_field_must_agree(tmp_path: Path, word: str, fiel
     value = {"sharding_stage": "zero3", "activation_checkpointing": "full", "offload_optimizer": "cpu"}[name]
     found = problems(written(tmp_path, f"{word}\n{section}: {{{name}: {value}}}"))
     assert f"both are {field}: make them equal" in found
+
+
+def test_a_configuration_built_in_python_may_use_words_too() -> None:
+    words = {"infra": {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "distributed_type": "fsdp"}, "lr": 1e-4}
+    config = FullConfig.model_validate(words)
+    assert (config.infra.sharding_stage, config.training.learning_rate) == ("zero2", 1e-4)
+    with pytest.raises(ValueError, match=r"both are infra\.sharding_stage"):
+        FullConfig.model_validate({"infra": {"fsdp_sharding_strategy": "NO_SHARD", "sharding_stage": "zero3"}})
 
 
 FULL_IN_WORDS = ("finetuning_type: full", "use_lora: false", "adapter: none", "full_ft: true", "model: {lora: null}")
