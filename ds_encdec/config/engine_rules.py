@@ -86,10 +86,9 @@ def _quantizes(config: Sections) -> bool:
 
 def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
     training, infra = config.training, config.infra
-    is_users, stage = training.optimizer not in OPTIMIZERS, infra.sharding_stage
+    stage = infra.sharding_stage
     by_module = training.freeze or config.model.lora is not None
     by_module = by_module or "zero_optimization.leaf_module" in Settings(infra.deepspeed_extra)
-    refusal = row_of(training.optimizer).not_deepspeeds
     yield from broken(
         (
             stage == "zero2_hybrid",
@@ -106,17 +105,6 @@ def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
             f"training.torch_compile {_STAGE} {_ENGINE}",
             "ZeRO-3 gathers parameters inside layers here (training.freeze, model.lora, leaf_module), which cannot be "
             "compiled so: set torch_compile=auto, sharding_stage=zero2 or lower, or distributed_type=fsdp",
-        ),
-        (refusal, f"training.optimizer {_ENGINE}", refusal),
-        (
-            is_users and "optimizer" in infra.deepspeed_extra,
-            f"training.optimizer {_EXTRA}.optimizer",
-            "two optimizers: remove one of the two",
-        ),
-        (
-            is_users and infra.offload_optimizer == "nvme",
-            f"training.optimizer infra.offload_optimizer {_ENGINE}",
-            "DeepSpeed swaps only AdamW's states to a disk: set offload_optimizer=cpu or none, or optimizer=adamw",
         ),
         (
             infra.fsdp_reduce_every_micro_batch,
@@ -139,13 +127,32 @@ def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
             "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or "
             "quantize=none",
         ),
+    )
+    yield from _optimizers_that_deepspeed_lacks(config)
+    yield from _keys_that_deepspeed_lacks(config)
+
+
+def _optimizers_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
+    training, infra = config.training, config.infra
+    is_users, refusal = training.optimizer not in OPTIMIZERS, row_of(training.optimizer).not_deepspeeds
+    return broken(
+        (refusal, f"training.optimizer {_ENGINE}", refusal),
+        (
+            is_users and "optimizer" in infra.deepspeed_extra,
+            f"training.optimizer {_EXTRA}.optimizer",
+            "two optimizers: remove one of the two",
+        ),
+        (
+            is_users and infra.offload_optimizer == "nvme",
+            f"training.optimizer infra.offload_optimizer {_ENGINE}",
+            "DeepSpeed swaps only AdamW's states to a disk: set offload_optimizer=cpu or none, or optimizer=adamw",
+        ),
         (
             training.lr_scheduler_type in NATIVE_SCHEDULES and training.warmup_steps < 1,
             "training.warmup_steps training.lr_scheduler_type",
             "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without",
         ),
     )
-    yield from _keys_that_deepspeed_lacks(config)
 
 
 def _keys_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:

@@ -1,6 +1,6 @@
-"""Fields that decide others which nobody has set, where these can be only one way beside them.
+"""Fields that decide others which are not set, because these can have only one value beside them.
 
-What is set stays as it is; where it contradicts, the sections' rules say so.
+A field that is set stays as it is; rules.py reports where it contradicts.
 """
 
 import math
@@ -13,7 +13,7 @@ from ds_encdec.config.validation import default_of, mention
 
 
 def imply(settings: Settings) -> list[str]:
-    """Put into `settings` what its fields decide about fields that are not set; return what nobody would expect."""
+    """Set the fields that others in `settings` decide; return notes about those that nobody would expect."""
     notes = []
     for source, field, value in _decided(settings):
         if settings.get(field) is None:
@@ -25,7 +25,7 @@ def imply(settings: Settings) -> list[str]:
 
 
 def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
-    """Yield which field decides which one, and how. The later ones see what the earlier ones have decided."""
+    """Yield the field that decides, the one that it decides, and the value. The later ones see the earlier ones."""
     if settings.get("infra.distributed_type") == "ddp":
         yield "infra.distributed_type", "infra.sharding_stage", "zero0"
     if settings.get("infra.sharding_stage") == "zero0":
@@ -38,8 +38,8 @@ def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
 
 
 def _warmup(settings: Settings) -> Iterator[tuple[str, str, Any]]:
-    steps, ratio = settings.get("training.num_train_steps"), settings.get("training.warmup_ratio")
-    steps = default_of("training.num_train_steps") if steps is None else steps
+    steps = settings.get("training.num_train_steps", default_of("training.num_train_steps"))
+    ratio = settings.get("training.warmup_ratio")
     if not _is_number(steps) or settings.get("training.num_train_epochs") is not None:
         return  # counted when the run starts (data/epochs.py)
     if _is_number(ratio) and 0 <= ratio < 1 and settings.get("training.warmup_steps") is None:

@@ -110,20 +110,15 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
             f"the warm-up and the decay of {decay_steps} steps do not fit into the run",
         ),
     )
-    end = float(is_endless)
     for field in _set_by_a_person(training, _READ_BY_SCHEDULES) if schedule in get_args(Schedule) else ():
-        readers = _READ_BY_SCHEDULES[field]
-        if schedule in readers or (
-            field == "min_lr_ratio" and schedule != "inverse_sqrt" and training.min_lr_ratio == end
-        ):
+        if schedule in _READ_BY_SCHEDULES[field]:
             continue
-        why = (
-            f"{schedule} always ends at {end:g} times the peak"
-            if field == "min_lr_ratio"
-            else f"{schedule} does not read it"
-        )
-        why = "inverse_sqrt has no lowest rate" if (field, schedule) == ("min_lr_ratio", "inverse_sqrt") else why
-        fix = f"set lr_scheduler_type={' or '.join(readers[:3])}, or remove {field}"
+        why = f"{schedule} does not read it"
+        if field == "min_lr_ratio" and schedule != "inverse_sqrt":
+            if training.min_lr_ratio == is_endless:
+                continue
+            why = f"{schedule} always ends at {is_endless:d} times the peak"
+        fix = f"set lr_scheduler_type={' or '.join(_READ_BY_SCHEDULES[field][:3])}, or remove {field}"
         yield Conflict(("training.lr_scheduler_type", f"training.{field}"), f"{why}: {fix}")
 
 
