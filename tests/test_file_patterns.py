@@ -75,5 +75,5 @@ def test_a_channel_of_sagemaker() -> None:
 
 
 def test_a_folder_that_the_hubs_library_takes_for_a_pattern() -> None:
-    with pytest.raises(DataError, match=r"run\[2\]: .*datasets library.*data.data_files='FOLDER/\*\*'"):
+    with pytest.raises(DataError, match=r"run\[2\].*data\.data_files='FOLDER/\*\*'"):
         open_hub_data(MixtureSource(dataset_name=os.path.abspath("run[2]"), weight=1), 1, streaming=True)

@@ -57,10 +57,12 @@ def _wrong(number: int, row: Mapping[str, Any] | str, source: Source, data: Data
     has_templates = OBJECTIVES[data.objective].takes_records and data.converter is None
     if not has_templates or source.dataset_name == "parquet" or _has_no_template(row, data):
         return None
-    lacking = ((name, column) for name, column in columns_by_field(data).items() if field_value(row, column) is None)
-    for name, column in lacking:
-        return f"row {number} has nothing in its field {column}, which a template asks for ({{{name}}})"
-    return None
+    lacking = (
+        f"row {number} has nothing in its field {column}, which a template asks for ({{{name}}})"
+        for name, column in columns_by_field(data).items()
+        if field_value(row, column) is None
+    )
+    return next(lacking, None)
 
 
 def _has_no_template(row: Mapping[str, Any], data: DataConfig) -> bool:

@@ -97,11 +97,6 @@ def within(path: str, outer: str) -> bool:
     return path == outer or path.startswith(outer + ".")
 
 
-def is_name(key: str) -> bool:
-    """Return whether a key of a file can be a field's name, or a part of a dotted one."""
-    return key != "" and "." not in key
-
-
 def unusable(value: Any) -> str | None:
     """Why no field can hold this plain value; None for one that some may."""
     if isinstance(value, float):

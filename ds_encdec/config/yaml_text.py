@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from ds_encdec.config.plain_files import MAX_DEPTH, MAX_NODES, read_config
-from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, is_name, join, masked, show
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, join, masked, show
 from ds_encdec.config.shipped import shipped_instead
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -279,7 +279,7 @@ class _NodeReader:
                         self._report(key, join(path, "<<"), "needs a mapping, or a list of mappings")
                 continue
             name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
-            if not isinstance(key, yaml.ScalarNode) or not is_name(name):
+            if not isinstance(key, yaml.ScalarNode) or not name or "." in name:
                 message = "not a key: sections are nested, with one `field: value` line each"
                 self._report(key, join(path, name or '""'), message)
                 continue
