@@ -150,3 +150,22 @@ def test_a_package_is_imported_as_a_gpu_rank_does(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ImportError, match="OSError: cuda: no CUDA_HOME"):
         import_as_gpu_rank("wants_nvcc")
+
+
+def test_the_hosts_of_a_file_are_checked_together(tmp_path: Path) -> None:
+    """Its ssh runs every command here, so that only the address of rank 0 is wrong on the second host."""
+    (ssh := tmp_path / "ssh").write_text(
+        '#!/bin/sh\nfor word; do command=$word; done\n[ "$command" = "hostname -I" ] && exec echo 127.0.0.1\n'
+        'exec sh -c "$command"\n'
+    )
+    ssh.chmod(0o755)
+    (hostfile := tmp_path / "hosts").write_text("node0 slots=1\nnode1 slots=1\n")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
+    words = (*DOCTOR, "--hostfile", str(hostfile), f"infra.output_dir={tmp_path}")
+    found = findings(*words, code=10, env=environment)
+    assert {check for check, one in found.items() if not all(finding["passed"] for finding in one)} == {
+        "master address"
+    }
+    assert [finding["host"] for finding in found["ssh"]] == ["node0", "node1"]
+    assert len(found["packages"]) == 2
+    assert found["equal versions"][0]["message"] == "2 ranks agree"
