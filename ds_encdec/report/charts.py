@@ -43,6 +43,9 @@ _COLOURED = {
     "grid": ("axes.edgecolor", "grid.color", "xtick.color", "ytick.color"),
     "muted": ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"),
 }
+_RC: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
+styled = matplotlib.rc_context({**_RC, "svg.hashsalt": "report"}, Path(__file__).with_name("drawing.mplstyle"))
+"""A decorator: figures inside have the style of the page, and the same figure gives the same bytes."""
 _LINES = tuple(name for name in COLOURS if name.startswith("line"))
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _STYLES: Mapping[str, Style] = {
@@ -59,16 +62,9 @@ _STYLES: Mapping[str, Style] = {
     }.items()
 }  # fmt: skip
 """How the marks of a chart are drawn, by their labels in the legend."""
-_TAKEN_BACK_STEPS = {"color": COLOURS["rollback"], "alpha": 0.09, "linewidth": 0}
 _NUMBER_OF_ALERTS: Style = {
     "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
 }  # fmt: skip
-_RC: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
-styled = matplotlib.rc_context(
-    {**_RC, "svg.hashsalt": "report"},
-    Path(__file__).with_name("drawing.mplstyle"),
-)
-"""A decorator: figures inside have the style of the page, and the same figure gives the same bytes."""
 _LIMITS: tuple[Style, ...] = (
     {"color": COLOURS["line3"], "linestyle": ":"},
     {"color": COLOURS["alert"], "linestyle": "--"},
@@ -163,11 +159,9 @@ PLANS = {
 
 @styled
 def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list[str]]:
-    """Every chart that the run has values for, and the titles of those that it has none for.
+    """Every chart that the run has values for, and the titles of the others. `pictures`: a folder for KEY.png of each.
 
     The loss of a single denoiser or task is left out: it is that of the run.
-
-    `pictures`: a folder that gets each chart as KEY.png.
     """
     sets = {name: name.split("/")[1] for name in run.curves if re.fullmatch(r"eval/[^/]+/loss", name)}  # data.eval_sets
     of_sets = {"eval_sets": ChartPlan("eval_sets", "Evaluation loss by set", _NATS, sets, log=True)} if sets else {}
