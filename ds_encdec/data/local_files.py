@@ -321,7 +321,7 @@ def _line_index(path: str) -> np.ndarray:
     with local_errors(path):
         is_large = os.path.getsize(path) >= INDEXED_BYTES
     if is_large:
-        with suppress(DataError):  # no folder to keep it in
+        with suppress(DataError, ValueError, OSError):  # no folder to keep it in, or it is cut short
             kept = kept_file(path, "lines", lambda source, out: np.save(out, _line_edges(source)))
             return np.load(kept, mmap_mode="r")
     return _line_edges(path)
