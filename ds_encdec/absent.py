@@ -128,7 +128,7 @@ def _absent_code(config: FullConfig) -> Iterator[Conflict]:
 
 
 def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the field and the look-up of each object of the user's own that `config` names."""
+    """Yield the field and the look-up of each of the user's objects that `config` names."""
     data, training = config.data, config.training
     if data.converter is not None:
         yield "data.converter", partial(converter_digest, data.converter)

@@ -99,7 +99,7 @@ def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
 
 
 def converter_digest(name: str) -> str:
-    """The digest of the code of `data.converter`, a function of the user's own. Raises ConfigError."""
+    """The digest of the code of `data.converter`, the user's function. Raises ConfigError."""
     return code_digest("data.converter", name, load_plugin("data.converter", name))
 
 

@@ -1,7 +1,6 @@
 """The kinds of data sources, a row each: adding one is writing its class (data/sources.py has the protocols) and a row.
 
-It stands on the floor, so that the configuration's rules ask a row what a data set's name needs, and nothing of data/
-is imported for it.
+The configuration's rules ask a row, so nothing of data/ is imported here.
 """
 
 import re
@@ -51,7 +50,7 @@ HUB = SourceKind("ds_encdec.data.tables:open_hub_data", ("entry", "num_lanes", "
 """The kind of all other names: a data set of the hub, or of a folder laid out like one."""
 
 PYTHON = "python:"
-"""Beginning of the names of readers of one's own: `python:MODULE:FUNCTION`."""
+"""Beginning of the names of users' readers: `python:MODULE:FUNCTION`."""
 OWN = SourceKind("ds_encdec.data.sources:UserReader", ("entry", "text_column"))
 
 

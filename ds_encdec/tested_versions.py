@@ -1,9 +1,7 @@
-"""The versions of other packages that this one was tested with: the ranges in pyproject.toml, and what is outside.
+"""The versions of other packages that this one was tested with: the ranges in pyproject.toml.
 
 A range is raised only by a green run of `scripts/dev/newest.sh`, and written nowhere else.
 """
-
-from __future__ import annotations
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -15,13 +13,12 @@ _PACKAGE = "ds_encdec"
 
 
 def known_ranges() -> dict[str, Requirement]:
-    """The requirement for each package, those of extras as well, by name; none where nothing says them.
+    """The requirement for each package by name, those of extras as well.
 
-    A clone's own pyproject.toml goes before what was installed from it, which may be older.
+    A clone's own pyproject.toml goes before the installed metadata, which may be older.
     """
     found: dict[str, Requirement] = {}
-    for line in _lines():
-        requirement = Requirement(line)
+    for requirement in map(Requirement, _lines()):
         if requirement.name != _PACKAGE and requirement.specifier:
             found.setdefault(requirement.name, requirement)
     return found
@@ -52,13 +49,7 @@ def _lines() -> list[str]:
     try:
         project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
         if project["name"] == _PACKAGE:
-            return [
-                *project["dependencies"],
-                *(line for lines in project["optional-dependencies"].values() for line in lines),
-            ]
+            return sum(project["optional-dependencies"].values(), project["dependencies"])
     except (OSError, KeyError, tomllib.TOMLDecodeError):
         pass  # installed from a wheel; or another project's file lies beside the packages
-    try:
-        return requires(_PACKAGE) or []
-    except PackageNotFoundError:
-        return []
+    return requires(_PACKAGE) or []

@@ -1,7 +1,4 @@
-"""Settings on their way into the schema, each with the place that set it, and the report of what is wrong with them.
-
-Every problem of a configuration is reported at once, with its place, field, value and fix.
-"""
+"""Settings before validation, each with the place that set it, and the report of all their problems at once."""
 
 import difflib
 import json
@@ -116,24 +113,21 @@ def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Fields (dotted names) that contradict each other, and what is allowed."""
+    """Fields (dotted names) that contradict each other, and the message that names the allowed values."""
 
     fields: tuple[str, ...]
     message: str
 
 
 def broken(*rules: tuple[object, str, str]) -> Iterator[Conflict]:
-    """Yield the broken ones of `rules`: whether it is broken, the dotted fields between blanks, what is allowed."""
+    """Yield a conflict for each of `rules` whose first item is true: (is it broken, dotted fields, message)."""
     return (Conflict(tuple(fields.split()), message) for is_broken, fields, message in rules if is_broken)
 
 
 @dataclass(frozen=True)
 class Mention:
-    """A field named in a problem: where its value was set (`file:line`, `file:line:column` in JSON,
-    `command line`, `default`), and to what.
-
-    `shown` is the value as the report prints it; empty where there is none to print.
-    """
+    """A field named in a problem, the place that set it (`file:line`, `command line`, `default`), and its value as the
+    report shows it, if any."""
 
     place: str
     field: str
@@ -147,7 +141,7 @@ class Mention:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend: the fields it is about, and what is allowed."""
+    """One thing to mend: the fields it is about, and the message that names the allowed values."""
 
     mentions: tuple[Mention, ...]
     message: str

@@ -1,9 +1,7 @@
-"""How the batch, the lanes and the shards of a run are divided among its ranks: the one place that decides and refuses.
+"""Divides the batch, the lanes and the shards of a run among its ranks, and refuses those that do not divide.
 
 A sequence is `data.max_encoder_length` + `data.max_decoder_length` tokens, and a micro-batch of size N has room for N
-of them. An optimizer step is `training.global_batch_size` sequences: as many micro-batches (lanes) as that takes,
-shared out among the ranks. A number that does not divide is the same mistake wherever it is found (a plan, an estimate,
-a start, a resume), so it has one message.
+of them. An optimizer step is `training.global_batch_size` sequences, in micro-batches (lanes) that the ranks share.
 """
 
 import logging
@@ -31,7 +29,7 @@ def is_auto(config: Sections) -> bool:
 def global_batch_size(config: Sections, world_size: int) -> int:
     """Sequences of one optimizer step over all ranks, at a first start on `world_size` ranks.
 
-    `training.global_batch_size`, or what micro-batches of the configured size (for `auto`, the default one) make.
+    `training.global_batch_size`, or else it follows from the size of micro-batches (for `auto`, the default one).
     """
     training = config.training
     if training.global_batch_size is not None:
@@ -41,17 +39,15 @@ def global_batch_size(config: Sections, world_size: int) -> int:
 
 
 def micro_batches_per_step(config: Sections, world_size: int) -> int:
-    """Micro-batches of one optimizer step over all ranks: the lanes of a run that first starts on `world_size` ranks.
-
-    They need not divide among the ranks. Raises ConfigError while the micro-batch size is `auto`.
-    """
+    """Micro-batches of one optimizer step over all ranks, at a first start on `world_size` ranks, which may not divide
+    them. Raises ConfigError while the micro-batch size is `auto`."""
     return global_batch_size(config, world_size) // config.training.micro_batch_size
 
 
 def plan_lanes(config: Sections, world_size: int, saved_lanes: int | None = None) -> tuple[int, int]:
-    """Micro-batches of an optimizer step, over all ranks (the lanes of a run) and on each of `world_size`.
+    """Micro-batches of an optimizer step, over all ranks (a run's lanes, which never change) and on each rank.
 
-    A saved run's lanes never change. Raises ConfigError where the ranks do not divide them.
+    Raises ConfigError where the ranks do not divide them.
     """
     lanes = saved_lanes or micro_batches_per_step(config, world_size)
     origin = "training.global_batch_size / training.per_device_train_batch_size"
@@ -63,7 +59,7 @@ def plan_lanes(config: Sections, world_size: int, saved_lanes: int | None = None
 def micro_batch_candidates(config: Sections, world_size: int) -> list[int]:
     """The sizes that `auto` may take, largest first: all that divide one rank's share of the global batch.
 
-    Raises ConfigError where the ranks do not divide the global batch.
+    Raises ConfigError where the ranks do not divide that.
     """
     sequences = global_batch_size(config, world_size)
     share = per_rank(sequences, world_size, "training.global_batch_size", multiple=True)
@@ -71,10 +67,7 @@ def micro_batch_candidates(config: Sections, world_size: int) -> list[int]:
 
 
 def with_micro_batch_size(config: Run, micro_batch_size: int, world_size: int) -> Run:
-    """`config` with this number as its micro-batch size, and the accumulation that keeps its global batch.
-
-    The size must be one of `micro_batch_candidates`.
-    """
+    """`config` with one of `micro_batch_candidates`, and the accumulation that keeps its global batch."""
     sequences = global_batch_size(config, world_size)
     batch = {
         "per_device_train_batch_size": micro_batch_size,
@@ -85,10 +78,7 @@ def with_micro_batch_size(config: Run, micro_batch_size: int, world_size: int) -
 
 
 def with_assumed_batch_size(config: Run, world_size: int) -> Run:
-    """`config` with a number as its micro-batch size, for what cannot try any; says so where that was `auto`.
-
-    Raises ConfigError as `micro_batch_candidates`.
-    """
+    """`with_first_batch_size`, with a warning, for programs that cannot try one."""
     if not is_auto(config):
         return config
     assumed = with_first_batch_size(config, world_size)
@@ -102,11 +92,8 @@ def with_assumed_batch_size(config: Run, world_size: int) -> Run:
 
 
 def with_first_batch_size(config: Run, world_size: int) -> Run:
-    """`config` with a number as its micro-batch size: of `auto`, before any was tried.
-
-    It is the default where that divides the global batch of each of `world_size` ranks, else the next smaller one that
-    does. Raises ConfigError as `micro_batch_candidates`.
-    """
+    """`config` with a number in place of `auto`: the default size, or the next smaller one that divides a rank's share
+    of the global batch. Raises ConfigError as `micro_batch_candidates`."""
     if not is_auto(config):
         return config
     candidates = micro_batch_candidates(config, world_size)
@@ -115,10 +102,10 @@ def with_first_batch_size(config: Run, world_size: int) -> Run:
 
 
 def per_rank(count: int, ranks: int, what: str, *, multiple: bool = False) -> int:
-    """One rank's share of `count` things (`what`, with the field that sets their number).
+    """One rank's share of `count` things; `what`: the field that sets their number.
 
-    Raises ConfigError where the ranks do not divide them. It names the numbers of ranks that do, or with `multiple`
-    the next number of things that fits, for what is easier changed than the ranks.
+    Raises ConfigError where the ranks do not divide them, with the numbers of ranks that do, or with `multiple` the
+    next count that fits.
     """
     if count % ranks == 0:
         return count // ranks
@@ -131,7 +118,7 @@ def per_rank(count: int, ranks: int, what: str, *, multiple: bool = False) -> in
 
 
 def unevenness(config: Sections, ranks: int) -> str | None:
-    """Say why so many ranks cannot share the micro-batches of a step; None where they can, or `auto` decides."""
+    """Return why `ranks` cannot share the micro-batches of a step; None where they can, or `auto` decides."""
     try:
         if config.infra.hybrid_shard_size:
             mesh_shape(config.infra, ranks, ranks)
@@ -143,9 +130,9 @@ def unevenness(config: Sections, ranks: int) -> str | None:
 
 
 def mesh_shape(infra: InfraConfig, ranks: int, ranks_per_node: int) -> tuple[int, int]:
-    """How many groups of ranks replicate each other, and how many ranks of each shard the states among them.
+    """The number of groups of ranks that replicate each other, and of ranks in each that shard the states.
 
-    Their product is `ranks`. Raises ConfigError for a hybrid whose shards do not divide the ranks.
+    Raises ConfigError for a hybrid whose shards do not divide the ranks.
     """
     if infra.sharding_stage == "zero0":
         return ranks, 1
@@ -157,7 +144,7 @@ def mesh_shape(infra: InfraConfig, ranks: int, ranks_per_node: int) -> tuple[int
 
 
 def replicas(ranks: int, shards: int, what: str) -> int:
-    """How many groups of `shards` ranks there are; `what` names them. Raises ConfigError where some ranks are left."""
+    """The number of groups of `shards` ranks, which `what` names. Raises ConfigError where some ranks are left."""
     if ranks % shards:
         raise ConfigError(f"{what} do not divide {ranks} ranks: set infra.hybrid_shard_size to a divisor of {ranks}.")
     return ranks // shards

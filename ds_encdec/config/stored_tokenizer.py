@@ -1,6 +1,6 @@
-"""How many ids a tokenizer takes, from its `tokenizer.json` alone, so that too few rows are reported at once.
+"""The number of ids of a tokenizer, from its `tokenizer.json` alone, and the special tokens that this package adds.
 
-Neither torch nor transformers is needed. The special tokens that this package adds are named here.
+Neither torch nor transformers is needed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def sentinel(index: int) -> str:
 
 
 def too_few_rows(rows: int, ids: int) -> str | None:
-    """Say what is wrong with an embedding of `rows` for a tokenizer of `ids`; None where it has room."""
+    """Return what is wrong with an embedding of `rows` for a tokenizer of `ids`; None where it has room."""
     return None if ids <= rows else f"the tokenizer's ids reach {ids - 1}: set it to at least {ids}"
 
 
 def tokenizer_lacks_rows(config: Sections) -> str | None:
-    """Say what is wrong with `model.architecture.vocab_size` for the tokenizer, as far as that is on this machine."""
+    """Return what is wrong with `model.architecture.vocab_size` for a tokenizer that is on this machine."""
     section = config.model
     name = section.tokenizer_name_or_path
     if section.architecture is None or name is None or (file := _file_of(name)) is None:
@@ -56,10 +56,7 @@ def _file_of(name: str) -> Path | None:
 
 
 def _ids_with(file: Path, wanted: list[str]) -> int | None:
-    """One past the largest id once the `wanted` tokens are added behind the others; None where the file does not say.
-
-    A run, which loads the tokenizer, says what is wrong with such a file.
-    """
+    """One past the largest id once the `wanted` tokens are added; None for a file that cannot be read so."""
     try:
         stored = read_json(file)
         own = _vocabulary(stored["model"]["vocab"])

@@ -43,10 +43,7 @@ _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "l
 
 @dataclass(frozen=True)
 class Checked:
-    """The sections of a configuration, of which nothing is to be believed within the fields `broken`.
-
-    `conflicts`: the fields that contradict each other, or the one that is wrong by itself.
-    """
+    """The sections of a configuration. `broken`: fields that hold stand-ins; `conflicts`: fields that contradict."""
 
     sections: Sections
     broken: Set[str]
@@ -58,7 +55,7 @@ class Checked:
         return not self.broken and not self.conflicts
 
     def knows(self, fields: tuple[str, ...]) -> bool:
-        """Return whether all `fields` are what somebody meant, and not one that was reported by itself."""
+        """Return whether none of `fields` is broken, and they have not been reported together."""
         return fields not in self.conflicts and not any(within(field, path) for field in fields for path in self.broken)
 
     def is_sound_in(self, *names: str) -> bool:
@@ -68,13 +65,11 @@ class Checked:
 
 
 def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Checked:
-    """Return the sections of a configuration, and append what is wrong with `settings` to `problems`.
+    """Return the sections of a configuration, and append the problems of `settings` to `problems`.
 
-    Fields are checked against each other only when each is valid by itself. To report both at once,
-    invalid fields and unknown keys are taken out, stand-ins are put where a required field is lacking, and the
-    rest is checked again. Contradictions that involve one of these fields are dropped, since nobody
-    knows what was meant there; so is what a misspelt key explains about the field it was meant for. Also dropped are
-    those that involve one of the fields or sections `unread`, which are not read.
+    Contradictions are found only among fields that are valid by themselves. To report both at once, invalid fields and
+    unknown keys are removed, stand-ins replace required fields that are missing, and the rest is validated again.
+    Contradictions with one of these fields, or with the fields or sections `unread`, are dropped.
     """
     rest, unusable = deepcopy(settings), settings.unusable()
     problems.extend(Problem((mention(settings, path),), message) for path, message in unusable.items())
@@ -106,7 +101,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
 
 
 def wrong_value(path: str, value: Any) -> str | None:
-    """Say what is wrong with `value` for the field at the dotted `path`, whatever else is set; None if nothing is."""
+    """Return why the field at the dotted `path` cannot have `value`; None if it can."""
     settings = Settings()
     settings.put(path, value, "")
     try:
@@ -123,7 +118,7 @@ def default_of(path: str) -> Any:
 
 
 def mention(settings: Settings, path: str) -> Mention:
-    """The field at `path` with where it was set, and to what."""
+    """The field at `path` with the place that set it, and its value."""
     if path in settings:
         value = settings.get(path)
         shown = show(value if _field_at(path) else masked(path.rpartition(".")[2], value))
@@ -132,7 +127,7 @@ def mention(settings: Settings, path: str) -> Mention:
 
 
 def mention_all(settings: Settings, conflict: Conflict) -> Problem:
-    """`conflict` with where each of its fields was set, and to what."""
+    """`conflict` as a problem that mentions all its fields."""
     return Problem(tuple(mention(settings, path) for path in conflict.fields), conflict.message)
 
 
@@ -155,7 +150,7 @@ def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
 
 
 def _allowed(detail: ErrorDetails) -> str:
-    """Say what may stand where the error is."""
+    """The message that names the allowed values."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         expected = context["expected"]
@@ -171,9 +166,9 @@ def _allowed(detail: ErrorDetails) -> str:
 
 
 def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
-    """Remove what stands at `paths`, or the longest part of each that is set and can be: a list for one of its items.
+    """Remove the settings at `paths`, or the nearest ones around them that can be removed: a list for one of its items.
 
-    Return the paths of what was removed.
+    Return the paths that were removed.
     """
     parts = set()
     for path in paths:

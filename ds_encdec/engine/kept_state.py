@@ -13,8 +13,8 @@ from ds_encdec.types import MOMENTS
 def kept_state(training: TrainingConfig, device: torch.device, *, is_matrix: bool = False) -> KeptState:
     """Return what the optimizer of `training` keeps for a parameter; `device`: where AdamW counts.
 
-    `is_matrix`: for one of a group that has this mark (`optim.parameter_groups`). Raises ConfigError for an optimizer
-    of the user's own that engines cannot have.
+    `is_matrix`: for one of a group that has this mark (`optim.parameter_groups`). Raises ConfigError for a user's
+    optimizer that engines cannot have.
     """
     if training.optimizer not in OPTIMIZERS:
         return try_optimizer(training.optimizer, training.optimizer_args, device.type)

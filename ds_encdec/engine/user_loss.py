@@ -1,4 +1,4 @@
-"""A loss of the user's own, `training.loss: module:name`: what is optimised for each target token, in training alone.
+"""The user's loss, `training.loss: module:name`: what is optimised for each target token, in training alone.
 
 It is called with logits, float32 [N, vocabulary], and labels, int64 [N], and returns float32 [N], each by its own row
 alone: how many tokens are given at a time, and which, depends on the packing and on what fits into memory. Its gradient
@@ -22,7 +22,7 @@ _FIELD = "training.loss"
 
 @cache
 def load_loss(name: str) -> OwnLoss:
-    """Import the loss `name` and try it, once in a process. Raises ConfigError where it fails, or is none."""
+    """Import the loss `name` and try it, once in a process. Raises ConfigError where it fails, or is no loss."""
     loss = load_plugin(_FIELD, name, "losses")
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(6, 11, generator=generator), torch.arange(6)

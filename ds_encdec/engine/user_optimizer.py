@@ -1,4 +1,4 @@
-"""An optimizer of the user's own, `training.optimizer: module:name`.
+"""The user's optimizer, `training.optimizer: module:name`.
 
 It is a subclass of `torch.optim.Optimizer`, or a function that returns one, and is called with the groups of
 parameters, `lr`, and what `training.optimizer_args` names; each group has its own `weight_decay`. Engines cut
