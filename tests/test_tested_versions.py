@@ -14,7 +14,7 @@ import transformers
 
 from ds_encdec import build, tested_versions
 from ds_encdec.checkpoint.model_card import untrained_model_card
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, read_config
 from ds_encdec.doctor.checks import Host, _packages
 from ds_encdec.evaluate import models
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -54,7 +54,7 @@ def test_builds_are_their_version_and_nightlies_are_outside(
 
 
 def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(FullConfig.model_validate({"infra": {"distributed_type": "fsdp"}}), (), World())
+    host = Host(read_config(None, ["infra.distributed_type=fsdp"]), World())
     assert f"torch {version('torch')}" in str(_packages(host))
     monkeypatch.setattr("ds_encdec.doctor.checks.outside_tested_ranges", lambda: ["torch 9.9 (tested: >=1,<2)"])
     answer = _packages(host)
