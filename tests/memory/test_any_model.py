@@ -1,0 +1,268 @@
+"""Functions for any model: reported memory, the textbook's estimate, and the batch size that really fits."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ds_encdec.memory.library import (
+    _control_groups,
+    auto_find_batch_size,
+    clear_memory,
+    estimate_model_memory,
+    get_memory_stats,
+    log_memory_stats,
+)
+from ds_encdec.types import ConfigError, OutOfMemoryError
+
+BALLAST_FLOATS = 2**25
+
+
+def test_the_process_holds_what_it_has_taken() -> None:
+    before = get_memory_stats("cpu")
+    ballast = torch.ones(BALLAST_FLOATS)
+    held = get_memory_stats(torch.device("cpu"))
+    del ballast
+    after = get_memory_stats("cpu")
+    assert set(held) == {"allocated_gb", "reserved_gb", "max_allocated_gb", "free_gb", "total_gb"}
+    taken_gb = BALLAST_FLOATS * 4 / 1e9
+    assert held["allocated_gb"] - before["allocated_gb"] == pytest.approx(taken_gb, rel=0.1)
+    assert after["allocated_gb"] - before["allocated_gb"] < 0.1 * taken_gb
+    # The kernel brings its peak up to date a little later.
+    assert after["max_allocated_gb"] >= 0.9 * held["allocated_gb"]
+    assert 0 < held["free_gb"] < held["total_gb"] <= psutil.virtual_memory().total / 1e9
+
+
+def test_memory_is_logged_behind_a_prefix(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        log_memory_stats("after the first step", "cpu")
+    words, *figures = caplog.messages[0].replace(": ", ", ").split(", ")
+    assert words == "after the first step"
+    assert [figure.rsplit(" ", 2)[0] for figure in figures] == [
+        "allocated",
+        "reserved",
+        "max allocated",
+        "free",
+        "total",
+    ]
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_device_that_is_not_there_is_named(device: str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match=f"device={device}: "):
+        get_memory_stats(device)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_holds_what_it_was_given() -> None:
+    clear_memory()
+    before = get_memory_stats()
+    ballast = torch.ones(BALLAST_FLOATS, device="cuda")
+    held = get_memory_stats(0)
+    del ballast
+    freed = get_memory_stats("cuda")
+    clear_memory()
+    cleared = get_memory_stats()
+    taken_gb = BALLAST_FLOATS * 4 / 1e9
+    assert held["allocated_gb"] - before["allocated_gb"] == pytest.approx(taken_gb)
+    assert freed["allocated_gb"] == before["allocated_gb"]
+    assert freed["reserved_gb"] >= taken_gb
+    assert freed["max_allocated_gb"] == held["max_allocated_gb"] > cleared["max_allocated_gb"]
+    assert cleared["reserved_gb"] < freed["reserved_gb"]
+    assert held["allocated_gb"] <= held["reserved_gb"] <= held["total_gb"] - held["free_gb"]
+
+
+def test_clearing_lets_go_of_what_only_a_cycle_holds() -> None:
+    class Node:
+        """Refers to itself."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    node = Node()
+    gone = weakref.ref(node)
+    del node
+    clear_memory()
+    assert gone() is None
+
+
+def test_limits_of_all_control_groups_around_the_process_are_read(tmp_path: Path) -> None:
+    membership, mounted = tmp_path / "membership", tmp_path / "mounted"
+    membership.write_text("4:cpu,cpuacct:/elsewhere\n3:memory:/job\n0::/batch/job\n")
+    version_1, outer = mounted / "memory" / "job", mounted / "batch"
+    inner = outer / "job"
+    for folder in (version_1, inner):
+        folder.mkdir(parents=True)
+    (inner / "memory.max").write_text("max\n")
+    (inner / "memory.current").write_text("400\n")
+    (inner / "memory.stat").write_text("anon 300\ninactive_file 90\n")
+    (outer / "memory.max").write_text("1000\n")
+    (outer / "memory.current").write_text("500\n")
+    (outer / "memory.stat").write_text("anon 400\ninactive_file 80\n")
+    (version_1 / "memory.limit_in_bytes").write_text("2000\n")
+    (version_1 / "memory.usage_in_bytes").write_text("600\n")
+    (version_1 / "memory.stat").write_text("total_inactive_file 50\n")
+    assert list(_control_groups(membership, mounted)) == [(2000, 550), (1000, 420)]
+    assert list(_control_groups(tmp_path / "no Linux", mounted)) == []
+
+
+SEVEN_BILLION: dict[str, Any] = {
+    "num_params": 7e9,
+    "batch_size": 1,
+    "seq_length": 2048,
+    "hidden_size": 4096,
+    "num_layers": 32,
+    "optimizer": "adam",
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "model", "gradients", "optimizer"),
+    [
+        ("bf16", 14, 14, 56),
+        ("bf16_mixed", 14, 14, 28 + 28 + 28),  # float32 master weights, and both moments
+        ("fp32", 28, 28, 56),
+    ],
+)
+def test_states_of_seven_billion_parameters(dtype: str, model: float, gradients: float, optimizer: float) -> None:
+    memory = estimate_model_memory(**SEVEN_BILLION, dtype=dtype)
+    assert [memory[f"{part}_gb"] for part in ("model", "gradient", "optimizer")] == [model, gradients, optimizer]
+    assert memory["total_gb"] == pytest.approx(sum(value for key, value in memory.items() if key != "total_gb"))
+
+
+def test_states_of_the_zero_paper() -> None:
+    """Arxiv 1910.02054, figure 1: 7.5 billion parameters take 120 GB without sharding."""
+    memory = estimate_model_memory(**SEVEN_BILLION | {"num_params": 7.5e9}, dtype="fp16_mixed")
+    assert memory["total_gb"] - memory["activation_gb"] == 120
+
+
+def test_activations_of_a_large_model() -> None:
+    """Arxiv 2205.05198 for GPT-3's shape, s = 2048, h = 12288, 96 layers: 34 s b h each, and 2 s b h recomputed."""
+    gpt3 = SEVEN_BILLION | {"num_params": 175e9, "hidden_size": 12288, "num_layers": 96}
+    layer = 2048 * 12288 / 1e9
+    kept, recomputed = (
+        estimate_model_memory(**gpt3, dtype="bf16", gradient_checkpointing=full)["activation_gb"]
+        for full in (False, True)
+    )
+    assert (kept, recomputed) == (pytest.approx(96 * 34 * layer), pytest.approx(96 * 2 * layer))
+    in_float32 = estimate_model_memory(**gpt3, dtype="float32", gradient_checkpointing=False)["activation_gb"]
+    assert in_float32 == pytest.approx(96 * 66 * layer), "but for dropout's masks, twice as much"
+    assert estimate_model_memory(**gpt3 | {"batch_size": 3})["activation_gb"] == pytest.approx(3 * recomputed)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "gigabytes"),
+    [("adamw", 56), ("adam8bit", 14.22), ("lion", 28), ("sgd", 0), ("sgd_momentum", 28), ("adafactor", 0.014)],
+)
+def test_optimizers(optimizer: str, gigabytes: float) -> None:
+    memory = estimate_model_memory(**SEVEN_BILLION | {"optimizer": optimizer}, dtype="bf16")
+    assert memory["optimizer_gb"] == pytest.approx(gigabytes, rel=0.03)
+
+
+def test_names_of_torch_are_understood() -> None:
+    one, other = (estimate_model_memory(**SEVEN_BILLION, dtype=name) for name in ("torch.bfloat16", "BF16"))
+    assert one == other == estimate_model_memory(**SEVEN_BILLION, dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "allowed"),
+    [
+        ("num_params", 0, "positive"),
+        ("num_params", float("nan"), "positive"),
+        ("batch_size", -1, "positive"),
+        ("seq_length", "2048", "positive"),
+        ("hidden_size", True, "positive"),
+        ("num_layers", float("inf"), "positive"),
+        ("dtype", "int8", "bf16_mixed"),
+        ("optimizer", "adamx", "adafactor"),
+    ],
+)
+def test_bad_values_are_named_with_what_is_allowed(argument: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        estimate_model_memory(**SEVEN_BILLION | {argument: value})
+    assert f"{argument}={value!r}" in str(refused.value)
+    assert allowed in str(refused.value)
+
+
+class Greedy(nn.Module):
+    """Allocates more than any address space holds where a batch has more than `fits` rows."""
+
+    def __init__(self, fits: int, *, in_backward: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.fits = fits
+        self.in_backward = in_backward
+        self.tried: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tried.append(len(x))
+        y = self.linear(x)
+        if self.in_backward:
+            y.register_hook(lambda gradient: self._allocate(gradient))
+        else:
+            self._allocate(y)
+        return y
+
+    def _allocate(self, x: Tensor) -> None:
+        if len(x) > self.fits:
+            torch.empty(2**60, dtype=torch.uint8, device=x.device)
+
+
+class WithLoss(Greedy):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(loss=super().forward(x).mean())
+
+
+def batch(size: int) -> Tensor:
+    return torch.ones(size, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "in_backward"),
+    [
+        pytest.param(Greedy, batch, False, id="one"),
+        pytest.param(WithLoss, lambda size: {"x": batch(size)}, True, id="mapping"),
+        pytest.param(Greedy, lambda size: (batch(size),), True, id="tuple"),
+    ],
+)
+def test_it_halves_until_it_fits(kind: type[Greedy], make: Any, in_backward: bool) -> None:
+    model = kind(fits=6, in_backward=in_backward)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert auto_find_batch_size(model, make, start_batch_size=40) == 5
+    assert model.tried == [40, 20, 10, 5]
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_smallest_size_is_tried_last() -> None:
+    model = Greedy(fits=3)
+    assert auto_find_batch_size(model, batch, start_batch_size=10, min_batch_size=3) == 3
+    assert model.tried == [10, 5, 3]
+
+
+def test_a_size_that_does_not_fit_and_may_not_be_smaller() -> None:
+    with pytest.raises(OutOfMemoryError, match="not even a batch of 4 fits"):
+        auto_find_batch_size(Greedy(fits=2), batch, start_batch_size=16, min_batch_size=4)
+
+
+def test_other_errors_are_no_reason_to_halve() -> None:
+    model = Greedy(fits=100)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        auto_find_batch_size(model, lambda size: torch.ones(size, 5), start_batch_size=8)
+    assert model.tried == [8]
+
+
+@pytest.mark.parametrize(("start", "smallest"), [(0, 1), (4, 0), (2, 3)])
+def test_sizes_that_make_no_sense(start: int, smallest: int) -> None:
+    with pytest.raises(ValueError, match="1 <= min_batch_size <= start_batch_size"):
+        auto_find_batch_size(Greedy(fits=1), batch, start_batch_size=start, min_batch_size=smallest)
