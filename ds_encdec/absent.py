@@ -1,7 +1,7 @@
 """Finds the files, folders, packages and code that a configuration names and this machine lacks.
 
-A configuration may be made for another machine, so only `validate` and `doctor` look at all of them. A run finds them
-itself, later and more closely.
+A configuration may be made for another machine, so only `validate` and `doctor` look at all of them. A new run looks at
+its model and its files before torch is imported (`refuse_absent`), and at the rest later and more closely.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_encdec.optimizers import OPTIMIZERS
 from ds_encdec.plugins import converter_digest, load_plugin
 from ds_encdec.source_kinds import PYTHON, local_kind
 from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, not_installed
-from ds_encdec.types import CheckpointError, ConfigError
+from ds_encdec.types import CheckpointError, ConfigError, DataError
 
 
 def look_here(loaded: Loaded) -> None:
@@ -50,6 +50,16 @@ def require_here(config: FullConfig, *, new: bool) -> None:
     raise_if_any([mention_all(settings, conflict) for conflict in found])
 
 
+def refuse_absent(config: FullConfig) -> None:
+    """Raise CheckpointError or DataError for a model's folder or a file of the data that a new run would not find."""
+    for conflict in (*_absent_folders(config), *_absent_files(config)):
+        field = conflict.fields[0]
+        if field.startswith("model."):
+            raise CheckpointError(f"{field}: {conflict.message}")
+        if field.startswith("data.") and field != "data.test_files":  # which training does not read
+            raise DataError(f"{field}: {conflict.message}")
+
+
 def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
     """The paths and patterns of files that match none here, by the field. Prepared data needs none of them."""
     if data.prepared_dir is not None:
@@ -64,7 +74,7 @@ def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
 
 def _absent_files(config: FullConfig) -> Iterator[Conflict]:
     data = config.data
-    if data.prepared_dir is not None and not (_folder(data.prepared_dir) / "source-0" / "index.json").is_file():
+    if data.prepared_dir is not None and not os.path.isfile(_folder(data.prepared_dir) / "source-0" / "index.json"):
         yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
     for field, patterns in absent_patterns(data).items():
         yield from (Conflict((field,), no_file_matches([pattern])) for pattern in patterns)
@@ -114,7 +124,7 @@ def _absent_folders(config: FullConfig) -> Iterator[Conflict]:
     }
     found[f"model.{of_tokenizer}"] = found.get(f"model.{of_tokenizer}") or _lacking(tokenizer, "tokenizer.json")
     if infra.offload_optimizer == "nvme" and infra.nvme_path:
-        is_there = _folder(infra.nvme_path).is_dir()
+        is_there = os.path.isdir(_folder(infra.nvme_path))
         found["infra.nvme_path"] = _unwritable(infra.nvme_path) if is_there else "there is no such folder"
     yield from (Conflict((field,), wrong) for field, wrong in found.items() if wrong is not None)
 
@@ -168,8 +178,8 @@ def _lacking(name: str | None, needed: str) -> str | None:
     if name is None or name == "builtin":
         return None
     folder = _folder(name)
-    if folder.is_dir():
-        return None if (folder / needed).is_file() else f"the folder has no {needed}"
+    if os.path.isdir(folder):
+        return None if os.path.isfile(folder / needed) else f"the folder has no {needed}"
     if is_hub_name(name):
         return None
     return variable_in(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
@@ -178,7 +188,7 @@ def _lacking(name: str | None, needed: str) -> str | None:
 def _not_trained(config: FullConfig) -> str | None:
     """Return why a model in a local folder is refused by its config.json."""
     model, name = config.model, config.model.model_name_or_path
-    if name is None or not (folder := _folder(name)).is_dir():
+    if name is None or not os.path.isdir(folder := _folder(name)):
         return None
     try:
         stored = read_stored_model(folder / "config.json")
@@ -195,7 +205,7 @@ def _unwritable(name: str) -> str | None:
     if name.startswith("~") and not _folder(name).is_absolute():
         return "there is no such user"
     folder = _folder(name).absolute()
-    if not folder.exists() and (odd := variable_in(name)):
+    if not os.path.exists(folder) and (odd := variable_in(name)):
         return odd
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):

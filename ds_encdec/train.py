@@ -36,10 +36,12 @@ from ds_encdec.launch.absence import RANK_ZERO_SECONDS, startup_errors_shared
 from ds_encdec.launch.cores import no_gpu, wait_without_spinning
 from ds_encdec.launch.world import discover
 from ds_encdec.terminal import log_to_terminal, outlive_readers, print_error
-from ds_encdec.types import CheckpointError, ConfigError, DataError, DsEncDecError, Preempted
+from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
+
+logger = logging.getLogger(__name__)
 
 ARGUMENTS: Arguments = {
     "--config": value("YAML of the run, or a shipped one's name (default: the schema, qwen3_0.6b_ul2)", Path),
@@ -97,43 +99,53 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
     """Load the configuration, then print it or train with it. Raises DsEncDecError."""
     outlive_readers()
     wait_without_spinning(os.environ)
+    if not (options.print_config or options.print_deepspeed_config):
+        _train(options, overrides, in_sagemaker=in_sagemaker)
+        return 0
+    config, notes = _load(options, overrides)
     if options.print_config:
-        notes: list[str] = []
-        config = _load(options, overrides, notes)
         print("".join(f"# {note}\n" for note in notes) + config.dump_yaml(), end="")
-    elif options.print_deepspeed_config:
-        config = _load(options, overrides)
-        print(json.dumps(_planned_deepspeed_json(config), indent=2))
     else:
-        from ds_encdec.launch.preemption import StopRequest  # not for --help
-
-        try:
-            world = discover(os.environ)
-        except ConfigError as error:
-            error.common = False  # this process's environment is wrong, and maybe no other's
-            raise
-        log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
-        with StopRequest(world, whole_process=True) as stop:
-            # Imported under watch: this takes a moment, torch and deepspeed take seconds.
-            with startup_errors_shared(world):
-                config = _load(options, overrides)
-                # Other hosts' ranks, launchers that start again and supervisors are told by the run itself.
-                starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
-                if world.is_main and world.num_nodes == 1 and starts_anew:
-                    _refuse_absent(config, options.resume)
-                _refuse_machine(config, options.resume)
-                grow_segments(os.environ)
-                logging.getLogger(__name__).info("loading torch and the engine, which takes some seconds")
-                from ds_encdec.build import run_training  # only once the configuration is sound
-
-            go_on = {"resume": options.resume, "allow_data_change": options.allow_data_change}
-            run_training(config, stop, **go_on, profile=options.profile)
-        if in_sagemaker and world.is_main:
-            from ds_encdec.checkpoint.final_export import hand_over
-            from ds_encdec.launch.run_folder import RunFolder
-
-            hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
+        _log_notes(notes)
+        print(json.dumps(_planned_deepspeed_json(config), indent=2))
     return 0
+
+
+def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: bool) -> None:
+    from ds_encdec.launch.preemption import StopRequest  # not for --help
+
+    try:
+        world = discover(os.environ)
+    except ConfigError as error:
+        error.common = False  # this process's environment is wrong, and maybe no other's
+        raise
+    log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
+    with StopRequest(world, whole_process=True) as stop:
+        # Imported under watch: this takes a moment, torch and deepspeed take seconds.
+        with startup_errors_shared(world):
+            config, notes = _load(options, overrides)
+            _log_notes(notes)
+            # Ranks of several hosts, launchers that start again and supervisors learn of it from the run itself.
+            starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
+            if world.is_main and world.num_nodes == 1 and starts_anew:
+                _refuse_absent(config, options.resume)
+            _refuse_machine(config, options.resume)
+            grow_segments(os.environ)
+            logger.info("loading torch and the engine, which takes some seconds")
+            from ds_encdec.build import run_training  # only once the configuration is sound
+
+        run_training(
+            config,
+            stop,
+            resume=options.resume,
+            allow_data_change=options.allow_data_change,
+            profile=options.profile,
+        )
+    if in_sagemaker and world.is_main:
+        from ds_encdec.checkpoint.final_export import hand_over
+        from ds_encdec.launch.run_folder import RunFolder
+
+        hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
 
 
 def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
@@ -157,6 +169,7 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
 
     As there, `run.json` has what is wrong with a new run.
     """
+    from ds_encdec.absent import refuse_absent
     from ds_encdec.checkpoint.folder import exists_or_replaced
     from ds_encdec.launch.run_folder import RunFolder
 
@@ -168,7 +181,7 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
     with suppress(OSError):  # claim() words it
         folder.refuse_taken()
     try:
-        _find_named(config)
+        refuse_absent(config)
     except DsEncDecError as error:
         with suppress(DsEncDecError, OSError):
             folder.claim(resume=False)
@@ -192,34 +205,19 @@ def _refuse_machine(config: FullConfig, resume: str | None) -> None:
     require_here(config, new=resume is None or has_none)
 
 
-def _find_named(config: FullConfig) -> None:
-    from ds_encdec.absent import absent_patterns
-    from ds_encdec.config.model_folder import is_hub_name, model_folder
-    from ds_encdec.file_patterns import no_file_matches
-
-    for field in ("model_name_or_path", "tokenizer_name_or_path"):
-        name = getattr(config.model, field)
-        if name not in (None, "builtin") and not is_hub_name(name):
-            model_folder(name, (), field=f"model.{field}")
-    for field, patterns in absent_patterns(config.data).items():
-        if field != "data.test_files":  # which training does not read
-            raise DataError(f"{field}: {no_file_matches(patterns)}")
-
-
-def _load(options: argparse.Namespace, overrides: Sequence[str], notes: list[str] | None = None) -> FullConfig:
-    """The run's configuration. What was read in other words goes to `notes`, or else into the log."""
+def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[FullConfig, list[str]]:
+    """The run's configuration, and notes on what was written in other words. Raises ConfigError."""
     from ds_encdec.config.schema import read_config
 
     loaded = read_config(options.config, overrides, options.deepspeed_config)
-    config = loaded.valid()
-    if notes is not None:
-        notes += loaded.notes()
-    else:
-        for note in loaded.notes():
-            text = note.removeprefix("warning: ")
-            level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks find the same
-            logging.getLogger(__name__).log(level, "%s", text)
-    return config
+    return loaded.valid(), loaded.notes()
+
+
+def _log_notes(notes: Sequence[str]) -> None:
+    for note in notes:
+        text = note.removeprefix("warning: ")
+        level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks find the same
+        logger.log(level, "%s", text)
 
 
 VERB = Verb(

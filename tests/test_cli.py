@@ -163,7 +163,11 @@ def test_a_new_run_that_is_refused_at_once_says_so_in_its_folder(tmp_path: Path)
 def test_what_a_run_does_not_read_may_be_away(tmp_path: Path) -> None:
     text = {"dataset_name": "text", "data_files": [__file__]}
     train._refuse_absent(configured(tmp_path / "run", **text, test_files=["no*"]), None)
-    prepared = configured(tmp_path / "run", dataset_name="text", data_files=["no*"], prepared_dir="there")
+    prepared = configured(tmp_path / "run", dataset_name="text", data_files=["no*"], prepared_dir=str(tmp_path))
+    with pytest.raises(DataError, match="nothing is prepared there"):
+        train._refuse_absent(prepared, None)
+    (tmp_path / "source-0").mkdir()
+    (tmp_path / "source-0" / "index.json").touch()
     train._refuse_absent(prepared, None)
     train._refuse_absent(configured(tmp_path / ("x" * 300)), None)  # which the run tells in its own words
     (tmp_path / ".replaced-step-00000001").mkdir()

@@ -19,6 +19,12 @@ Output = pytest.CaptureFixture[str]
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml")
 
 
+def test_a_name_that_no_file_can_have_is_no_traceback(capsys: Output) -> None:
+    settings = [f"{field}={'x' * 300}" for field in ("infra.output_dir", "model.tokenizer_name_or_path")]
+    assert cli.main(["validate", "quickstart", *settings]) == 2
+    assert "model.tokenizer_name_or_path" in capsys.readouterr().err
+
+
 ABSENT = (
     "data.dataset_name=text data.data_files=[here.txt,absent/**/*.txt]",
     "data.dataset_name=json data.data_files=folder",
