@@ -45,7 +45,7 @@ def tokenizer_lacks_rows(config: Sections) -> str | None:
 def _file_of(name: str) -> Path | None:
     """The `tokenizer.json` in a folder, or of a repository that is in the Hugging Face cache."""
     folder = Path(os.path.expanduser(name))
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder / "tokenizer.json"
     if not is_hub_name(name):
         return None
