@@ -60,9 +60,7 @@ CONTRADICTIONS: tuple[dict[str, Any], ...] = (
     SCRATCH | {"model.architecture.max_position_embeddings": 4000},
     SCRATCH | {"model.model_name_or_path": "x"},
     {"model.model_name_or_path": "null"},
-    {
-        "model.architecture": "{vocab_size: 4096, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2, head_dim: 16, intermediate_size: 128}"
-    },
+    {"model.architecture": SCRATCH["model.architecture"]},
     {"training.fp16": "true", "training.bf16": "true"},
     {"training.bf16": "false", "training.fp16": "true", "infra.device": "cpu"},
     {
