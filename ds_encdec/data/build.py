@@ -19,7 +19,7 @@ from ds_encdec.data.inspect import inspect_data, require_one_step, sample_statis
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.local_files import expand_files
-from ds_encdec.data.prepare import locked, prepare_source
+from ds_encdec.data.prepare import prepare_source
 from ds_encdec.data.prepared import made_from, open_prepared, prepared_folder
 from ds_encdec.data.sft import PairMaker
 from ds_encdec.data.sources import (
@@ -33,6 +33,7 @@ from ds_encdec.data.sources import (
     source_name,
 )
 from ds_encdec.data.tables import resolve_commits
+from ds_encdec.launch.run_folder import take_folder
 from ds_encdec.objectives import OBJECTIVES
 from ds_encdec.source_kinds import HUB, local_kind
 from ds_encdec.types import Batch, DataError, Example
@@ -249,7 +250,7 @@ def prepare_data(
     data, seed = config.data, config.training.seed
     maker = example_maker(data, seed, tokenizer, vocabulary)
     unprepared = data.model_copy(update={"prepared_dir": None})
-    with locked(prepared_folder(data)):
+    with take_folder(prepared_folder(data), "data.prepared_dir"):
         commits = resolve_commits(unprepared)
         for name, entry in named_sources(data).items():
             source = _open(entry, name, unprepared, seed, maker, PREPARED_LANES, commits)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import queue
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -33,8 +31,6 @@ from ds_encdec.data.prepared import (
 from ds_encdec.data.sources import AnySource, BadRow, Row, StreamSource, check_bad_rows
 from ds_encdec.data.workers import Worker
 from ds_encdec.launch.disk import write_atomically
-from ds_encdec.launch.run_folder import lock_file
-from ds_encdec.types import ConfigError, OutputLockedError
 
 logger = logging.getLogger(__name__)
 
@@ -62,28 +58,6 @@ class Part:
     number: int
     start: int
     stop: int
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[Path]:
-    """Keep others from preparing into `folder`. Raises OutputLockedError, DiskRefusedError, ConfigError."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a+")  # noqa: SIM115  held open as long as it is worked on
-    except OSError as error:
-        raise ConfigError(
-            f"data.prepared_dir: cannot write to {folder} ({error.strerror}): name another one"
-        ) from error
-    with lock:
-        if not lock_file(lock):
-            lock.seek(0)
-            raise OutputLockedError(
-                f"data.prepared_dir: {folder} is being prepared by {lock.read() or 'another process'}"
-            )
-        with writing(folder).refusals_told():
-            lock.truncate(0)
-            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield folder
 
 
 def prepare_source(

@@ -30,7 +30,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -84,24 +84,8 @@ class RunFolder:
         """
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
             raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            lock = open(self.root / ".lock", "a+")  # noqa: SIM115  held open for the life of the process
-        except OSError as error:
-            raise ConfigError(
-                f"infra.output_dir: cannot write to {self.root} ({error.strerror}); choose another folder."
-            ) from error
-        try:
-            self._hold(lock)
-            if not resume:
-                self._refuse_used()
-        except OutputLockedError:
-            lock.close()
-            raise
-        with suppress(OSError):  # full; it is held without these words as well
-            lock.truncate(0)
-            os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        self._lock = lock
+        self._lock = take_folder(self.root, "infra.output_dir", look=lambda: None if resume else self._refuse_used())
+        self.checkpoints.mkdir(exist_ok=True)
         with suppress(OSError):
             self.stop_file.unlink(missing_ok=True)  # an earlier start was meant
         self._prepare_status(resume=resume)
@@ -111,17 +95,8 @@ class RunFolder:
     def refuse_taken(self) -> None:
         """Raise what `claim` would raise for a new run, where another holds the folder or has left something in it."""
         with suppress(OSError), open(self.root / ".lock", "r+") as lock:
-            self._hold(lock)  # for this moment
+            _lock_or_refuse(lock, self.root, "infra.output_dir")  # for this moment
         self._refuse_used()
-
-    def _hold(self, lock: IO[str]) -> None:
-        if not lock_file(lock):
-            lock.seek(0)
-            holder = lock.read().strip() or "unknown process"
-            raise OutputLockedError(
-                f"infra.output_dir: {self.root} is in use by {holder}. Wait for that run to end, or choose another "
-                "infra.output_dir; nothing was changed."
-            )
 
     def _refuse_used(self) -> None:
         if self.is_used():
@@ -214,6 +189,39 @@ class RunFolder:
     def is_used(self) -> bool:
         """True if a run has left something to lose; one that failed before its first step has not."""
         return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
+
+
+def take_folder(folder: Path, field: str, *, look: Callable[[], None] = lambda: None) -> IO[str]:
+    """Lock `folder` for this process until the returned file is closed; it is made where it is missing.
+
+    `look` may refuse it by an error. Raises ConfigError where it cannot be written, and OutputLockedError where another
+    process has locked it. `field` names it in messages.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a+")  # noqa: SIM115  the caller closes it
+    except OSError as error:
+        raise ConfigError(f"{field}: cannot write to {folder} ({error.strerror}); choose another folder.") from error
+    try:
+        _lock_or_refuse(lock, folder, field)
+        look()
+    except BaseException:
+        lock.close()
+        raise
+    with suppress(OSError):  # full; it is locked without these words as well
+        lock.truncate(0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return lock
+
+
+def _lock_or_refuse(lock: IO[str], folder: Path, field: str) -> None:
+    if not lock_file(lock):
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        raise OutputLockedError(
+            f"{field}: {folder} is in use by {holder}. Wait for that to end, or choose another folder; nothing was "
+            "changed."
+        )
 
 
 def lock_file(file: IO[str], *, wait: bool = False) -> bool:

@@ -25,7 +25,7 @@ from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.plain_files import read_json
 from ds_encdec.config.schema import FullConfig, Mark, load_saved, marked
 from ds_encdec.launch.disk import write_atomically
-from ds_encdec.launch.run_folder import RunFolder, lock_file
+from ds_encdec.launch.run_folder import RunFolder, take_folder
 from ds_encdec.launch.world import LAUNCHERS
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
 from ds_encdec.phase_runs.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
@@ -45,7 +45,6 @@ from ds_encdec.types import (
     ConfigError,
     DsEncDecError,
     GateError,
-    OutputLockedError,
     Preempted,
     TrainingState,
 )
@@ -328,15 +327,7 @@ def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None
 @contextmanager
 def only_one_pipeline(output: Path) -> Iterator[None]:
     """Hold the phases of the folder `output`. Raises OutputLockedError where another process does."""
-    folder = output / "phases"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "a")  # noqa: SIM115  closed below
-    except OSError as error:
-        raise ConfigError(f"infra.output_dir: cannot write to {folder} ({error.strerror}); choose another") from error
-    with lock:
-        if not lock_file(lock):
-            raise OutputLockedError(f"infra.output_dir: another process runs the phases in {folder}")
+    with take_folder(output / "phases", "infra.output_dir"):
         yield
 
 

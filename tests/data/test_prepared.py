@@ -220,7 +220,7 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatc
         assert lock_file(lock)
         lock.write("process 7 on host")
         lock.flush()
-        with pytest.raises(OutputLockedError, match=r"is being prepared by process 7 on host"):
+        with pytest.raises(OutputLockedError, match=r"data\.prepared_dir: .* is in use by process 7 on host"):
             prepared(out, settings(lines))
 
 
