@@ -236,7 +236,7 @@ def _triton(host: Host) -> Answer:
 def _trackers(host: Host) -> Answer:
     if "wandb" not in host.config.training.report_to or "WANDB_MODE" in os.environ:
         return None
-    if not has_wandb_login("https://api.wandb.ai"):
+    if not has_wandb_login():
         return (
             "training.report_to has wandb without a login: the run would be kept offline",
             "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline",

@@ -333,11 +333,12 @@ def _start_wandb(**arguments: Any) -> Any:
         return wandb.init(mode="offline", settings=settings, **arguments)
 
 
-def has_wandb_login(base_url: str) -> bool:
-    """True if W&B would find credentials without asking (its prompt would stop an unattended run)."""
+def has_wandb_login(base_url: str = "https://api.wandb.ai") -> bool:
+    """True if W&B finds credentials without a prompt, which would stop an unattended run."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", base_url)).netloc
     try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(urlsplit(base_url).netloc) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False

@@ -219,6 +219,13 @@ class TestWandb:
         assert (run.project, run.display_name) == ("tests", "a run")
         assert json.loads({item.key: item.value_json for item in run.config.update}["training"])["seed"] == 7
 
+    def test_a_login_is_of_its_server(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'a' * 40}\n")
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        assert sinks.has_wandb_login()
+        monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+        assert not sinks.has_wandb_login()
+
     def test_unreachable_server_goes_offline(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
