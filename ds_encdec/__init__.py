@@ -9,14 +9,14 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_encdec.build import run_training as run_training
-    from ds_encdec.callbacks import Callback as Callback
-    from ds_encdec.checkpoint.export import export_checkpoint as export
+    from ds_encdec.base.callback import Callback as Callback
     from ds_encdec.config.schema import FullConfig as FullConfig
     from ds_encdec.config.schema import load_config as load_config
+    from ds_encdec.exports.hugging_face import export_checkpoint as export
     from ds_encdec.memory.question import estimate_run as estimate
     from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM as Qwen3ForSeq2SeqLM
     from ds_encdec.monitor.sinks import Sink as Sink
+    from ds_encdec.training.build import run_training as run_training
 
     __version__: str
 
@@ -26,14 +26,14 @@ if _is_program and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
     sys.path.append(sys.path.pop(0))  # where the user's own `datasets.py` hides no library
 
 _HOMES = {
-    "Callback": "ds_encdec.callbacks:Callback",
+    "Callback": "ds_encdec.base.callback:Callback",
     "FullConfig": "ds_encdec.config.schema:FullConfig",
     "Qwen3ForSeq2SeqLM": "ds_encdec.model.modeling:Qwen3ForSeq2SeqLM",
     "Sink": "ds_encdec.monitor.sinks:Sink",
     "estimate": "ds_encdec.memory.question:estimate_run",
-    "export": "ds_encdec.checkpoint.export:export_checkpoint",
+    "export": "ds_encdec.exports.hugging_face:export_checkpoint",
     "load_config": "ds_encdec.config.schema:load_config",
-    "run_training": "ds_encdec.build:run_training",
+    "run_training": "ds_encdec.training.build:run_training",
 }
 
 __all__ = ["Callback", "FullConfig", "Qwen3ForSeq2SeqLM", "Sink", "estimate", "export", "load_config", "run_training"]

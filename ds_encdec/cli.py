@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from ds_encdec import estimate_memory, train
-from ds_encdec.arguments import VERBOSITY, Parser, Verb, add
+from ds_encdec.base.arguments import VERBOSITY, Parser, Verb, add
+from ds_encdec.base.terminal import log_to_terminal, print_error, reader_may_leave
+from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 from ds_encdec.commands import checkpoints, configuration, evaluate, planning, prepare, runs
 from ds_encdec.config.command_line import read_arguments
 from ds_encdec.launch.cores import wait_without_spinning
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import log_to_terminal, print_error, reader_may_leave
-from ds_encdec.types import ConfigError, DsEncDecError, Preempted
 
 GROUPS: dict[str, dict[str, Verb]] = {
     "prepare": {

@@ -11,11 +11,11 @@ import json
 import sys
 from collections.abc import Sequence
 
-from ds_encdec.arguments import CONFIG_FILES, JSON, Arguments, Verb, flag, value
+from ds_encdec.base.arguments import CONFIG_FILES, JSON, Arguments, Verb, flag, value
+from ds_encdec.base.terminal import print_error, reader_may_leave
+from ds_encdec.base.types import DsEncDecError
 from ds_encdec.config.command_line import read_program
-from ds_encdec.gpus import DEFAULT_GPU
-from ds_encdec.terminal import print_error, reader_may_leave
-from ds_encdec.types import DsEncDecError
+from ds_encdec.memory.gpus import DEFAULT_GPU
 
 ARGUMENTS: Arguments = {
     **CONFIG_FILES,

@@ -28,15 +28,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.arguments import COUNT, Arguments, Verb, flag, value
+from ds_encdec.base.arguments import COUNT, Arguments, Verb, flag, value
+from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_error
+from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 from ds_encdec.config.command_line import read_program
 from ds_encdec.config.sagemaker import container_arguments, is_container
-from ds_encdec.gpus import grow_segments, has_gpu
 from ds_encdec.launch.absence import RANK_ZERO_SECONDS, startup_errors_shared
 from ds_encdec.launch.cores import no_gpu, wait_without_spinning
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import log_to_terminal, outlive_readers, print_error
-from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, Preempted
+from ds_encdec.memory.gpus import grow_segments, has_gpu
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -132,7 +132,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
             _refuse_machine(config, options.resume)
             grow_segments(os.environ)
             logger.info("loading torch and the engine, which takes some seconds")
-            from ds_encdec.build import run_training  # only once the configuration is sound
+            from ds_encdec.training.build import run_training  # only once the configuration is sound
 
         run_training(
             config,
@@ -142,7 +142,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
             profile=options.profile,
         )
     if in_sagemaker and world.is_main:
-        from ds_encdec.checkpoint.final_export import hand_over
+        from ds_encdec.exports.final_export import hand_over
         from ds_encdec.launch.run_folder import RunFolder
 
         hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
@@ -153,7 +153,7 @@ def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
     import torch
 
     from ds_encdec.config.shares import plan_lanes, with_assumed_batch_size
-    from ds_encdec.engine.ds_json import render_deepspeed_json
+    from ds_encdec.engine.deepspeed.json import render_deepspeed_json
 
     world = discover(os.environ)
     ranks = world.world_size if world.world_size > 1 else config.infra.num_gpus
@@ -169,9 +169,9 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
 
     As there, `run.json` has what is wrong with a new run.
     """
-    from ds_encdec.absent import refuse_absent
     from ds_encdec.checkpoint.folder import exists_or_replaced
     from ds_encdec.launch.run_folder import RunFolder
+    from ds_encdec.training.absent import refuse_absent
 
     if resume is not None:
         if not exists_or_replaced(path := Path(resume).expanduser().resolve()):
@@ -195,8 +195,8 @@ def _refuse_machine(config: FullConfig, resume: str | None) -> None:
 
     That is a GPU or a package that this machine lacks, or a new run's tokenizer that needs more rows.
     """
-    from ds_encdec.absent import require_here
     from ds_encdec.launch.run_folder import RunFolder
+    from ds_encdec.training.absent import require_here
 
     if config.infra.device == "cuda" and not has_gpu():
         is_set = "device" in config.infra.model_fields_set

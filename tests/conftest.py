@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ds_encdec.terminal import TerminalHandler
+from ds_encdec.base.terminal import TerminalHandler
 
 pytest_plugins = ["golden"]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli, estimate_memory, train
+from ds_encdec.base.types import CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import CheckpointError, DataError
+from ds_encdec.memory.gpus import has_gpu
 
 ROOT = Path(__file__).parents[1]
 
@@ -142,7 +142,7 @@ def test_what_answers_at_once_imports_little(command: str, code: int, absent: se
         line.rpartition("|")[2].strip() for line in result.stderr.splitlines() if line.startswith("import time")
     }
     assert result.returncode == code
-    assert "ds_encdec.arguments" in imported
+    assert "ds_encdec.base.arguments" in imported
     assert imported & absent == set()
 
 

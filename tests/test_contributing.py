@@ -13,11 +13,11 @@ from typing import get_args
 
 import pytest
 
-from ds_encdec.config.yaml_text import read_yaml
-from ds_encdec.engines import DistributedType
+from ds_encdec.base.types import ConfigError
+from ds_encdec.config.yaml.text import read_yaml
 from ds_encdec.launch import world
 from ds_encdec.launch.world import Launcher, World, discover
-from ds_encdec.types import ConfigError
+from ds_encdec.registry.engines import DistributedType
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,7 +155,7 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
 def test_an_engines_own_name_is_written_in_one_file(tmp_path: Path) -> None:
     """Its row and its name are all that a program must know to accept it, and to list it in the schema."""
     shutil.copytree(ROOT / "ds_encdec", tmp_path / "ds_encdec", ignore=shutil.ignore_patterns("__pycache__"))
-    path = tmp_path / "ds_encdec" / "engines.py"
+    path = tmp_path / "ds_encdec" / "registry" / "engines.py"
     text = path.read_text()
     row = "\nENGINES['plain'] = dataclasses.replace(ENGINES['fsdp'], name='plain', distributed_types=('plain',))\n"
     row += "ByEngine.__getitem__ = lambda table, engine: table.fsdp  # as with an entry in each of these tables\n"

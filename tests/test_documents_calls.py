@@ -11,11 +11,11 @@ import math
 import pytest
 import torch
 
+from ds_encdec.base.types import TrainingState
+from ds_encdec.commands.phases.plan import PhaseConfig, TrainingPhase
 from ds_encdec.memory.library import auto_find_batch_size, estimate_model_memory
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.monitor import TrainingMonitor
-from ds_encdec.phases import PhaseConfig, TrainingPhase
-from ds_encdec.types import TrainingState
 
 
 def test_training_state_counts_tokens_in_one_number_and_keeps_it() -> None:

@@ -20,19 +20,19 @@ import pytest
 from rich.console import Console
 
 from ds_encdec import cli
-from ds_encdec.arguments import add
+from ds_encdec.base.arguments import add
+from ds_encdec.base.quantities import GIB, gib
+from ds_encdec.commands.plan import plan_run
 from ds_encdec.config.schema import load_config
 from ds_encdec.estimate_memory import ARGUMENTS, main
-from ds_encdec.gpus import GPUS
 from ds_encdec.memory.answer import estimate_tables, show
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory
+from ds_encdec.memory.gpus import GPUS
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.memory.question import planned_job, read_request
 from ds_encdec.memory.variants import HEADROOM, Variant, as_overrides
-from ds_encdec.plan import plan_run
-from ds_encdec.quantities import GIB, gib
 
 
 @functools.cache

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.absent import look_here
+from ds_encdec.base.file_patterns import named_files
+from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.config.data_sections import DataConfig, MixtureSource
 from ds_encdec.config.sagemaker import container_arguments
 from ds_encdec.config.schema import read_config
-from ds_encdec.data.local_files import expand_files
-from ds_encdec.data.tables import open_hub_data
-from ds_encdec.file_patterns import named_files
-from ds_encdec.types import ConfigError, DataError
+from ds_encdec.data.sources.local_files import expand_files
+from ds_encdec.data.sources.tables import open_hub_data
+from ds_encdec.training.absent import look_here
 
 NAMES = ("part1.jsonl", "part[1].jsonl", "run[2]/a.jsonl", "run2/b.jsonl", "run[2]/deep[x]/c.jsonl", "[3].jsonl")
 

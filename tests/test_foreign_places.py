@@ -16,14 +16,14 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 
-from ds_encdec import foreign_places
+from ds_encdec.base import foreign_places
+from ds_encdec.base.foreign_places import PLACES, Place, check, replaced, write
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import MixtureSource
-from ds_encdec.data.tables import folder_files
-from ds_encdec.engine import deepspeed_private
-from ds_encdec.foreign_places import PLACES, Place, check, replaced, write
-from ds_encdec.types import ConfigError
+from ds_encdec.data.sources.tables import folder_files
+from ds_encdec.engine.deepspeed import private as deepspeed_private
 
-PACKAGE = Path(str(foreign_places.__file__)).parent
+PACKAGE = Path(str(foreign_places.__file__)).parents[1]
 OPTIMIZER = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 
 
@@ -35,9 +35,9 @@ def test_every_place_is_there(place: Place) -> None:
 
 @pytest.mark.parametrize("owner", ["deepspeed.runtime.bf16_optimizer", OPTIMIZER, "deepspeed.runtime.no_optimizer"])
 def test_a_start_names_the_place_that_a_library_has_no_more(owner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    user = "engine/deepspeed_gates.py"
+    user = "engine/deepspeed/gates.py"
     monkeypatch.setattr(foreign_places, "PLACES", [Place(owner, "renamed_of_late", "read", user)])
-    monkeypatch.setitem(sys.modules, "ds_encdec.engine.deepspeed_gates", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "ds_encdec.engine.deepspeed.gates", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "deepspeed.runtime.no_optimizer", None)
     check("torch")
     with pytest.raises(ConfigError, match=rf"deepspeed \d.*: {owner} has no renamed_of_late, which .*{user}.*>=0.19.8"):
@@ -47,14 +47,14 @@ def test_a_start_names_the_place_that_a_library_has_no_more(owner: str, monkeypa
 def test_a_place_of_datasets_is_looked_for_before_it_opens_anything(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    place = Place("datasets:DatasetBuilder", "renamed_of_late", "read", "data/tables.py")
+    place = Place("datasets:DatasetBuilder", "renamed_of_late", "read", "data/sources/tables.py")
     monkeypatch.setattr(foreign_places, "PLACES", [place])
     with pytest.raises(ConfigError, match=r"datasets \d.*: datasets:DatasetBuilder has no renamed_of_late, which"):
         folder_files(MixtureSource(dataset_name=str(tmp_path), weight=1))
 
 
 def test_a_method_counts_as_there_only_where_it_is() -> None:
-    field = Place(OPTIMIZER, "bf16_groups", "read", "engine/deepspeed_private.py")
+    field = Place(OPTIMIZER, "bf16_groups", "read", "engine/deepspeed/private.py")
     assert field.is_there()
     assert not field._replace(use="call").is_there()
 
@@ -122,7 +122,7 @@ GIVEN = {
 }
 """What objects of others are given, as their libraries document it; some are autograd's own contexts."""
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-del TREES["foreign_places.py"]
+del TREES["base/foreign_places.py"]
 
 
 def names_set(node: ast.AST) -> Iterator[str]:
@@ -229,7 +229,7 @@ def test_a_direct_change_is_seen(source: str) -> None:
 def test_tables_of_fields_have_rows() -> None:
     names = {name for _, flat, groups, _ in deepspeed_private._FLAT for name in (flat, groups)}
     names |= {*deepspeed_private._GRADIENTS_OF_PARAMETER, *deepspeed_private._GRADIENTS_OF_OPTIMIZER} - {"grad"}
-    assert {("engine/deepspeed_private.py", name) for name in names} <= LISTED
+    assert {("engine/deepspeed/private.py", name) for name in names} <= LISTED
 
 
 LIBRARIES = ("deepspeed", "torch", "transformers", "peft", "datasets")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_encdec.garbage import EVERY_STEPS, manual_gc
+from ds_encdec.training.garbage import EVERY_STEPS, manual_gc
 
 
 class Cycle:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ds_encdec.gpus import GPUS, grow_segments, parse_bytes, parse_gpu, peak_flops
-from ds_encdec.quantities import GIB
-from ds_encdec.types import ConfigError
+from ds_encdec.base.quantities import GIB
+from ds_encdec.base.types import ConfigError
+from ds_encdec.memory.gpus import GPUS, grow_segments, parse_bytes, parse_gpu, peak_flops
 
 
 def test_a_name_has_less_than_its_number() -> None:

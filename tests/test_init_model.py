@@ -12,12 +12,12 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from ds_encdec.base.types import CheckpointError
+from ds_encdec.commands.model_folders import default_vocabulary, init_model
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.weights import write_safetensors_folder
-from ds_encdec.model_folders import default_vocabulary, init_model
 from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import CheckpointError
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_an_existing_folder_is_refused(source: Path) -> None:
 MEASURE = """
 import re, sys
 from pathlib import Path
-from ds_encdec.model_folders import init_model
+from ds_encdec.commands.model_folders import init_model
 def resident(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew, imports are behind us

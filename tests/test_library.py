@@ -84,7 +84,9 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     said = ran(tmp_path, "front_door.py", "train.py", "own_loop.py", "own_parts.py")
     assert "the fourth step is the same" in said
     assert re.search(r"^\d\.\d+ GiB expected on each GPU$", said, re.MULTILINE)
-    assert re.search(r"^INFO:ds_encdec\.build:finished at step 10", said, re.MULTILINE)  # as train.py has set it up
+    assert re.search(
+        r"^INFO:ds_encdec\.training\.build:finished at step 10", said, re.MULTILINE
+    )  # as train.py has set it up
     assert re.search(r"^10 \d{4,5}$", said, re.MULTILINE)
     assert Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "runs" / "mine" / "model").config.vocab_size == 4096
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli
+from ds_encdec.base.plugins import load_plugin
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.in_training import usable_metrics
 from ds_encdec.launch.peers import named_error
-from ds_encdec.plugins import load_plugin
-from ds_encdec.types import ConfigError
 
 ROOT = Path(__file__).parents[1]
 

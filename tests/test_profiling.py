@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from ds_encdec.profiling import WARM_UP_STEPS, StepProfiler, _covered_us
-from ds_encdec.types import StepResult, TrainingState
+from ds_encdec.base.types import StepResult, TrainingState
+from ds_encdec.training.profiling import WARM_UP_STEPS, StepProfiler, _covered_us
 
 
 def run(steps: int, profiler: StepProfiler) -> None:

@@ -11,11 +11,11 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ds_encdec import build
-from ds_encdec import start_banner as start_banner_module
+from ds_encdec.base.quantities import GIB
+from ds_encdec.commands.doctor.checks import Host
+from ds_encdec.commands.doctor.checks import _triton as check_triton
+from ds_encdec.commands.plan import plan_run
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.doctor.checks import Host
-from ds_encdec.doctor.checks import _triton as check_triton
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
@@ -24,9 +24,9 @@ from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.memory.library import Capacity
 from ds_encdec.memory.question import planned_job
-from ds_encdec.plan import plan_run
-from ds_encdec.quantities import GIB
-from ds_encdec.start_banner import start_banner
+from ds_encdec.training import build
+from ds_encdec.training import start_banner as start_banner_module
+from ds_encdec.training.start_banner import start_banner
 
 
 def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_encdec.terminal import TerminalHandler, is_quiet, log_to_terminal, stamped, take_over
+from ds_encdec.base.terminal import TerminalHandler, is_quiet, log_to_terminal, stamped, take_over
 
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
@@ -27,7 +27,7 @@ def as_before() -> Iterator[None]:
 def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
     """What of four lines of all levels comes out, without their times."""
     for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
-        logging.getLogger("ds_encdec.trainer").log(level, "%s", "it")
+        logging.getLogger("ds_encdec.training.trainer").log(level, "%s", "it")
     lines = capsys.readouterr().err.splitlines()
     assert all(re.match(STAMP, line) for line in lines)
     return [re.sub(STAMP, "", line) for line in lines]

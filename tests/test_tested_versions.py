@@ -12,19 +12,20 @@ import pytest
 import torch
 import transformers
 
-from ds_encdec import build, tested_versions
-from ds_encdec.checkpoint.model_card import untrained_model_card
+from ds_encdec.base import tested_versions
+from ds_encdec.base.tested_versions import known_ranges, outside_tested_ranges, range_of
+from ds_encdec.base.types import ConfigError, DsEncDecError
+from ds_encdec.commands.doctor.checks import Host, _packages
 from ds_encdec.config.schema import FullConfig, read_config
-from ds_encdec.doctor.checks import Host, _packages
 from ds_encdec.evaluate import models
+from ds_encdec.exports.model_card import untrained_model_card
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World, discover
 from ds_encdec.model import cache_check, modeling
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.tested_versions import known_ranges, outside_tested_ranges, range_of
-from ds_encdec.types import ConfigError, DsEncDecError
+from ds_encdec.training import build
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,8 @@ def test_builds_are_their_version_and_nightlies_are_outside(
 def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(read_config(None, ["infra.distributed_type=fsdp"]), World())
     assert f"torch {version('torch')}" in str(_packages(host))
-    monkeypatch.setattr("ds_encdec.doctor.checks.outside_tested_ranges", lambda: ["torch 9.9 (tested: >=1,<2)"])
+    outside = ["torch 9.9 (tested: >=1,<2)"]
+    monkeypatch.setattr("ds_encdec.commands.doctor.checks.outside_tested_ranges", lambda: outside)
     answer = _packages(host)
     assert isinstance(answer, tuple)
     assert answer[0] == "not tested with torch 9.9 (tested: >=1,<2)"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from ds_encdec.base.types import StepResult, TrainingState
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.progress import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
-from ds_encdec.trainer import train
-from ds_encdec.types import StepResult, TrainingState
+from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
+from ds_encdec.training.trainer import train
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2)
 

@@ -19,10 +19,18 @@ from typing import Any
 import pytest
 import torch
 
-from ds_encdec import build
-from ds_encdec import trainer as trainer_module
-from ds_encdec.build import _train_and_close
-from ds_encdec.callbacks import Callback, open_callbacks
+from ds_encdec.base.callback import Callback
+from ds_encdec.base.types import (
+    Batch,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    DsEncDecError,
+    Preempted,
+    StepResult,
+    TrainingState,
+)
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import MANIFEST, verify_checkpoint
@@ -38,18 +46,11 @@ from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import JsonlSink
-from ds_encdec.trainer import Trainer, train
-from ds_encdec.types import (
-    Batch,
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DivergedError,
-    DsEncDecError,
-    Preempted,
-    StepResult,
-    TrainingState,
-)
+from ds_encdec.training import build
+from ds_encdec.training import trainer as trainer_module
+from ds_encdec.training.build import _train_and_close
+from ds_encdec.training.callbacks import open_callbacks
+from ds_encdec.training.trainer import Trainer, train
 
 
 class ScriptedEngine:

@@ -37,11 +37,11 @@ PROGRAM = """
 import json, logging, os, sys, types
 os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed, torch, torch._dynamo, torch._inductor.config
-import ds_encdec.engine.deepspeed_zero, ds_encdec.engine.fsdp2, ds_encdec.model.lora
+import ds_encdec.engine.deepspeed.zero, ds_encdec.engine.fsdp2, ds_encdec.model.lora
 from deepspeed.runtime.zero import partition_parameters, stage3
 from ds_encdec import load_config, run_training
-from ds_encdec.foreign_places import _layers
-from ds_encdec.types import OutputLockedError
+from ds_encdec.base.foreign_places import _layers
+from ds_encdec.base.types import OutputLockedError
 del os.environ["DS_ACCELERATOR"]
 
 MODULES = (torch, torch.nn, torch.nn.functional, torch.distributed, partition_parameters, stage3)

@@ -26,17 +26,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.base.quantities import count
+from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
     Manifest,
     verify_checkpoint,
 )
-from ds_encdec.config.plain_files import read_json
+from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.engine.protocol import read_record
 from ds_encdec.launch.disk import Writing, flush_folder, unused_path
-from ds_encdec.quantities import count
-from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
 

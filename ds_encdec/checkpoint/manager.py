@@ -22,6 +22,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished
 from ds_encdec.checkpoint.manifest import (
     MANIFEST,
@@ -38,7 +39,6 @@ from ds_encdec.launch.agreement import ranks_in_words
 from ds_encdec.launch.disk import DiskRefusedError, Writing
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.network import machine
-from ds_encdec.types import CheckpointError, TrainingState
 
 logger = logging.getLogger(__name__)
 

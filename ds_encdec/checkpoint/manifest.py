@@ -17,9 +17,9 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from ds_encdec.config.plain_files import kind_of, open_plain, read_json
+from ds_encdec.base.types import CheckpointError
+from ds_encdec.config.yaml.plain_files import kind_of, open_plain, read_json
 from ds_encdec.launch.disk import flush_folder, write_atomically
-from ds_encdec.types import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 4

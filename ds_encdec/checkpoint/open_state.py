@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from ds_encdec.base.types import CheckpointError, SavedState
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.protocol import read_record
-from ds_encdec.engines import STATE_FORMATS, ByEngine
-from ds_encdec.types import CheckpointError, SavedState
+from ds_encdec.registry.engines import STATE_FORMATS, ByEngine
 
 _READERS: ByEngine[Callable[[Path], SavedState]] = ByEngine(deepspeed=ZeroState, fsdp=DcpState)
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _ReaderView
 
+from ds_encdec.base.types import MOMENTS, CheckpointError, SavedState, StateKind, WeightSource
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, read_record
-from ds_encdec.types import MOMENTS, CheckpointError, SavedState, StateKind, WeightSource
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """Before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""

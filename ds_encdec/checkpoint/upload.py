@@ -17,13 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.callbacks import Callback
+from ds_encdec.base.callback import Callback
+from ds_encdec.base.types import ConfigError, Preempted, TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import ConfigError, Preempted, TrainingState
 
 logger = logging.getLogger(__name__)
 

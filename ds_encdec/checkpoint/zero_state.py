@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from ds_encdec.base.types import MOMENTS, CheckpointError, StateKind
 from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
 from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, end_to_end, own_parts, read_record
-from ds_encdec.types import MOMENTS, CheckpointError, StateKind
 
 _Tensors = Mapping[str, Tensor]
 """Flat tensors of one length that belong together: `weight`, and the moments where there are any."""

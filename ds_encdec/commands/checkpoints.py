@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.arguments import Arguments, Verb, flag, value
-from ds_encdec.terminal import outlive_readers
-from ds_encdec.types import CheckpointError, ConfigError
+from ds_encdec.base.arguments import Arguments, Verb, flag, value
+from ds_encdec.base.terminal import outlive_readers
+from ds_encdec.base.types import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +20,11 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
         raise ConfigError("--adapter and --encoder-only: adapters stand beside both sides; give one of the two")
     _require_sound(options.checkpoint, options.out)
     if options.adapter:
-        from ds_encdec.checkpoint.adapters import export_adapter
+        from ds_encdec.exports.adapters import export_adapter
 
         export_adapter(options.checkpoint, options.out, base=options.base)
     else:
-        from ds_encdec.checkpoint.export import export_checkpoint
+        from ds_encdec.exports.hugging_face import export_checkpoint
 
         how: dict[str, Any] = {"dtype": _dtype(options), "encoder_only": options.encoder_only, "base": options.base}
         export_checkpoint(options.checkpoint, options.out, **how)
@@ -39,7 +39,7 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
     if not run.root.is_dir():
         raise CheckpointError(f"{options.run_folder}: no such folder; give a run's, such as output")
     refuse_existing(out := options.out or run.averaged)
-    from ds_encdec.checkpoint.export import average_checkpoints  # torch: once there is a run
+    from ds_encdec.exports.hugging_face import average_checkpoints  # torch: once there is a run
 
     steps = average_checkpoints(run, out, last=options.last, base=options.base, dtype=_dtype(options))
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
@@ -48,7 +48,7 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import verify_checkpoints
-    from ds_encdec.data.prepared import INDEX, verified_shards
+    from ds_encdec.data.sources.prepared import INDEX, verified_shards
 
     outlive_readers()  # the exit code is the answer
     is_prepared = any(options.path.glob(f"*/{INDEX}"))

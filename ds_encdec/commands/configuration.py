@@ -6,17 +6,17 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import CONFIG_FILES, COUNT, Verb, flag, value
+from ds_encdec.base.arguments import CONFIG_FILES, COUNT, Verb, flag, value
 from ds_encdec.config import shipped
 from ds_encdec.config.command_line import config_files
-from ds_encdec.gpus import has_gpu
+from ds_encdec.memory.gpus import has_gpu
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.absent import look_here
     from ds_encdec.config.schema import editor_schema, read_config
     from ds_encdec.config.settings import show
     from ds_encdec.config.shares import unevenness
+    from ds_encdec.training.absent import look_here
 
     if options.schema:
         print(editor_schema(), end="")
@@ -48,7 +48,7 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
 
     model_folder(options.source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     refuse_existing(options.out)
-    from ds_encdec.model_folders import init_model  # torch: once there is a source
+    from ds_encdec.commands.model_folders import init_model  # torch: once there is a source
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
 

@@ -11,16 +11,16 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.arguments import COUNT, JSON, Arguments, Verb, flag, value
+from ds_encdec.base.arguments import COUNT, JSON, Arguments, Verb, flag, value
+from ds_encdec.base.quantities import count
+from ds_encdec.base.terminal import libraries_print_to_stderr
+from ds_encdec.base.types import ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.models import is_ours, require_ours, run_config
-from ds_encdec.gpus import has_gpu
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.world import discover
-from ds_encdec.quantities import count
-from ds_encdec.terminal import libraries_print_to_stderr
-from ds_encdec.text_metrics import TEXT_METRICS, usable
-from ds_encdec.types import ConfigError, DsEncDecError
+from ds_encdec.memory.gpus import has_gpu
+from ds_encdec.registry.text_metrics import TEXT_METRICS, usable
 
 
 def _settings(defaults: GenerationSettings, *left_out: str, **later: str) -> Arguments:
@@ -80,7 +80,7 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     check_metrics(names, options.bertscore_model)
     if options.max_new_tokens is None:
         settings = replace(settings, max_new_tokens=config.data.max_decoder_length)
-    from ds_encdec.evaluate.run import evaluate  # torch: once arguments and configuration are sound
+    from ds_encdec.evaluate.evaluation import evaluate  # torch: once arguments and configuration are sound
 
     with libraries_print_to_stderr():
         out, found = evaluate(

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import CONFIG_FILES, COUNT, JSON, RATE, Arguments, Verb, flag, tokens, value
+from ds_encdec.base.arguments import CONFIG_FILES, COUNT, JSON, RATE, Arguments, Verb, flag, tokens, value
+from ds_encdec.base.terminal import outlive_readers
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.command_line import load
-from ds_encdec.terminal import outlive_readers
-from ds_encdec.types import ConfigError
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.plan import describe_plan, plan_run
+    from ds_encdec.commands.plan import describe_plan, plan_run
 
     if options.price_per_gpu_hour and not (options.tokens_per_second or options.measured):
         raise ConfigError("--price-per-gpu-hour needs a rate: add --tokens-per-second or --measured")
@@ -32,10 +32,10 @@ def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.rewording import given_fields
-    from ds_encdec.phase_runs.run import run_phases
-    from ds_encdec.phases import plan_phases, select_phases, with_given
-    from ds_encdec.plan import describe_plan_of_phases, plan_of_phases
+    from ds_encdec.commands.phases.execute import run_phases
+    from ds_encdec.commands.phases.plan import plan_phases, select_phases, with_given
+    from ds_encdec.commands.plan import describe_plan_of_phases, plan_of_phases
+    from ds_encdec.config.words.rewording import given_fields
 
     asks_for_it = options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
     if asks_for_it and not options.dry_run:

@@ -9,16 +9,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import CONFIG, COUNT, JSON, Verb, flag, value
+from ds_encdec.base.arguments import CONFIG, COUNT, JSON, Verb, flag, value
+from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_marked
+from ds_encdec.base.types import ConfigError, Preempted
 from ds_encdec.config.command_line import load
-from ds_encdec.terminal import log_to_terminal, outlive_readers, print_marked
-from ds_encdec.types import ConfigError, Preempted
 
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load(options, overrides)
     from ds_encdec.data.build import inspect_run_data  # torch: once the configuration is sound
-    from ds_encdec.run_model import run_tokenizer
+    from ds_encdec.training.run_model import run_tokenizer
 
     shown = inspect_run_data(
         config, *run_tokenizer(config), num_examples=options.n, as_json=options.json, with_ids=options.ids
@@ -40,7 +40,7 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     outlive_readers()  # it is for what it leaves, and not for these lines
     try:
         from ds_encdec.data.build import prepare_data  # torch: once the configuration is sound
-        from ds_encdec.run_model import run_tokenizer
+        from ds_encdec.training.run_model import run_tokenizer
 
         for line in prepare_data(config, *run_tokenizer(config), num_proc):
             print(line, flush=True)

@@ -7,18 +7,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.arguments import CONFIG_FILES, JSON, Verb, flag, value
+from ds_encdec.base.arguments import CONFIG_FILES, JSON, Verb, flag, value
+from ds_encdec.base.findings import Finding, describe
+from ds_encdec.base.terminal import console, libraries_print_to_stderr, outlive_readers, print_marked
+from ds_encdec.base.types import GateError
 from ds_encdec.config.command_line import config_files, load
 from ds_encdec.evaluate.models import require_model_folder
-from ds_encdec.findings import Finding, describe
-from ds_encdec.terminal import console, libraries_print_to_stderr, outlive_readers, print_marked
-from ds_encdec.types import GateError
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     files = config_files(options, overrides)
     with libraries_print_to_stderr() as stdout:
-        from ds_encdec.doctor.run import as_json, look_at_hosts, look_here
+        from ds_encdec.commands.doctor.findings import as_json, look_at_hosts, look_here
 
         findings, tells = (
             look_here(files) if options.hostfile is None else (look_at_hosts(options.hostfile, files), True)
@@ -35,7 +35,10 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
     if options.model:
         require_model_folder(options.model)
     config = None if options.model else load(options, overrides)
-    from ds_encdec.sanity_check.run import check_config, config_for_model  # torch: once the configuration is sound
+    from ds_encdec.commands.sanity_check.session import (  # torch: once the configuration is sound
+        check_config,
+        config_for_model,
+    )
 
     if config is None:
         config = config_for_model(options.model, *config_files(options, overrides))

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.arguments import VERBOSITY, Arguments, Parser, add, mistake, near_option
-from ds_encdec.types import ConfigError
+from ds_encdec.base.arguments import VERBOSITY, Arguments, Parser, add, mistake, near_option
+from ds_encdec.base.types import ConfigError
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -68,7 +68,7 @@ def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tu
             own.append(word)
         elif word.startswith("--") and word not in ("--help", "--version"):
             if not equals:
-                from ds_encdec.config.rewording import with_value  # not for --help
+                from ds_encdec.config.words.rewording import with_value  # not for --help
 
                 word = with_value(word, remaining)
             settings.append(word)

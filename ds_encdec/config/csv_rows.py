@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 
-from ds_encdec.types import DataError
+from ds_encdec.base.types import DataError
 
 _DELIMITERS = ",;\t|"
 """The one that makes the most of the first line is taken, of equal ones the first."""

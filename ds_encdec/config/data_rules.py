@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Iterable, Iterator
 
+from ds_encdec.base.plugins import PYTHON, is_dotted
 from ds_encdec.config.data_sections import LOCAL_FORMATS, DataConfig, EvalSet, Source
 from ds_encdec.config.settings import Conflict, broken, unknown_key
-from ds_encdec.denoisers import DENOISERS
-from ds_encdec.objectives import OBJECTIVES, template_parts
-from ds_encdec.plugins import is_dotted
-from ds_encdec.source_kinds import LOCAL_SOURCES, PYTHON, local_kind
+from ds_encdec.registry.denoisers import DENOISERS
+from ds_encdec.registry.objectives import OBJECTIVES, template_parts
+from ds_encdec.registry.source_kinds import LOCAL_SOURCES, local_kind
 
 _FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in kind.endings}
 """Endings of local files, which are no names of data sets."""

@@ -6,8 +6,8 @@ from pydantic import BeforeValidator, Field
 
 from ds_encdec.config.section_base import Mark, Section, Texts
 from ds_encdec.config.settings import unknown_key
-from ds_encdec.denoisers import DENOISERS
-from ds_encdec.source_kinds import LOCAL_SOURCES
+from ds_encdec.registry.denoisers import DENOISERS
+from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
 """Data set names that stand for local files."""

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from ds_encdec.config.deepspeed_keys import check_extra
 from ds_encdec.config.infra_sections import InfraConfig
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import Conflict, Settings, broken
-from ds_encdec.engines import ByEngine
-from ds_encdec.optimizers import OPTIMIZERS, row_of
+from ds_encdec.config.yaml.deepspeed_keys import check_extra
+from ds_encdec.registry.engines import ByEngine
+from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 """Schedules that are DeepSpeed's own classes."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_encdec.types import ConfigError
+from ds_encdec.base.types import ConfigError
 
 
 def _setting(default: float, meaning: str) -> Any:

@@ -9,10 +9,10 @@ import re
 import sys
 from pathlib import Path
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.settings import Problem
 from ds_encdec.config.shipped import find_shipped
-from ds_encdec.config.yaml_text import file_problem, read_text
-from ds_encdec.types import ConfigError
+from ds_encdec.config.yaml.text import file_problem, read_text
 
 _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ds_encdec.config.section_base import Section
-from ds_encdec.engines import DistributedType
+from ds_encdec.registry.engines import DistributedType
 
 
 class InfraConfig(Section):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from ds_encdec.types import DataError
+from ds_encdec.base.types import DataError
 
 MAX_NESTING = 200
 """Levels of objects and lists in a line. How deep Python can read depends on its caller, which must decide nothing."""

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ds_encdec.types import CheckpointError
+from ds_encdec.base.types import CheckpointError
 
 MODEL_FILES = ("*.json", "*.safetensors")
 """The files that are fetched of a model: nothing that would have to be unpickled or executed."""

@@ -70,7 +70,7 @@ class MonitorConfig(Section):
 
 
 class PhaseOverrides(Section):
-    """Settings of a phase that replace its defaults (`PHASE_CONFIGS` in `ds_encdec/phases.py`); None keeps these."""
+    """Settings of a phase that replace its defaults (`PHASE_CONFIGS`); None keeps these."""
 
     num_tokens: int | None = Field(default=None, gt=0)
     """Tokens of both sides to train on. A phase ends with these or with its steps, whichever comes first."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from ds_encdec.types import DataError
+from ds_encdec.base.types import DataError
 
 _BLOCK_BYTES = 1 << 14
 """Compressed bytes unpacked at once: few, since the best compressions make thousands of bytes of one."""

@@ -12,8 +12,8 @@ from ds_encdec.config.monitor_sections import LARGEST_LOSS
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import Conflict, broken
 from ds_encdec.config.training_rules import training_rules
-from ds_encdec.denoisers import DENOISERS
-from ds_encdec.engines import ENGINES, EngineName, EngineSpec
+from ds_encdec.registry.denoisers import DENOISERS
+from ds_encdec.registry.engines import ENGINES, EngineName, EngineSpec
 
 SMALLEST_VOCABULARY = 258
 """Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence."""

@@ -8,8 +8,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from glob import escape
 from pathlib import Path
 
-from ds_encdec.source_kinds import LOCAL_SOURCES
-from ds_encdec.types import ConfigError
+from ds_encdec.base.types import ConfigError
+from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 
 CHECKPOINTS = "/opt/ml/checkpoints"
 """SageMaker copies what is written here to the job's `checkpoint_s3_uri`, and back before it starts the job again."""

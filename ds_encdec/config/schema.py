@@ -18,15 +18,14 @@ from typing import Any
 from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.data_sections import DataConfig, MixtureSource, Source  # noqa: F401  also found here
-from ds_encdec.config.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.first_rows import evaluated_and_trained_on
 from ds_encdec.config.hostfile import read_hosts, read_variables
 from ds_encdec.config.implied import imply
 from ds_encdec.config.infra_sections import InfraConfig  # noqa: F401
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
-from ds_encdec.config.rewording import read_overrides, read_words
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.section_base import Mark, Section  # noqa: F401
 from ds_encdec.config.sections import Sections, marked  # noqa: F401
@@ -35,8 +34,9 @@ from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.training_sections import TrainingConfig  # noqa: F401
 from ds_encdec.config.validation import Checked, mention, mention_all, validate
-from ds_encdec.config.yaml_text import file_problem, read_yaml, write_yaml
-from ds_encdec.types import ConfigError
+from ds_encdec.config.words.rewording import read_overrides, read_words
+from ds_encdec.config.yaml.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
+from ds_encdec.config.yaml.text import file_problem, read_yaml, write_yaml
 
 SCHEMA_ID = "urn:ds_encdec:configuration"
 _JSON_FIELD = "infra.deepspeed_config"

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_encdec.secret_names import is_secret
-from ds_encdec.types import ConfigError
+from ds_encdec.base.secret_names import is_secret
+from ds_encdec.base.types import ConfigError
 
 COMMAND_LINE = "command line"
 """Place of what was given as an override."""

@@ -7,10 +7,10 @@ of them. An optimizer step is `training.global_batch_size` sequences, in micro-b
 import logging
 from typing import Literal, TypeVar
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.infra_sections import InfraConfig
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.training_sections import TrainingConfig
-from ds_encdec.types import ConfigError
 
 Run = TypeVar("Run", bound=Sections)
 logger = logging.getLogger(__name__)

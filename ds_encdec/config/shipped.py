@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from ds_encdec.arguments import Arguments, value
-from ds_encdec.types import ConfigError
+from ds_encdec.base.arguments import Arguments, value
+from ds_encdec.base.types import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = ("ds_configs", "hostfiles")

@@ -8,8 +8,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.config.plain_files import read_json
-from ds_encdec.types import CheckpointError
+from ds_encdec.base.types import CheckpointError
+from ds_encdec.config.yaml.plain_files import read_json
 
 DECODER_ONLY = "qwen3"
 OF_OUR_OWN = "qwen3_seq2seq"

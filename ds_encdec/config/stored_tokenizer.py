@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.model_folder import is_hub_name
-from ds_encdec.config.plain_files import read_json
-from ds_encdec.denoisers import DENOISERS
+from ds_encdec.config.yaml.plain_files import read_json
+from ds_encdec.registry.denoisers import DENOISERS
 
 if TYPE_CHECKING:
     from ds_encdec.config.sections import Sections

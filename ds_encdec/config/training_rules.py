@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
+from ds_encdec.base.plugins import is_dotted
 from ds_encdec.config.monitor_sections import MonitorConfig
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import Conflict, broken, closest
@@ -16,9 +17,8 @@ from ds_encdec.config.training_sections import (
     Tracker,
     TrainingConfig,
 )
-from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.optimizers import OPTIMIZERS, row_of
-from ds_encdec.plugins import is_dotted
+from ds_encdec.registry.objectives import OBJECTIVES
+from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
 """Fields of `monitor` that may say `rollback`."""

@@ -12,10 +12,10 @@ from pydantic import (
     model_validator,
 )
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.section_base import Mark, Names, Section, words
-from ds_encdec.text_metrics import FIGURES
-from ds_encdec.types import ConfigError
+from ds_encdec.registry.text_metrics import FIGURES
 
 ENDLESS_SCHEDULES = ("WarmupLR", "constant")
 """Schedules that do not depend on the length of the run."""

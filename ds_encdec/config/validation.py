@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ds_encdec.config.misspelt import in_schema, meant
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.sections import Sections, fields
 from ds_encdec.config.settings import (
@@ -24,6 +23,7 @@ from ds_encdec.config.settings import (
     show,
     within,
 )
+from ds_encdec.config.words.misspelt import in_schema, meant
 
 _EXPECTED = {
     "int_type": "a whole number",

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.types import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

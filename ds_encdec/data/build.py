@@ -9,20 +9,20 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from ds_encdec.base.types import Batch, DataError, Example
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
 from ds_encdec.config.shares import micro_batches_per_step, with_assumed_batch_size
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import ChunkMaker
-from ds_encdec.data.evaluation import evaluation_examples, pack_examples
+from ds_encdec.data.eval_set import evaluation_examples, pack_examples
+from ds_encdec.data.examples.chunks import ChunkMaker
+from ds_encdec.data.examples.sft import PairMaker
 from ds_encdec.data.fingerprint import fingerprint, numbered, require_same
-from ds_encdec.data.inspect import inspect_data, require_one_step, sample_statistics
+from ds_encdec.data.inspection import inspect_data, require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
-from ds_encdec.data.local_files import expand_files
-from ds_encdec.data.prepare import prepare_source
-from ds_encdec.data.prepared import made_from, open_prepared, prepared_folder
-from ds_encdec.data.sft import PairMaker
-from ds_encdec.data.sources import (
+from ds_encdec.data.sources.local_files import expand_files
+from ds_encdec.data.sources.prepared import made_from, open_prepared, prepared_folder
+from ds_encdec.data.sources.sources import (
     AnySource,
     OpenSource,
     Split,
@@ -32,16 +32,16 @@ from ds_encdec.data.sources import (
     source_entries,
     source_name,
 )
-from ds_encdec.data.tables import resolve_commits
+from ds_encdec.data.sources.tables import resolve_commits
+from ds_encdec.data.sources.write_prepared import prepare_source
 from ds_encdec.launch.run_folder import take_folder
-from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.source_kinds import HUB, local_kind
-from ds_encdec.types import Batch, DataError, Example
+from ds_encdec.registry.objectives import OBJECTIVES
+from ds_encdec.registry.source_kinds import HUB, local_kind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from ds_encdec.data.examples import ExampleMaker
+    from ds_encdec.data.examples.protocol import ExampleMaker
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 

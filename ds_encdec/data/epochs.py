@@ -8,15 +8,15 @@ import logging
 import math
 from itertools import islice
 
+from ds_encdec.base.types import ConfigError, DataError, Example
 from ds_encdec.config.implied import shortened_warmup
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.evaluation import split_rows, weighed_size
-from ds_encdec.data.examples import usable_documents
+from ds_encdec.data.eval_set import split_rows, weighed_size
+from ds_encdec.data.examples.protocol import usable_documents
 from ds_encdec.data.lane import Lane, LanePipeline
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sources import AnySource, OpenSource, StreamSource
-from ds_encdec.types import ConfigError, DataError, Example
+from ds_encdec.data.sources.sources import AnySource, OpenSource, StreamSource
 
 COUNTED_READINGS = 100_000
 """Readings of a document, in all passes, up to which the lanes are run ahead: lanes that share a stream's units read it

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Any
 
+from ds_encdec.base.quantities import listed
+from ds_encdec.base.types import CheckpointError, Document
 from ds_encdec.config.schema import FullConfig, Mark, marked
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.sources import OpenSource
-from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.quantities import listed
-from ds_encdec.types import CheckpointError, Document
+from ds_encdec.data.sources.sources import OpenSource
+from ds_encdec.registry.objectives import OBJECTIVES
 
 Facts = dict[str, Any]
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+from ds_encdec.base.types import DataError, Example
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.examples import ALL, ExampleMaker
+from ds_encdec.data.examples.protocol import ALL, ExampleMaker
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference, changed_since
-from ds_encdec.data.sources import BadRow, OpenSource, Row, check_bad_rows
+from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, check_bad_rows
 from ds_encdec.data.workers import Worker
-from ds_encdec.types import DataError, Example
 
 MAX_EMPTY_DOCUMENTS = 10_000
 """Documents in a row without a usable one (empty, or held out) after which the data is called empty."""

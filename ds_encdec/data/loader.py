@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, Example, RowCounts
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.lane import LanePipeline, WorkerLanes
-from ds_encdec.types import IGNORE_INDEX, TASKS, Batch, CheckpointError, Example, RowCounts
+from ds_encdec.registry.objectives import TASKS
 
 
 class LaneLoader:

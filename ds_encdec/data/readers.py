@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
+from ds_encdec.base.quantities import count
+from ds_encdec.base.types import DataError
 from ds_encdec.data.randomness import Permutation, keyed_generator
-from ds_encdec.data.sources import MapSource, OpenSource, Row, StreamSource
-from ds_encdec.quantities import count
-from ds_encdec.types import DataError
+from ds_encdec.data.sources.sources import MapSource, OpenSource, Row, StreamSource
 
 Reference = tuple[int, ...]
 

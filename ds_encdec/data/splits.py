@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.build import example_maker, held_out_shares, open_sources, own_split
-from ds_encdec.data.evaluation import keyed_examples
+from ds_encdec.data.eval_set import keyed_examples
 from ds_encdec.data.fingerprint import source_facts, unknown_sources
-from ds_encdec.data.sources import OpenSource, Split
-from ds_encdec.data.tables import resolve_commits
-from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.types import ConfigError, DataError
+from ds_encdec.data.sources.sources import OpenSource, Split
+from ds_encdec.data.sources.tables import resolve_commits
+from ds_encdec.registry.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

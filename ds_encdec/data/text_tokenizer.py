@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ds_encdec.base.types import Document
 from ds_encdec.launch.disk import cached
-from ds_encdec.types import Document
 
 if TYPE_CHECKING:
     import tiktoken

@@ -21,9 +21,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import IO, Any, cast
 
+from ds_encdec.base.terminal import outlive_readers
+from ds_encdec.base.types import DataError, DsEncDecError
 from ds_encdec.launch.preemption import stop_signals_left_to_this_process
-from ds_encdec.terminal import outlive_readers
-from ds_encdec.types import DataError, DsEncDecError
 
 _BOOTSTRAP = (
     "import sys, pickle; sys.path[:] = pickle.load(sys.stdin.buffer); "

@@ -49,6 +49,8 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from transformers.initialization import no_init_weights
 
+from ds_encdec.base.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
+from ds_encdec.config.schedules import learning_rate
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine import user_optimizer
@@ -67,8 +69,6 @@ from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.quantized import detach_frozen, quantize_into, quantized_matrices
 from ds_encdec.model.trained import canonical_name
-from ds_encdec.optim import learning_rate
-from ds_encdec.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 
 _COPY_AHEAD_BYTES = 10_000_000
 """Bytes that a writer fetches from the GPU beside what it writes; DCP's default."""

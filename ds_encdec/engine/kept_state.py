@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ds_encdec.base.types import MOMENTS
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.engine.user_optimizer import KeptState, try_optimizer
-from ds_encdec.optimizers import OPTIMIZERS, row_of
-from ds_encdec.types import MOMENTS
+from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 
 def kept_state(training: TrainingConfig, device: torch.device, *, is_matrix: bool = False) -> KeptState:

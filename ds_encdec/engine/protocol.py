@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ds_encdec.config.plain_files import read_json
-from ds_encdec.types import Batch, CheckpointError, LossSum, SavedState, StepResult
+from ds_encdec.base.types import Batch, CheckpointError, LossSum, SavedState, StepResult
+from ds_encdec.config.yaml.plain_files import read_json
 
 if TYPE_CHECKING:
     import torch

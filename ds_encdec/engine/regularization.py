@@ -10,13 +10,13 @@ from contextlib import contextmanager
 
 import torch
 
+from ds_encdec.base.types import Batch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.training_sections import CROSS_ENTROPY, TrainingConfig
 from ds_encdec.engine.user_loss import load_loss
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import keyed_seed
-from ds_encdec.types import Batch
 
 
 def draws_masks(config: FullConfig) -> bool:

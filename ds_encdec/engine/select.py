@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ds_encdec.base.types import ConfigError, WeightSource
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
-from ds_encdec.engine.ds_json import check_deepspeed
+from ds_encdec.engine.deepspeed.json import check_deepspeed
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engines import ENGINES, ByEngine, EngineName, EngineSpec
 from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.network import machine
 from ds_encdec.launch.process_group import ProcessSettings, choose_device, init_process_group
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError, WeightSource
+from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName, EngineSpec
 
 if TYPE_CHECKING:
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -180,7 +180,7 @@ def _deepspeed(
     weights: WeightSource | None,
     gradient_accumulation_steps: int,
 ) -> Engine:
-    from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine  # which may not be installed
+    from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine  # which may not be installed
 
     return DeepSpeedEngine(config, context, model_config, weights, gradient_accumulation_steps)
 

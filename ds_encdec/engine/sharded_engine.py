@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
 
+from ds_encdec.base.foreign_places import check
+from ds_encdec.base.types import IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
 from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.engine.parameter_groups import parameter_groups
 from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
 from ds_encdec.engine.regularization import draws_masks, masks_of
-from ds_encdec.foreign_places import check
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.model.activation_checkpointing import GRAPHS
 from ds_encdec.model.attention import PackedLayout
@@ -27,9 +29,8 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.trained import canonical_name
-from ds_encdec.optim import parameter_groups
-from ds_encdec.optimizers import row_of
-from ds_encdec.types import IGNORE_INDEX, MOMENTS, TASKS, Batch, CheckpointError, LossSum, SavedState
+from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.optimizers import row_of
 
 Read = Callable[[str, int, int], Tensor]
 """Elements [start, stop) of the flattened parameter of this name."""

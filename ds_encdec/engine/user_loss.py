@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ds_encdec.base.plugins import load_plugin, whose_fault
+from ds_encdec.base.types import ConfigError
 from ds_encdec.model.loss import OwnLoss
-from ds_encdec.plugins import load_plugin, whose_fault
-from ds_encdec.types import ConfigError
 
 _FIELD = "training.loss"
 

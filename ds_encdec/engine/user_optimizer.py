@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_encdec.base.plugins import load_plugin, whose_fault
+from ds_encdec.base.types import MOMENTS, ConfigError, StateKind
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.plugins import load_plugin, whose_fault
-from ds_encdec.types import MOMENTS, ConfigError, StateKind
 
 _FIELD = "training.optimizer"
 _tried: dict[tuple[str, str, str], KeptState] = {}

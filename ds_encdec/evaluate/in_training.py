@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ds_encdec.base.types import Batch, ConfigError, Example
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.training_sections import LOSS_FIGURES
@@ -25,8 +26,8 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
 from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, text_metric, usable
-from ds_encdec.types import TASKS, Batch, ConfigError, Example
+from ds_encdec.registry.objectives import TASKS
+from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, text_metric, usable
 
 if TYPE_CHECKING:
     import numpy as np

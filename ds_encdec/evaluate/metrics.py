@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from ds_encdec.plugins import load_plugin, whose_fault
-from ds_encdec.text_metrics import TEXT_METRICS as TEXT_METRICS
-from ds_encdec.text_metrics import not_installed, text_metric
-from ds_encdec.types import ConfigError
+from ds_encdec.base.plugins import load_plugin, whose_fault
+from ds_encdec.base.types import ConfigError
+from ds_encdec.registry.text_metrics import TEXT_METRICS as TEXT_METRICS
+from ds_encdec.registry.text_metrics import not_installed, text_metric
 
 if TYPE_CHECKING:
     from rouge_score.rouge_scorer import RougeScorer

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ds_encdec.config.plain_files import read_json
-from ds_encdec.types import CheckpointError, ConfigError
+from ds_encdec.base.types import CheckpointError, ConfigError
+from ds_encdec.config.yaml.plain_files import read_json
 
 if TYPE_CHECKING:
     import torch

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from transformers import TextStreamer
 
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.data.sft import ChatTemplate
+from ds_encdec.data.examples.sft import ChatTemplate
 from ds_encdec.evaluate.generation import generate_batch, text_of
 from ds_encdec.evaluate.models import Inputs, open_model, open_tokenizer, require_ours, taught_inputs
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
-from ds_encdec.objectives import template_parts
-from ds_encdec.types import DENOISERS, CheckpointError
+from ds_encdec.registry.denoisers import DENOISERS
+from ds_encdec.registry.objectives import template_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast

@@ -16,10 +16,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
+from ds_encdec.base.types import ConfigError, OutputLockedError
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.run_folder import lock_file
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import ConfigError, OutputLockedError
 
 _FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json")
 

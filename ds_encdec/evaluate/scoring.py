@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional as F
 
+from ds_encdec.base.types import IGNORE_INDEX
 from ds_encdec.evaluate.generation import TokenIds, evaluating, pad_id_of, padded
-from ds_encdec.types import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+from ds_encdec.base.terminal import print_error
+from ds_encdec.base.types import DsEncDecError, Preempted
 from ds_encdec.launch.world import LAUNCHER_PROGRAMS, World
-from ds_encdec.terminal import print_error
-from ds_encdec.types import DsEncDecError, Preempted
 
 RANK_ZERO_SECONDS = 10.0
 """How long a rank waits for rank 0, which mostly finds the same, before it prints its own error."""
@@ -51,7 +51,7 @@ def _share(world: World, error: DsEncDecError) -> None:
     if not world.is_main:
         alone.start()
     try:
-        from ds_encdec.launch.meeting import Rendezvous  # torch
+        from ds_encdec.launch.rendezvous import Rendezvous  # torch
 
         Rendezvous(world, timedelta(minutes=START_MINUTES)).round("meet", None, error=error)
     except (ImportError, OSError):  # torch itself is missing or broken here

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ds_encdec.engines import ENGINES, EngineName
+from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.launch.disk import installed_versions
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.run_folder import masked
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError, DataError
+from ds_encdec.registry.engines import ENGINES, EngineName
 
 OWN_TO_A_HOST = {
     "data_files": "copies may lie elsewhere: their contents are compared, in the data's fingerprint",

@@ -19,8 +19,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import BinaryIO
 
-from ds_encdec.quantities import disk_size
-from ds_encdec.types import CheckpointError, DsEncDecError
+from ds_encdec.base.quantities import disk_size
+from ds_encdec.base.types import CheckpointError, DsEncDecError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _ADVICE = {

@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ds_encdec.engines import ENGINES, EngineName, EngineSpec
+from ds_encdec.base.plugins import whose_fault
+from ds_encdec.base.types import DsEncDecError
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
-from ds_encdec.plugins import whose_fault
-from ds_encdec.types import DsEncDecError
+from ds_encdec.registry.engines import ENGINES, EngineName, EngineSpec
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ import errno
 
 import torch
 
-from ds_encdec.types import OutOfMemoryError
+from ds_encdec.base.types import OutOfMemoryError
 
 _HOST_MESSAGES = (
     "DefaultCPUAllocator",  # torch's allocator (c10/core/impl/alloc_cpu.cpp)

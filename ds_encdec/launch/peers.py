@@ -33,6 +33,8 @@ from typing import Any, NoReturn
 import psutil
 import torch.distributed as dist
 
+from ds_encdec.base.plugins import whose_fault
+from ds_encdec.base.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
 from ds_encdec.launch.agreement import spans
 from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -41,8 +43,6 @@ from ds_encdec.launch.network import machine
 from ds_encdec.launch.preemption import StopRequest, awaited, end_process, is_alive
 from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, start_facts
 from ds_encdec.launch.world import World
-from ds_encdec.plugins import whose_fault
-from ds_encdec.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from typing import NoReturn, TypeVar
 
 import psutil
 
+from ds_encdec.base.types import HangError, Preempted
 from ds_encdec.launch.world import LAUNCHER_PROGRAMS, SINGLE_PROCESS, World
-from ds_encdec.types import HangError, Preempted
 
 logger = logging.getLogger(__name__)
 

@@ -18,16 +18,16 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 
-from ds_encdec.engines import ENGINES, ByEngine, EngineName
+from ds_encdec.base.terminal import take_over
+from ds_encdec.base.types import ConfigError
 from ds_encdec.launch.agreement import differences, merge_rank_facts, not_alike, own_facts, shared_settings
 from ds_encdec.launch.cores import no_gpu
 from ds_encdec.launch.disk import build_folder
 from ds_encdec.launch.host_collectives import allow_connections, attempt
-from ds_encdec.launch.meeting import Rendezvous
 from ds_encdec.launch.network import gloo_interface, machine, own_address_towards
+from ds_encdec.launch.rendezvous import Rendezvous
 from ds_encdec.launch.world import World
-from ds_encdec.terminal import take_over
-from ds_encdec.types import ConfigError
+from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName
 
 logger = logging.getLogger(__name__)
 

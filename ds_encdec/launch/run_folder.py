@@ -37,11 +37,11 @@ from typing import IO, Any
 
 import psutil
 
+from ds_encdec.base.secret_names import SECRET
+from ds_encdec.base.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, installed_versions, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
-from ds_encdec.secret_names import SECRET
-from ds_encdec.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
 
 _REASON_ON_A_FULL_DISK = 1000
 """Characters: with them `run.json` stays within the block that it has."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_encdec.types import ConfigError
+from ds_encdec.base.types import ConfigError
 
 SINGLE_PROCESS = "python"
 """Launcher name of a process that nobody launched: `python ds_encdec/train.py`."""

@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ds_encdec.engines import ENGINES
+from ds_encdec.base.quantities import count, in_gib
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
@@ -31,7 +31,7 @@ from ds_encdec.memory.variants import (
     variant,
     variants,
 )
-from ds_encdec.quantities import count, in_gib
+from ds_encdec.registry.engines import ENGINES
 
 if TYPE_CHECKING:
     from ds_encdec.memory.trace import TracedMemory

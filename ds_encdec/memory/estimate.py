@@ -25,13 +25,13 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_encdec.base.quantities import GIB
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.engines import ByEngine
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, with_micro_batch
 from ds_encdec.memory.zero import zero_memory
-from ds_encdec.quantities import GIB
+from ds_encdec.registry.engines import ByEngine
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
 """A process's driver, kernels and cuBLAS workspaces on its GPU. An assumption, and on the high side."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from ds_encdec.base.quantities import GIB, gib
+from ds_encdec.base.types import OutOfMemoryError
 from ds_encdec.launch.memory_errors import is_of_device, is_of_driver, is_out_of_memory, out_of_memory
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.memory.breakdown import Breakdown, HostBreakdown
@@ -30,8 +32,6 @@ from ds_encdec.memory.variants import (
     settings,
     variant,
 )
-from ds_encdec.quantities import GIB, gib
-from ds_encdec.types import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 

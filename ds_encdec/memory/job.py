@@ -14,21 +14,21 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_encdec.base.quantities import count, disk_size
+from ds_encdec.base.types import CheckpointError, ConfigError, is_hidden_matrix
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.config.settings import Conflict, closest
 from ds_encdec.config.shares import micro_batches_per_step
 from ds_encdec.config.stored_model import COUNTS, OF_OUR_OWN, read_stored_model
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.engines import ENGINES, EngineName
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers
 from ds_encdec.model.trained import model_shapes, trained_shapes
-from ds_encdec.objectives import OBJECTIVES
-from ds_encdec.optimizers import OPTIMIZERS, row_of
-from ds_encdec.quantities import count, disk_size
+from ds_encdec.registry.engines import ENGINES, EngineName
+from ds_encdec.registry.objectives import OBJECTIVES
+from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
-from ds_encdec.types import CheckpointError, ConfigError, is_hidden_matrix
 
 QWEN3_IDS = 151_669
 """Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""

@@ -18,9 +18,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from ds_encdec.base.types import ConfigError, OutOfMemoryError
 from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
 from ds_encdec.monitor.machine import peak_host_bytes
-from ds_encdec.types import ConfigError, OutOfMemoryError
 
 logger = logging.getLogger(__name__)
 GB = 1e9

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal, TypeVar
 
+from ds_encdec.base.quantities import GIB, in_gib
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.rules import engine_candidates
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import (
@@ -23,9 +25,9 @@ from ds_encdec.config.shares import (
     with_first_batch_size,
     with_micro_batch_size,
 )
-from ds_encdec.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import engine_memory, estimate
+from ds_encdec.memory.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
 from ds_encdec.memory.recompute import (
     Choice,
@@ -36,8 +38,6 @@ from ds_encdec.memory.recompute import (
 )
 from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated, swapped_bytes
-from ds_encdec.quantities import GIB, in_gib
-from ds_encdec.types import ConfigError
 
 Found = TypeVar("Found")
 

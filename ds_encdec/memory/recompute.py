@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from ds_encdec.base.quantities import in_gib
 from ds_encdec.config.sections import Sections
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.variants import HEADROOM, Variant, variant
-from ds_encdec.quantities import in_gib
 
 Run = TypeVar("Run", bound=Sections)
 MODES = ("none", "selective", "full")

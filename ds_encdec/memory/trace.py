@@ -33,14 +33,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.initialization import no_init_weights
 
+from ds_encdec.base.foreign_places import replaced
+from ds_encdec.base.types import Batch
 from ds_encdec.config.training_sections import CROSS_ENTROPY
 from ds_encdec.engine import fsdp2
 from ds_encdec.engine.regularization import draws_masks, regularize
 from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
 from ds_encdec.engine.user_loss import load_loss
 from ds_encdec.engine.user_optimizer import try_optimizer
-from ds_encdec.engines import ENGINES, ByEngine
-from ds_encdec.foreign_places import replaced
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
@@ -51,8 +51,8 @@ from ds_encdec.model.activation_checkpointing import apply_activation_checkpoint
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optimizers import OPTIMIZERS
-from ds_encdec.types import Batch
+from ds_encdec.registry.engines import ENGINES, ByEngine
+from ds_encdec.registry.optimizers import OPTIMIZERS
 
 _ACTIVATIONS = ("activations", "logits")
 _ENGINE = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")

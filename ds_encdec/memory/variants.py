@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
 from ds_encdec.config.shares import mesh_shape, micro_batches_per_step
-from ds_encdec.engines import ENGINES
 from ds_encdec.memory.breakdown import Breakdown, Estimate, HostBreakdown
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, with_micro_batch
-from ds_encdec.types import ConfigError
+from ds_encdec.registry.engines import ENGINES
 
 Change = dict[str, str | int | bool | None]
 """Fields (`section.field`) and the values that they are to have."""

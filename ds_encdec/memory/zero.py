@@ -11,10 +11,10 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any
 
-from ds_encdec.engine.ds_json import render_deepspeed_json
+from ds_encdec.base.types import ConfigError
+from ds_encdec.engine.deepspeed.json import render_deepspeed_json
 from ds_encdec.memory.breakdown import Breakdown, Count, EngineMemory, HostBreakdown, power_of_two
 from ds_encdec.memory.job import Job, Parameters
-from ds_encdec.types import ConfigError
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
 """Elements that are all-reduced at once where nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import transformers
 
+from ds_encdec.base.tested_versions import range_of
+from ds_encdec.base.types import ConfigError
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
-from ds_encdec.tested_versions import range_of
-from ds_encdec.types import ConfigError
 
 TOKENS = 8
 INPUTS = 8  # short ones: the tokens of a single one may by chance be the same

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_encdec.base.foreign_places import write
+from ds_encdec.base.types import ConfigError, WeightSource
 from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.sections import Sections
-from ds_encdec.foreign_places import write
 from ds_encdec.model.parameter_count import ModelSizes
 from ds_encdec.model.precision import Linear
 from ds_encdec.model.trained import (
@@ -31,7 +32,6 @@ from ds_encdec.model.trained import (
     model_shapes,
 )
 from ds_encdec.model.weights import keyed_generator
-from ds_encdec.types import ConfigError, WeightSource
 
 
 def require_peft() -> None:

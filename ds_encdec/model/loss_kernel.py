@@ -25,7 +25,7 @@ except ImportError:  # builds of torch without CUDA bring none
 logger = logging.getLogger(__name__)
 
 IGNORE_INDEX = -100
-"""Label of a position without loss (`ds_encdec.types` holds the same; exported code cannot import it)."""
+"""Label of a position without loss (`ds_encdec.base.types` holds the same; exported code cannot import it)."""
 
 _BLOCK = 4096
 _WARPS = 8

@@ -11,10 +11,10 @@ import importlib.util
 import torch
 from torch import Tensor, nn
 
+from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.precision import Linear
 from ds_encdec.model.trained import canonical_name
-from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 
 
 def require_bitsandbytes() -> None:

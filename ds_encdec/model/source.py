@@ -7,6 +7,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
 from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.config.stored_model import COUNTS, read_stored_model, untrained_rows
@@ -15,7 +16,6 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import CheckpointError, ConfigError, WeightSource
 
 logger = logging.getLogger(__name__)
 

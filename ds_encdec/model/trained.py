@@ -8,11 +8,11 @@ from collections.abc import Collection
 from fnmatch import fnmatchcase
 from math import prod
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import closest
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
-from ds_encdec.types import ConfigError
 
 ADAPTER = "default"
 """peft's name of the one adapter, which is part of the names of modules, and not of the files it saves."""

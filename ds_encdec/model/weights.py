@@ -24,10 +24,10 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds_encdec.config.plain_files import read_json
+from ds_encdec.base.types import CheckpointError, WeightSource
+from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.types import CheckpointError, WeightSource
 
 VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")  # parameters with one row for each token id
 _STATISTICS_ROWS = 2048  # rows of the embedding read and converted to float64 at one time

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from ds_encdec.base.quantities import gib
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, make_alert
-from ds_encdec.quantities import gib
 
 MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
 MEMORY_BASELINE_INTERVALS = range(2, 5)

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ds_encdec.base.types import LossSum, StepResult
 from ds_encdec.monitor.metrics_file import strict_json
-from ds_encdec.types import TASKS, LossSum, StepResult
+from ds_encdec.registry.objectives import TASKS
 
 _LARGEST_EXPONENT = math.log(sys.float_info.max)
 

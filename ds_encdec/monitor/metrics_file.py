@@ -15,10 +15,10 @@ from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
+from ds_encdec.base.types import DataError
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
+from ds_encdec.config.schedules import learning_rate
 from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import make_alert, strict_json
-from ds_encdec.optim import learning_rate
 
 MAX_LOSS_SPIKES = 5  # loss spikes that a phase may have and still pass
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_encdec.base.types import NO_ROWS, Batch, LossSum, RowCounts, StepResult, TrainingState
 from ds_encdec.config.schema import MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.machine import (
@@ -23,7 +24,6 @@ from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, t
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import Sample, Sink
-from ds_encdec.types import NO_ROWS, Batch, LossSum, RowCounts, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 

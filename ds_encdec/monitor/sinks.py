@@ -20,13 +20,13 @@ from urllib.parse import urlsplit
 from rich.console import Console
 from rich.live import Live
 
-from ds_encdec import terminal
+from ds_encdec.base import terminal
+from ds_encdec.base.plugins import load_plugin
+from ds_encdec.base.quantities import duration
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.console import ProgressLine, shown
 from ds_encdec.monitor.metrics_file import append_line, cut_after
-from ds_encdec.plugins import load_plugin
-from ds_encdec.quantities import duration
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, is_number
+from ds_encdec.registry.objectives import TASKS
 from ds_encdec.report.page import number, power_of_ten
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
-from ds_encdec.types import TASKS
 
 COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])

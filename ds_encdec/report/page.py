@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
+from ds_encdec.base.quantities import count, disk_size, duration
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.settings import leaves, show
 from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
-from ds_encdec.quantities import count, disk_size, duration
 from ds_encdec.report.read_run import Entry, Run, read_time
 
 NOTHING = "–"

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from ds_encdec.base.types import CheckpointError, ConfigError, DataError
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import read_manifest, verify_listing
 from ds_encdec.config.settings import Problem
-from ds_encdec.config.yaml_text import read_yaml
+from ds_encdec.config.yaml.text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
-from ds_encdec.types import CheckpointError, ConfigError, DataError
 
 Entry = Mapping[str, Any]
 """A line of `ledger.jsonl` (monitor/metrics_file.py) or a file of JSON: believed as little as possible."""

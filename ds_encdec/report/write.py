@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.config.schema import Mark, PhasesConfig, marked
 from ds_encdec.config.validation import default_of
 from ds_encdec.report.charts import (
@@ -27,7 +28,6 @@ from ds_encdec.report.charts import (
 )
 from ds_encdec.report.page import differences, number, outcomes, write_page
 from ds_encdec.report.read_run import Curve, Run, back_to, read_json, read_run
-from ds_encdec.types import ConfigError, DataError
 
 DIFFERENCE_PLAN = ChartPlan(
     "loss_difference", "Difference of the training losses", "nats", PLANS["loss"].metrics, smoothed=True

@@ -9,11 +9,11 @@ import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.model_folder import TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
 from ds_encdec.launch.disk import cached
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, Vocabulary, add_sentinels
-from ds_encdec.types import CheckpointError, ConfigError
 
 BUILTIN = "builtin"
 """Value of `model.tokenizer_name_or_path` that asks for the built-in tokenizer."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.stored_tokenizer import MODE_TOKENS as MODE_TOKENS
 from ds_encdec.config.stored_tokenizer import sentinel as sentinel
-from ds_encdec.types import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -28,19 +28,20 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from turns import ROOT, Turns
 
+from ds_encdec.base.types import IGNORE_INDEX, Batch, Example
+from ds_encdec.config.schedules import lr_lambda
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.data.budgets import Budgets, token_budgets
-from ds_encdec.data.chunks import Chunker
+from ds_encdec.data.examples.chunks import Chunker
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.engine.ds_json import render_deepspeed_json
+from ds_encdec.engine.deepspeed.json import render_deepspeed_json
+from ds_encdec.engine.parameter_groups import parameter_groups
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
-from ds_encdec.optim import lr_lambda, parameter_groups
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import IGNORE_INDEX, Batch, Example
 
 SENTINELS = 32
 MICRO_BATCHES = 4096
@@ -171,10 +172,10 @@ def ours(job: Job, turns: Turns, *changes: str) -> None:
     """`run_training` with another loader."""
     import dataclasses
 
-    from ds_encdec import build
-    from ds_encdec.callbacks import Callback
+    from ds_encdec.base.callback import Callback
     from ds_encdec.data.loader import LaneLoader
     from ds_encdec.engine.sharded_engine import ShardedEngine
+    from ds_encdec.training import build
 
     rank = int(os.environ["RANK"])
     losses: list[tuple[Tensor, int]] = []

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:  # the process that only starts others imports no torch
+    from ds_encdec.base.types import Batch
     from ds_encdec.config.schema import FullConfig
     from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-    from ds_encdec.types import Batch
 
 LAYERS, WIDTH, TOKENS, MICRO_BATCHES = 28, 32, 32, 3
 
@@ -145,7 +145,7 @@ def _timed_step(micro_step: Callable[[bool], None], step: Callable[[], None]) ->
 
 def _runner(infra: dict[str, Any], options: argparse.Namespace) -> tuple[Callable[[bool], None], Callable[[], None]]:
     """Runs a micro-batch (told if it is the last one of a step), and the step."""
-    from ds_encdec.auto_batch.probe import full_batch
+    from ds_encdec.training.auto_batch.probe import full_batch
 
     model_config, config = _model_config(options.layers), _config(infra, options)
     batch = full_batch(config, 1, model_config.vocab_size)
@@ -213,11 +213,11 @@ def _engine(
     config: FullConfig, model_config: Qwen3Seq2SeqConfig, batch: Batch
 ) -> tuple[Callable[[bool], None], Callable[[], None]]:
     """The engine that `config` asks for, on the ranks of the environment."""
-    from ds_encdec.auto_batch.probe import zero_weights
     from ds_encdec.engine.select import create_engine, resolve_engine
     from ds_encdec.launch.host_collectives import HostCollectives, RunContext
     from ds_encdec.launch.process_group import choose_device, init_process_group
     from ds_encdec.launch.world import discover
+    from ds_encdec.training.auto_batch.probe import zero_weights
 
     world, name = discover(os.environ), resolve_engine(config)
     device = choose_device("cpu", world)

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from tracked import Tracked, tracking
 
-from ds_encdec.auto_batch.probe import full_batch, zero_weights
+from ds_encdec.base.types import Batch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
@@ -41,7 +41,7 @@ from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.model import precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.types import Batch
+from ds_encdec.training.auto_batch.probe import full_batch, zero_weights
 
 MOST_UNDER = 0.03
 MOST_OVER = {"cpu": 0.05, "cuda": 0.10}

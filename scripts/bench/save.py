@@ -28,6 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from turns import median, report
 
+from ds_encdec.base.types import Batch, TrainingState
 from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
@@ -38,7 +39,6 @@ from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.weights import random_weights
-from ds_encdec.types import Batch, TrainingState
 
 ENGINES = {
     "deepspeed": {"distributed_type": "deepspeed", "offload_optimizer": "cpu"},

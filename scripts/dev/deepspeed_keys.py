@@ -1,7 +1,7 @@
-"""Writes ds_encdec/config/deepspeed_keys.json from DeepSpeed's own pydantic classes; --check only compares.
+"""Writes ds_encdec/config/yaml/deepspeed_keys.json from DeepSpeed's own pydantic classes; --check only compares.
 
 The file lets a DeepSpeed JSON be checked without importing DeepSpeed. Run this when the pinned DeepSpeed changes; what
-becomes of a new key is decided in ds_encdec/config/deepspeed_keys.yaml.
+becomes of a new key is decided in ds_encdec/config/yaml/deepspeed_keys.yaml.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, get_args
 
-SNAPSHOT = Path(__file__).resolve().parents[2] / "ds_encdec" / "config" / "deepspeed_keys.json"
+SNAPSHOT = Path(__file__).resolve().parents[2] / "ds_encdec" / "config" / "yaml" / "deepspeed_keys.json"
 KINDS = (bool, int, float, list, str)  # bool is an int, so it comes first
 
 

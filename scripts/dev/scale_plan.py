@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from math import ceil, log2
 from typing import NamedTuple
 
+from ds_encdec.base.quantities import GIB
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import mesh_shape, with_assumed_batch_size
-from ds_encdec.gpus import Gpu, named_peak_flops, parse_gpu
+from ds_encdec.memory.gpus import Gpu, named_peak_flops, parse_gpu
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.memory.variants import Variant, variant
 from ds_encdec.model.parameter_count import training_flops
-from ds_encdec.quantities import GIB
 
 GPU_COUNTS = (8, 64, 256, 1024)
 STAGES = ("zero2", "zero3", "zero3_hybrid")

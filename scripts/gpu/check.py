@@ -301,7 +301,7 @@ def chosen(parts: Sequence[Part], words: Sequence[str]) -> Iterator[Part]:
 def _import(*, dry_run: bool) -> None:
     """Import what all parts need, once. It must not touch a GPU, which no fork could use then: DeepSpeed may."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    modules = ["kit", "ds_encdec.build", "ds_encdec.engine.fsdp2"]
+    modules = ["kit", "ds_encdec.training.build", "ds_encdec.engine.fsdp2"]
     if dry_run:
         os.environ["DS_ACCELERATOR"] = "cpu"
         modules += ["deepspeed", "torch._inductor.compile_fx"]  # which may have workers, that forks cannot use

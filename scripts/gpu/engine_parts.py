@@ -13,8 +13,8 @@ from kit import TINY, Kit, run_config
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
-from ds_encdec.build import run_training
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.training.build import run_training
 
 INFRA: dict[str, dict[str, Any]] = {
     "reference": {"distributed_type": "fsdp", "sharding_stage": "zero2", "offload_optimizer": "none", "device": "cpu"},

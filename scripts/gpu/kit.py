@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ds_encdec.base.types import Batch, Example, WeightSource
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import Chunker, documents_ratio
+from ds_encdec.data.examples.chunks import Chunker, documents_ratio
 from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.engine.protocol import Engine
@@ -29,7 +30,6 @@ from ds_encdec.memory.job import Job, make_job
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import Batch, Example, WeightSource
 
 QWEN = {
     "vocab_size": 151_936,

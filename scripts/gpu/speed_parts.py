@@ -23,14 +23,14 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import varlen
 
+from ds_encdec.base.types import Batch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.gpus import peak_flops
 from ds_encdec.launch.process_group import init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.gpus import peak_flops
 from ds_encdec.model.parameter_count import count_parameters, training_flops
-from ds_encdec.types import Batch
 
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn", "flash_attn_interface")
 ACCUMULATION = 4  # micro-batches of a measured step

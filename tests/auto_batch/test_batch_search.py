@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ds_encdec.auto_batch.probe import Outcome
-from ds_encdec.auto_batch.resolve import largest_that_fits
+from ds_encdec.training.auto_batch.probe import Outcome
+from ds_encdec.training.auto_batch.resolve import largest_that_fits
 
 NEEDS = {size: 10 * size for size in (48, 24, 16, 12, 8, 6, 4, 3, 2, 1)}
 """As estimated, of the divisors of 48."""

@@ -13,12 +13,12 @@ import pytest
 import torch.distributed as dist
 from tiny_job import MODEL, make_config
 
-from ds_encdec.auto_batch.probe import TASK, Outcome, ProbeProcess, ProbeTask, full_batch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import with_micro_batch_size
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.denoisers import expected_ratio
 from ds_encdec.launch.world import World
+from ds_encdec.registry.denoisers import expected_ratio
+from ds_encdec.training.auto_batch.probe import TASK, Outcome, ProbeProcess, ProbeTask, full_batch
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import pytest
 import torch
 from tiny_job import MODEL, make_config
 
-from ds_encdec.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
-from ds_encdec.auto_batch.resolve import agreed_outcome, resolve_batch_size
+from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import FullConfig
@@ -24,7 +23,8 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.types import ConfigError, DsEncDecError, Preempted
+from ds_encdec.training.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
+from ds_encdec.training.auto_batch.resolve import agreed_outcome, resolve_batch_size
 
 
 def world(rank: int, size: int) -> World:

@@ -15,14 +15,14 @@ from tokenizers import models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from ds_encdec.checkpoint.adapters import BASE_RECORD
+from ds_encdec.base.types import TrainingState
 from ds_encdec.checkpoint.manifest import MANIFEST, Manifest, record_file
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import DCP_FOLDER, TAG, EngineRecord, write_record
+from ds_encdec.exports.adapters import BASE_RECORD
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.tokenizer.sentinels import add_sentinels
-from ds_encdec.types import TrainingState
 
 WORDS = {"<pad>": 0, "<eos>": 1, "hello": 2, "world": 3}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

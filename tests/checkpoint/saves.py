@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from ds_encdec.base.types import TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome, Stage, find_checkpoint
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.types import TrainingState
 
 NUM_BYTES = 1000
 

@@ -16,17 +16,17 @@ from saved_checkpoints import KINDS, config, save_checkpoint, tokenizer
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from ds_encdec.checkpoint.adapters import base_record, export_adapter, one_base, opened_base, trained_weights
-from ds_encdec.checkpoint.export import average_checkpoints, export_checkpoint, export_hf
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.cli import main
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.exports.adapters import base_record, export_adapter, one_base, opened_base, trained_weights
+from ds_encdec.exports.hugging_face import average_checkpoints, export_checkpoint, export_hf
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import base_model
 from ds_encdec.model.trained import trained_shapes
 from ds_encdec.model.weights import random_weights
-from ds_encdec.types import CheckpointError
 
 Saved = Callable[..., Path]
 LORA = {"r": 3, "lora_alpha": 6.0}

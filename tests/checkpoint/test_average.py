@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from saved_checkpoints import State, config, flip_byte, random_state, save_checkpoint
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.export import average_checkpoints, average_last_checkpoints
-from ds_encdec.checkpoint.final_export import clear_exports
+from ds_encdec.base.types import CheckpointError
+from ds_encdec.exports.final_export import clear_exports
+from ds_encdec.exports.hugging_face import average_checkpoints, average_last_checkpoints
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.types import CheckpointError
 
 ENGINES = {400: "deepspeed", 100: "dcp", 1200: "dcp", 900: "deepspeed"}
 

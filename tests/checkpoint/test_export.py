@@ -20,19 +20,19 @@ from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
-from ds_encdec.checkpoint.export import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
-from ds_encdec.checkpoint.model_card import model_card, untrained_model_card
+from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.one_text import fill_sentinels, generate_text, readable
+from ds_encdec.exports.hugging_face import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
+from ds_encdec.exports.model_card import model_card, untrained_model_card
 from ds_encdec.model import modeling
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
-from ds_encdec.objectives import CHAT, TEMPLATES
+from ds_encdec.registry.objectives import CHAT, TEMPLATES
 from ds_encdec.tokenizer.load import write_tokenizer
-from ds_encdec.types import CheckpointError, TrainingState
 
 
 def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
@@ -212,7 +212,7 @@ def test_tied_weights_are_written_once_in_the_dtype_asked_for(tmp_path: Path) ->
 
 
 EXPORT = """
-from ds_encdec.checkpoint.export import export_checkpoint
+from ds_encdec.exports.hugging_face import export_checkpoint
 for checkpoint, out in zip(sys.argv[1::2], sys.argv[2::2]):
     export_checkpoint(checkpoint, out)
 print("done")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from saved_checkpoints import config, random_state, save_checkpoint
 
-from ds_encdec.checkpoint.final_export import export_at_end
 from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.exports.final_export import export_at_end
 from ds_encdec.launch.run_folder import RunFolder
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from saves import find, make_manager, save
 
+from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import find_checkpoint
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.types import CheckpointError, ConfigError
 
 
 def test_nothing_to_resume(tmp_path: Path) -> None:

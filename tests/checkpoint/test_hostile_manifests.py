@@ -14,12 +14,12 @@ import pytest
 from saved_checkpoints import config, random_state, save_checkpoint
 
 from ds_encdec import cli
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.checkpoint.manager import find_checkpoint
 from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, _content_hash, read_manifest, record_file
-from ds_encdec.config.plain_files import MAX_RECORD_BYTES
+from ds_encdec.config.yaml.plain_files import MAX_RECORD_BYTES
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.weights import INDEX_FILE, SafetensorsFolder
-from ds_encdec.types import CheckpointError
 
 Output = pytest.CaptureFixture[str]
 NEWEST = "step-00000200"

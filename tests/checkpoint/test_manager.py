@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from saves import find, make_manager, save
 
+from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, read_manifest, verify_checkpoint
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.types import CheckpointError, TrainingState
 
 
 def test_a_saved_checkpoint_lists_every_file_and_is_found(tmp_path: Path) -> None:

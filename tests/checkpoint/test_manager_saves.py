@@ -17,11 +17,11 @@ import pytest
 from saves import NUM_BYTES, begin, collect, engine, find, make_manager, save
 from small_disk import with_small_disk
 
+from ds_encdec.base.quantities import disk_size
+from ds_encdec.base.types import TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.quantities import disk_size
-from ds_encdec.types import TrainingState
 
 BOTH_WAYS = pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in the background"])
 

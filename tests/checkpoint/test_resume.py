@@ -13,16 +13,16 @@ import torch
 from saved_checkpoints import random_state, save_checkpoint, tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ds_encdec import resume
-from ds_encdec.checkpoint.export import export_hf
+from ds_encdec.base.types import CheckpointError, DsEncDecError
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import read_manifest
 from ds_encdec.checkpoint.open_state import open_saved_state
 from ds_encdec.checkpoint.saved_state import saved_weights
 from ds_encdec.config.schema import ArchitectureConfig, FullConfig
+from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.run_model import new_model, saved_model
-from ds_encdec.types import CheckpointError, DsEncDecError
+from ds_encdec.training import resume
+from ds_encdec.training.run_model import new_model, saved_model
 
 
 def qwen3_folder(folder: Path, **changes: Any) -> Path:

@@ -16,13 +16,13 @@ import torch.distributed.checkpoint as dcp
 from saved_checkpoints import KINDS, Attribute, config, flat, flip_byte, random_state, save_checkpoint, write_tensors
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.checkpoint import open_state
 from ds_encdec.checkpoint.open_state import open_saved_state
 from ds_encdec.checkpoint.saved_state import DcpState, saved_weights
 from ds_encdec.engine.protocol import ENGINE_RECORD
-from ds_encdec.engines import ByEngine
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.types import CheckpointError
+from ds_encdec.registry.engines import ByEngine
 
 
 @pytest.mark.parametrize("engine", ["dcp", "deepspeed"])

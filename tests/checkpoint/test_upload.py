@@ -12,10 +12,10 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from saves import make_manager, save
 
+from ds_encdec.base.types import ConfigError, TrainingState
 from ds_encdec.checkpoint.manifest import MANIFEST, verify_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import ConfigError, TrainingState
 
 
 def tell(uploads: Uploads, checkpoint: Path) -> None:

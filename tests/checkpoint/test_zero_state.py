@@ -12,10 +12,10 @@ import pytest
 import torch
 from saved_checkpoints import Attribute
 
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.checkpoint import zero_state
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.protocol import TAG, EngineRecord, write_record
-from ds_encdec.types import CheckpointError
 
 NAMES = ("a.weight", "b.weight")
 SHAPES = {"a.weight": (3, 2), "b.weight": (5,)}

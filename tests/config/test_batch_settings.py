@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import (
     global_batch_size,
@@ -18,7 +19,6 @@ from ds_encdec.config.shares import (
     with_assumed_batch_size,
     with_micro_batch_size,
 )
-from ds_encdec.types import ConfigError
 
 
 def load(**training: Any) -> FullConfig:

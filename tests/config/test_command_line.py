@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli, estimate_memory
-from ds_encdec.arguments import Parser, add
+from ds_encdec.base.arguments import Parser, add
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.command_line import read_arguments
-from ds_encdec.config.rewording import given_fields
 from ds_encdec.config.schema import load_config
-from ds_encdec.types import ConfigError
+from ds_encdec.config.words.rewording import given_fields
 
 NEEDED = {"evaluate": ["--model", "folder"]}
 WITH_SETTINGS = sorted(name for name, row in cli.VERBS.items() if row.takes_settings)

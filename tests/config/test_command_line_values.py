@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ds_encdec.config.settings import Problem
-from ds_encdec.config.yaml_text import parse_value, read_settings
+from ds_encdec.config.yaml.text import parse_value, read_settings
 
 
 def read(text: str) -> tuple[Any, str]:

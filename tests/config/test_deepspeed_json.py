@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.types import ConfigError
 
 Golden = Callable[[object], None]
 

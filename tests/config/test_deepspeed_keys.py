@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from ds_encdec.config.deepspeed_keys import KEYS, PASSED_ON, SCHEMA_FIELDS
 from ds_encdec.config.schema import load_config
+from ds_encdec.config.yaml.deepspeed_keys import KEYS, PASSED_ON, SCHEMA_FIELDS
 
 # Sections that DeepSpeed reads key by key, without a schema of its own that one could ask.
 READ_BY_HAND = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec.base.marked_errors import marked
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import load_config
 from ds_encdec.config.sections import fields
 from ds_encdec.config.validation import stand_in, wrong_value
-from ds_encdec.marked_errors import marked
-from ds_encdec.types import ConfigError
 
 Golden = Callable[[object], None]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli
-from ds_encdec.config.plain_files import MAX_CONFIG_BYTES
 from ds_encdec.config.schema import load_config
+from ds_encdec.config.yaml.plain_files import MAX_CONFIG_BYTES
 
 Output = pytest.CaptureFixture[str]
 

@@ -11,6 +11,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from ds_encdec.base.types import ConfigError
+from ds_encdec.commands.phases.plan import TrainingPhase, plan_phase
 from ds_encdec.config.schema import (
     DataConfig,
     FullConfig,
@@ -20,10 +22,8 @@ from ds_encdec.config.schema import (
     load_config,
     load_saved,
 )
-from ds_encdec.config.yaml_text import parse_value, write_yaml
+from ds_encdec.config.yaml.text import parse_value, write_yaml
 from ds_encdec.data.epochs import with_steps_of_epochs
-from ds_encdec.phases import TrainingPhase, plan_phase
-from ds_encdec.types import ConfigError
 
 ARCHITECTURE = """\
 model:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec import absent, cli, text_metrics, train
+from ds_encdec import cli, train
 from ds_encdec.commands import configuration, evaluate
 from ds_encdec.config.schema import load_config
+from ds_encdec.registry import text_metrics
+from ds_encdec.training import absent
 
 Output = pytest.CaptureFixture[str]
 

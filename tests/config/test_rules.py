@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.rules import engine_candidates
 from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig, load_config
 from ds_encdec.config.settings import Conflict, broken
-from ds_encdec.types import ConfigError
 
 SCRATCH = {
     "model.tokenizer_name_or_path": "builtin",

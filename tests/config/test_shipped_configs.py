@@ -10,7 +10,7 @@ import pytest
 from ds_encdec import cli
 from ds_encdec.config.schema import FullConfig, load_config, read_config
 from ds_encdec.config.shipped import find_shipped, shipped_files
-from ds_encdec.gpus import GPUS
+from ds_encdec.memory.gpus import GPUS
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.memory.question import EstimateRequest, planned_job
 from ds_encdec.memory.variants import BATCH_FIELDS, faster, recommend, variant

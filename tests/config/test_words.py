@@ -14,11 +14,11 @@ import pytest
 from transformers import Seq2SeqTrainingArguments
 
 from ds_encdec import cli, train
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig, load_config, read_config
 from ds_encdec.config.sections import fields
-from ds_encdec.config.words import READERS, all_words, their_sections, tools, words_by_name
-from ds_encdec.config.yaml_text import write_yaml
-from ds_encdec.types import ConfigError
+from ds_encdec.config.words.other_tools import READERS, all_words, their_sections, tools, words_by_name
+from ds_encdec.config.yaml.text import write_yaml
 
 Golden = Callable[[object], None]
 FOLDER = Path(__file__).parent / "other_tools"

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.data.build import TrainingData, build_data, example_maker
-from ds_encdec.data.examples import ExampleMaker
+from ds_encdec.data.examples.protocol import ExampleMaker
 from ds_encdec.tokenizer.sentinels import Vocabulary, add_sentinels
 
 WORDS = ("the", "of", "and", "a", "to", "in", "is", "you", "that", "it", "he", "was", "for", "on", "are", "as")

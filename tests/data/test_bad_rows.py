@@ -13,13 +13,13 @@ import pyarrow.parquet
 import pytest
 from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
 
+from ds_encdec.base.types import DataError, Document
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import lane
 from ds_encdec.data.build import TrainingData
-from ds_encdec.data.evaluation import held_out_examples
+from ds_encdec.data.eval_set import held_out_examples
 from ds_encdec.data.loader import count_rows
-from ds_encdec.data.local_files import JsonLines
-from ds_encdec.types import DataError, Document
+from ds_encdec.data.sources.local_files import JsonLines
 
 COUNT = 80
 BAD = 31

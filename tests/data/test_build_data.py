@@ -13,14 +13,15 @@ import pytest
 import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
+from ds_encdec.base.types import Batch, CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data import evaluation
-from ds_encdec.data.chunks import reconstruct
-from ds_encdec.data.evaluation import held_out_examples
-from ds_encdec.data.inspect import inspect_data
-from ds_encdec.data.sources import held_out_hash
-from ds_encdec.data.tables import ParquetFiles
-from ds_encdec.types import TASKS, Batch, CheckpointError, DataError
+from ds_encdec.data import eval_set as evaluation
+from ds_encdec.data.eval_set import held_out_examples
+from ds_encdec.data.examples.chunks import reconstruct
+from ds_encdec.data.inspection import inspect_data
+from ds_encdec.data.sources.sources import held_out_hash
+from ds_encdec.data.sources.tables import ParquetFiles
+from ds_encdec.registry.objectives import TASKS
 
 
 @pytest.fixture

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from ds_encdec.base.types import Example
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.loader import collate
-from ds_encdec.types import DENOISERS, Example
+from ds_encdec.registry.denoisers import DENOISERS
 
 BUDGETS = Budgets(encoder_tokens=8, decoder_tokens=9, max_examples=4)
 PAD = 90

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
 
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.fingerprint import changes, usable_records
 from ds_encdec.data.lane import Lane
-from ds_encdec.types import CheckpointError
 
 STEPS = 6
 

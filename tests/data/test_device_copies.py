@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_encdec.base.types import Batch
 from ds_encdec.data import loader
 from ds_encdec.data.loader import copied_ahead
-from ds_encdec.types import Batch
 
 GPU = torch.device("cuda", 0)
 

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
 
+from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import epochs
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
-from ds_encdec.data.evaluation import keyed_examples
-from ds_encdec.types import ConfigError, DataError
+from ds_encdec.data.eval_set import keyed_examples
 
 
 def json_config(tmp_path: Path, **fields: Any) -> FullConfig:

@@ -12,11 +12,11 @@ import pyarrow.parquet
 import pytest
 from data_parts import make_config, texts
 
+from ds_encdec.base.types import DataError
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import MixtureSource
-from ds_encdec.data.sources import BadRow, Row, all_rows
-from ds_encdec.data.tables import ParquetFiles, open_hub_data
-from ds_encdec.types import DataError
+from ds_encdec.data.sources.sources import BadRow, Row, all_rows
+from ds_encdec.data.sources.tables import ParquetFiles, open_hub_data
 
 TEXTS = texts(20)
 

@@ -15,10 +15,10 @@ from huggingface_hub import hf_file_system
 from huggingface_hub.utils import http_backoff
 from local_hub import LocalHub, local_hub
 
+from ds_encdec.base.types import CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig, MixtureSource
-from ds_encdec.data import hub_errors
-from ds_encdec.data.tables import ParquetFiles, open_hub_data, resolve_commits
-from ds_encdec.types import CheckpointError, DataError
+from ds_encdec.data.sources.sources import hub_errors
+from ds_encdec.data.sources.tables import ParquetFiles, open_hub_data, resolve_commits
 
 NAME = "someone/texts"
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
+from ds_encdec.base.types import DataError, Document, Example
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import open_sources
-from ds_encdec.data.chunks import reconstruct
+from ds_encdec.data.examples.chunks import reconstruct
 from ds_encdec.data.lane import Lane
-from ds_encdec.data.local_files import JsonLines
-from ds_encdec.data.sources import held_out_below, held_out_hash
-from ds_encdec.types import DataError, Document, Example
+from ds_encdec.data.sources.local_files import JsonLines
+from ds_encdec.data.sources.sources import held_out_below, held_out_hash
 
 NUM_LANES = 4
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 from data_parts import make_config, make_data, texts, write_json_lines
 
+from ds_encdec.base.types import Batch, CheckpointError, ConfigError, DataError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import workers
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.launch.preemption import STOP_SIGNALS
-from ds_encdec.types import Batch, CheckpointError, ConfigError, DataError
 
 NUM_LANES = 12
 

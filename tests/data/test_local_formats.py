@@ -22,14 +22,13 @@ import pyarrow
 import pytest
 from data_parts import byte_maker, texts, write_json_lines
 
+from ds_encdec.base.types import DataError
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import DataConfig, MixtureSource, ModelConfig
-from ds_encdec.data import local_files
 from ds_encdec.data.build import open_sources
-from ds_encdec.data.local_files import INDEXED_BYTES, JsonLines, TextFiles
-from ds_encdec.data.sources import BadRow
-from ds_encdec.data.tables import open_hub_data
-from ds_encdec.types import DataError
+from ds_encdec.data.sources.local_files import INDEXED_BYTES, JsonLines, TextFiles
+from ds_encdec.data.sources.sources import BadRow, local_files
+from ds_encdec.data.sources.tables import open_hub_data
 
 
 @pytest.fixture(autouse=True)

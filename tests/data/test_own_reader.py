@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines
 
-from ds_encdec.absent import look_here
+from ds_encdec.base.types import CheckpointError, ConfigError, DataError
 from ds_encdec.config.schema import read_config
 from ds_encdec.data.build import prepare_data
-from ds_encdec.types import CheckpointError, ConfigError, DataError
+from ds_encdec.training.absent import look_here
 
 # Its file is open, so workers that shared its position would read nonsense.
 READER = """

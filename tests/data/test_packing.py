@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets, token_budgets
-from ds_encdec.data.chunks import Chunker, documents_ratio
+from ds_encdec.data.examples.chunks import Chunker, documents_ratio
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import ConfigError
 
 VOCABULARY = Vocabulary(tuple(range(1000, 1100)), eos_id=998, pad_id=999, mode_token_ids=(), vocab_size=1100)
 

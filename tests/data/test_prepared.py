@@ -18,16 +18,16 @@ from data_parts import byte_tokenizer, make_config, make_data, texts, write_json
 from tokenizers import normalizers
 
 from ds_encdec import cli
+from ds_encdec.base.types import Batch, DataError, OutputLockedError
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data import prepare
 from ds_encdec.data.build import prepare_data
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import count_rows
-from ds_encdec.data.prepared import PreparedSource
+from ds_encdec.data.sources.prepared import PreparedSource
+from ds_encdec.data.sources.sources import write_prepared as prepare
 from ds_encdec.data.splits import split_examples
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.run_folder import lock_file
-from ds_encdec.types import Batch, DataError, OutputLockedError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from data_parts import texts, write_json_lines, write_parquet
 
-from ds_encdec.data.local_files import JsonLines
+from ds_encdec.base.types import DataError
 from ds_encdec.data.readers import LaneShare, Located, MapReader, MixtureReader, StreamReader
-from ds_encdec.data.sources import MapSource, OpenSource, StreamSource
-from ds_encdec.data.tables import ParquetFiles
-from ds_encdec.types import DataError
+from ds_encdec.data.sources.local_files import JsonLines
+from ds_encdec.data.sources.sources import MapSource, OpenSource, StreamSource
+from ds_encdec.data.sources.tables import ParquetFiles
 
 COUNT = 61
 

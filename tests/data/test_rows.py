@@ -11,13 +11,13 @@ import pytest
 import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts
 
+from ds_encdec.base.types import Document
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.chunks import denoise, reconstruct
-from ds_encdec.data.inspect import inspect_data
-from ds_encdec.denoisers import DENOISERS, Denoiser
+from ds_encdec.data.examples.chunks import denoise, reconstruct
+from ds_encdec.data.inspection import inspect_data
 from ds_encdec.engine.sharded_engine import split_by_denoiser
-from ds_encdec.source_kinds import LOCAL_SOURCES, SourceKind
-from ds_encdec.types import Document
+from ds_encdec.registry.denoisers import DENOISERS, Denoiser
+from ds_encdec.registry.source_kinds import LOCAL_SOURCES, SourceKind
 
 
 class Numbered:

@@ -20,19 +20,19 @@ from data_parts import byte_tokenizer, make_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_encdec.absent import look_here
+from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Document
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import FullConfig, ModelConfig, read_config
 from ds_encdec.data.build import TrainingData, build_data, open_sources
-from ds_encdec.data.builtin_corpus import BuiltinTask
+from ds_encdec.data.examples.sft import ChatTemplate, PairMaker
 from ds_encdec.data.fingerprint import usable_records
-from ds_encdec.data.inspect import inspect_data
+from ds_encdec.data.inspection import inspect_data
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import count_rows
-from ds_encdec.data.sft import ChatTemplate, PairMaker
-from ds_encdec.data.sources import BadRow, all_rows
+from ds_encdec.data.sources.builtin_corpus import BuiltinTask
+from ds_encdec.data.sources.sources import BadRow, all_rows
 from ds_encdec.data.splits import split_examples
-from ds_encdec.types import CheckpointError, ConfigError, DataError, Document
+from ds_encdec.training.absent import look_here
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 EOS = "<|im_end|>"

@@ -16,15 +16,14 @@ import numpy as np
 import pytest
 from data_parts import byte_maker, byte_tokenizer, make_config, texts, write_json_lines, write_parquet
 
+from ds_encdec.base.types import DataError, Document
 from ds_encdec.config.schema import DataConfig, MixtureSource
-from ds_encdec.data import builtin_corpus
 from ds_encdec.data.build import open_sources
-from ds_encdec.data.builtin_corpus import RandomIds, builtin_documents
-from ds_encdec.data.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
-from ds_encdec.data.sources import BadRow, StreamSource
-from ds_encdec.data.tables import HubStream, HubTable, ParquetFiles, open_hub_data
+from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
+from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
+from ds_encdec.data.sources.sources import BadRow, StreamSource, builtin_corpus
+from ds_encdec.data.sources.tables import HubStream, HubTable, ParquetFiles, open_hub_data
 from ds_encdec.data.text_tokenizer import TextTokenizer
-from ds_encdec.types import DataError, Document
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +44,7 @@ def test_builtin_corpus_is_read_once_and_the_same_in_every_process(
     assert characters > 1_500_000
     assert len({document.key for document in documents}) == len(documents) > 700
     code = (
-        "from ds_encdec.data.builtin_corpus import builtin_documents; import hashlib; "
+        "from ds_encdec.data.sources.builtin_corpus import builtin_documents; import hashlib; "
         "print(hashlib.sha256(repr(builtin_documents()).encode()).hexdigest())"
     )
     command = [sys.executable, "-OO", "-c", code]  # docstrings are read from source, not from compiled code

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_encdec.config.schema import MixtureSource
-from ds_encdec.data.sources import shortened
-from ds_encdec.data.tables import ParquetFiles, open_hub_data
+from ds_encdec.data.sources.sources import shortened
+from ds_encdec.data.sources.tables import ParquetFiles, open_hub_data
 
 TABLE = pyarrow.table(
     {

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_encdec.data.chunks import LengthBounds, denoise, max_raw_length, reconstruct
+from ds_encdec.base.types import ConfigError
+from ds_encdec.data.examples.chunks import LengthBounds, denoise, max_raw_length, reconstruct
+from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import DENOISERS, ConfigError
 
 TEXT_IDS = 900
 PLAIN = Vocabulary(tuple(range(1000, 2700)), eos_id=998, pad_id=999, mode_token_ids=(), vocab_size=2700)

@@ -11,12 +11,12 @@ import pyarrow.parquet
 import pytest
 from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
 
+from ds_encdec.base.types import DataError
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.build import TrainingData, build_data
-from ds_encdec.data.chunks import Chunker, documents_ratio
-from ds_encdec.data.inspect import inspect_data
-from ds_encdec.types import DataError
+from ds_encdec.data.examples.chunks import Chunker, documents_ratio
+from ds_encdec.data.inspection import inspect_data
 
 
 def test_the_look_at_a_huge_document_is_short() -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
 
+from ds_encdec.base.types import DataError, DsEncDecError, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.manifest import verify_checkpoint
@@ -19,7 +20,6 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.types import DataError, DsEncDecError, TrainingState
 
 
 def error_of(action: Any) -> tuple[str, str]:

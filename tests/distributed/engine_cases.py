@@ -21,10 +21,11 @@ from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
 
+from ds_encdec.base.types import CheckpointError, SavedState, StateKind, WeightSource
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.deepspeed_private import shards
-from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
+from ds_encdec.engine.deepspeed.private import shards
+from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.engine.sharded_engine import compute_dtype
@@ -32,7 +33,6 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.types import CheckpointError, SavedState, StateKind, WeightSource
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:

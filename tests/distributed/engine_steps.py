@@ -12,12 +12,12 @@ import torch.distributed as dist
 from small_run import ACCUMULATION, lane_batches
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ds_encdec.base.types import LossSum
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine, Veto
 from ds_encdec.engine.sharded_engine import compute_dtype, unsharded_copy
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.types import LossSum
 
 Case = tuple[str, str, dict[str, Any]]
 """Name, function, arguments."""

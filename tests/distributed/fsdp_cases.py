@@ -24,6 +24,7 @@ from packed_batches import random_batch
 from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
 
+from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource
 from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
@@ -35,7 +36,6 @@ from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.quantized import quantized_matrices
-from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, StateKind, WeightSource
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ds_encdec.engines import EngineName
+from ds_encdec.registry.engines import EngineName
 
 SERVER = Path(__file__).with_name("rank_server.py")
 

@@ -18,14 +18,14 @@ from packed_batches import boundaries
 from torch import Tensor
 from tracked import tracking
 
+from ds_encdec.base.types import Batch
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engine.sharded_engine import ShardedEngine
-from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.storage_log import StorageLog
 from ds_encdec.model import precision
-from ds_encdec.types import Batch
+from ds_encdec.registry.engines import EngineName
 
 CPU = torch.device("cpu")
 OLD_NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor")  # on torch 2.11

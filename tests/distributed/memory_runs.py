@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ds_encdec.config.schema import FullConfig, InfraConfig
-from ds_encdec.engines import EngineName
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.registry.engines import EngineName
 
 MICRO_BATCH_TOKENS = 4
 BOUNDED: dict[str, Any] = {

@@ -13,7 +13,7 @@ from engine_steps import train_step
 from small_run import run_config
 
 from ds_encdec.checkpoint.zero_state import ZeroState
-from ds_encdec.engine.deepspeed_zero import DeepSpeedEngine
+from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 

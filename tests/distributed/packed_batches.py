@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_encdec.types import DENOISERS, IGNORE_INDEX, Batch
+from ds_encdec.base.types import IGNORE_INDEX, Batch
+from ds_encdec.registry.denoisers import DENOISERS
 
 ENCODER_TOKENS = 48
 DECODER_TOKENS = 40

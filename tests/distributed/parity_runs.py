@@ -14,11 +14,11 @@ import torch.distributed as dist
 from small_run import LORA, MODEL, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
+from ds_encdec.base.types import Batch
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.types import Batch
 
 LANES = 4
 STEPS = 50

@@ -15,15 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch_oracle import TorchOracle
 
-from ds_encdec.build import run_training
+from ds_encdec.base.types import MOMENTS, SavedState, WeightSource
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine import select
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, StagedSave, write_record
-from ds_encdec.engines import ENGINES, ByEngine, EngineName
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.types import MOMENTS, SavedState, WeightSource
+from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName
+from ds_encdec.training.build import run_training
 
 
 class PlainEngine(TorchOracle):

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ds_encdec import build
+from ds_encdec.base.types import Batch, Preempted, TrainingState
 from ds_encdec.config.schema import load_config
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import select
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
-from ds_encdec.trainer import Trainer
-from ds_encdec.types import Batch, Preempted, TrainingState
+from ds_encdec.training import build
+from ds_encdec.training.trainer import Trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "launch"))
 

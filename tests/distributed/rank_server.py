@@ -30,9 +30,9 @@ from pathlib import Path
 
 import torch
 
-from ds_encdec.engines import EngineName
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover, free_port
+from ds_encdec.registry.engines import EngineName
 
 GRACE_SECONDS = 10.0
 """What the other ranks get to end by themselves once one has failed."""
@@ -49,8 +49,8 @@ def serve(engine: EngineName) -> None:
     from ds_encdec.engine import fsdp2  # noqa: F401
 
     if engine == "deepspeed":
-        from ds_encdec import build  # noqa: F401
-        from ds_encdec.engine import deepspeed_zero  # noqa: F401
+        from ds_encdec.engine.deepspeed import zero as deepspeed_zero  # noqa: F401
+        from ds_encdec.training import build  # noqa: F401
     for line in sys.stdin:
         request = json.loads(line)
         with suppress(Exception):  # the ranks import it, too, and say what is wrong

@@ -12,8 +12,8 @@ import torch
 from dcp_cases import KINDS, SHAPES, tensors
 from gloo_ranks import run_ranks
 
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.checkpoint.saved_state import DcpState
-from ds_encdec.types import CheckpointError
 
 pytestmark = pytest.mark.distributed
 

@@ -42,10 +42,10 @@ from packaging.version import Version
 from small_run import SHORT_ACCUMULATION, SHORT_MODEL, generating_weights, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
+from ds_encdec.base.types import StepResult
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.trained import is_adapter
-from ds_encdec.types import StepResult
 
 pytestmark = pytest.mark.distributed
 

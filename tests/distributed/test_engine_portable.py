@@ -13,8 +13,8 @@ import torch
 from engine_plan import ARRIVING, LEAVING, SAVED_STEP, portable_cases
 from gloo_ranks import run_ranks
 
+from ds_encdec.base.types import StateKind
 from ds_encdec.checkpoint.zero_state import ZeroState
-from ds_encdec.types import StateKind
 
 pytestmark = pytest.mark.distributed
 

@@ -45,15 +45,15 @@ from small_run import (
     weights,
 )
 
+from ds_encdec.base.types import is_hidden_matrix
 from ds_encdec.checkpoint.saved_state import DcpState
+from ds_encdec.config.schedules import learning_rate
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import read_record
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.trained import trained_shapes
-from ds_encdec.optim import learning_rate
-from ds_encdec.types import is_hidden_matrix
 
 pytestmark = pytest.mark.distributed
 

@@ -9,11 +9,11 @@ import pytest
 from gloo_ranks import run_ranks
 from memory_runs import DEEPSPEED, FSDP, run_of
 
-from ds_encdec.engines import EngineName
 from ds_encdec.memory.breakdown import Count
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.zero import zero_memory
+from ds_encdec.registry.engines import EngineName
 
 pytestmark = pytest.mark.distributed
 

@@ -17,9 +17,9 @@ import torch
 from compared import assert_identical
 from gloo_ranks import run_ranks
 
-from ds_encdec.engine import swapped_states
+from ds_encdec.base.types import ConfigError
+from ds_encdec.engine.deepspeed import swapped_states
 from ds_encdec.launch.disk import build_folder
-from ds_encdec.types import ConfigError
 
 COMPILED = (build_folder(os.environ) / "async_io" / "async_io.so").exists()
 needs_async_io = pytest.mark.skipif(not COMPILED, reason="DeepSpeed's async_io has not been compiled on this machine")

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 from torch import nn
 
+from ds_encdec.base.types import Batch, LossSum, StepResult, WeightSource
+from ds_encdec.config.schedules import learning_rate
 from ds_encdec.config.schema import FullConfig, TrainingConfig
 from ds_encdec.engine.protocol import Veto
 from ds_encdec.engine.regularization import masks_of, regularize
@@ -22,8 +24,7 @@ from ds_encdec.engine.sharded_engine import layout_of
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.optim import learning_rate
-from ds_encdec.types import TASKS, Batch, LossSum, StepResult, WeightSource
+from ds_encdec.registry.objectives import TASKS
 
 
 def _rounded(weights: WeightSource) -> WeightSource:

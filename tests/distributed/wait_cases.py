@@ -12,8 +12,8 @@ from engine_steps import Case, run_all
 from small_run import SHORT_ACCUMULATION, lane_batches
 from stand_in_streams import streams
 
+from ds_encdec.base.types import Batch
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.types import Batch
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:

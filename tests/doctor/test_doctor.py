@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from ds_encdec.base.findings import Finding, describe
+from ds_encdec.commands.doctor.checks import CHECKS, Host, import_as_gpu_rank
+from ds_encdec.commands.doctor.findings import _command, _no_ssh
 from ds_encdec.config.schema import read_config
-from ds_encdec.doctor.checks import CHECKS, Host, import_as_gpu_rank
-from ds_encdec.doctor.run import _command, _no_ssh
-from ds_encdec.findings import Finding, describe
 from ds_encdec.launch.world import World, free_port
 
 DOCTOR = ("-m", "ds_encdec.cli", "doctor", "--config", "quickstart", "--json")

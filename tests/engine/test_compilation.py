@@ -13,11 +13,11 @@ from layers_for_gpu import machine_code
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import _with_compilation_decided
 from ds_encdec.engine.sharded_engine import ShardedEngine
-from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.activation_checkpointing import GRAPHS
 from ds_encdec.model.loss_kernel import triton
+from ds_encdec.registry.engines import EngineName
 
 CONTEXTS: list[RunContext] = []
 

@@ -14,8 +14,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 import torch
 
-from ds_encdec.engine.deepspeed_gates import Bf16Gate, ReplicatedGate, StepGate, ZeroGate
-from ds_encdec.types import ConfigError
+from ds_encdec.base.types import ConfigError
+from ds_encdec.engine.deepspeed.gates import Bf16Gate, ReplicatedGate, StepGate, ZeroGate
 
 
 class Optimizer:

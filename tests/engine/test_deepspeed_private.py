@@ -14,7 +14,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.engine.deepspeed_private import (
+from ds_encdec.engine.deepspeed.private import (
     loss_scaler_state,
     optimizer_state,
     set_loss_scaler_state,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from ds_encdec.config.deepspeed_keys import check_keys
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig, InfraConfig, load_config
-from ds_encdec.engine.ds_json import accumulates_in_bf16, check_deepspeed, render_deepspeed_json
+from ds_encdec.config.yaml.deepspeed_keys import check_keys
+from ds_encdec.engine.deepspeed.json import accumulates_in_bf16, check_deepspeed, render_deepspeed_json
 from ds_encdec.launch.world import World
 from ds_encdec.model.encoder import Qwen3PreTrainedModel
-from ds_encdec.types import ConfigError
 
 SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 
@@ -327,7 +327,7 @@ def test_shipped_jsons_say_what_we_render_anyway(name: str) -> None:
 
 def test_rendering_needs_neither_torch_nor_deepspeed() -> None:
     code = (
-        "import sys, ds_encdec.engine.ds_json as m; from ds_encdec.config.schema import FullConfig\n"
+        "import sys, ds_encdec.engine.deepspeed.json as m; from ds_encdec.config.schema import FullConfig\n"
         "m.render_deepspeed_json(FullConfig(), world_size=8, gradient_accumulation_steps=8, device='cuda')\n"
         "print({'torch', 'deepspeed'} & set(sys.modules))"
     )

@@ -16,6 +16,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import pytest
 import torch
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2, select
 from ds_encdec.engine.select import (
@@ -26,12 +27,11 @@ from ds_encdec.engine.select import (
     resolve_engine,
 )
 from ds_encdec.engine.sharded_engine import compute_dtype
-from ds_encdec.engines import EngineName
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World, discover, free_port
 from ds_encdec.model import attention_kernels
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.types import ConfigError
+from ds_encdec.registry.engines import EngineName
 
 MODEL = Qwen3Seq2SeqConfig(num_hidden_layers=1)
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
@@ -94,7 +94,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.select import fallback_engine, resolve_engine
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
-from ds_encdec.types import ConfigError
+from ds_encdec.base.types import ConfigError
 world, config = discover(os.environ), FullConfig.model_validate({"infra": {"distributed_type": kind}})
 try:
     engine = init_process_group(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import load_config
 from ds_encdec.engine.user_loss import load_loss
-from ds_encdec.types import ConfigError
 
 OWN = """
 import torch.nn.functional as F

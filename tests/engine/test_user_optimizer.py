@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import TrainingConfig, load_config
 from ds_encdec.engine import user_optimizer
 from ds_encdec.engine.kept_state import kept_state
 from ds_encdec.engine.user_optimizer import try_optimizer
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import checkpoint_bytes, make_job, run_sizes
-from ds_encdec.types import ConfigError
 
 OWN = """
 import torch

@@ -10,12 +10,12 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches
 from ds_encdec.evaluate.scoring import score_targets
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.types import ConfigError
 
 LENGTHS = [5, 0, 17, 1, 9, 17, 3, 12]
 ONE_BY_ONE = 1

@@ -13,13 +13,13 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from ds_encdec import text_metrics
+from ds_encdec.base.types import ConfigError, Example
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.generation import generate
 from ds_encdec.evaluate.in_training import SHOWN_SAMPLES, Judge, figures_of, usable_metrics
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.types import ConfigError, Example
+from ds_encdec.registry import text_metrics
 
 
 class OneOfTwo(HostCollectives):

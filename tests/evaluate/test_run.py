@@ -18,6 +18,7 @@ import torch
 from tiny_export import WORDS, export_tiny
 from transformers import T5Config, T5ForConditionalGeneration
 
+from ds_encdec.base.types import DataError
 from ds_encdec.cli import main
 from ds_encdec.config.schema import load_config
 from ds_encdec.data.build import open_sources
@@ -26,7 +27,6 @@ from ds_encdec.data.splits import TextExample
 from ds_encdec.launch.world import free_port
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.tokenizer.load import pretrained_tokenizer
-from ds_encdec.types import DataError
 
 HOW = ["--max-new-tokens", "6", "--batch-tokens", "60", "--device", "cpu"]
 
@@ -175,7 +175,7 @@ def test_one_that_was_killed_goes_on_and_leaves_the_same_files(
     assert "differs in model (" in capsys.readouterr().err
 
     # Other metrics are computed from what is there, without the model.
-    monkeypatch.setattr("ds_encdec.evaluate.run.open_model", None)
+    monkeypatch.setattr("ds_encdec.evaluate.evaluation.open_model", None)
     assert judge(model, tmp_path / "whole", *sampled, "--metrics", "exact_match") == 0
     assert "rougeL" not in (tmp_path / "whole" / "predictions.jsonl").read_text()
 
@@ -315,5 +315,5 @@ def test_no_row_that_a_run_has_trained_on_is_in_its_test_split(
     def given(*arguments: Any) -> list[TextExample]:
         raise DataError(str(arguments[5]))
 
-    monkeypatch.setattr("ds_encdec.evaluate.run.split_examples", given)
+    monkeypatch.setattr("ds_encdec.evaluate.evaluation.split_examples", given)
     assert "{'a/b@main': 'c0ffee'}" in judged("data.dataset_name=a/b", "data.data_files=null")[1]

@@ -13,9 +13,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.evaluate.metrics import bertscore_layer, check_metrics, score_texts
-from ds_encdec.text_metrics import FIGURES, TEXT_METRICS, usable
-from ds_encdec.types import ConfigError
+from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, usable
 
 PREDICTIONS = ["the cats sat on a mat", " Paris\n is  big "]
 REFERENCES = ["the cat sat on the mat", "Paris is big"]

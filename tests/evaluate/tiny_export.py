@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from ds_encdec.checkpoint.export import export_hf
+from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.model.weights import random_weights
 
 WORDS = [f"word{number}" for number in range(60)]

@@ -107,9 +107,9 @@ def serve() -> None:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # and with it torch's compiler
     import torch.profiler  # noqa: F401
 
-    from ds_encdec import build, train  # noqa: F401
-    from ds_encdec.data.builtin_corpus import builtin_documents
-    from ds_encdec.engine import deepspeed_zero, fsdp2  # noqa: F401
+    from ds_encdec.data.sources.builtin_corpus import builtin_documents
+    from ds_encdec.engine.deepspeed import zero as deepspeed_zero  # noqa: F401
+    from ds_encdec.training import build  # noqa: F401
 
     builtin_documents()
     for line in sys.stdin:

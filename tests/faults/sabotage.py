@@ -27,7 +27,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ds_encdec import build
+from ds_encdec.base.types import Batch, LossSum
 from ds_encdec.checkpoint.folder import CheckpointFolder
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.data import workers
@@ -37,7 +37,7 @@ from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.model import attention_kernels
-from ds_encdec.types import Batch, LossSum
+from ds_encdec.training import build
 
 _next_step = LaneLoader.__next__
 _forward = sharded_engine.packed_forward

@@ -51,7 +51,9 @@ def assert_ended(result: Finished, code: int) -> None:
 def probes() -> list[psutil.Process]:
     """Those that run below this process, by rank."""
     found = [
-        child for child in psutil.Process().children(recursive=True) if "ds_encdec.auto_batch.probe" in child.cmdline()
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "ds_encdec.training.auto_batch.probe" in child.cmdline()
     ]
     return sorted(found, key=lambda process: process.environ()["RANK"])
 

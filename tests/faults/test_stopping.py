@@ -12,10 +12,10 @@ import pytest
 from forked_runs import ENGINES, Finished, ForkedRuns
 from tiny_run import QUICKSTART, losses, overrides
 
+from ds_encdec.base.types import ConfigError, Preempted
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.types import ConfigError, Preempted
 
 pytestmark = [pytest.mark.distributed]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import QUICKSTART
 
+from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import check_nodes, with_counted_nodes
 from ds_encdec.launch.agreement import (
@@ -24,7 +25,6 @@ from ds_encdec.launch.agreement import (
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.network import gloo_interface, own_address_towards
 from ds_encdec.launch.world import World
-from ds_encdec.types import ConfigError, DataError
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1", 3: "node1"}
 

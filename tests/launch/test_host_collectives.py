@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ds_encdec.base.types import DataError, DsEncDecError
 from ds_encdec.launch.host_collectives import ENOUGH_OPEN_FILES, HostCollectives, allow_connections
 from ds_encdec.launch.world import World
-from ds_encdec.types import DataError, DsEncDecError
 
 
 def test_one_process_needs_no_group() -> None:

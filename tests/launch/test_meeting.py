@@ -17,14 +17,15 @@ import pytest
 import torch
 from tiny_run import QUICKSTART, TRAIN, environment, free_port, overrides
 
+from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, LostRankError
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError
-from ds_encdec.launch import meeting, process_group
+from ds_encdec.launch import process_group
+from ds_encdec.launch import rendezvous as meeting
 from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.agreement import own_facts
-from ds_encdec.launch.meeting import Rendezvous
 from ds_encdec.launch.process_group import _meet
+from ds_encdec.launch.rendezvous import Rendezvous
 from ds_encdec.launch.world import World
-from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, LostRankError
 
 Outcomes = dict[int, Any]
 

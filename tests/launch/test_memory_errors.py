@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
+from ds_encdec.base.types import DsEncDecError, OutOfMemoryError
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.launch.memory_errors import is_of_device, is_out_of_memory, says_out_of_memory
 from ds_encdec.launch.peers import named_error
-from ds_encdec.types import DsEncDecError, OutOfMemoryError
 
 GIB = 2**30
 

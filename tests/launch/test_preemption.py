@@ -70,7 +70,7 @@ import ctypes, os, signal, sys, time
 from pathlib import Path
 from ds_encdec.launch.preemption import STOP_SIGNALS, StopRequest
 from ds_encdec.launch.world import discover
-from ds_encdec.terminal import log_to_terminal
+from ds_encdec.base.terminal import log_to_terminal
 log_to_terminal(None, rank=int(os.environ.get("RANK", "0")), ranks=2)
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 (folder / "started").touch()

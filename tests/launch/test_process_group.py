@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.launch import process_group
 from ds_encdec.launch.agreement import merge_rank_facts, sharing
 from ds_encdec.launch.process_group import (
@@ -21,7 +22,6 @@ from ds_encdec.launch.process_group import (
     shutdown,
 )
 from ds_encdec.launch.world import discover
-from ds_encdec.types import ConfigError
 
 SINGLE = discover({})
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec.base.types import ConfigError, OutputLockedError
+from ds_encdec.commands.phases.execute import only_one_pipeline
 from ds_encdec.launch import run_folder
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.phase_runs.run import only_one_pipeline
-from ds_encdec.types import ConfigError, OutputLockedError
 
 
 def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from tiny_run import QUICKSTART, environment, free_port, overrides
 
 from ds_encdec import train
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.sagemaker import container_arguments
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.types import ConfigError
 
 
 def channel(folder: Path, *names: str) -> str:

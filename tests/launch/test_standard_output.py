@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tiny_run import QUICKSTART
 
-from ds_encdec.terminal import outlive_readers
+from ds_encdec.base.terminal import outlive_readers
 
 PRINTS_ON = """
 import logging, sys
 from rich.console import Console
-from ds_encdec.terminal import outlive_readers
+from ds_encdec.base.terminal import outlive_readers
 outlive_readers()
 logging.basicConfig(format="%(message)s")
 sys.stdin.readline()  # by now the readers are gone
@@ -30,7 +30,7 @@ sys.exit(75)
 PHASES = f"""
 import sys
 from ds_encdec import cli
-from ds_encdec.phase_runs import run
+from ds_encdec.commands.phases import execute as run
 run.run_phases = lambda *_, **__: print("the next phase", flush=True)
 sys.stdin.readline()
 code = cli.main(["phases", "--config", {QUICKSTART!r}])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tiny_run import QUICKSTART, overrides
 
-from ds_encdec import build
+from ds_encdec.base.types import CheckpointError, DsEncDecError, LostRankError, Preempted
 from ds_encdec.config.schema import load_config
 from ds_encdec.engine import select
 from ds_encdec.launch import peers
@@ -22,7 +22,7 @@ from ds_encdec.launch.peers import Peer, Peers, ending_recorded
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import discover
-from ds_encdec.types import CheckpointError, DsEncDecError, LostRankError, Preempted
+from ds_encdec.training import build
 
 SINGLE = discover({})
 

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.launch
 BLOCKED = """
 import json, os, sys
 sys.modules["deepspeed"] = None  # what an import finds where it is not installed
-from ds_encdec import build, train
+from ds_encdec import train
+from ds_encdec.training import build
 from ds_encdec.engine import fsdp2
 for words in json.loads(sys.argv[1]):
     if not (process := os.fork()):  # with all that is imported by now

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.launch.world import SINGLE_PROCESS, World, discover, first_host
-from ds_encdec.types import ConfigError
 
 # Rank 9 of 16 on the second of two nodes, as each launcher describes it.
 TORCHRUN = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from ds_encdec.base.types import ConfigError, OutOfMemoryError
 from ds_encdec.memory.library import (
     _control_groups,
     auto_find_batch_size,
@@ -21,7 +22,6 @@ from ds_encdec.memory.library import (
     get_memory_stats,
     log_memory_stats,
 )
-from ds_encdec.types import ConfigError, OutOfMemoryError
 
 BALLAST_FLOATS = 2**25
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import PUBLISHED, Job, make_job
-from ds_encdec.types import ConfigError
 
 QWEN3_0_6B = PUBLISHED["Qwen/Qwen3-0.6B"]
 PARAMETERS = 1_036_517_376

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import load_config
 from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, checkpoint_bytes, make_job, run_sizes
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.types import ConfigError
 
 SMALL = {
     "model_type": "qwen3",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from ds_encdec.base.types import OutOfMemoryError
 from ds_encdec.config.schema import load_config
-from ds_encdec.engines import EngineName
 from ds_encdec.memory import expected as expected_memory
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.estimate import estimate
@@ -27,7 +27,7 @@ from ds_encdec.memory.expected import (
 from ds_encdec.memory.job import make_job, run_sizes
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides
-from ds_encdec.types import OutOfMemoryError
+from ds_encdec.registry.engines import EngineName
 
 GIB = 2**30
 QUICKSTART = Path(__file__).parents[2] / "ds_configs" / "quickstart.yaml"

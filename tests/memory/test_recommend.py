@@ -6,10 +6,11 @@ import shlex
 
 import pytest
 
+from ds_encdec.base.quantities import GIB
 from ds_encdec.config.schema import load_config
-from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.answer import estimate_tables
 from ds_encdec.memory.estimate import engine_memory, estimate
+from ds_encdec.memory.gpus import GPUS, Gpu
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import EstimateRequest, planned_job
 from ds_encdec.memory.variants import (
@@ -24,7 +25,6 @@ from ds_encdec.memory.variants import (
     recommend,
     settings,
 )
-from ds_encdec.quantities import GIB
 
 FSDP = ("infra.distributed_type=fsdp", "infra.offload_optimizer=none")
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ds_encdec import cli
-from ds_encdec.auto_batch import resolve
+from ds_encdec.base.quantities import GIB
+from ds_encdec.base.types import ConfigError
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
 from ds_encdec.config.schema import load_config
@@ -23,8 +24,7 @@ from ds_encdec.memory.question import planned_job
 from ds_encdec.memory.recompute import MODES, choose_recompute
 from ds_encdec.memory.variants import HEADROOM, changed, faster, variant
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.quantities import GIB
-from ds_encdec.types import ConfigError
+from ds_encdec.training.auto_batch import resolve
 
 AUTO = "training.activation_checkpointing=auto"
 ON_GPUS = ("infra.sharding_stage=zero2", "infra.offload_optimizer=none")

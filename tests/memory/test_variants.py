@@ -6,9 +6,11 @@ import dataclasses
 
 import pytest
 
+from ds_encdec.base.quantities import GIB
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import load_config
-from ds_encdec.gpus import GPUS, Gpu
 from ds_encdec.memory.estimate import FRAGMENTATION, engine_memory, estimate
+from ds_encdec.memory.gpus import GPUS, Gpu
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import EstimateRequest, planned_job
 from ds_encdec.memory.variants import (
@@ -18,8 +20,6 @@ from ds_encdec.memory.variants import (
     changed,
     variants,
 )
-from ds_encdec.quantities import GIB
-from ds_encdec.types import ConfigError
 
 PARAMETERS = {
     "Qwen/Qwen3-0.6B": 1_036_517_376,

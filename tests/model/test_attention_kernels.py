@@ -15,16 +15,16 @@ from tiny_models import pack
 from torch import Tensor
 from torch.nn import functional as F
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.chunks import Chunker, documents_ratio
+from ds_encdec.data.examples.chunks import Chunker, documents_ratio
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.engine.select import check_attention_dropout
 from ds_encdec.model import attention_kernels
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.attention_kernels import AttentionKernel, KernelChoice, KernelQuery, Segments, attend_by_document
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import ConfigError
 
 VOCABULARY = Vocabulary(tuple(range(1000, 1100)), eos_id=998, pad_id=999, mode_token_ids=(), vocab_size=1100)
 BATCHES = 40

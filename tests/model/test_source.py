@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from tiny_models import tiny_config, tiny_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import ModelSource, read_config, resolve_model
 from ds_encdec.model.weights import SafetensorsFolder, random_weights, write_safetensors_folder
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import CheckpointError, ConfigError
 
 
 def vocabulary(*, sentinels: range = range(90, 94), size: int = 97) -> Vocabulary:

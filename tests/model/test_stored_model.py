@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 
+from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.schema import ModelConfig, load_config
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.evaluate.models import open_model
@@ -19,7 +20,6 @@ from ds_encdec.memory.job import run_sizes
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.source import resolve_model
 from ds_encdec.tokenizer.sentinels import Vocabulary
-from ds_encdec.types import CheckpointError, ConfigError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

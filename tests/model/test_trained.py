@@ -11,6 +11,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model_state_dict, inject_adapter_in_model
 from tiny_models import tiny_config
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.cli import main
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -20,7 +21,6 @@ from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.precision import Linear
 from ds_encdec.model.trained import canonical_name, is_adapter, model_shapes, trained_shapes, trained_summary
 from ds_encdec.model.weights import random_weights
-from ds_encdec.types import ConfigError
 
 SIZES: Qwen3Seq2SeqConfig = tiny_config()
 

@@ -9,6 +9,7 @@ import statistics
 import pytest
 import torch
 
+from ds_encdec.base.types import LossSum, StepResult
 from ds_encdec.monitor import metrics
 from ds_encdec.monitor.metrics import (
     MetricWindow,
@@ -18,7 +19,7 @@ from ds_encdec.monitor.metrics import (
     loss_metrics,
     train_metrics,
 )
-from ds_encdec.types import TASKS, LossSum, StepResult
+from ds_encdec.registry.objectives import TASKS
 
 
 def loss_sum(*by_denoiser: float, tokens: tuple[float, ...] = (10, 0, 0, 0, 30)) -> LossSum:

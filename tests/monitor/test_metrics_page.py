@@ -12,7 +12,7 @@ import torch
 from ds_encdec.engine.sharded_engine import HOST_STATES
 from ds_encdec.monitor.machine import Lap, MachineWatch, measure_rank_stats
 from ds_encdec.monitor.metrics import eval_metrics, loss_metrics
-from ds_encdec.types import DENOISERS
+from ds_encdec.registry.denoisers import DENOISERS
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
+from ds_encdec.config.schedules import lr_lambda
 from ds_encdec.config.schema import FullConfig, MonitorConfig, TrainingConfig
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, TRAINING_ALERTS, answer
 from ds_encdec.monitor.monitor import MAX_ALERTS_OF_A_TYPE, MAX_HISTORY, TrainingMonitor, compute_gradient_norm
-from ds_encdec.optim import lr_lambda
 
 
 @dataclass(frozen=True)

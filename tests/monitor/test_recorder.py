@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from ds_encdec.base.types import Batch, LossSum, StepResult, TrainingState
 from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import JsonlSink
-from ds_encdec.types import Batch, LossSum, StepResult, TrainingState
 
 TOKENS_PER_STEP = 30
 MEASURED = ("perf/", "mem/", "ckpt/", "health/slow", "health/late")

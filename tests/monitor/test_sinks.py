@@ -345,7 +345,7 @@ class TestConsole:
         program = """
 import argparse, logging
 from ds_encdec.monitor.sinks import ConsoleSink
-from ds_encdec.terminal import log_to_terminal
+from ds_encdec.base.terminal import log_to_terminal
 log_to_terminal(argparse.Namespace(), logging.INFO)
 sink = ConsoleSink(100_000)
 logging.warning("a line of the log that is [longer] than what is left of the terminal's width, which it may be")

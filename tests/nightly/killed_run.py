@@ -28,10 +28,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "launch")]
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 from tiny_run import QUICKSTART, environment, free_port, launcher, overrides  # noqa: E402
 
-from ds_encdec import build, train  # noqa: E402, F401
+from ds_encdec import train  # noqa: E402
 from ds_encdec.checkpoint.folder import committed_steps  # noqa: E402
 from ds_encdec.checkpoint.manifest import verify_checkpoint  # noqa: E402
-from ds_encdec.engine import deepspeed_zero, fsdp2  # noqa: E402, F401
+from ds_encdec.engine.deepspeed import zero as deepspeed_zero  # noqa: E402, F401
+from ds_encdec.training import build  # noqa: E402, F401
 
 WORLD_SIZE = 2
 ENGINES = ("deepspeed", "fsdp")

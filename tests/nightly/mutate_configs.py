@@ -35,13 +35,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from ds_encdec import cli  # noqa: E402
-from ds_encdec.config.deepspeed_keys import KEYS, PASSED_ON  # noqa: E402
+from ds_encdec.base.types import ConfigError  # noqa: E402
 from ds_encdec.config.schema import (  # noqa: E402
     FullConfig,
     Section,
     load_config,
 )
-from ds_encdec.types import ConfigError  # noqa: E402
+from ds_encdec.config.yaml.deepspeed_keys import KEYS, PASSED_ON  # noqa: E402
 
 SLOWEST_SECONDS = 5.0
 """CPU time in which any configuration must be accepted or refused."""
@@ -335,9 +335,9 @@ def run_some(passed: list[int], count: int, folder: Path) -> list[str]:
     import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # what engines import late
     import torch.profiler  # noqa: F401
 
-    from ds_encdec import build  # noqa: F401
-    from ds_encdec.data.builtin_corpus import builtin_documents
-    from ds_encdec.engine import deepspeed_zero, fsdp2  # noqa: F401
+    from ds_encdec.data.sources.builtin_corpus import builtin_documents
+    from ds_encdec.engine.deepspeed import zero as deepspeed_zero  # noqa: F401
+    from ds_encdec.training import build  # noqa: F401
 
     builtin_documents()
     ends: Counter[int] = Counter()

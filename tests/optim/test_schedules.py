@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import get_inverse_sqrt_schedule, get_polynomial_decay_schedule_with_warmup
 
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
+from ds_encdec.config.schedules import learning_rate, lr_lambda
 from ds_encdec.config.schema import TrainingConfig, load_config
-from ds_encdec.optim import learning_rate, lr_lambda
-from ds_encdec.types import ConfigError
 
 OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd", "polynomial", "inverse_sqrt")
 

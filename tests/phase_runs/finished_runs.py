@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from ds_encdec.base.types import TrainingState
+from ds_encdec.commands.phases.plan import PlannedPhase
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import JsonlSink
-from ds_encdec.phases import PlannedPhase
-from ds_encdec.types import TrainingState
 
 
 def watch(losses: Sequence[float], *, warmup_steps: int) -> TrainingMonitor:

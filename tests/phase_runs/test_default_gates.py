@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from finished_runs import watch
 
+from ds_encdec.commands.phases.plan import PHASE_CONFIGS, PhaseConfig, TrainingPhase, phase_config
 from ds_encdec.config.schema import load_config
-from ds_encdec.phases import PHASE_CONFIGS, PhaseConfig, TrainingPhase, phase_config
 
 CURVES = Path(__file__).with_name("curves")
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from finished_runs import finish_run
 
+from ds_encdec.base.types import CheckpointError
+from ds_encdec.commands.phases.execute import judge
+from ds_encdec.commands.phases.plan import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.config.schema import load_config
-from ds_encdec.phase_runs.run import judge
-from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
-from ds_encdec.types import CheckpointError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 FALLING = [8.3 - 0.06 * step for step in range(40)]

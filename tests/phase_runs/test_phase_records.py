@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from finished_runs import finish_run
 
+from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
+from ds_encdec.commands.phases.execute import PhaseFolder, only_one_pipeline, run_phases
+from ds_encdec.commands.phases.plan import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.config.schema import FullConfig, load_config
-from ds_encdec.phase_runs.run import PhaseFolder, only_one_pipeline, run_phases
-from ds_encdec.phases import PlannedPhase, TrainingPhase, plan_phase
-from ds_encdec.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 FALLING = [8.3 - 0.06 * step for step in range(40)]
@@ -235,7 +235,7 @@ def test_it_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_one_process_runs_the_phases_of_a_folder(tmp_path: Path) -> None:
     code = f"""
 from pathlib import Path
-from ds_encdec.phase_runs.run import only_one_pipeline
+from ds_encdec.commands.phases.execute import only_one_pipeline
 with only_one_pipeline(Path({str(tmp_path)!r})):
     pass
 """

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.config.rewording import given_fields
-from ds_encdec.config.schema import FullConfig, PhaseOverrides, load_config
-from ds_encdec.phases import (
+from ds_encdec.base.types import ConfigError
+from ds_encdec.commands.phases.plan import (
     PHASE_CONFIGS,
     PHASES,
     PhaseConfig,
@@ -24,7 +23,8 @@ from ds_encdec.phases import (
     plan_phase,
     with_given,
 )
-from ds_encdec.types import ConfigError
+from ds_encdec.config.schema import FullConfig, PhaseOverrides, load_config
+from ds_encdec.config.words.rewording import given_fields
 
 CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
 FULL_RUN, QUICKSTART = CONFIGS / "qwen3_0.6b_ul2.yaml", CONFIGS / "quickstart.yaml"

@@ -13,8 +13,8 @@ import pytest
 from finished_runs import finish_run
 
 from ds_encdec.cli import main
+from ds_encdec.commands.phases.plan import TrainingPhase, plan_phase
 from ds_encdec.config.schema import load_config
-from ds_encdec.phases import TrainingPhase, plan_phase
 
 QUICKSTART = str(Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml")
 

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 
+from ds_encdec.base.types import ConfigError
+from ds_encdec.commands.phases import subprocess_run
+from ds_encdec.commands.phases.subprocess_run import SubprocessRun, launcher_command
 from ds_encdec.config.schema import load_config
-from ds_encdec.phase_runs import subprocess_run
-from ds_encdec.phase_runs.subprocess_run import SubprocessRun, launcher_command
-from ds_encdec.types import ConfigError
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 
@@ -60,7 +60,7 @@ def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, mo
     """A launcher may end at a signal without its ranks, as DeepSpeed's does."""
     rank = tmp_path / "train.py"
     rank.write_text(SAVES_AND_STOPS)
-    monkeypatch.setattr("ds_encdec.phase_runs.subprocess_run.TRAIN_PROGRAM", rank)
+    monkeypatch.setattr("ds_encdec.commands.phases.subprocess_run.TRAIN_PROGRAM", rank)
     launcher = tmp_path / "torchrun"
     launcher.write_text(
         "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode and 1)\n"
@@ -124,7 +124,7 @@ def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     child = [sys.executable, "-c", SAVES_AND_STOPS, str(ready), str(int(signal.SIGTERM))]
     parent_code = f"""
-from ds_encdec.phase_runs.subprocess_run import SubprocessRun
+from ds_encdec.commands.phases.subprocess_run import SubprocessRun
 with SubprocessRun() as subprocess_run:
     subprocess_run.run({child!r})
 """

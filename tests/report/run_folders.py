@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_encdec.checkpoint.manifest import seal
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.types import DENOISERS
+from ds_encdec.registry.denoisers import DENOISERS
 
 TIME = "2026-01-02T03:04:05+0000"
 

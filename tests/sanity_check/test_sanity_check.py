@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.export import export_hf
+from ds_encdec.base.types import CheckpointError, GateError
+from ds_encdec.commands.sanity_check import checks
+from ds_encdec.commands.sanity_check.checks import CHECKS, Subject
+from ds_encdec.commands.sanity_check.session import SanityReport, check_config, config_for_model, on_one_rank
 from ds_encdec.config.schema import DataConfig, FullConfig, load_config
-from ds_encdec.data import chunks
+from ds_encdec.data.examples.protocol import chunks
 from ds_encdec.engine.fsdp2 import FSDP2Engine
+from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.run_model import RunModel, new_model
-from ds_encdec.sanity_check import checks
-from ds_encdec.sanity_check.checks import CHECKS, Subject
-from ds_encdec.sanity_check.run import SanityReport, check_config, config_for_model, on_one_rank
-from ds_encdec.types import CheckpointError, GateError
+from ds_encdec.training.run_model import RunModel, new_model
 
 pytestmark = pytest.mark.distributed
 

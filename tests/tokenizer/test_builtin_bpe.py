@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.tokenizer import load
 from ds_encdec.tokenizer.load import builtin_tokenizer, load_tokenizer
-from ds_encdec.types import CheckpointError, ConfigError
 
 CORPUS = list(pydoc_data.topics.topics.values())[:20]
 

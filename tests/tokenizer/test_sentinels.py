@@ -11,11 +11,11 @@ from tokenizers.models import BPE, Unigram, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from ds_encdec import cli
-from ds_encdec.build import run_training
+from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.schema import ModelConfig, load_config
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, add_sentinels
-from ds_encdec.types import CheckpointError, ConfigError
+from ds_encdec.training.build import run_training
 
 TEXTS = (
     "The quick brown fox doesn't jump over 12345 lazy dogs.",

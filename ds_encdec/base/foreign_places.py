@@ -1,0 +1,277 @@
+"""Every place inside deepspeed, torch, transformers, peft and datasets that this package reaches for.
+
+None of them is promised by its library, so each has a row here: an upgrade that renames one is found at the start of a
+run, by name, and not by a step that is no longer guarded. Listed are private names, and public ones that are replaced,
+hidden or read where a library documents neither. `check` looks for them; `replaced` and `write` are the only
+ways to change one, and raise where it is missing or has no row. Nothing here imports a library that is not in use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+from ds_encdec.base.types import ConfigError
+
+Use = Literal["call", "read", "write", "replace", "hide", "override"]
+"""The ways in which a place is used. `read` and `write` are of fields, which may exist on objects alone."""
+
+
+class Place(NamedTuple):
+    """`owner` is `module` or `module:Class`; `user` is the file that needs the place."""
+
+    owner: str
+    name: str
+    use: Use
+    user: str
+
+    @property
+    def library(self) -> str:
+        """The package that the place belongs to."""
+        return self.owner.partition(".")[0].partition(":")[0]
+
+    def is_there(self) -> bool:
+        """Look for the place. Imports its owner's module.
+
+        A field that only a built object has counts as there if the source of its class, or module, assigns it.
+        """
+        module, _, path = self.owner.partition(":")
+        try:
+            owner: Any = importlib.import_module(module)
+            for part in filter(None, path.split(".")):
+                owner = getattr(owner, part)
+        except (ImportError, AttributeError):
+            return False
+        if hasattr(owner, self.name):
+            return True
+        modules = {one.__module__ for one in owner.__mro__} if isinstance(owner, type) else {module}
+        return self.use in ("read", "write") and any(_assigns(one, self.name) for one in modules)
+
+
+@cache
+def _source(module: str) -> str:
+    path = getattr(sys.modules[module], "__file__", None)
+    return Path(path).read_text(encoding="utf-8") if path and path.endswith(".py") else ""
+
+
+def _assigns(module: str, name: str) -> bool:
+    return re.search(rf"\.{name}(: [^=\n]+|, [\w., ]+)? = |^    {name}: ", _source(module), re.MULTILINE) is not None
+
+
+_GATES = "engine/deepspeed/gates.py"
+_TENSORS = "engine/deepspeed/private.py"
+_ZERO = "engine/deepspeed/zero.py"
+_SWAPPED = "engine/deepspeed/swapped_states.py"
+_ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+_STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_STAGE2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+_UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
+_CHECKER = "deepspeed.runtime.utils:CheckOverflow"
+_CUT = "deepspeed.runtime.zero.partition_parameters"
+_SWAP = "deepspeed.runtime.swap_tensor.optimizer_utils"
+_SCALER = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
+
+_ROWS: tuple[tuple[str, Use, str, str], ...] = (
+    # The guard of a step.
+    (_STAGE3, "replace", _GATES, "_get_norm_groups unscale_and_clip_grads check_overflow"),
+    (_STAGE3, "hide", _GATES, "_update_scale"),
+    (_STAGE3, "call", _GATES, "_muon_update_lacks_loss_scale get_param_id loss_scale"),
+    (_STAGE3, "read", _GATES, "fp16_groups norm_for_param_grads averaged_gradients fp32_partitioned_groups_flat"),
+    (_STAGE3, "read", _GATES, "clip_grad dp_process_group swap_optimizer"),
+    (_STAGE3, "write", _GATES, "overflow"),
+    ("deepspeed.runtime.zero.stage3", "replace", _GATES, "combine_grad_norm_groups"),
+    (_STAGE2, "replace", _GATES, "scaled_global_norm unscale_and_clip_grads check_overflow"),
+    (_STAGE2, "replace", _GATES, "update_offload_overflow_tracker"),
+    (_STAGE2, "hide", _GATES, "_update_scale"),
+    (_STAGE2, "call", _GATES, "_muon_update_lacks_loss_scale get_param_id loss_scale"),
+    (_STAGE2, "read", _GATES, "params_in_partition norm_for_param_grads averaged_gradients"),
+    (_STAGE2, "read", _GATES, "clip_grad dp_process_group cpu_offload"),
+    (_STAGE2, "write", _GATES, "overflow"),
+    ("deepspeed.runtime.bf16_optimizer", "replace", _GATES, "get_global_norm_of_tensors"),
+    ("deepspeed.runtime.fp16.unfused_optimizer", "replace", _GATES, "get_weight_norm"),
+    (_UNFUSED, "read", _GATES, "overflow_checker"),
+    (_CHECKER, "replace", _GATES, "check has_overflow"),
+    (_ENGINE, "replace", _GATES, "clip_fp32_gradients"),
+    (_ENGINE, "write", _GATES, "micro_steps global_steps skipped_steps"),
+    (_ENGINE, "call", _GATES, "was_step_applied"),
+    ("torch", "call", _GATES, "_foreach_norm"),
+    # Streams that wait in the host's stead.
+    (_STAGE3, "replace", _GATES, "independent_gradient_partition_epilogue"),
+    (_STAGE3, "read", _GATES, "reduce_and_partition_stream"),
+    (_STAGE2, "replace", _GATES, "independent_gradient_partition_epilogue _wait_for_offload_copies"),
+    (_STAGE2, "replace", _GATES, "_record_gradient_stream"),
+    (_STAGE2, "read", _GATES, "reduction_stream _pending_offload_events"),
+    (f"{_CUT}:NoGatherCoalescedHandle", "replace", _GATES, "wait"),
+    ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator", "replace", _GATES, "synchronize"),
+    ("deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator", "replace", _GATES, "resolves_data_dependency"),
+    # The tensors that a rank holds.
+    (_STAGE3, "read", _TENSORS, "fp32_partitioned_groups_flat fp16_groups grad_partitions_flat_buffer"),
+    (_STAGE3, "read", _TENSORS, "averaged_gradients loss_scaler"),
+    (_STAGE3, "call", _TENSORS, "checkpoint_event_prologue checkpoint_event_epilogue"),
+    (_STAGE3, "call", _TENSORS, "_reassign_or_swap_out_partitioned_parameters"),
+    (_STAGE2, "read", _TENSORS, "single_partition_of_fp32_groups bit16_groups averaged_gradients loss_scaler"),
+    (_STAGE2, "read", _TENSORS, "all_grad_tensors grads_in_partition accumulated_grads_in_cpu grad_accum"),
+    (_STAGE2, "call", _TENSORS, "update_lp_params"),
+    (_BF16, "read", _TENSORS, "fp32_groups_flat_partition bf16_groups fp32_groups_gradients_flat"),
+    (_BF16, "call", _TENSORS, "update_lp_params"),
+    (_UNFUSED, "read", _TENSORS, "fp32_groups fp16_groups"),
+    (_UNFUSED, "call", _TENSORS, "refresh_fp32_params"),
+    (_CUT, "read", _TENSORS, "ds_numel ds_tensor ds_shape"),
+    (_CUT, "write", _TENSORS, "ds_secondary_tensor"),
+    ("deepspeed.utils.mixed_precision_linkage", "read", _TENSORS, "_hp_mapping"),
+    ("deepspeed.utils.tensor_fragment:tensor_fragment", "read", _TENSORS, "lp_fragment_address hp_fragment_address"),
+    ("deepspeed.utils.tensor_fragment:fragment_address", "read", _TENSORS, "numel start"),
+    (_ENGINE, "call", _TENSORS, "_get_zero_frozen_param_attributes _get_param_shape_func"),
+    (_ENGINE, "call", _TENSORS, "zero_optimization_stage"),
+    (_ENGINE, "read", _TENSORS, "basic_optimizer global_rank dp_world_size param_names"),
+    (_SCALER, "write", _TENSORS, "cur_scale cur_iter last_overflow_iter cur_hysteresis"),
+    (_SCALER, "read", _TENSORS, "delayed_shift"),
+    # Saves and resumes.
+    (_ENGINE, "write", _ZERO, "checkpoint_engine"),
+    (_ENGINE, "hide", _ZERO, "_copy_recovery_script zero_nvme_offload_optimizer"),
+    (_ENGINE, "call", _ZERO, "_copy_recovery_script zero_optimization_stage"),
+    (_ENGINE, "read", _ZERO, "basic_optimizer"),
+    (_ENGINE, "write", _ZERO, "param_names micro_steps global_steps skipped_steps global_samples"),
+    ("torch.nn.functional", "replace", _ZERO, "linear"),
+    ("torch.optim.lr_scheduler:LambdaLR", "write", _ZERO, "last_epoch _step_count _last_lr"),
+    # States on a disk.
+    (_STAGE3, "read", _SWAPPED, "optimizer_swapper"),
+    (_ENGINE, "read", _SWAPPED, "basic_optimizer"),
+    (f"{_SWAP}:OptimizerSwapper", "read", _SWAPPED, "swap_params_info swap_folder"),
+    (f"{_SWAP}:OptimizerSwapper", "call", _SWAPPED, "_get_param_swap_info _io_aligned_numel"),
+    (f"{_SWAP}:OptimizerStateSwapInfo", "call", _SWAPPED, "numel dtype release_memory"),
+    (f"{_SWAP}:OptimizerStateSwapInfo", "read", _SWAPPED, "tensors has_state_tensors"),
+    (f"{_SWAP}:SwapTensorContext", "read", _SWAPPED, "swap_path compute_tensor"),
+    # torch.
+    ("torch", "call", "engine/fsdp2.py", "_foreach_mul_"),
+    ("torch.optim:AdamW", "override", "engine/muon.py", "_init_group"),
+    ("torch", "read", "engine/select.py", "_dynamo"),
+    ("torch._dynamo.config", "replace", "engine/select.py", "suppress_errors"),
+    ("torch", "read", "engine/sharded_engine.py", "_dynamo"),
+    ("torch._dynamo.config", "replace", "engine/sharded_engine.py", "recompile_limit"),
+    ("torch", "read", "model/activation_checkpointing.py", "_dynamo _inductor"),
+    ("torch._dynamo", "call", "model/activation_checkpointing.py", "mark_dynamic"),
+    ("torch._dynamo.decorators", "read", "model/activation_checkpointing.py", "_dynamo_dynamic_indices"),
+    ("torch.distributed.checkpoint.utils", "call", "checkpoint/saved_state.py", "_ReaderView"),
+    ("torch", "read", "checkpoint/saved_state.py", "_C"),
+    ("torch.distributed._tools.common_utils", "call", "memory/storage_log.py", "get_untyped_storages"),
+    ("torch:UntypedStorage", "read", "memory/storage_log.py", "_cdata"),
+    ("torch._guards", "call", "memory/trace.py", "active_fake_mode"),
+    ("torch._subclasses.fake_tensor", "call", "memory/trace.py", "FakeTensorMode"),
+    ("torch.testing._internal.distributed.fake_pg", "call", "memory/trace.py", "FakeStore"),
+    ("torch.utils._python_dispatch", "call", "memory/trace.py", "TorchDispatchMode"),
+    ("torch.utils._pytree", "call", "memory/trace.py", "tree_leaves"),
+    ("torch.distributed.fsdp:FSDPModule", "call", "memory/trace.py", "_get_fsdp_state"),
+    ("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "read", "memory/trace.py", "_fsdp_param_group"),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        "replace",
+        "memory/trace.py",
+        "post_backward",
+    ),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
+        "read",
+        "memory/trace.py",
+        "fsdp_params _reshard_after_forward",
+    ),
+    (
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
+        "read",
+        "memory/trace.py",
+        "sharded_param all_gather_outputs _unsharded_param unsharded_accumulated_grad",
+    ),
+    ("torch.utils.tensorboard.writer:SummaryWriter", "call", "monitor/sinks.py", "_get_file_writer"),
+    # transformers, peft, datasets.
+    ("transformers.initialization", "call", "engine/sharded_engine.py", "no_init_weights"),
+    ("transformers:PreTrainedModel", "call", "memory/trace.py", "_from_config"),
+    ("transformers:PreTrainedModel", "override", "model/modeling.py", "_skip_keys_device_placement _tied_weights_keys"),
+    ("transformers:PreTrainedModel", "override", "model/encoder.py", "_input_embed_layer _no_split_modules"),
+    ("transformers:PreTrainedModel", "override", "model/encoder.py", "_supports_sdpa"),
+    ("transformers:GenerationMixin", "override", "model/modeling.py", "_valid_auto_compile_criteria"),
+    ("transformers.masking_utils", "hide", "model/modeling.py", "create_masks_for_generate"),
+    ("transformers:EncoderDecoderCache", "read", "model/modeling.py", "is_updated cross_attention_cache"),
+    ("transformers:EncoderDecoderCache", "read", "model/modeling.py", "self_attention_cache"),
+    ("transformers.cache_utils:Cache", "read", "model/modeling.py", "layers offloading"),
+    ("transformers.cache_utils:CacheLayerMixin", "read", "model/modeling.py", "keys values"),
+    ("transformers.utils.chat_template_utils", "call", "data/examples/sft.py", "render_jinja_template"),
+    ("torch.nn:Linear", "write", "model/lora.py", "__class__"),
+    ("peft.tuners.lora.layer:LoraLayer", "read", "model/lora.py", "lora_A lora_B"),
+    ("datasets:DatasetBuilder", "read", "data/sources/tables.py", "hash config"),
+    ("datasets:BuilderConfig", "read", "data/sources/tables.py", "data_files"),
+)
+
+PLACES = tuple(Place(owner, name, use, user) for owner, use, user, names in _ROWS for name in names.split())
+_BY_NAME = {name: [place for place in PLACES if place.name == name] for name in {place.name for place in PLACES}}
+_MISSING = object()
+_layers: dict[tuple[int, str], list[list[Any]]] = {}
+"""Owner and name → what was there, and what stands in its place, the last one in force. They leave in any order."""
+
+
+def check(*libraries: str) -> None:
+    """Raise ConfigError unless all places of `libraries` are there that are in use.
+
+    In use are those whose owner's module and whose user's are imported by now.
+    """
+    for place in PLACES:
+        modules = place.owner.partition(":")[0], "ds_encdec." + place.user.removesuffix(".py").replace("/", ".")
+        if place.library in libraries and sys.modules.keys() >= {*modules} and not place.is_there():
+            raise ConfigError(_lacks(place.library, f"{place.owner} has no {place.name}", place.user))
+    _source.cache_clear()
+
+
+def _lacks(library: str, what: str, user: str) -> str:
+    found = metadata.version(library)
+    known = [one for one in metadata.requires("ds_encdec") or () if re.match(rf"{library}\b", one)]
+    tried = known[0].partition(";")[0] if known else f"another {library}"
+    return f"{library} {found}: {what}, which ds_encdec/{user} needs. Install a release that was tried: {tried}"
+
+
+def _require(owner: Any, name: str, uses: tuple[Use, ...]) -> None:
+    """Raise ConfigError where `owner` has no `name`, and LookupError where no row has that name."""
+    rows = [place for place in _BY_NAME.get(name, []) if place.use in uses]
+    if not rows:
+        raise LookupError(f"foreign_places.py has no row for {name} with {' or '.join(uses)}")
+    if not hasattr(owner, name):
+        kind = owner if isinstance(owner, type | ModuleType) else type(owner)
+        where = kind.__name__ if isinstance(kind, ModuleType) else f"{kind.__module__}:{kind.__name__}"
+        raise ConfigError(_lacks(rows[0].library, f"{where} has no {name}", rows[0].user))
+
+
+@contextmanager
+def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
+    """Inside, `owner.name` is `new`, as an attribute of `owner` itself: an object, a class or a module.
+
+    Raises ConfigError where there is no such place.
+    """
+    _require(owner, name, ("replace", "hide", "write"))
+    key, layer = (id(owner), name), [new]
+    layers = _layers.setdefault(key, [[vars(owner).get(name, _MISSING)]])
+    layers.append(layer)
+    setattr(owner, name, new)
+    try:
+        yield
+    finally:
+        layers[:] = [one for one in layers if one is not layer]
+        if layers[-1][0] is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, layers[-1][0])
+        if len(layers) == 1:
+            del _layers[key]
+
+
+def write(owner: Any, **fields: Any) -> None:
+    """Give `owner` the values of `fields`. Raises ConfigError where it has one of them not."""
+    for name, value in fields.items():
+        _require(owner, name, ("write",))
+        setattr(owner, name, value)

@@ -1,0 +1,116 @@
+"""Finds the user's own code: an object named `module:name`, of a module in the working folder or an installed one.
+
+docs/library.md has examples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from sysconfig import get_paths
+from traceback import extract_tb
+from typing import Any
+
+from ds_encdec.base.types import ConfigError
+
+PYTHON = "python:"
+"""The beginning of a data set's name that stands for a reader in the user's code."""
+_CALLED_WITH = {
+    "metrics": ("predictions", "references"),
+    "losses": ("logits", "labels"),
+    "schedules": ("update_index", "training"),
+    "sinks": ("config", "logging_dir", "start_step"),
+    "callbacks": ("config",),
+}
+"""The arguments of each kind of part, in their order (docs/library.md)."""
+
+
+def is_dotted(name: str) -> bool:
+    """Return whether `name` has the form `module:name`."""
+    module, _, attribute = name.partition(":")
+    return all(part.isidentifier() for part in [*module.split("."), attribute])
+
+
+def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
+    """Import the object `module:name` that is the value of `field`; a module of a library goes before the user's.
+
+    Raises ConfigError, also for what cannot be called with the arguments that parts of the `kind` are given.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    module, _, attribute = name.removeprefix(PYTHON).partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"{field}={name} cannot be imported from {os.getcwd()} or an installed package "
+            f"({type(error).__name__}: {error}){_which(module)}. Write `module:function`"
+        ) from error
+    if given := _CALLED_WITH.get(kind or ""):
+        _require_call(f"{field}={name}", found, given)
+    return found
+
+
+def _require_call(what: str, found: Any, given: tuple[str, ...]) -> None:
+    """Raise ConfigError where `found` cannot be called with the arguments that are called `given` here."""
+    if not callable(found):
+        raise ConfigError(f"{what} is of type {type(found).__name__}, and no function of ({', '.join(given)})")
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # written in C
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        raise ConfigError(f"{what} is called with ({', '.join(given)}), and takes {signature}: {error}") from error
+
+
+def _which(module: str) -> str:
+    """The file that Python takes for `module`, and the one of that name in the working folder, if another is taken."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (Exception, SystemExit):  # of packages around it
+        return ""
+    if spec is None:
+        return ""
+    found, own = spec.origin or "built into Python", os.path.abspath(module.replace(".", os.sep))
+    file = next((path for path in (f"{own}.py", f"{own}{os.sep}__init__.py") if os.path.isfile(path)), found)
+    if os.path.realpath(file) == os.path.realpath(found):
+        return f"; {module} is {found}"
+    return f"; {module} is {found}, and {file} is hidden by it: give that another name"
+
+
+def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
+    """Return `TypeError: message (file.py:12)`: an error, and the last line of the user's code that was running.
+
+    Where none was, the place is the library's, or missing with `or_library=False`.
+    """
+    ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<"))]
+    libraries = ("site-packages", "dist-packages", get_paths()["stdlib"].strip(os.sep))
+    theirs = [frame for frame in frames if not any(f"{os.sep}{name}{os.sep}" in frame.filename for name in libraries)]
+    if or_library and not theirs:
+        theirs = frames
+    where = f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def converter_digest(name: str) -> str:
+    """The digest of the code of `data.converter`, the user's function. Raises ConfigError."""
+    return code_digest("data.converter", name, load_plugin("data.converter", name))
+
+
+def code_digest(field: str, name: str, found: Any) -> str:
+    """Return a digest of the file that defines `found`, which changes with it. Raises ConfigError without a file."""
+    try:
+        with open(inspect.getfile(inspect.unwrap(found)), "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:12]
+    except (TypeError, OSError) as error:
+        raise ConfigError(
+            f"{field}={name}: its code is in no file ({error}), so a change of it would go unnoticed. Write it into a "
+            "module that is a file"
+        ) from error

@@ -1,0 +1,325 @@
+"""The names that travel through the engine: one small type for each step of the data flow.
+
+    text ─ sources ─► Document ─ tokenizer, ul2 ─► Example ─ packing, collate ─► Batch
+         ─ engine ─► LossSum, StepResult ─ monitor ─► metrics ─ checkpoint ─► TrainingState
+
+This is the lowest room but for the tables that it hands on: it imports torch only for type checkers, so that
+`--help` and configuration errors never pay for importing it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+IGNORE_INDEX = -100  # label of a position that carries no loss (PyTorch's and Hugging Face's convention)
+
+
+class DsEncDecError(Exception):
+    """A problem the user can mend. The message names what, where and the fix; `exit_code` is the process's.
+
+    `common`: whether every rank ends with it, so that rank 0 alone need say it; None where nobody has told.
+    """
+
+    exit_code = 1
+    common: bool | None = None
+
+    def __init_subclass__(cls, *, exit_code: int | None = None) -> None:
+        cls.exit_code = exit_code or cls.exit_code
+
+
+class ConfigError(DsEncDecError, exit_code=2):
+    """The configuration, or the machine it asks for, is not usable."""
+
+
+class OutputLockedError(DsEncDecError, exit_code=3):
+    """The output directory belongs to another run."""
+
+
+class DataError(DsEncDecError, exit_code=4):
+    """A data source is missing, unreadable, or too small."""
+
+
+class CheckpointError(DsEncDecError, exit_code=5):
+    """A checkpoint or model folder is missing, damaged, or of another model."""
+
+
+class OutOfMemoryError(DsEncDecError, exit_code=6):
+    """The device or the host ran out of memory."""
+
+
+class DivergedError(DsEncDecError, exit_code=7):
+    """Training diverged and was stopped."""
+
+
+class HangError(DsEncDecError, exit_code=8):
+    """A rank or the launcher died or stopped responding."""
+
+
+class LostRankError(DsEncDecError, exit_code=9):
+    """A rank, or the connection to it, is gone; those left are not at fault, and a new start may go on."""
+
+
+class GateError(DsEncDecError, exit_code=10):
+    """A gate (sanity check, phase) was not passed."""
+
+
+class Preempted(DsEncDecError, exit_code=75):
+    """The run was asked to stop, saved itself, and can be resumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text or record of a source. `key` names it uniquely and stably within the data set.
+
+    `token_ids`: from a source that has token ids from the start, what a `data.examples.ExampleMaker` would read; of a
+    text it is an int32 array [n]. `record`: a whole row, where the objective asks for it. Neither is a part of the
+    `repr`, by whose digest checkpoints know the built-in corpus.
+    """
+
+    key: str
+    text: str
+    token_ids: Any = dataclasses.field(default=None, repr=False)
+    record: Mapping[str, Any] | None = dataclasses.field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One training pair.
+
+    `encoder_ids` and `decoder_ids`: int32 arrays of token ids. `decoder_ids` are the *targets*; the
+    decoder's input is the same sequence shifted right behind `decoder_start_token_id`.
+    `denoiser` is one of `TASKS`; `document` is the key of the `Document` it was cut from.
+    """
+
+    encoder_ids: np.ndarray
+    decoder_ids: np.ndarray
+    denoiser: str
+    document: str
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One packed micro-batch: two flat buffers without padding between examples.
+
+    Shapes: Te and Td are the token budgets of the two sides, N the examples in the batch. Examples
+    stand one behind the other at the front of each buffer in the same order on both sides; what is
+    left at the end of a buffer is padding, known by length and never by token id.
+
+    | field | dtype, shape | meaning |
+    |---|---|---|
+    | encoder_ids, decoder_input_ids | int64 [Te], [Td] | token ids |
+    | labels | int64 [Td] | targets; -100 on padding |
+    | encoder_positions, decoder_positions | int64 [Te], [Td] | restart at 0 in every example |
+    | encoder_cu_seqlens, decoder_cu_seqlens | int32 [max_examples + 1] | boundaries; past N the last repeats |
+    | denoiser_ids | int64 [Td] | index into `TASKS` of each decoder token; 0 on padding (no loss there) |
+    | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
+    | documents | N strings | key of the document of each example |
+    | lane, number | integers | the lane it comes from, and which of that lane's it is: dropout is drawn by them |
+    """
+
+    encoder_ids: Tensor
+    decoder_input_ids: Tensor
+    labels: Tensor
+    encoder_positions: Tensor
+    decoder_positions: Tensor
+    encoder_cu_seqlens: Tensor
+    decoder_cu_seqlens: Tensor
+    denoiser_ids: Tensor
+    encoder_lengths: tuple[int, ...]
+    decoder_lengths: tuple[int, ...]
+    documents: tuple[str, ...] = ()
+    lane: int = 0
+    number: int = 0
+
+    @property
+    def encoder_tokens(self) -> int:
+        """Real encoder tokens."""
+        return sum(self.encoder_lengths)
+
+    @property
+    def target_tokens(self) -> int:
+        """Tokens that carry loss. Every real decoder token does."""
+        return sum(self.decoder_lengths)
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on `device`; copies are asynchronous where the memory is pinned."""
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if hasattr(value := getattr(self, field.name), "to")
+        }
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSum:
+    """Loss of one micro-batch on this rank, not yet normalised.
+
+    `total`: float32 scalar with gradient, the sum of token losses in nats. `by_denoiser` and
+    `tokens_by_denoiser`: float32 [len(TASKS)], detached: the same sum and the target tokens
+    split by `TASKS`. All on the engine's device; nothing here has been synchronised.
+    """
+
+    total: Tensor
+    by_denoiser: Tensor
+    tokens_by_denoiser: Tensor
+
+
+class RowCounts(NamedTuple):
+    """Rows of the data that were passed over, by pass over their source.
+
+    `bad`: rows that could not be read. `long`: examples above a maximum length, left out or cut off. `last_bad`: the
+    newest bad row's step, lane and problem.
+    """
+
+    bad: Sequence[int] = ()
+    long: Sequence[int] = ()
+    last_bad: tuple[int, int, str] | None = None
+
+    @classmethod
+    def summed(cls, counts: Iterable[RowCounts]) -> RowCounts:
+        """The counts of several lanes, or ranks, together; some may have begun fewer passes."""
+        counts = [*counts]
+        bad = [sum(of_pass) for of_pass in zip_longest(*(one.bad for one in counts), fillvalue=0)]
+        long = [sum(of_pass) for of_pass in zip_longest(*(one.long for one in counts), fillvalue=0)]
+        return cls(bad, long, max((one.last_bad for one in counts if one.last_bad), default=None))
+
+
+NO_ROWS = RowCounts()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step. `applied` is False when it was skipped (non-finite gradients, or vetoed).
+
+    `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: the rate this
+    step was made with (of the first parameter group). `extra`: whatever else the engine measures, by the name under
+    which it is published (docs/metrics.md): float32 scalars on its device, of the same names on every rank. The mean
+    over the ranks, and over the interval's applied steps, is a metric of the run; nothing else has to know of it.
+    """
+
+    applied: bool
+    grad_norm: Tensor
+    learning_rate: float
+    extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+
+def _with_earlier_name(cls: type[TrainingState]) -> type[TrainingState]:
+    """Let `best_value` be given by its earlier name, `best_eval_loss`, too."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def accept(self: TrainingState, *values: Any, **fields: Any) -> None:
+        if "best_eval_loss" in fields:
+            fields["best_value"] = fields.pop("best_eval_loss")
+        init(self, *values, **fields)
+
+    cls.__init__ = accept  # type: ignore[method-assign]
+    return cls
+
+
+@_with_earlier_name
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """The position of a run. Saved in every checkpoint; equal on all ranks.
+
+    `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones, `skipped_steps` their
+    difference. Token counts are global, over all ranks, without padding; `total_tokens_seen` has both sides'. `epoch`
+    is the number of the pass over the data that the slowest lane is in. `best_by` says which evaluation is the best,
+    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_value` is that of
+    the best saved checkpoint, which is `best_step`'s: a loss unless `best_by` names another figure. It may be given as
+    `best_eval_loss`. `leading_value` is
+    the best that counted for early stopping, `evaluations_since_leading` how many have come after it. `rollbacks`
+    counts those of the whole run, `bad_rows` the rows that could not be read and were passed over, in the pass over the
+    data that had most of them, `long_rows` likewise those that were too long, and left out or cut off.
+
+    A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
+    consumed (`data_step`, tokens, epoch) goes on.
+    """
+
+    global_step: int = 0
+    data_step: int = 0
+    skipped_steps: int = 0
+    epoch: int = 0
+    best_by: str = "lowest loss"
+    best_value: float | None = None
+    best_step: int | None = None
+    total_tokens_seen: int = 0
+    target_tokens_seen: int = 0
+    leading_value: float | None = None
+    evaluations_since_leading: int = 0
+    rollbacks: int = 0
+    bad_rows: int = 0
+    long_rows: int = 0
+
+    @property
+    def encoder_tokens_seen(self) -> int:
+        """Non-padding tokens of the encoder's side."""
+        return self.total_tokens_seen - self.target_tokens_seen
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict, which `from_dict` restores."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> TrainingState:
+        """Restore what `to_dict` saved. Raises TypeError for other fields."""
+        return cls(**saved)
+
+    def choosing_by(self, best_by: str) -> TrainingState:
+        """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""
+        return self if best_by == self.best_by else dataclasses.replace(self.choosing_anew(), best_by=best_by)
+
+    def choosing_anew(self) -> TrainingState:
+        """The state without what its evaluations have found."""
+        forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
+        return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)
+
+
+class WeightSource(Protocol):
+    """Looks up a parameter, on the CPU, by its canonical name: the name in `named_parameters()`, a tied one's first."""
+
+    def __call__(self, name: str, rows: slice = slice(None), /) -> Tensor:
+        """The parameter, or `rows` (start and stop, no step) of its first dimension. Any floating dtype."""
+
+
+StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
+"""The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
+
+MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
+"""All that optimizers may keep: AdamW has both, Muon the first alone of a hidden matrix."""
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Tell if the parameter of this canonical name is a matrix of a layer, as which Muon steps it."""
+    return ".layers." in name and name.endswith("_proj.weight")
+
+
+class SavedState(Protocol):
+    """The weights and AdamW state in a checkpoint, whatever engine, sharding and number of ranks wrote them.
+
+    Opened on every rank after the hashes of all files were checked; reads files, talks to no other rank.
+    """
+
+    applied_steps: int
+    """Optimizer steps behind this state: AdamW's own counter, of every parameter."""
+    loss_scaler: Mapping[str, float | int] | None
+    """State of a dynamic loss scale (float16), where the engine that saved had one."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Neutral name → full shape, in the order of `named_parameters()`."""
+
+    def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Elements [start, stop) of the flattened full parameter: float32, one dimension, on the CPU, the caller's own.
+
+        Takes only about as much memory as is asked for. Raises CheckpointError where the checkpoint has no such entry.
+        """

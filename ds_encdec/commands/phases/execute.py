@@ -1,0 +1,349 @@
+"""The phases, one after the other: train, judge, hand the weights on, and keep records of that beside each run.
+
+OUTPUT/phases/
+  .lock                 locked while phases run
+  sanity_check/
+    phase.yaml          the configuration of its run
+    started.json        when it began, and from which weights
+    result.json         how it was judged
+    export/final/       the weights for the next phase
+    …                   the run itself (launch/run_folder.py)
+  validation/ …
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ds_encdec.base.quantities import count
+from ds_encdec.base.terminal import verbosity
+from ds_encdec.base.types import (
+    CheckpointError,
+    ConfigError,
+    DsEncDecError,
+    GateError,
+    Preempted,
+    TrainingState,
+)
+from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.commands.phases.plan import (
+    PhaseConfig,
+    PlannedPhase,
+    TrainingPhase,
+    exported_weights,
+    phase_before,
+    phase_config,
+    phase_folder,
+)
+from ds_encdec.commands.phases.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
+from ds_encdec.config.schema import FullConfig, Mark, load_saved, marked
+from ds_encdec.config.yaml.plain_files import read_json
+from ds_encdec.launch.disk import write_atomically
+from ds_encdec.launch.run_folder import RunFolder, take_folder
+from ds_encdec.launch.world import LAUNCHERS
+from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
+
+LOSSES = ("train/loss", "eval/loss")
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)  # at once: the runs write to the screen, too
+
+
+class PhaseFolder(RunFolder):
+    """The folder of a phase: of its run, with the records beside it. `settings`: the numbers that it has now."""
+
+    def __init__(self, folder: Path, settings: PhaseConfig) -> None:
+        super().__init__(str(folder))
+        self._settings = settings
+        self.export = exported_weights(folder)
+        self.phase_yaml = folder / "phase.yaml"
+        self._started, self._result = folder / "started.json", folder / "result.json"
+
+    @property
+    def is_completed(self) -> bool:
+        """True if its run came to its end."""
+        return self.read_status().get("state") == "completed"
+
+    def begin(self, config: FullConfig, weights_sha256: str | None) -> None:
+        """Record the training that begins; `weights_sha256` is of the checkpoint that it starts from, if any."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        first_start = _read(self._started).get("started", _now())
+        write_atomically(self.phase_yaml, config.dump_yaml())
+        _write(self._started, {"started": first_start, "weights_sha256": weights_sha256})
+
+    def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
+        """Sentences about the settings that have changed since this phase began.
+
+        All may change as long as nothing was saved, and the fields with `Mark.TUNABLE` until it is complete. Raises
+        ConfigError where others have changed, or the weights that it started from.
+        """
+        if not self.is_completed and not committed_steps(self.checkpoints):
+            return []
+        began = load_saved(self.phase_yaml)
+        ignored = {*marked(Mark.UNTRAINED)}
+        if phase_before(self._settings.phase) is not None:
+            ignored.add("model.model_name_or_path")  # the previous phase's export, which moves with the output folder
+        changed = {}
+        for section in ("model", "data", "training"):
+            first, second = (getattr(values, section).model_dump() for values in (began, config))
+            for field, value in first.items():
+                if value != second[field] and (name := f"{section}.{field}") not in ignored:
+                    changed[name] = f"{name} was {value!r} and is {second[field]!r}"
+        accepted = [] if self.is_completed else marked(Mark.TUNABLE)
+        refused = [words for name, words in changed.items() if name not in accepted]
+        if _read(self._started).get("weights_sha256") != weights_sha256:
+            refused.append("the phase before it has been trained again since")
+        if not refused:
+            return list(changed.values())
+        lanes = f"On other ranks it continues with data.num_lanes={began.data.num_lanes}. "
+        raise ConfigError(
+            f"phase {self._settings.phase} in {self.root} has begun with other settings: {'; '.join(refused)}. "
+            f"{lanes if 'data.num_lanes' in changed else ''}Give the earlier values, or delete (or rename) that folder "
+            "and those of the phases after it to train them again."
+        )
+
+    def read_result(self) -> dict[str, Any]:
+        """The content of result.json; {} without the file."""
+        return _read(self._result)
+
+    def write_result(self, values: Mapping[str, Any]) -> None:
+        """Replace result.json by `values`, when the phase began and ended, and its numbers."""
+        started = {"started": _read(self._started).get("started"), "ended": _now()}
+        numbers = {"phase_config": dataclasses.asdict(self._settings)}
+        _write(self._result, {"phase": self._settings.phase, **values, **started, **numbers})
+
+    def is_judged_as_now(self) -> bool:
+        """True if its result is by the numbers that it has now."""
+        return bool(self.read_result().get("phase_config") == dataclasses.asdict(self._settings))
+
+
+def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
+    """Start or continue each of `plans` (of `config`, in order) and judge it; a phase that has passed is left alone.
+
+    Raises GateError where one does not pass, Preempted after a signal, and an error with the exit code of a run that
+    failed. The next call repeats no finished work.
+    """
+    if stray := [row.marker for row in LAUNCHERS if row.has_started(os.environ)]:
+        raise ConfigError(
+            f"{', '.join(stray)} is set, as for a rank. `ds-encdec phases` is one plain process that starts the "
+            "launcher itself (--launcher): unset it"
+        )
+    output = Path(config.infra.output_dir).expanduser().absolute()
+    try:
+        with only_one_pipeline(output), SubprocessRun() as subprocess_run:
+            for planned in plans:
+                if subprocess_run.signal_name is not None:
+                    raise Preempted(f"stopped by {subprocess_run.signal_name} before phase {planned.phase}")
+                _run_phase(config, planned, subprocess_run, launcher)
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or output}: {error.strerror}. Nothing that was trained is lost: mend this (is the disk "
+            "full?) and give the same command again"
+        ) from error
+    _print(f"every phase of this command has passed: {', '.join(planned.phase for planned in plans)}")
+
+
+def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
+    """Train, judge and export, unless that is done already."""
+    folder = PhaseFolder(planned.folder, planned.settings)
+    before = _result_before(config, planned.phase)
+    weights_sha256 = before.get("checkpoint_sha256")
+    changes = folder.accepted_changes(planned.config, weights_sha256)
+    if folder.read_result().get("passed") and folder.is_judged_as_now() and folder.export.exists():
+        _print(f"phase {planned.phase} has passed its gate already")
+        return
+    if folder.is_completed:
+        _print(f"phase {planned.phase} is trained already, and is judged again")
+    else:
+        for change in changes:
+            _print(f"phase {planned.phase} continues with another setting: {change}")
+        if differences := planned.differences(config):
+            _print(differences)
+        folder.begin(planned.config, weights_sha256)
+        _train(planned, folder, subprocess_run, launcher)
+    _judge_and_hand_on(planned, folder, before.get("pipeline_initial_loss"))
+
+
+def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
+    """The result of the phase before, whose weights are handed on; {} for the first.
+
+    Raises GateError where it did not pass, ConfigError where it has no result, other numbers by now or no weights.
+    """
+    before = phase_before(phase)
+    if before is None:
+        return {}
+    folder = PhaseFolder(phase_folder(config, before), phase_config(config, before))
+    result = folder.read_result()
+    problem = ""
+    if not result:
+        problem = f"there is no result in {folder.root}"
+    elif not result.get("passed"):
+        raise GateError(
+            f"phase {phase} is not started: {before} did not pass its gate ({folder.root / 'result.json'}). "
+            f"`--from {before}` judges it again, by the limits that phases.{before} has now"
+        )
+    elif not folder.is_judged_as_now():
+        problem = f"phases.{before} has other numbers now than its gate had"
+    elif not folder.export.exists():
+        problem = f"{folder.export} is missing"
+    if problem:
+        raise ConfigError(
+            f"phase {phase} starts from the weights of {before}, but {problem}: add `--from {before}`, which repeats "
+            "no finished training"
+        )
+    return result
+
+
+def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: SubprocessRun, launcher: str | None) -> None:
+    """Run the program to the end of the phase. Raises what the run ended with."""
+    resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
+    what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
+    _print(f"{'continuing' if resume else 'training'} {what}, in {planned.folder}")
+    status_before = folder.read_status()
+    command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
+    code = subprocess_run.run([*command, *resume, *verbosity()])
+    if folder.is_completed:
+        return
+    status = folder.read_status()
+    if status == status_before:  # of an earlier start
+        status = {}
+    if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
+        reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
+        raise Preempted(f"phase {planned.phase}: {reason}. The same command continues it.")
+    # Launchers make 1 of the codes of their ranks, so run.json goes first.
+    what = "was ended from outside" if status else "did not start"
+    unknown = f"the run {what} (the launcher's exit code is {code}); its output above ends with the reason"
+    error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else unknown}")
+    error.exit_code = status.get("exit_code") or max(code, 1)
+    raise error
+
+
+def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_initial_loss: float | None) -> None:
+    """Write the phase's weights if its gate is passed, then its result. Raises GateError if it is not passed."""
+    from ds_encdec.exports.hugging_face import export_checkpoint  # transformers
+
+    verdict = judge(planned, pipeline_initial_loss)
+    passed = verdict["passed"]
+    if passed and not folder.export.exists():
+        final = planned.folder / "checkpoints" / "final"
+        export_checkpoint(final, folder.export)
+    folder.write_result(verdict)
+    _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
+    for check in verdict["checks"]:
+        _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
+    _print(f"  {_in_short(verdict)}")
+    if not passed:
+        failed = "; ".join(check["message"] for check in verdict["checks"] if not check["passed"])
+        raise GateError(
+            f"phase {planned.phase} did not pass its gate: {failed}. No later phase was started. Limits that are "
+            f"changed (phases.{planned.phase}) are applied to it without training again; to train it again, delete "
+            f"{planned.folder}."
+        )
+
+
+def _in_short(verdict: Mapping[str, Any]) -> str:
+    """The key figures of a phase in one line."""
+    loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
+    found = (loss["initial"], loss["current"], verdict["eval"].get("eval/loss"))
+    first, last, held_out = (f"{one:.4f}" if is_number(one) else "none" for one in found)
+    return (
+        f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all phases, "
+        f"{last} in the mean of the last ones, {held_out} held out; gradient norm {norm['mean'] or 0:.3f} in their "
+        f"mean; {count(alerts, 'alert')}"
+    )
+
+
+def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[str, Any]:
+    """Compare the final checkpoint and the metrics of a completed run with its phase's limits; the content for
+    result.json (docs/phases.md).
+
+    `pipeline_initial_loss`: the first loss of the first phase, which the decrease is measured from; None where this is
+    the first phase. Raises CheckpointError where there is no final checkpoint.
+    """
+    from ds_encdec.monitor.monitor import TrainingMonitor  # torch
+
+    final = planned.folder / "checkpoints" / "final"
+    monitor = TrainingMonitor(window_size=planned.config.monitor.window_size)
+    try:
+        saved = read_json(final / "trainer.json", None)
+        state, monitor_state = TrainingState.from_dict(saved["state"]), saved["recorder"]["monitor"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{final}: the phase is complete, but its final checkpoint cannot be read to judge it: {error}. "
+            "Restore it, or delete the phase's folder to train it again."
+        ) from error
+    monitor.load_state_dict(monitor_state)
+    if pipeline_initial_loss is not None:
+        monitor.initial_loss = pipeline_initial_loss
+    metrics_check, evaluation = _look_at_metrics(planned.folder / "metrics.jsonl")
+    checks = [*monitor.validate_phase(planned.settings)["checks"], metrics_check]
+    if monitor.warmup_complete_loss is None:
+        warmup, steps = planned.config.training.warmup_steps, state.global_step
+        reason = (
+            f"the run ended at step {steps}, and its warm-up has {warmup}: set phases.{planned.phase}.warmup_steps"
+            if steps <= warmup
+            else f"none of the {steps - warmup} steps after the warm-up had a finite loss"
+        )
+        message = f"no loss after the warm-up: {reason}"
+        checks.append({"name": "logged_after_warmup", "passed": False, "message": message})
+    return {
+        "passed": all(check["passed"] for check in checks),
+        "checks": checks,
+        "summary": strict_json(monitor.get_summary()),
+        "eval": evaluation,
+        "pipeline_initial_loss": monitor.initial_loss,
+        "steps": state.global_step,
+        "tokens_seen": state.total_tokens_seen,
+        "checkpoint_sha256": hashlib.sha256((final / "manifest.json").read_bytes()).hexdigest(),
+    }
+
+
+def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None]]:
+    """The check that every logged loss is finite, and the metrics of the last evaluation."""
+    lines, problem, _ = read_step_lines(path)
+    evaluations = [line for line in lines if "eval/loss" in line]
+    logged = sum("train/loss" in line for line in lines)
+    bad = [
+        f"{name} is not finite at step {line['step']}"
+        for line in lines
+        for name in LOSSES
+        if name in line and not is_number(line[name])
+    ]
+    wrong = problem or (f"{bad[0]} ({len(bad)} such values)" if bad else "")
+    wrong = wrong or ("" if logged else f"{path}: no line has train/loss")
+    message = wrong or f"{count(logged, 'logged loss')} and {count(evaluations, 'evaluation')}, all finite"
+    last = evaluations[-1] if evaluations else {}
+    check = {"name": "logged_losses", "passed": not wrong, "message": message}
+    return check, {name: value for name, value in last.items() if name.startswith("eval/")}
+
+
+@contextmanager
+def only_one_pipeline(output: Path) -> Iterator[None]:
+    """Hold the phases of the folder `output`. Raises OutputLockedError where another process does."""
+    with take_folder(output / "phases", "infra.output_dir"):
+        yield
+
+
+def _now() -> str:
+    """ISO 8601 with its zone."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> None:
+    write_atomically(path, json.dumps(values, indent=2, allow_nan=False) + "\n")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); restore it, or delete it") from error

@@ -1,0 +1,272 @@
+"""The phases of a pre-training (sanity_check → validation → medium → full): their numbers and their runs.
+
+`phase_runs/` starts the runs. Nothing here imports torch.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from ds_encdec.base.types import ConfigError
+from ds_encdec.config.rules import find_conflicts
+from ds_encdec.config.schema import FullConfig, PhaseOverrides, PhasesConfig, TrainingConfig
+from ds_encdec.config.settings import closest
+from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
+from ds_encdec.config.training_rules import ROLLBACK_FIELDS
+
+
+class TrainingPhase(StrEnum):
+    """The phases in their order."""
+
+    SANITY_CHECK = "sanity_check"
+    VALIDATION = "validation"
+    MEDIUM = "medium"
+    FULL = "full"
+
+
+PHASES = tuple(TrainingPhase)
+"""Every phase, in order."""
+
+_TRAINING = TrainingConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseConfig:
+    """The numbers of a phase.
+
+    It ends with `num_tokens` (both sides) or `num_train_steps`, whichever comes first. `eval_steps`, `save_steps`,
+    `logging_steps` and `warmup_steps` are in optimizer steps. Its gate, in nats per target token: the loss of the first
+    step after the warm-up is at most `max_loss_after_warmup`, and the mean of the last ones (`monitor.window_size`) at
+    least `min_loss_decrease` below the first loss of the first phase. `warmup_steps` None: `training.warmup_steps`, but
+    at most a tenth of the phase.
+    """
+
+    phase: TrainingPhase
+    num_tokens: int
+    description: str
+    num_train_steps: int = _TRAINING.num_train_steps
+    eval_steps: int = _TRAINING.eval_steps
+    save_steps: int = _TRAINING.save_steps
+    logging_steps: int = _TRAINING.logging_steps
+    max_loss_after_warmup: float = 10.0
+    min_loss_decrease: float = 0.1
+    warmup_steps: int | None = None
+
+
+PHASE_CONFIGS = {
+    row.phase: row
+    for row in (
+        PhaseConfig(TrainingPhase.SANITY_CHECK, 10_000_000, "whether it trains at all", 100, 50, 100, 1, 15.0),
+        PhaseConfig(TrainingPhase.VALIDATION, 1_000_000_000, "whether it learns", 5_000, 500, 1_000, 10, 8.0, 0.5),
+        PhaseConfig(
+            TrainingPhase.MEDIUM, 100_000_000_000, "whether it keeps learning", 50_000, 1_000, 5_000, 10, 5.0, 1.0
+        ),
+        PhaseConfig(TrainingPhase.FULL, 500_000_000_000, "the run itself", 100_000, 500, 10_000, 10, 4.0, 1.5),
+    )
+}
+"""The defaults; the YAML's `phases:` replaces single fields."""
+
+
+_CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
+
+
+def parse_phase(name: str) -> TrainingPhase:
+    """The phase of that name. Raises ConfigError that lists the phases."""
+    try:
+        return TrainingPhase(name)
+    except ValueError:
+        meant = closest(name, PHASES)
+        suggestion = f" Did you mean {meant}?" if meant else ""
+        raise ConfigError(f"there is no phase {name!r}; the phases are {', '.join(PHASES)}.{suggestion}") from None
+
+
+def select_phases(only: str | None, first: str | None, last: str | None) -> Sequence[TrainingPhase]:
+    """The phases that `--only`, `--from` and `--to` name; without them, all. Raises ConfigError."""
+    if only is not None:
+        if first is not None or last is not None:
+            raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
+        first = last = only
+    ends = (PHASES[0] if first is None else first, PHASES[-1] if last is None else last)
+    start, stop = (PHASES.index(parse_phase(name)) for name in ends)
+    if stop < start:
+        raise ConfigError(f"--to {last} comes before --from {first}; the order is {', '.join(PHASES)}")
+    return PHASES[start : stop + 1]
+
+
+def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
+    """The numbers of `phase`: the defaults, replaced by the configuration's `phases:`."""
+    overrides = getattr(config.phases, phase).model_dump(exclude_none=True)
+    return dataclasses.replace(PHASE_CONFIGS[phase], **overrides)
+
+
+def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
+    """`config`, in which fields of `training` that the command line has `given` replace the phases' defaults.
+
+    The configuration's `phases` go before both. Steps can only become fewer.
+    """
+    named = {name for name in _CADENCES if f"training.{name}" in given}
+    phases = {}
+    for phase in PHASES:
+        own: PhaseOverrides = getattr(config.phases, phase)
+        values = {name: getattr(config.training, name) for name in named if getattr(own, name) is None}
+        if "num_train_steps" in values:
+            values["num_train_steps"] = min(values["num_train_steps"], PHASE_CONFIGS[phase].num_train_steps)
+        phases[str(phase)] = own.model_copy(update=values)
+    return config.model_copy(update={"phases": config.phases.model_copy(update=phases)})
+
+
+def phase_folder(config: FullConfig, phase: TrainingPhase) -> Path:
+    """The folder of `phase`, below the output folder of `config`."""
+    return Path(config.infra.output_dir).expanduser().absolute() / "phases" / phase
+
+
+def exported_weights(folder: Path) -> Path:
+    """The model folder that the phase in `folder` hands on."""
+    return folder / "export" / "final"
+
+
+def phase_before(phase: TrainingPhase) -> TrainingPhase | None:
+    """The phase whose weights `phase` starts from; None for the first."""
+    index = PHASES.index(phase)
+    return PHASES[index - 1] if index else None
+
+
+def estimate_steps_for_tokens(
+    num_tokens: int, batch_size: int, seq_length: int, gradient_accumulation_steps: int, num_gpus: int
+) -> int:
+    """Optimizer steps that it takes to see `num_tokens` tokens, rounded up.
+
+    A step has `num_gpus` × `gradient_accumulation_steps` micro-batches, each of `batch_size` sequences of `seq_length`
+    tokens.
+    """
+    return math.ceil(num_tokens / (batch_size * seq_length * gradient_accumulation_steps * num_gpus))
+
+
+def estimate_training_time(num_steps: int, step_time_seconds: float) -> dict[str, float]:
+    """How long `num_steps` take, as `seconds`, `minutes`, `hours` and `days`."""
+    seconds = num_steps * step_time_seconds
+    return {"seconds": seconds, "minutes": seconds / 60, "hours": seconds / 3600, "days": seconds / 86400}
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPhase:
+    """A phase at the batch of a configuration.
+
+    `settings`: its numbers. `config`: of its run, whose `training.num_train_steps` are the smallest of the phase's
+    steps, of `steps_for_tokens` and of what the caller allowed. `tokens_per_step`: the token budget of an optimizer
+    step over all ranks and both sides; padding, a few percent, is in it.
+    """
+
+    settings: PhaseConfig
+    config: FullConfig
+    tokens_per_step: int
+    steps_for_tokens: int
+
+    @property
+    def phase(self) -> TrainingPhase:
+        """Which one it is."""
+        return self.settings.phase
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of its run."""
+        return self.config.training.num_train_steps
+
+    def differences(self, config: FullConfig) -> str:
+        """A sentence about the numbers and answers of `config` that are others in its run; empty for none."""
+        changed = [
+            f"{section}.{name}={now} (not {before})"
+            for section, names in (("training", (*_CADENCES, "warmup_steps")), ("monitor", ROLLBACK_FIELDS))
+            for name in names
+            if (now := getattr(getattr(self.config, section), name))
+            != (before := getattr(getattr(config, section), name))
+        ]
+        return f"phase {self.phase} sets {', '.join(changed)}" if changed else ""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of its run."""
+        return Path(self.config.infra.output_dir)
+
+
+def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None = None) -> PlannedPhase:
+    """The run of `phase` by `config`. `max_steps`: a further limit to its optimizer steps.
+
+    The data starts again under the phase's own seed; the held-out documents do not depend on it. `infra.num_gpus`
+    decides the size of a step, whichever ranks the launcher starts. Raises ConfigError for a phase that contradicts
+    itself.
+    """
+    settings = phase_config(config, phase)
+    training, data, infra = config.training, config.data, config.infra
+    before = phase_before(phase)
+    logging_dir, name = Path(infra.logging_dir), infra.wandb_run_name
+    sequences = global_batch_size(config, infra.num_gpus)
+    length = data.max_encoder_length + data.max_decoder_length
+    steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
+    steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
+    save_steps, monitor, answers = min(settings.save_steps, steps), config.monitor, {}
+    if save_steps + monitor.rollback_min_steps > steps:  # too short to go back
+        rolling_back = (field for field in ROLLBACK_FIELDS if getattr(monitor, field) == "rollback")
+        answers = {field: type(monitor).model_fields[field].default for field in rolling_back}
+    changes = {
+        # The configured model for the first phase; later ones start from the export of the phase before.
+        "model": before
+        and {
+            "model_name_or_path": str(exported_weights(phase_folder(config, before))),
+            "architecture": None,
+            "tokenizer_name_or_path": None,
+        },
+        # None where the run finds its micro-batch size, and so its lanes, when it starts.
+        "data": {"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)},
+        "training": {
+            "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
+            "num_train_steps": steps,
+            "num_train_epochs": None,
+            "warmup_steps": _warmup_steps(config, settings, steps),
+            "warmup_ratio": None,
+            "eval_steps": min(settings.eval_steps, steps),
+            "save_steps": save_steps,
+            "logging_steps": min(settings.logging_steps, steps),
+            "seed": training.seed + PHASES.index(phase),
+        },
+        # These fields keep the runs of the phases apart.
+        "infra": {
+            "output_dir": str(phase_folder(config, phase)),
+            "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else infra.logging_dir,
+            "wandb_run_name": name and f"{name}-{phase}",
+            "upload_to": infra.upload_to and f"{infra.upload_to.rstrip('/')}/phases/{phase}",
+        },
+        "monitor": answers,
+    }
+    sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
+    # Gates are the pipeline's, and may change while the run's configuration does not.
+    overlaid = config.model_copy(update={**sections, "phases": PhasesConfig()})
+    if conflicts := find_conflicts(overlaid):
+        lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
+        raise ConfigError(f"phase {phase} of {steps} steps contradicts itself (see phases.{phase}):\n{lines}")
+    return PlannedPhase(settings, overlaid, sequences * length, steps_for_tokens)
+
+
+def plan_phases(
+    config: FullConfig, phases: Sequence[TrainingPhase] = PHASES, max_steps: int | None = None
+) -> list[PlannedPhase]:
+    """The runs of all `phases`. Raises ConfigError."""
+    if max_steps is not None and max_steps < 2:
+        raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
+    return [plan_phase(config, phase, max_steps) for phase in phases]
+
+
+def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
+    """The phase's own number, unless it has none or was shortened; else at most a tenth of its steps.
+
+    Not 0 unless 0 is configured: DeepSpeed's schedules need one.
+    """
+    if settings.warmup_steps is not None and steps == settings.num_train_steps:
+        return settings.warmup_steps
+    ratio, wanted = config.training.warmup_ratio, settings.warmup_steps
+    if wanted is None:
+        wanted = config.training.warmup_steps if ratio is None else math.ceil(steps * ratio)
+    return max(1, min(wanted, steps // 10)) if wanted else 0

@@ -1,0 +1,158 @@
+"""A run of the ordinary program in a subprocess, under a launcher.
+
+Each phase is a process of its own, so that it is exactly an ordinary run and leaves no memory behind. Its launcher
+stands in a session of its own: a Ctrl-C of the terminal would otherwise end the launcher before its ranks have saved.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from ds_encdec.base.types import ConfigError
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.preemption import STOP_SIGNALS
+from ds_encdec.launch.world import LAUNCHER_PROGRAMS, TASK_PROGRAMS, free_port
+from ds_encdec.registry.engines import ByEngine
+
+TRAIN_PROGRAM = Path(__file__).resolve().parents[2] / "train.py"
+
+POLL_SECONDS = 0.5
+LAST_RANKS_SECONDS = 330.0
+"""How long ranks may outlive their launcher: they give themselves 300 seconds to save (launch/preemption.py)."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)
+
+
+def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
+    """The words in front of the program: those of `launcher`, or else what starts `infra.num_gpus` ranks here.
+
+    srun and mpirun start any program: `python` is added unless `launcher` names it. Raises ConfigError for a launcher
+    that is not installed.
+    """
+    if launcher is not None:
+        words = shlex.split(launcher)
+        if not words or shutil.which(words[0]) is None:
+            raise ConfigError(f"--launcher {launcher!r}: there is no such program; give e.g. 'deepspeed --num_gpus 8'")
+        programs = {Path(word).name for word in words}
+        starts_python = programs & LAUNCHER_PROGRAMS or any(name.startswith("python") for name in programs)
+        return [*words, sys.executable, "-u"] if programs & TASK_PROGRAMS and not starts_python else words
+    if config.infra.num_gpus == 1:
+        return [sys.executable]
+    from ds_encdec.engine.select import resolve_engine  # imports torch
+
+    return _LAUNCHERS[resolve_engine(config)](config.infra.num_gpus)
+
+
+def deepspeed_launcher(ranks: int) -> list[str]:
+    """DeepSpeed's own launcher: the console script of this environment, which need not be on PATH."""
+    beside = Path(sys.executable).with_name("deepspeed")
+    script = str(beside) if beside.exists() else beside.name
+    import torch  # which the choice of an engine has imported
+
+    # Without a GPU each process of the launcher's would warn that it has found none.
+    known = [] if torch.cuda.is_available() else ["env", "DS_ACCELERATOR=cpu"]
+    return [*known, script, "--log_level", "warning", "--num_gpus", str(ranks), "--master_port", str(free_port())]
+
+
+def torchrun_launcher(ranks: int) -> list[str]:
+    """PyTorch's launcher, at a port of its own choice."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+
+
+_LAUNCHERS: ByEngine[Callable[[int], list[str]]] = ByEngine(deepspeed=deepspeed_launcher, fsdp=torchrun_launcher)
+"""The words that start so many ranks of an engine on this machine."""
+
+
+class SubprocessRun:
+    """Runs the program and passes on the signals that ask it to stop. Use in the main thread, as a context manager.
+
+    Between two runs a signal is only kept, in `signal_name`.
+    """
+
+    def __init__(self) -> None:
+        self.signal_name: str | None = None
+        self._pending: list[int] = []
+
+    def __enter__(self) -> SubprocessRun:
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup
+        handled = [number for number in STOP_SIGNALS if number not in ignored]
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+
+    def run(self, command: list[str]) -> int:
+        """Run `command` to its end and that of all its ranks; returns the launcher's exit code."""
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
+        launcher = psutil.Process(child.pid)
+        ranks: list[psutil.Process] = []
+        complete = False
+        try:
+            while child.poll() is None:
+                if not complete or self._pending:  # looking through all processes of a host takes milliseconds
+                    found = _below(launcher, _is_rank)
+                    complete = 0 < len(found) <= len(ranks)  # they start one after the other
+                    ranks = found or ranks
+                while self._pending:
+                    number = self._pending.pop(0)
+                    # To the ranks themselves, since `deepspeed` ends at a signal without them; to a launcher where they
+                    # are on other hosts.
+                    starters = [] if ranks else _below(launcher, _starts_tasks)
+                    for process in ranks or starters or [launcher]:
+                        with suppress(psutil.NoSuchProcess):
+                            process.send_signal(signal.SIGUSR1 if starters else number)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(POLL_SECONDS)
+        finally:
+            # DeepSpeed's launcher may go before its ranks, which then save and end by themselves.
+            _, remaining = psutil.wait_procs(ranks, LAST_RANKS_SECONDS)
+            for rank in remaining:
+                rank.kill()
+        return child.returncode
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal_name = self.signal_name or signal.Signals(number).name
+        self._pending.append(number)
+
+
+def _below(launcher: psutil.Process, is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
+    """The wanted processes among `launcher`, which with one rank is one itself, and those below it on this host."""
+    try:
+        return [process for process in (launcher, *launcher.children(recursive=True)) if is_wanted(process)]
+    except psutil.Error:
+        return []
+
+
+def _starts_tasks(process: psutil.Process) -> bool:
+    """True for srun and mpirun: SIGUSR1 they pass on, and at SIGTERM they kill their ranks."""
+    return process.name() in TASK_PROGRAMS
+
+
+def _is_rank(process: psutil.Process) -> bool:
+    """True if it runs the program, rather than starts it."""
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        return False
+    launchers = {Path(word).name for word in words[1:4]}.intersection(LAUNCHER_PROGRAMS)  # after python's own -u and -m
+    return str(TRAIN_PROGRAM) in words and Path(words[0]).name.startswith("python") and not launchers
+
+
+def _end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process, which is about to become the launcher, when its parent dies."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

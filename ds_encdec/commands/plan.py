@@ -1,0 +1,230 @@
+"""Computes the steps, tokens, days and money that a run or the phases of a pre-training take. Imports no torch.
+
+For a run it also computes the space on disks and in the memory of hosts.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ds_encdec.base.quantities import count, disk_size, duration, in_gib, short
+from ds_encdec.base.types import ConfigError
+from ds_encdec.commands.phases.plan import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
+from ds_encdec.config.training_rules import ROLLBACK_FIELDS
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.gpus import DEFAULT_GPU, GPUS, has_gpu
+from ds_encdec.memory.job import (
+    Job,
+    checkpoint_bytes,
+    checkpoint_bytes_per_parameter,
+    checkpoints_at_once,
+    run_sizes,
+    saves_at_most,
+)
+from ds_encdec.memory.question import indivisible, planned_checkpointing, planned_job
+from ds_encdec.memory.recompute import needs_recompute_choice, with_recompute
+from ds_encdec.memory.variants import Variant
+from ds_encdec.memory.zero import swapped_bytes
+
+EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
+FEWEST_TO_AVERAGE = 3
+"""Checkpoints without which a run averages none (`training.average_checkpoints`)."""
+HOW_TO_KNOW_THE_TIME = (
+    "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
+    "--measured RUN, the folder of a run on the same machines, such as that of a phase."
+)
+NOT_COUNTED = "Evaluations, checkpoints and starts come on top."
+
+
+def plan_run(
+    config: FullConfig,
+    *,
+    nodes: int = 1,
+    num_tokens: int | None = None,
+    tokens_per_second: float | None = None,
+    price_per_gpu_hour: float | None = None,
+) -> dict[str, Any]:
+    """The needs of the run on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are bytes.
+
+    `num_tokens`: of both sides, to train on; None: as many as `training.num_train_steps` make. `tokens_per_second`: of
+    all ranks. Raises ConfigError for a batch or a number of GPUs that does not divide, or a model of unknown size.
+    """
+    if problems := list(indivisible(config, nodes)):
+        raise ConfigError("\n".join(problems))
+    if config.training.num_train_epochs is not None and num_tokens is None:
+        raise ConfigError(
+            "training.num_train_epochs is counted in steps when a run starts and looks at its data: for a plan give "
+            "training.num_train_steps, or --tokens"
+        )
+    sizes, remarks = run_sizes(config), list[str]()
+    if needs_recompute_choice(config):
+        choice = planned_checkpointing(config, sizes, nodes, GPUS[DEFAULT_GPU])
+        config, remarks = with_recompute(config, choice.mode), [f"{choice}, on an {DEFAULT_GPU}."]
+    config = with_assumed_batch_size(config, config.infra.num_gpus)
+    job = planned_job(config, sizes, nodes)
+    sequences = global_batch_size(config, job.world_size)
+    length = config.data.max_encoder_length + config.data.max_decoder_length
+    steps = config.training.num_train_steps
+    if num_tokens is not None:
+        # However a step is divided into micro-batches, it has these sequences.
+        steps = estimate_steps_for_tokens(num_tokens, sequences, length, 1, 1)
+    return {
+        "num_gpus": job.world_size,
+        "device": config.infra.device,
+        "nodes": nodes,
+        "parameters": job.parameters,
+        "trainable": job.trainable_parameters,
+        "sequences_per_step": sequences,
+        "tokens_per_step": sequences * length,
+        "steps": steps,
+        "num_train_steps": config.training.num_train_steps,
+        "tokens": steps * sequences * length,
+        "num_tokens": num_tokens,
+        "tokens_per_second": tokens_per_second,
+        **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
+        "disk": _disk(job, steps),
+        "host_bytes_per_node": Variant(job, estimate(job)).node_bytes,
+        "nvme_bytes_per_node": swapped_bytes(job),
+        "remarks": remarks,
+    }
+
+
+def _cost(tokens: int, num_gpus: int, tokens_per_second: float | None, usd_per_hour: float | None) -> dict[str, Any]:
+    """`time` (`estimate_training_time`) and `usd`, None where they cannot be known; `usd_per_hour` is of one GPU."""
+    time = estimate_training_time(tokens, 1 / tokens_per_second) if tokens_per_second else None
+    return {"time": time, "usd": time["hours"] * num_gpus * usd_per_hour if time and usd_per_hour else None}
+
+
+def _disk(job: Job, steps: int) -> dict[str, Any]:
+    """Bytes in the run's folder at its fullest; logs and the tokenizer, some megabytes, are not counted."""
+    training, monitor = job.config.training, job.config.monitor
+    checkpoint = checkpoint_bytes(job)
+    saves = saves_at_most(training, steps)
+    keep = saves if training.save_total_limit is None else training.save_total_limit
+    checkpoints = checkpoints_at_once(training, saves)
+    abandoned = keep if any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS) else 0
+    averages = training.average_checkpoints and min(saves, keep) >= FEWEST_TO_AVERAGE
+    exported = EXPORT_BYTES["float32"] * job.parameters
+    at_end, averaged = exported * training.export_at_end, exported * bool(averages)
+    return {
+        "checkpoint": checkpoint,
+        "checkpoint_bytes_per_parameter": checkpoint_bytes_per_parameter(job),
+        "checkpoints": checkpoints,
+        "abandoned_checkpoints": abandoned,
+        "averaged": averaged,
+        "exported": at_end,
+        "total": checkpoint * (checkpoints + abandoned) + averaged + at_end,
+        "export": {dtype: size * job.parameters for dtype, size in EXPORT_BYTES.items()},
+    }
+
+
+def describe_plan(plan: Mapping[str, Any]) -> str:
+    """The plan in words."""
+    disk, time, steps = plan["disk"], plan["time"], plan["steps"]
+    lines = [
+        f"{steps:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, padding "
+        f"included) are {plan['tokens']:,} tokens, on {_ranks(plan)} in {count(plan['nodes'], 'node')}."
+    ]
+    if steps != plan["num_train_steps"]:
+        lines.append(f"Set training.num_train_steps={steps} for it (now {plan['num_train_steps']:,}).")
+    if time is None:
+        lines.append(HOW_TO_KNOW_THE_TIME)
+    else:
+        hours = f" ({time['hours']:,.1f} hours)" if time["days"] >= 2 else ""
+        money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
+        takes = f"{duration(time['seconds'])}{hours}{money}"
+        lines.append(f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {takes}. {NOT_COUNTED}")
+    where = "" if has_gpu() else " beside their GPUs (CPUs alone: infra.device=cpu)"
+    if plan["device"] == "cpu":
+        where = ", all there is: they compute on CPUs"
+    put_aside, at_end = disk["abandoned_checkpoints"], disk["averaged"] + disk["exported"]
+    lines += [
+        f"A checkpoint takes {disk_size(disk['checkpoint'])} ({disk['checkpoint_bytes_per_parameter']:.3g} bytes for "
+        f"each of {plan['trainable']:,} trained parameters). The run's folder grows to {disk_size(disk['total'])}: "
+        f"{count(disk['checkpoints'], 'checkpoint')} (those kept, the best, the one being written)"
+        + (f", {put_aside} put aside by rollbacks" if put_aside else "")
+        + (f", and the models at its end, {disk_size(at_end)}." if at_end else "."),
+        f"An export takes {' or '.join(f'{disk_size(size)} in {dtype}' for dtype, size in disk['export'].items())}.",
+        f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{where}.",
+    ]
+    if swapped := plan["nvme_bytes_per_node"]:
+        what = "the optimizer's states and gradients"
+        lines.append(f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: {what}.")
+    return "\n".join([*lines, *plan["remarks"]])
+
+
+def plan_of_phases(
+    plans: Sequence[PlannedPhase], *, tokens_per_second: float | None = None, price_per_gpu_hour: float | None = None
+) -> dict[str, Any]:
+    """`phases`, one dict each, and their `total`.
+
+    Each phase has the `steps` it would make, `ends_with` (`steps`, `tokens`, or `--steps-per-phase`), `num_train_steps`
+    and `steps_for_tokens`, the two numbers of which the smaller counts, `tokens` of its steps, `num_tokens` asked for,
+    `tokens_per_step`; `time` (`estimate_training_time`) and `usd`, None where they cannot be known.
+    """
+    infra = plans[0].config.infra
+    phases = []
+    for planned in plans:
+        settings, tokens = planned.settings, planned.num_steps * planned.tokens_per_step
+        limits = {
+            "steps": settings.num_train_steps,
+            "tokens": planned.steps_for_tokens,
+            "--steps-per-phase": planned.num_steps,
+        }
+        phases.append(
+            {
+                "phase": str(planned.phase),
+                "description": settings.description,
+                "steps": planned.num_steps,
+                "ends_with": min(limits, key=lambda name: limits[name]),
+                "num_train_steps": settings.num_train_steps,
+                "steps_for_tokens": planned.steps_for_tokens,
+                "tokens": tokens,
+                "num_tokens": settings.num_tokens,
+                "tokens_per_step": planned.tokens_per_step,
+                **_cost(tokens, infra.num_gpus, tokens_per_second, price_per_gpu_hour),
+            }
+        )
+    sums = {name: sum(phase[name] for phase in phases) for name in ("steps", "tokens")}
+    return {
+        "tokens_per_second": tokens_per_second,
+        "num_gpus": infra.num_gpus,
+        "device": infra.device,
+        "phases": phases,
+        "total": {**sums, **_cost(sums["tokens"], infra.num_gpus, tokens_per_second, price_per_gpu_hour)},
+    }
+
+
+def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
+    """The phases as a table of at most 80 columns, and below it what is not known of them."""
+    table = [["phase", "ends after", "runs", "time", "USD"]]
+    for row in [*plan["phases"], {"phase": "total", **plan["total"]}]:
+        limits = f"{short(row['num_train_steps'])} steps or {short(row['num_tokens'])}" if "num_tokens" in row else ""
+        time = "" if row["time"] is None else duration(row["time"]["seconds"])
+        usd = "" if row["usd"] is None else short(row["usd"], 2)
+        table.append([row["phase"], limits, f"{short(row['steps'])} steps, {short(row['tokens'])}", time, usd])
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for cells in zip(*columns, strict=True):
+        aligned = [
+            cell.ljust(width) if number < 2 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    rate, cut = plan["tokens_per_second"], any(row["ends_with"] == "--steps-per-phase" for row in plan["phases"])
+    remarks = (
+        "A phase ends after its steps or its tokens (M, B, T: millions, billions, trillions), whichever come first"
+        f"{', or after --steps-per-phase' if cut else ''}.",
+        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
+        f"{_ranks(plan)} as infra.num_gpus says.",
+        HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
+    )
+    return "\n".join([*lines, *(line for remark in remarks for line in textwrap.wrap(remark, 80))])
+
+
+def _ranks(plan: Mapping[str, Any]) -> str:
+    return count(plan["num_gpus"], "GPU" if plan["device"] == "cuda" else "rank")

@@ -1,0 +1,113 @@
+"""The words of other tools (words.yaml): which field of ours each stands for, or why there is none."""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from ds_encdec.registry.source_kinds import kind_of_file
+
+Meaning = Mapping[str, Any] | str
+"""The fields that a word sets (empty: it does nothing), or why no field can stand for it."""
+
+
+class Word(NamedTuple):
+    """A row of words.yaml, which explains its keys. `values` has a meaning for each single value."""
+
+    names: str
+    tools: str
+    field: str = ""
+    values: Mapping[str, Meaning] = {}
+    reads: str = ""
+    why: str = ""
+    ignored: bool = False
+
+    def meaning(self, value: Any) -> Meaning | None:
+        """Return what `value` means under this name; None for a value of our own field that needs no translation."""
+        if self.reads and (read := READERS[self.reads](value)) is not None:
+            return read
+        if not isinstance(value, dict | list):
+            for texts, meaning in self.values.items():
+                if str(value).lower() in texts.split():
+                    return meaning
+        if self.field:
+            return {self.field: value}
+        return {} if self.ignored else self.why or None
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The content of a YAML file of this package."""
+    table: dict[str, Any] = yaml.load(path.read_text("utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return table
+
+
+@cache
+def _content() -> dict[str, Any]:
+    return read_table(Path(__file__).with_suffix(".yaml"))
+
+
+@cache
+def all_words() -> tuple[Word, ...]:
+    """The rows, in the order of the file."""
+    return tuple(Word(**row) for row in _content()["words"])
+
+
+@cache
+def words_by_name() -> dict[str, Word]:
+    """The row of each name."""
+    return {name: row for row in all_words() for name in row.names.split()}
+
+
+@cache
+def their_sections() -> frozenset[str]:
+    """Sections of other tools whose names mean nothing: their entries are read like those at the top level."""
+    return frozenset(_content()["sections"].split())
+
+
+def tools() -> dict[str, str]:
+    """The names of the tools by their keys."""
+    found: dict[str, str] = _content()["tools"]
+    return found
+
+
+def _train_files(value: Any) -> Meaning | None:
+    """`data.data_files`, and by its ending `data.dataset_name`."""
+    kind = kind_of_file(value) if isinstance(value, str) else None
+    return {"data.dataset_name": kind, "data.data_files": value} if kind else None
+
+
+def _fsdp(value: Any) -> Meaning | None:
+    """Words like full_shard, auto_wrap and offload are `infra.sharding_stage` and `infra.offload_optimizer`."""
+    words = value.split() if isinstance(value, str) else value if isinstance(value, list) else None
+    if words is None:
+        return None
+    meant: dict[str, Any] = {"infra.distributed_type": "fsdp"} if words else {}
+    rows = words_by_name()["fsdp_sharding_strategy"], words_by_name()["fsdp_cpu_offload"]
+    for word in map(str, words):
+        found = rows[1].meaning(True) if word == "offload" else {} if word == "auto_wrap" else rows[0].meaning(word)
+        if isinstance(found, str):
+            return f"`{word}` is no word of it: set infra.sharding_stage and infra.offload_optimizer"
+        meant |= found or {}
+    return meant
+
+
+def _ratio(value: Any) -> Meaning | None:
+    """A number below 1 is a share of the steps, `training.warmup_ratio`."""
+    return {"training.warmup_ratio": value} if isinstance(value, float) and 0 < value < 1 else None
+
+
+def _seconds(value: Any) -> Meaning | None:
+    """Seconds, which are `infra.distributed_timeout_minutes`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return {"infra.distributed_timeout_minutes": min(value, 6_000_000) / 60} if is_number else None
+
+
+READERS: dict[str, Callable[[Any], Meaning | None]] = {
+    "train_files": _train_files,
+    "fsdp": _fsdp,
+    "ratio": _ratio,
+    "seconds": _seconds,
+}
+"""How values are read that no table can list; their first lines stand in the documentation."""

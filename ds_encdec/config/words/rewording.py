@@ -1,0 +1,203 @@
+"""Settings in the words of other tools (words.yaml), put into ours before they are validated.
+
+A name at the top level that only one field has is that field.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+from ds_encdec.config.sections import fields, section_in
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show, within
+from ds_encdec.config.shipped import find_shipped
+from ds_encdec.config.validation import mention, wrong_value
+from ds_encdec.config.words.misspelt import homes, meant
+from ds_encdec.config.words.other_tools import Meaning, Word, their_sections, words_by_name
+from ds_encdec.config.yaml.text import read_settings
+
+_INSTEAD = {
+    "training.num_train_epochs": "training.num_train_steps",
+    "training.num_train_steps": "training.num_train_epochs",
+    "training.warmup_ratio": "training.warmup_steps",
+    "training.warmup_steps": "training.warmup_ratio",
+}
+"""Two ways to say one thing: one on the command line takes the place of the other."""
+_BATCH = "training.per_device_train_batch_size"
+"""In the words of Hugging Face a number may stand beside `auto`, which then counts."""
+
+
+def read_words(settings: Settings, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
+    """Put what `settings` say in other tools' words into our fields; return the fields that these set.
+
+    Words without a field, and words that contradict what is set, are appended to `problems`; to `notes` how each other
+    word was read.
+    """
+    found: dict[str, Any] = {}
+    for path, value in list(_foreign(settings.values)):
+        meaning = _meaning(path, value)
+        if meaning is None and above(path) not in their_sections():
+            continue  # the schema reports it
+        word = mention(settings, path)
+        _remove(settings, path)
+        if meaning is None:
+            problems.append(Problem((word,), meant(path)[0]))
+        elif isinstance(meaning, str):
+            problems.append(Problem((word,), meaning if path in fields() else f"not a field here: {meaning}"))
+        else:
+            for field, wanted in meaning.items():
+                _set(settings, problems, field, wanted, word)
+                found.setdefault(field, wanted)
+            notes += _note(word, meaning, _row(path))
+    return found
+
+
+def _set(settings: Settings, problems: list[Problem], field: str, wanted: Any, word: Mention) -> None:
+    """Set `field` to what a word wants, unless the settings have something else for it.
+
+    `{}` switches a block on and leaves what is in it; null switches it off, and then nothing may be in it.
+    """
+    present = settings.get(field)
+    if field == _BATCH and "auto" in (present, wanted):
+        present = wanted = "auto"
+        settings.put(field, wanted, settings.place_of(field) or word.place)
+    off = next((block for block in _blocks() if settings.get(block, wanted) is None and within(field, block)), None)
+    differs = present is not None and present != wanted and not (wanted == {} and isinstance(present, dict))
+    if differs or (off and wanted is not None):
+        both = off or field
+        problems.append(Problem((word, mention(settings, both)), f"both are {both}: make them equal, or remove one"))
+    elif present is None:
+        place = word.place if word.place == COMMAND_LINE else f"{word.place} ({word.field})"
+        settings.put(field, deepcopy(wanted), place)
+
+
+def _note(word: Mention, meaning: Mapping[str, Any], row: Word | None) -> Iterator[str]:
+    if meaning:
+        yield f"{word} is read as {', '.join(f'{field} = {show(value)}' for field, value in meaning.items())}"
+    elif word.shown != "null":
+        yield f"{word} is left out" + (f": {row.why}" if row is not None and row.ignored else "")
+
+
+def read_overrides(
+    settings: Settings, overrides: Sequence[str], problems: list[Problem], notes: list[str]
+) -> dict[str, Any]:
+    """Put settings of the command line, in whatever words, into `settings`; return the fields that they set.
+
+    Each is `name=value` or `--name=value`, or two are `--name` and `value`, or one that is on or off is `--name` alone.
+    Of two for one field the later counts. What is wrong is appended to `problems`.
+    """
+    remaining, each, found = list(overrides), list[str](), dict[str, Any]()
+    while remaining:
+        word = remaining.pop(0)
+        each.append(with_value(word, remaining) if word.startswith("--") and "=" not in word else word)
+    for name, value in read_settings(each, problems):
+        given = Settings()
+        given.put(name, value, COMMAND_LINE)
+        claimed = read_words(given, problems, notes)
+        for field, wanted in (({name: given.get(name)} if name in given else {}) | claimed).items():
+            found[field] = wanted
+            if field != name and wanted == {} and isinstance(settings.get(field), dict):
+                continue  # the block is on already
+            if not settings.put(field, deepcopy(wanted), COMMAND_LINE):
+                message = "no such field: what stands above it is set to a single value"
+                problems.append(Problem((Mention(COMMAND_LINE, name),), message))
+            other = _INSTEAD.get(field, "")
+            if wanted is not None and settings.get(other) is not None and other:
+                settings.put(other, None, COMMAND_LINE)
+    return found
+
+
+def with_value(word: str, remaining: list[str]) -> str:
+    """`--name=value` of a `word` `--name` and the value that is taken from `remaining`.
+
+    What is on or off may stand alone, before a setting or the name of a configuration: then it is on. `word` itself
+    where there is no value.
+    """
+    follows = remaining[0] if remaining and not remaining[0].startswith("--") else None
+    if _is_switch(word.removeprefix("--")) and (
+        follows is None or re.match(r"[\w.]+=|.*\.ya?ml$", follows) or os.path.isfile(find_shipped(follows) or "")
+    ):
+        return f"{word}=true"
+    return word if follows is None else f"{word}={remaining.pop(0)}"
+
+
+def _is_switch(name: str) -> bool:
+    """Return whether `name`, a field's or of another tool, may be true."""
+    meaning = {name: True} if name in fields() else _meaning(name, True)
+    return isinstance(meaning, dict) and all(wrong_value(*one) is None for one in meaning.items())
+
+
+def given_fields(overrides: Sequence[str]) -> set[str]:
+    """The fields, by our names, that settings of the command line are about."""
+    return set(read_overrides(Settings(), overrides, [], []))
+
+
+def _foreign(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings that may be in other words, with their paths: what is no field, and fields with rows."""
+    for key, value in values.items():
+        path = join(at, key)
+        info = fields().get(path)
+        if info is not None and isinstance(value, dict) and section_in(info.annotation):
+            yield from _foreign(value, path)
+        elif not at and info is None and key in their_sections() and isinstance(value, dict) and value:
+            yield from ((join(path, inner), what) for inner, what in value.items())
+        elif info is None or path in words_by_name():
+            yield path, value
+
+
+def _row(path: str) -> Word | None:
+    """The row of what is at `path`. A name without dots is one at the top level, in a section of ours, or of theirs."""
+    section, _, name = path.rpartition(".")
+    rows = words_by_name()
+    return rows.get(path) or (rows.get(name) if "." not in section and path not in fields() else None)
+
+
+def _meaning(path: str, value: Any) -> Meaning | None:
+    """The fields that are meant, why there are none, or None where nobody knows."""
+    section, _, name = path.rpartition(".")
+    if not section and name in their_sections() and value in (None, {}):
+        return {}
+    if (row := _row(path)) is not None:
+        meaning = _of_row(row, value) if path not in fields() else row.meaning(value)
+    elif (not section or section in their_sections()) and len(known := homes(name)) == 1:
+        # `fp16:` and `learning_rate: auto` are how others leave it out, or to their trainer.
+        is_empty = value in (None, "auto") and wrong_value(known[0], value) is not None
+        meaning = {} if is_empty else {known[0]: value}
+    else:
+        return None
+    if meaning is None or isinstance(meaning, str) or meaning == {path: value}:
+        return meaning if isinstance(meaning, str) else None
+    translated: dict[str, Any] = {}
+    for field, wanted in meaning.items():  # the value may be theirs, too
+        own = words_by_name()[field].meaning(wanted) if field != path and field in words_by_name() else None
+        if isinstance(own, str):
+            return own
+        translated |= {field: wanted} if own is None else own
+    return translated
+
+
+def _of_row(row: Word, value: Any) -> Meaning | None:
+    """The meaning of a name that is none of ours: null and an `auto` that no field knows leave the matter open."""
+    if value is None:
+        return {}
+    meaning = row.meaning(value)
+    is_wrong = not isinstance(meaning, dict) or any(wrong_value(*one) is not None for one in meaning.items())
+    if value == "auto" and is_wrong:
+        return {}
+    return row.why if is_wrong and row.field and row.why else meaning
+
+
+@cache
+def _blocks() -> list[str]:
+    """The fields that are blocks inside of a section: null leaves such a one out."""
+    return [path for path, info in fields().items() if "." in path and section_in(info.annotation)]
+
+
+def _remove(settings: Settings, path: str) -> None:
+    section, _, name = path.rpartition(".")
+    values = settings.get(section) if section else settings.values
+    values.pop(name, None)
+    if section in their_sections() and not values:
+        settings.values.pop(section, None)

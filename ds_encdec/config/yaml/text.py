@@ -1,0 +1,297 @@
+"""YAML in and out: values together with the line each key stands on; on the command line, each setting is a value.
+
+The dialect is YAML 1.2's core where it matters for configurations: `1e-4` is a number (PyYAML's YAML 1.1
+reads a string), `no`, `on` and dates are strings, and a key that occurs twice is an error.
+"""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, join, masked, show
+from ds_encdec.config.shipped import shipped_instead
+from ds_encdec.config.yaml.plain_files import MAX_DEPTH, MAX_NODES, read_config
+
+_PREFIX = "tag:yaml.org,2002:"
+_MERGE = _PREFIX + "merge"
+
+
+def _number(text: str) -> float:
+    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
+
+
+_PLAIN: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+    "bool": ("true|True|TRUE|false|False|FALSE", "tTfF", lambda text: {"true": True, "false": False}[text.lower()]),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789", lambda text: int(text.replace("_", ""))),
+    "float": (
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
+        _number,
+    ),
+    "null": ("~|null|Null|NULL|", "~nN", lambda text: None),
+}
+"""The kinds of plain scalars that are no text: how each looks, its first characters, and how it is read."""
+_READERS: dict[str, Callable[[str], Any]] = {
+    _PREFIX + "str": str,
+    **{_PREFIX + kind: read for kind, (_, _, read) in _PLAIN.items()},
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's loader with nothing but the kinds above."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's dumper, which also quotes the strings that our loader would take for something else."""
+
+    def represent_settings_list(self, items: list[Any]) -> yaml.Node:
+        """A list of plain values on one line, any other with one item a line."""
+        flow = not any(isinstance(item, dict | list) for item in items)
+        return self.represent_sequence(_PREFIX + "seq", items, flow_style=flow)
+
+    def represent_text(self, text: str) -> yaml.Node:
+        """A string, with YAML's rarer line breaks escaped: PyYAML writes them so that they come back as spaces."""
+        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
+        return self.represent_scalar(_PREFIX + "str", text, style=style)
+
+
+_Loader.yaml_implicit_resolvers = {}
+_Dumper.add_representer(list, _Dumper.represent_settings_list)
+_Dumper.add_representer(str, _Dumper.represent_text)
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(_MERGE, re.compile("<<$"), ["<"])
+    for _kind, (_pattern, _first, _) in _PLAIN.items():
+        _starts = [*_first, *([""] if _kind == "null" else [])]
+        _side.add_implicit_resolver(_PREFIX + _kind, re.compile(f"(?:{_pattern})$"), _starts)
+
+
+def read_yaml(path: Path, problems: list[Problem]) -> Settings:
+    """The settings in the YAML file `path`. What is wrong with the file is appended to `problems`."""
+    text = read_text(path, problems)
+    if text is None:
+        return Settings()
+    reader = _NodeReader(lambda line: f"{path}:{line}", problems)
+    try:
+        root = compose(text)
+        values = None if root is None else reader.read(root, "")
+    except UnreadableError as error:
+        problems.append(file_problem(path, f"not valid YAML: {error}", error.line, field=error.field))
+        return Settings()
+    if isinstance(values, dict):
+        return Settings(values, reader.places)
+    kind = "a list" if isinstance(values, list) else "a single value"
+    message = (
+        f"the file holds {kind}; sections with `field: value` lines are needed"
+        if root
+        else "the file is empty; ds-encdec init writes one"
+    )
+    problems.append(file_problem(path, message, _line(root) if root else None))
+    return Settings()
+
+
+def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
+    """The names and values of `arguments`, each `section.field=value` or `--section.field=value`.
+
+    What is no setting, or no value, is appended to `problems`.
+    """
+    for argument in arguments:
+        name, equals, text = argument.removeprefix("--").partition("=")
+        parts, spelt = name.split("."), name.replace("-", "_")
+        if equals and len(parts) <= MAX_DEPTH and all(map(str.isidentifier, parts)):
+            try:
+                yield name, _given_value(text, name, problems)
+                continue
+            except UnreadableError as error:
+                shown = masked(parts[-1], text)
+                quoted = json.dumps(text, ensure_ascii=False) if shown == text and len(text) < 200 else '"..."'
+                message = f"{show(shown)} is not a YAML value ({error}); as text it is {name}={shlex.quote(quoted)}"
+        elif not equals and os.path.isfile(argument):
+            message = "a file, and not a setting: write [FILE,FILE] for several, or the pattern between quotes"
+            if argument.endswith((".yaml", ".yml")):
+                message = f"a file, and not a setting: a configuration is named by --config {argument}"
+        elif not equals and argument.startswith("--") and all(map(str.isidentifier, parts)):
+            message = f"not a setting: its value is missing; write `{argument} VALUE`"
+        elif equals and spelt != name and all(map(str.isidentifier, spelt.split("."))):
+            message = f"not a setting; its words are joined by underscores: {spelt}"
+        else:
+            message = "not a setting; write `section.field=value`"
+        field = argument.partition("=")[0] or argument  # what stands behind may be a secret
+        problems.append(Problem((Mention(COMMAND_LINE, field),), message))
+
+
+def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
+    """The value that `text` of the command line stands for, of which nothing is dropped.
+
+    It is one number, word or text, unless it begins like a list, a mapping or a quoted text, which YAML reads. Mistakes
+    inside are appended to `problems` as ones of `field`. Raises UnreadableError for what YAML does not read whole.
+    """
+    body = text.strip()
+    if not body.startswith(("[", "{", '"', "'")):
+        matching = (read for pattern, _, read in _PLAIN.values() if re.fullmatch(pattern, body))
+        read = next(matching, None) if body or not text else None
+        return text if read is None else _read(read, body, 1, field)
+    root = compose(body)
+    is_flow = getattr(root, "flow_style", True) and root is not None and root.end_mark.index == len(body)
+    if not is_flow or "\n" in body:
+        raise UnreadableError("YAML reads a part of it: write it on one line, a line's end in quotes as \\n", 1, field)
+    if isinstance(root, yaml.MappingNode) and any(_is_bare(key, inner) for key, inner in root.value):
+        raise UnreadableError("YAML takes what stands between braces for keys, and these have no values", 1, field)
+    return parse_value(body, COMMAND_LINE, field, problems)
+
+
+def _is_bare(key: yaml.Node, value: yaml.Node) -> bool:
+    """Return whether a pair of a mapping is `{key}`, or has braces for a key."""
+    return not isinstance(key, yaml.ScalarNode) or value.start_mark.index == value.end_mark.index
+
+
+def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:
+    """The text of a configuration, or None and a problem. `named_by`: the setting that names the file."""
+    try:
+        return read_config(path)
+    except FileNotFoundError:
+        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
+        message = f"no such file{looked}{shipped_instead(path)}"
+    except (OSError, ValueError) as error:
+        message = f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
+    problem = file_problem(path, message)
+    problems.append(Problem((named_by, *problem.mentions), message) if named_by else problem)
+    return None
+
+
+def file_problem(
+    path: Path, message: str, line: int | None = None, column: int | None = None, *, field: str = ""
+) -> Problem:
+    """A problem with a file as such; `line` and `column` count from 1, `field` is the one that was being read."""
+    place = ":".join(str(part) for part in (path, line, column) if part is not None)
+    return Problem((Mention(place, field),), message)
+
+
+def parse_value(text: str, place: str = "", field: str = "", problems: list[Problem] | None = None) -> Any:
+    """`text` read as one YAML value.
+
+    Mistakes inside it are appended to `problems` as ones of `field` at `place`. Raises UnreadableError (ValueError)
+    for what is no YAML.
+    """
+    root, found = compose(text), [] if problems is None else problems
+    return None if root is None else _NodeReader(lambda _: place, found).read(root, field)
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """`values` as YAML that `read_yaml` reads back to the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class UnreadableError(ValueError):
+    """A text is no YAML, or more of it than is read. `line` counts from 1; `field`: the dotted path that was read."""
+
+    def __init__(self, message: str, line: int, field: str = "") -> None:
+        super().__init__(message)
+        self.line, self.field = line, field
+
+
+_IN_OTHER_WORDS = {
+    "found character '\\t' that cannot start any token": "found a tab: indent with spaces",
+    "expected <block end>, but found '<block mapping start>'": "a line that is indented otherwise than its neighbours",
+    "mapping values are not allowed here": "mapping values are not allowed here: indent the line as its neighbours, "
+    "and quote a value that holds a colon",
+}
+"""The commonest complaints of PyYAML, and what to do about each."""
+
+
+def compose(text: str) -> yaml.Node | None:
+    """The nodes of one YAML document. Raises UnreadableError."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        return loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line) from error
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or ""
+        raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1 if mark else 1) from error
+    except Exception as error:  # PyYAML's scanner raises anything for what it has not foreseen, such as "\\UFFFFFFFF"
+        message = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise UnreadableError(message, loader.line + 1 if loader else 1) from error
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _read(read: Callable[[str], Any], text: str, line: int, field: str) -> Any:
+    """A scalar by its reader. Raises UnreadableError, such as for a number of more digits than Python reads."""
+    try:
+        return read(text)
+    except (KeyError, ValueError):
+        raise UnreadableError(f"{show(text)} cannot be read", line, field) from None
+
+
+class _NodeReader:
+    """Turns YAML nodes into values while it notes the place of every key and finds repeated ones.
+
+    Values are counted with those behind aliases: nine lines of nine aliases each, every one of the line before, are
+    387 million values.
+    """
+
+    def __init__(self, place: Callable[[int], str], problems: list[Problem]) -> None:
+        self.place, self.problems = place, problems
+        self.places: dict[str, str] = {}
+        self._values = self._depth = 0
+
+    def read(self, node: yaml.Node, path: str) -> Any:
+        """The value of `node`, which stands at the dotted `path`. Raises UnreadableError."""
+        self._values, self._depth = self._values + 1, self._depth + 1
+        if self._depth > MAX_DEPTH:
+            raise UnreadableError(f"nested more than {MAX_DEPTH} deep", _line(node), path)
+        if self._values > MAX_NODES:
+            message = f"more than {MAX_NODES} values, those behind aliases counted each time"
+            raise UnreadableError(message, _line(node), path)
+        if isinstance(node, yaml.ScalarNode) and node.tag in _READERS:
+            value = _read(_READERS[node.tag], node.value, _line(node), path)
+        elif isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
+            value = [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
+        elif isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
+            value = self._read_mapping(node, path)
+        else:
+            tag = node.tag.replace(_PREFIX, "!!")
+            raise UnreadableError(f"unknown tag {tag}: write plain values", _line(node), path)
+        self._depth -= 1
+        return value
+
+    def _read_mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
+        """The values of a mapping: those of its `<<` keys first, of which its own take the place."""
+        values, lines = dict[str, Any](), dict[str, int]()
+        for key, value in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
+            if key.tag == _MERGE:
+                sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for source in map(self.read, reversed(sources), [path] * len(sources)):
+                    if isinstance(source, dict):
+                        values |= source
+                    else:
+                        self._report(key, join(path, "<<"), "needs a mapping, or a list of mappings")
+                continue
+            name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+            if not isinstance(key, yaml.ScalarNode) or not name or "." in name:
+                message = "not a key: sections are nested, with one `field: value` line each"
+                self._report(key, join(path, name or '""'), message)
+                continue
+            if name in lines:
+                self._report(key, join(path, name), f"the key is already set in line {lines[name]}")
+            lines.setdefault(name, _line(key))
+            values[name] = self._read_item(key, value, join(path, name))
+        return values
+
+    def _read_item(self, place: yaml.Node, value: yaml.Node, path: str) -> Any:
+        self.places[path] = self.place(_line(place))
+        return self.read(value, path)
+
+    def _report(self, node: yaml.Node, path: str, message: str) -> None:
+        self.problems.append(Problem((Mention(self.place(_line(node)), path),), message))

@@ -1,0 +1,145 @@
+"""The evaluation split: the first examples of the held-out documents, the same at every evaluation and world size.
+
+Finding them takes a look at the keys of about `eval_samples / eval_fraction` documents, so it is done once, and
+the examples are kept in a small file.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ds_encdec.base.types import Batch, DataError, Example
+from ds_encdec.data.budgets import Budgets
+from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
+from ds_encdec.data.fingerprint import Facts, digest
+from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.loader import collate
+from ds_encdec.data.packing import Packer, Waiting
+from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_rows
+from ds_encdec.launch.disk import write_atomically
+
+_FORMAT = 3
+"""The version of the kept files, and of what examples are made of rows: raised where either changes."""
+
+logger = logging.getLogger(__name__)
+
+
+def evaluation_examples(
+    pipeline: LanePipeline,
+    num_examples: int,
+    facts: Facts,
+    cache_folder: Path | None,
+    own: Sequence[OpenSource] = (),
+) -> list[Example]:
+    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError without any.
+
+    `own`: the sources to evaluate on where these are no part of the training data. The examples are kept in
+    `cache_folder`, named by all that they depend on, and read from it if they are there.
+    """
+    kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.json"
+    if kept and kept.exists():
+        return _read_examples(kept)
+    if kept:
+        logger.info("building the evaluation set (cached in %s)", kept)
+    examples = list(islice(held_out_examples(pipeline, own), num_examples))
+    if not examples:
+        where = "the files or the split to evaluate on (eval_files, eval_split)" if own else "the held-out documents"
+        raise DataError(
+            f"{where} give no example: there are none, or they are empty, too long (data.on_long_row) or of weight 0. "
+            "Raise data.eval_fraction (for sft lower data.train_split_ratio), add documents (two at least), or turn "
+            "evaluation off with training.eval_samples=0"
+        )
+    if kept:
+        _write_examples(kept, examples)
+    return examples
+
+
+def pack_examples(
+    examples: Sequence[Example], pipeline: LanePipeline, budgets: Budgets, rank: int, world_size: int, pin_memory: bool
+) -> list[Batch]:
+    """Rank `rank`'s part of `examples`.
+
+    All ranks pack the same batches; batch j goes to rank j mod world_size, and empty batches make the ranks'
+    lists equally long.
+    """
+    packer: Packer[Example] = Packer(
+        budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
+    )
+    arrivals = iter([Waiting(example, len(example.encoder_ids), len(example.decoder_ids)) for example in examples])
+    packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
+    packed += [[]] * (-len(packed) % world_size)
+    pad_id = pipeline.maker.vocabulary.pad_id
+    return [collate(batch, budgets, pad_id, pin_memory=pin_memory) for batch in packed[rank::world_size]]
+
+
+def held_out_examples(pipeline: LanePipeline, own: Sequence[OpenSource] = ()) -> Iterator[Example]:
+    """Every held-out example once, denoised alike in all runs; documents come from the sources by weight.
+
+    Raises DataError where more of the rows read than the run's limit cannot be read.
+    """
+    maker, sources = pipeline.maker.of_evaluation(), own or pipeline.sources
+    return (example for _, example in keyed_examples(sources, "validation", maker, pipeline.bad_row_limit))
+
+
+def keyed_examples(
+    sources: Sequence[OpenSource], split: Split, maker: ExampleMaker, bad_row_limit: int
+) -> Iterator[tuple[str, Example]]:
+    """Every example of a split once, with the key of its document, and its number there where that is not 0.
+
+    `maker`: that of evaluations. Raises DataError where more of the rows read than `bad_row_limit` cannot be read.
+    """
+    for document, ids in usable_documents(split_rows(sources, split, maker), bad_row_limit):
+        for made in maker.examples(ids, document.key, 0):
+            if made.example is not None:
+                yield document.key if made.number == 0 else f"{document.key}#{made.number}", made.example
+
+
+def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker) -> Iterator[tuple[Row, Any | BadRow]]:
+    """The rows of a split `with_ids`, in turns that keep every prefix in proportion to the weights, in their unit.
+
+    The next one is of the source that is furthest behind its share. A source that has no more drops out.
+    """
+
+    def is_wanted(opened: OpenSource, key: str) -> bool:
+        return opened.split_of(key) == split
+
+    queues = [with_ids(all_rows(opened.source, "evaluation", partial(is_wanted, opened)), maker) for opened in sources]
+    shares = [{"train": 1.0, "validation": one.held_out_below, "test": one.test_below}[split] for one in sources]
+    due = {number: 1 / opened.weight for number, opened in enumerate(sources) if shares[number]}
+    for number in due if sources[0].counts_tokens else ():
+        first = [*islice(queues[number], 1)]
+        queues[number] = chain(first, queues[number])
+        due[number] *= sum(weighed_size(sources[number], maker, ids) for _, ids in first)
+    while due:
+        number = min(due, key=lambda candidate: due[candidate])
+        if read := next(queues[number], None):
+            due[number] += weighed_size(sources[number], maker, read[1]) / sources[number].weight
+            yield read
+        else:
+            del due[number]
+
+
+def weighed_size(opened: OpenSource, maker: ExampleMaker, ids: Any | BadRow) -> int:
+    """How much of its source a row of these ids is, in the unit of the weights: 1 document, or its tokens."""
+    return 1 if isinstance(ids, BadRow) or not opened.counts_tokens else 1 + maker.size(ids)
+
+
+def _write_examples(path: Path, examples: Sequence[Example]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [(one.encoder_ids.tolist(), one.decoder_ids.tolist(), one.denoiser, one.document) for one in examples]
+    write_atomically(path, json.dumps(rows))
+
+
+def _read_examples(path: Path) -> list[Example]:
+    """Read what `_write_examples` wrote. Raises DataError for a damaged file."""
+    try:
+        rows = json.loads(path.read_bytes())
+        return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Delete it: it is made again") from error

@@ -1,0 +1,340 @@
+"""Cutting a document's tokens into chunks and denoising each: tokens to Examples.
+
+Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the batches never
+bends the mixture. Chunk k of a document follows from (seed, epoch, document key, k) and the document's length.
+
+Denoising follows UL2's mixture (arXiv 2205.05131; rows of `denoisers.py`). Span corruption (R and X) is T5's (arXiv
+1910.10683, section 3.1.4): noise and kept tokens are each cut at random into segments, which alternate. T5 always ends
+with noise; here a text may end with a kept segment, so that a span can lie anywhere (see `_kept_lengths`).
+
+    tokens    a b c d e f g h          spans  [c d] [g]
+    encoder   a b <0> e f <1> h        every span becomes one sentinel, no EOS
+    decoder   <0> c d <1> g EOS        what is missing, span by span
+
+S is a prefix language model: the encoder reads the first quarter, the decoder continues. Its target ends with EOS only
+where the document ends.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ds_encdec.base.types import ConfigError, Document, Example
+from ds_encdec.config.schema import DataConfig
+from ds_encdec.data.examples.protocol import ALL, Made
+from ds_encdec.data.randomness import keyed_generator
+from ds_encdec.data.text_tokenizer import TextTokenizer
+from ds_encdec.registry.denoisers import DENOISERS, DenoisedLengths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from ds_encdec.tokenizer.sentinels import Vocabulary
+
+Tokenize = Callable[[Document], np.ndarray]
+"""A document to its token ids, int32 [n], without any special token."""
+
+MIN_RAW_TOKENS = 2
+"""Shortest text that can be denoised: one token for each side."""
+
+MIN_TAIL_TOKENS = 16
+"""A document's last chunk takes this many tokens from the one before rather than be shorter."""
+
+
+_REPETITIONS = 32
+"""Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
+
+_MAX_CUT_TOKENS = 1 << 24
+"""Tokens cut up at most: these carry little noise, and a document of 10 MB must not take a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + length) of a document, and what they are denoised by."""
+
+    index: int
+    start: int
+    length: int
+    denoiser: str
+    rng: np.random.Generator
+
+
+@dataclass(frozen=True)
+class Chunker:
+    """Turns tokenised documents into examples. `weights`: relative, in the order of `DENOISERS`."""
+
+    seed: int
+    weights: tuple[float, ...]
+    bounds: LengthBounds
+    vocabulary: Vocabulary
+
+    @cached_property
+    def _cumulative_shares(self) -> list[float]:
+        # Without the last, which is 1 up to rounding: whatever is drawn above the others is its.
+        return list(accumulate(weight / sum(self.weights) for weight in self.weights))[:-1]
+
+    @classmethod
+    def from_config(cls, data: DataConfig, seed: int, vocabulary: Vocabulary) -> Chunker:
+        """The chunker of a run; the configuration's rules have seen to it that its weights can be sampled from."""
+        bounds = LengthBounds(
+            max_raw_tokens=data.max_seq_length,
+            max_encoder_tokens=data.max_encoder_length - bool(vocabulary.mode_token_ids),
+            max_decoder_tokens=data.max_decoder_length,
+            num_sentinels=len(vocabulary.sentinel_ids),
+        )
+        return cls(seed, data.ul2_task_weights, bounds, vocabulary)
+
+    def draw_chunk(self, remaining: int, draw: float) -> tuple[str, int]:
+        """Denoiser and length of the next chunk, with `remaining` tokens to go; `draw` is uniform in [0, 1)."""
+        denoiser = list(DENOISERS)[bisect_right(self._cumulative_shares, draw)]
+        longest = max_raw_length(denoiser, self.bounds)
+        # The longest chunk that leaves nothing or at least a minimum tail.
+        tail = max(MIN_RAW_TOKENS, min(MIN_TAIL_TOKENS, longest // 2))
+        return denoiser, remaining if remaining <= longest else min(longest, remaining - tail)
+
+    def chunks(self, num_tokens: int, document: str, epoch: int) -> Iterator[Chunk]:
+        """The chunks of a document of `num_tokens`, in order. One that is too short to denoise has none."""
+        start = index = 0
+        while num_tokens - start >= MIN_RAW_TOKENS:
+            rng = keyed_generator(self.seed, "denoise", epoch, document, index)
+            denoiser, length = self.draw_chunk(num_tokens - start, rng.random())
+            yield Chunk(index, start, length, denoiser, rng)
+            start, index = start + length, index + 1
+
+    def example_lengths(self, length: int, denoiser: str, *, document_ends: bool) -> tuple[int, int]:
+        """Encoder and decoder tokens that a chunk of `length` tokens becomes, without denoising it."""
+        lengths = DENOISERS[denoiser].lengths(length)
+        lacks_eos = not (lengths.spans or document_ends)
+        return lengths.encoder_tokens + bool(self.vocabulary.mode_token_ids), lengths.decoder_tokens - lacks_eos
+
+    def example(self, chunk: Chunk, tokens: np.ndarray, document: str) -> Example:
+        """Denoise one chunk of `tokens` (int32, the whole document). Call it once per chunk: it draws from its rng."""
+        encoder_ids, decoder_ids = denoise(
+            tokens[chunk.start : chunk.start + chunk.length],
+            chunk.denoiser,
+            self.vocabulary,
+            chunk.rng,
+            document_ends=chunk.start + chunk.length == len(tokens),
+        )
+        return Example(encoder_ids, decoder_ids, chunk.denoiser, document)
+
+
+@dataclass(frozen=True)
+class ChunkMaker:
+    """The `ExampleMaker` of pre-training: documents are tokenised, cut and denoised."""
+
+    tokenize: Tokenize
+    chunker: Chunker
+
+    @classmethod
+    def from_config(
+        cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
+    ) -> ChunkMaker:
+        """The maker of a run."""
+        return cls(TextTokenizer(tokenizer.backend_tokenizer), Chunker.from_config(data, seed, vocabulary))
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The special ids."""
+        return self.chunker.vocabulary
+
+    @property
+    def why_empty(self) -> str:
+        """Texts without a token, and those that are not trained on."""
+        return "empty, held out or not readable. Check data.data_files, data.text_column and data.eval_fraction"
+
+    def read(self, document: Document) -> np.ndarray:
+        """The document's tokens, int32 [n]."""
+        return self.tokenize(document)
+
+    def form(self, document: Document) -> None:
+        """None: all inputs are texts."""
+
+    def size(self, ids: np.ndarray) -> int:
+        """Tokens before denoising; 0 for a text that is too short for it."""
+        return len(ids) if len(ids) >= MIN_RAW_TOKENS else 0
+
+    def ratio(self, read: Sequence[np.ndarray]) -> float:
+        """See `documents_ratio`."""
+        return documents_ratio([len(ids) for ids in read], self.chunker)
+
+    def examples(self, ids: np.ndarray, document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
+        """An example of each chunk."""
+        for chunk in self.chunker.chunks(len(ids), document, epoch):
+            if chunk.index in wanted:
+                is_last = chunk.start + chunk.length == len(ids)
+                yield Made(chunk.index, self.chunker.example(chunk, ids, document), is_last)
+
+    def of_evaluation(self) -> ChunkMaker:
+        """One whose randomness does not depend on the run's seed, so that runs can be compared."""
+        return replace(self, chunker=replace(self.chunker, seed=0))
+
+    def checked(self, ids: np.ndarray, document: str) -> Iterator[tuple[str, bool]]:
+        """The longest example of each denoiser that occurs, and whether it gives back its tokens."""
+        for denoiser, weight in zip(DENOISERS, self.chunker.weights, strict=False):
+            if weight:
+                length = min(len(ids), max_raw_length(denoiser, self.chunker.bounds))
+                rng = keyed_generator(self.chunker.seed, "sanity check", document, denoiser)
+                example = self.chunker.example(Chunk(0, 0, length, denoiser, rng), ids, document)
+                again = reconstruct(example.encoder_ids, example.decoder_ids, self.vocabulary)
+                yield denoiser, bool(np.array_equal(again, ids[:length]))
+
+    def facts(self) -> dict[str, Any]:
+        """None: the configuration says it all."""
+        return {}
+
+
+def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
+    """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
+    draw = keyed_generator(chunker.seed, "survey").random
+    encoder_tokens = decoder_tokens = 0
+    repetitions = min(_REPETITIONS, max(1, _MAX_CUT_TOKENS // sum(lengths)))
+    for remaining in np.tile(lengths, repetitions).tolist():
+        while remaining >= MIN_RAW_TOKENS:
+            denoiser, length = chunker.draw_chunk(remaining, draw())
+            remaining -= length
+            encoder, decoder = chunker.example_lengths(length, denoiser, document_ends=remaining == 0)
+            encoder_tokens += encoder
+            decoder_tokens += decoder
+    return encoder_tokens / decoder_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBounds:
+    """The room that one example may occupy, in tokens: before denoising, and on either side after it."""
+
+    max_raw_tokens: int
+    max_encoder_tokens: int
+    max_decoder_tokens: int
+    num_sentinels: int
+
+
+@lru_cache(maxsize=256)
+def max_raw_length(denoiser: str, bounds: LengthBounds) -> int:
+    """The longest raw text, in tokens, that neither side has to truncate and that has enough sentinels.
+
+    Every shorter text fits as well, because all lengths grow with the raw length. Raises ConfigError where
+    not even three tokens fit.
+    """
+
+    def too_long(raw_tokens: int) -> bool:
+        lengths = DENOISERS[denoiser].lengths(raw_tokens)
+        return (
+            lengths.encoder_tokens > bounds.max_encoder_tokens
+            or lengths.decoder_tokens > bounds.max_decoder_tokens
+            or lengths.spans > bounds.num_sentinels
+        )
+
+    candidates = range(MIN_RAW_TOKENS, bounds.max_raw_tokens + 1)
+    longest = MIN_RAW_TOKENS - 1 + bisect_left(candidates, True, key=too_long)
+    if longest <= MIN_RAW_TOKENS:
+        raise ConfigError(
+            f"denoiser {denoiser} cannot work on {longest + 1} tokens within {bounds.max_encoder_tokens} encoder "
+            f"tokens (mode token aside) and {bounds.max_decoder_tokens} decoder tokens: raise "
+            "data.max_encoder_length or data.max_decoder_length"
+        )
+    return longest
+
+
+def denoise(
+    tokens: np.ndarray, denoiser: str, vocabulary: Vocabulary, rng: np.random.Generator, *, document_ends: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each.
+
+    The caller keeps `n` within `max_raw_length` and the sentinels out of `tokens`. `document_ends`: the chunk's last
+    token is its document's (only a prefix language model asks). With mode tokens the encoder starts with one.
+    """
+    lengths = DENOISERS[denoiser].lengths(len(tokens))
+    if DENOISERS[denoiser].has_spans:
+        encoder_ids, decoder_ids = _corrupt_spans(tokens, lengths, vocabulary, rng)
+    else:
+        ending = np.array([vocabulary.eos_id] if document_ends else [], dtype=np.int32)
+        encoder_ids, decoder_ids = np.split(np.concatenate([tokens, ending]), [lengths.encoder_tokens])
+    if vocabulary.mode_token_ids:
+        mode = vocabulary.mode_token_ids[list(DENOISERS).index(denoiser)]
+        encoder_ids = np.concatenate([[mode], encoder_ids], dtype=np.int32)
+    return encoder_ids, decoder_ids
+
+
+def _corrupt_spans(
+    tokens: np.ndarray, lengths: DenoisedLengths, vocabulary: Vocabulary, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    _, decoder_tokens, noise_tokens, spans = lengths
+    sentinels = np.array(vocabulary.sentinel_ids[:spans], dtype=np.int32)
+
+    # Kept and noise segments alternate: kept, noise, kept, ..., noise, kept.
+    segments = np.empty(2 * spans + 1, dtype=np.int64)
+    noise_lengths = segments[1::2] = _random_partition(noise_tokens, spans, rng)
+    segments[0::2] = _kept_lengths(len(tokens) - noise_tokens, spans, noise_tokens / len(tokens), rng)
+    span_starts = np.cumsum(segments[:-1])[::2]
+    is_noise = np.repeat(np.arange(2 * spans + 1) % 2 == 1, segments)
+
+    decoder_ids = np.empty(decoder_tokens, dtype=np.int32)
+    is_text = np.ones(decoder_tokens, dtype=np.bool_)
+    sentinel_slots = np.cumsum(noise_lengths + 1) - (noise_lengths + 1)
+    is_text[sentinel_slots] = is_text[-1] = False
+    decoder_ids[is_text] = tokens[is_noise]
+    decoder_ids[sentinel_slots] = sentinels
+    decoder_ids[-1] = vocabulary.eos_id
+
+    # A sentinel overwrites the first token of its span, and only that token of it stays in the encoder.
+    encoder_source = tokens.copy()
+    encoder_source[span_starts] = sentinels
+    is_noise[span_starts] = False
+    return encoder_source[~is_noise], decoder_ids
+
+
+def _kept_lengths(kept_tokens: int, spans: int, noise_density: float, rng: np.random.Generator) -> np.ndarray:
+    """Lengths of the kept segments around `spans` spans; only the outer two may be 0; int64 [spans + 1].
+
+    With all `spans + 1` alike the ends are corrupted too rarely, the more so the denser the noise; with the outer two
+    as one segment cut in two, sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x
+    density corrupts positions most evenly for all four denoisers.
+    """
+    if rng.random() < 1 - 2 * noise_density:
+        lengths = _random_partition(kept_tokens + 2, spans + 1, rng)
+        lengths[[0, -1]] -= 1
+        return lengths
+    inner = _random_partition(kept_tokens, spans, rng)
+    before = rng.integers(inner[0] + 1)
+    return np.concatenate([[before], inner[1:], [inner[0] - before]])
+
+
+def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
+    """`parts` positive integers that sum to `total`, every such composition equally likely; int64 [parts]."""
+    edges = np.empty(parts + 1, dtype=np.int64)
+    edges[0], edges[-1] = 0, total
+    edges[1:-1] = rng.choice(total - 1, parts - 1, replace=False, shuffle=False) + 1
+    edges.sort()
+    return edges[1:] - edges[:-1]
+
+
+def reconstruct(encoder_ids: np.ndarray, decoder_ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
+    """The exact inverse of `denoise`: the original tokens, int32 [n].
+
+    Which denoiser was used shows in the target: span corruption starts it with the first sentinel, S with
+    text. Raises ValueError where encoder and decoder do not name the same sentinels in the same order.
+    """
+    if vocabulary.mode_token_ids:
+        encoder_ids = encoder_ids[1:]
+    if decoder_ids[-1] == vocabulary.eos_id:
+        decoder_ids = decoder_ids[:-1]
+    if not len(decoder_ids) or decoder_ids[0] != vocabulary.sentinel_ids[0]:
+        return np.concatenate([encoder_ids, decoder_ids])
+
+    sentinel_ids = np.asarray(vocabulary.sentinel_ids, dtype=np.int32)
+    holes = np.flatnonzero(np.isin(encoder_ids, sentinel_ids))
+    heads = np.flatnonzero(np.isin(decoder_ids, sentinel_ids))
+    if not np.array_equal(encoder_ids[holes], decoder_ids[heads]):
+        raise ValueError("encoder and decoder sequences hold different sentinels")
+    spans = np.split(decoder_ids, heads[1:])
+    kept = np.split(encoder_ids, holes)
+    behind = (part[1:] for pair in zip(spans, kept[1:], strict=True) for part in pair)
+    return np.concatenate([kept[0], *behind])

@@ -1,0 +1,166 @@
+"""Errors of `datasets`, pyarrow and HTTP clients: tried again where the network is at fault, else DataErrors.
+
+These name the data, the reason and a way out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from ds_encdec.base.types import DataError, DsEncDecError
+from ds_encdec.config.schema import MixtureSource
+from ds_encdec.registry.source_kinds import kind_of_file
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_LOOSE_FILES = (
+    ". In a folder, files with train, dev, valid or test in their names are read as those splits; loose files are read "
+    "by data.dataset_name=text (json, csv, parquet) data.data_files='FOLDER/**'"
+)
+
+RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
+"""Pauses between attempts: two minutes in total, on top of what the libraries below wait by themselves."""
+
+_REFUSED = {401, 403, 404, 410}
+"""HTTP statuses that another attempt does not change."""
+
+_POINTLESS = (FileNotFoundError, PermissionError, ValueError)
+"""Errors of the system's and of HTTP clients' that it does not change either."""
+
+_HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "http.client", "botocore", "gcsfs")
+
+
+@contextmanager
+def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
+    """Turn what `datasets` raises while opening into DataErrors that name the field and the way out."""
+    is_folder = os.path.isdir(entry.dataset_name)
+    try:
+        yield
+    except DsEncDecError:
+        raise
+    except Exception as error:
+        if is_folder:
+            way_out = f"Check dataset_config and dataset_split{_LOOSE_FILES}"
+        elif isinstance(error, ValueError):  # an unknown configuration or split; the message lists the known ones
+            way_out = "Check dataset_config and dataset_split, or eval_split and test_split"
+        elif isinstance(error, FileNotFoundError):
+            way_out = (
+                "It is not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet"
+            )
+        elif is_of_network(error):
+            way_out = (
+                "The hub cannot be reached, and the data set is not in the local cache. Without a network use local "
+                "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`"
+            )
+        else:
+            way_out = "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"
+        raise DataError(f"data.dataset_name={name}: `datasets` cannot open it ({_reason(error)}). {way_out}") from error
+
+
+def content_error(where: str, error: Exception, files: Sequence[str]) -> DataError:
+    """The error for data that `datasets` cannot read on from `where`; `files`: those of this machine that it may be."""
+    is_parquet = {kind_of_file(path) for path in files if not is_remote(path)} == {"parquet"}
+    other = "data.streaming=true" if is_parquet else "data.streaming=false with data.on_bad_row=skip"
+    return DataError(
+        f"{where}: cannot be read ({_reason(error)}). The columns and types of all files must be alike there, and no "
+        f"file may be damaged. Mend that, try {other}, or make files of other columns sources of their own in "
+        "data.mixture"
+    )
+
+
+def no_repeated(path: str, names: Sequence[str]) -> None:
+    """Raise DataError for a table with two columns of the same name."""
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(
+            f"{path}: the column {', '.join(repeated):.300} is there more than once. Write the file with a name of its "
+            "own for each column"
+        )
+
+
+def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
+    """Raise DataError for CSV whose rows have more fields than names: pandas takes the first ones for row numbers."""
+    if kind == "csv" and "__index_level_0__" in columns:
+        raise DataError(
+            f"data set {name}: the rows of a CSV file have more fields than its first line names, so `datasets` shifts "
+            "them. Name every column, or quote the fields that hold a comma"
+        )
+
+
+def no_dates(kind: str, name: str, types: Mapping[str, object], read: Collection[str]) -> None:
+    """Raise DataError where `datasets` has made timestamps of JSON's texts in columns that are read.
+
+    `types`: the Arrow types of the columns. What was written is lost: of "2024-01-01" it makes "2024-01-01 00:00:00".
+    """
+    dates = [column for column, one in types.items() if column in read and "timestamp[" in str(one)]
+    if kind == "json" and dates:
+        raise DataError(
+            f"data set {name}: `datasets` makes timestamps of the texts of {', '.join(dates)}, so they would read "
+            "otherwise. Download its files and name them: data.dataset_name=json data.data_files=FILES"
+        )
+
+
+def is_remote(path: str) -> bool:
+    """Return whether the path is a URL."""
+    return "://" in path
+
+
+def is_of_network(error: BaseException) -> bool:
+    """True if `error` is one of the system's or of an HTTP client's: huggingface_hub's changes with its releases.
+
+    So is one that `datasets` has wrapped.
+    """
+    is_wrapped = type(error).__module__.startswith("datasets") and error.__cause__ is not None
+    if is_wrapped and not isinstance(error, OSError):
+        return is_of_network(error.__cause__)  # type: ignore[arg-type]
+    return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
+
+
+def _reason(error: BaseException) -> str:
+    """The reason of an error in one line: the cause where `datasets` names none."""
+    cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
+    named = error if cause is None else cause
+    return f"{type(named).__name__}: {' '.join(str(named).split()):.600}"
+
+
+def retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str, *, is_local: bool = False) -> Iterator[T]:
+    """Yield the rows of `read(first_row)`; after a transient failure `read(row)` continues with the first missing row.
+
+    The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
+    another attempt is pointless: where the data is `is_local`, or it and not the network is at fault.
+    """
+    row, failures = first_row, 0
+    while True:
+        try:
+            for item in read(row):
+                yield item
+                row, failures = row + 1, 0
+            return
+        except DataError:
+            raise
+        except Exception as error:
+            if is_local or not is_of_network(error):
+                raise content_error(f"{what}, from row {row} on", error, [what] if is_local else ()) from error
+            reason = f"{type(error).__name__}: {error}"
+            status = getattr(getattr(error, "response", None), "status_code", None)
+            if isinstance(error, _POINTLESS) or status in _REFUSED:
+                raise DataError(f"{what}: cannot be read ({reason})") from error
+            attempts = len(RETRY_DELAYS_SECONDS) + 1
+            failures += 1
+            if failures == attempts:
+                raise DataError(
+                    f"{what}: cannot be read after {attempts} attempts ({reason}). Check the network, and start again "
+                    "from the last checkpoint once it is back"
+                ) from error
+            delay = RETRY_DELAYS_SECONDS[failures - 1]
+            logger.warning(
+                "%s: attempt %d of %d failed (%s); trying again in %g s", what, failures, attempts, reason, delay
+            )
+            time.sleep(delay)

@@ -1,0 +1,374 @@
+"""Local files as data: which ones a pattern names, their digests, plain copies of them, and the documents in them.
+
+Documents are byte ranges of plain text, of JSON lines, and of what becomes lines (a JSON array, CSV). A document is
+named by its file's path below the files' common folder, so a data set keeps its order and its held-out split when it
+moves. A file that is compressed, or holds rows otherwise than line by line, is copied once on a machine to a plain file
+in the user's cache folder.
+"""
+
+import hashlib
+import json
+import logging
+import lzma
+import os
+import time
+import zlib
+from abc import ABC, abstractmethod
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, ClassVar
+
+import numpy as np
+
+from ds_encdec.base.file_patterns import named_files, no_file_matches
+from ds_encdec.base.types import ConfigError, DataError, Document
+from ds_encdec.config.csv_rows import csv_rows
+from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, json_row, not_lines
+from ds_encdec.config.packed_files import TWICE, UNPACKABLE, Opener, packing
+from ds_encdec.data.sources.sources import BadRow, Row, field_document
+from ds_encdec.launch.disk import atomic_file, cache_folder
+from ds_encdec.launch.run_folder import lock_file
+
+TEXT_PIECE_BYTES = 1 << 16
+"""A larger text file is cut at blank lines into documents of at most this size, so that one long file can be
+shuffled, spread over lanes and held out in part."""
+
+_LONGEST_CHARACTER = 4
+"""Bytes of a character in UTF-8."""
+
+_SCAN_BYTES = 1 << 24
+INDEXED_BYTES = 1 << 20
+"""From this size on the index of a file's lines is kept; that of a smaller one takes a millisecond."""
+
+_PEEKED_LINE_BYTES = 1 << 24
+_PEEKED_BYTES = 1 << 16
+"""Bytes of a JSON file behind its first line: enough to see whether a value goes on there."""
+
+_DIGESTED_BYTES = 1 << 16
+
+_FORMAT = 2
+"""Raised whenever the code makes another copy or index of the same file, so that an earlier one is not read."""
+
+_ABANDONED_SECONDS = 86_400
+"""Without a write, after which an unfinished file is taken for a killed process's."""
+
+logger = logging.getLogger(__name__)
+
+
+def expand_files(patterns: Sequence[str], field: str = "data.data_files") -> tuple[str, ...]:
+    """The files that paths and glob patterns (`**` included) name, sorted, each once: see `named_files`.
+
+    Raises DataError naming `field` and every pattern in it that matches no file.
+    """
+    matches = {pattern: [*named_files(pattern)] for pattern in patterns}
+    missing = [pattern for pattern, paths in matches.items() if not paths]
+    if missing:
+        raise DataError(f"{field}: {no_file_matches(missing)}")
+    return tuple(sorted({os.path.abspath(path) for paths in matches.values() for path in paths}))
+
+
+def short_names(files: Sequence[str]) -> list[str]:
+    """Each file's path below the folder that all of them share."""
+    folder = os.path.commonpath([os.path.dirname(path) for path in files] or [""])
+    return [os.path.relpath(path, folder) for path in files]
+
+
+@contextmanager
+def local_errors(path: str, what: str = "cannot be read") -> Iterator[None]:
+    """Turn the errors of a local file into DataErrors."""
+    try:
+        yield
+    except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path}: {what} ({error})") from error
+
+
+def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Size in bytes of each file and a digest of its first and last 64 KiB, by its short name. Raises DataError.
+
+    Cheap for any number of gigabytes. A change in the middle that keeps the size goes unnoticed; a copy, or a
+    newer modification time, is no change.
+    """
+    return {name: _file_digest(path) for name, path in zip(names, files, strict=True)}
+
+
+def _file_digest(path: str) -> str:
+    with local_errors(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        content = hashlib.blake2b(file.read(_DIGESTED_BYTES), digest_size=8)
+        file.seek(max(0, size - _DIGESTED_BYTES))
+        content.update(file.read(_DIGESTED_BYTES))
+    return f"{size}-{content.hexdigest()}"
+
+
+def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) -> str:
+    """The file that `make(source, file)` writes, in the cache folder as `KIND-DIGEST`.
+
+    It is made again by code of another `_FORMAT`, and when `source` has another path, size or modification time. One
+    process of a machine makes it while the others wait, and it appears whole or not at all, with the permissions of
+    `source`. Raises what `make` raises, and DataError where it cannot be kept.
+    """
+    try:
+        status = os.stat(source)
+        made_from = f"{_FORMAT} {os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
+        path = cache_folder() / f"{kind}-{hashlib.sha256(made_from.encode(errors='surrogateescape')).hexdigest()[:32]}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{path}.lock", "a+") as lock:
+            with suppress(ConfigError):  # without locks several may make it, each a file of its own
+                lock_file(lock, wait=True)
+            if not path.is_file():
+                logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
+                _remove_abandoned(path)
+                with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
+                    make(source, file)
+        return str(path)
+    except (OSError, RuntimeError) as error:
+        raise DataError(
+            f"{source}: a plain copy is needed to read it, and cannot be kept in the cache folder ({error}). Set "
+            "XDG_CACHE_HOME to a folder on a disk with room, or make plain files yourself"
+        ) from error
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete what processes left unfinished that were killed long ago."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                left.unlink()
+
+
+def plain_file(path: str) -> str:
+    """`path`, or a plain copy of a compressed file (gzip, bzip2, xz, lzma, zlib, zstd, LZ4: by its first bytes).
+
+    Raises DataError for one that is damaged, cut short or of another kind, and where a copy cannot be kept.
+    """
+    with local_errors(path):
+        opener = packing(path)
+    if opener is None:
+        return path
+    copy = kept_file(path, "plain", partial(_unpack, opener))
+    try:
+        inner = packing(copy)
+    except DataError as error:  # an archive, or text in another encoding
+        raise DataError(str(error).replace(copy, f"{path}, unpacked", 1)) from error
+    if inner is not None:
+        raise DataError(f"{path}: {TWICE}")
+    return copy
+
+
+def _unpack(opener: Opener, path: str, out: IO[bytes]) -> None:
+    blocks = opener(path)
+    while (block := _next(path, blocks)) is not None:
+        out.write(block)
+
+
+def _next(path: str, blocks: Iterator[bytes]) -> bytes | None:
+    """The next block. An error here is one of `path`; one of writing is of the cache folder."""
+    with local_errors(path, UNPACKABLE):
+        return next(blocks, None)
+
+
+def _write_array(name: str, path: str, out: IO[bytes]) -> None:
+    """Write each element of the array that the file is, read into memory whole, as a line. Raises DataError."""
+    with local_errors(name), open(path, "rb") as file:
+        content = file.read()
+    out.writelines(row + b"\n" for row in array_rows(content, name))
+
+
+def _write_csv(name: str, path: str, out: IO[bytes]) -> None:
+    """Write the rows of a CSV file as JSON objects, one a line, or a text for one that cannot be read. DataError."""
+    # Bytes that are no UTF-8 go into the copy as they are: the row that has them cannot be read, and no other.
+    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        for row in csv_rows(file, name):
+            out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
+
+
+class _FileRanges(ABC):
+    """Documents that are byte ranges of local files, compressed ones included. A `MapSource`.
+
+    `plain`: for each of `files` the plain file with the same documents. `edges`: where the documents of a plain file
+    start, and the end of the last one; int64 [documents + 1]. Memory-mapped ones stay files when this is pickled.
+    """
+
+    def __init__(
+        self, files: Sequence[str], plain: Sequence[str], edges: Callable[[str], np.ndarray], **facts: str | None
+    ) -> None:
+        self._names = short_names(files)
+        self._plain = plain
+        self._edges = [edges(path) for path in plain]
+        self._first = [0, *accumulate(len(file_edges) - 1 for file_edges in self._edges)]
+        self.identity: dict[str, Any] = {**facts, "files": file_digests(files, self._names)}
+
+    def __len__(self) -> int:
+        return self._first[-1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        edges = [str(array.filename) if isinstance(array, np.memmap) else array for array in self._edges]
+        return {**self.__dict__, "_edges": edges}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        edges = [np.load(array, mmap_mode="r") if isinstance(array, str) else array for array in state["_edges"]]
+        self.__dict__.update(state, _edges=edges)
+
+    def key(self, index: int) -> str:
+        """`FILE:NUMBER`: the file's name below the files' common folder, and the document's number in it, from 0."""
+        file, row = self._locate(index)
+        return f"{self._names[file]}:{row}"
+
+    def document(self, index: int) -> Row:
+        """Document `index`, read from its file. Raises DataError where the file cannot be read."""
+        file, row = self._locate(index)
+        start, stop = (int(edge) for edge in self._edges[file][row : row + 2])
+        with local_errors(self._plain[file]), open(self._plain[file], "rb") as handle:
+            handle.seek(start)
+            content = handle.read(stop - start)
+        return self._parse(content, self.key(index), self._names[file], row)
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """The file's number, and the document's number in that file."""
+        file = int(np.searchsorted(self._first, index, side="right")) - 1
+        return file, index - self._first[file]
+
+    @abstractmethod
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
+        """The document of the bytes of number `row` of the file `name`."""
+
+
+class TextFiles(_FileRanges):
+    """UTF-8 text files: a small one is a document, a larger one is cut into several.
+
+    Raises DataError for a binary file.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        super().__init__(files, [plain_file(path) for path in files], _text_edges, kind="text")
+
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
+        if b"\0" in content:
+            return BadRow(key, f"{key}: not text (a NUL character in this document)")
+        try:
+            return Document(key, content.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            return BadRow(
+                key,
+                f"{name}: not UTF-8 text ({error.reason}, document {row} of the file). Convert it, for example with "
+                "`iconv -f latin1 -t utf-8`, or leave it out of data.data_files",
+            )
+
+
+class JsonLines(_FileRanges):
+    """Files with one JSON object a line, or with one array, of which an element is a line then.
+
+    `text_column`: the field of an object that is a document; None: all of it is.
+    """
+
+    kind: ClassVar = "json"
+    row_word: ClassVar = "line"
+
+    def __init__(self, files: Sequence[str], text_column: str | None) -> None:
+        self._text_column = text_column
+        lines = [self._as_lines(path) for path in files]
+        super().__init__(files, lines, _line_index, kind=self.kind, text_column=text_column)
+
+    def _as_lines(self, path: str) -> str:
+        if ".csv" in os.path.basename(path).lower():
+            raise DataError(f"{path}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
+        plain = plain_file(path)
+        with local_errors(path), open(plain, "rb") as file:
+            start = file.readline(_PEEKED_LINE_BYTES) + file.read(_PEEKED_BYTES)
+            is_whole = not file.read(1)
+        if is_array(start):
+            return kept_file(plain, "rows", partial(_write_array, path))
+        if reason := not_lines(start, is_whole=is_whole):
+            raise DataError(f"{path}: {reason}")
+        return plain
+
+    def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
+        if not content.strip():
+            return Document(key, "")
+        where = f"{name}, {self.row_word} {row + 1}"
+        try:
+            record = self._read(content)
+        except RowError as error:
+            return BadRow(key, f"{where}: {error}")
+        return field_document(key, record, self._text_column, where)
+
+    def _read(self, content: bytes) -> dict[str, Any]:
+        return json_object(content)
+
+
+class CsvFiles(JsonLines):
+    """CSV files: a row is a line, below that of the names."""
+
+    kind = "csv"
+    row_word = "row"
+
+    def _as_lines(self, path: str) -> str:
+        return kept_file(plain_file(path), "rows", partial(_write_csv, path))
+
+    def _read(self, content: bytes) -> dict[str, Any]:
+        record = json_row(content)
+        if isinstance(record, str):  # why the row cannot be read
+            raise RowError(record)
+        return record
+
+
+def _line_index(path: str) -> np.ndarray:
+    """The start of each line, and the file's end. A large file's index is kept, and memory-mapped."""
+    with local_errors(path):
+        is_large = os.path.getsize(path) >= INDEXED_BYTES
+    if is_large:
+        with suppress(DataError, ValueError, OSError):  # no folder to keep it in, or it is cut short
+            kept = kept_file(path, "lines", lambda source, out: np.save(out, _line_edges(source)))
+            return np.load(kept, mmap_mode="r")
+    return _line_edges(path)
+
+
+def _line_edges(path: str) -> np.ndarray:
+    starts = [np.zeros(1, dtype=np.int64)]
+    position = 0
+    with local_errors(path), open(path, "rb") as file:
+        while block := file.read(_SCAN_BYTES):
+            starts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + position + 1)
+            position += len(block)
+    edges = np.concatenate(starts)
+    return edges if edges[-1] == position else np.append(edges, position)
+
+
+def _text_edges(path: str) -> np.ndarray:
+    """The start of each document of a text file, the first behind a byte order mark, and the file's end."""
+    with local_errors(path), open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        start = file.read(TEXT_PIECE_BYTES)
+        edges = [len(BOM_UTF8) if start.startswith(BOM_UTF8) else 0]
+        if b"\0" in start:
+            raise DataError(_binary(path, "NUL characters"))
+        while size - edges[-1] > TEXT_PIECE_BYTES:
+            file.seek(edges[-1])
+            block = file.read(TEXT_PIECE_BYTES)
+            if len(block) < TEXT_PIECE_BYTES:
+                raise DataError(f"{path}: became shorter while it was read. Start again when nobody writes to it")
+            length = _piece_length(block)
+            if not length:
+                raise DataError(_binary(path, f"neither lines nor UTF-8 characters near byte {edges[-1]}"))
+            edges.append(edges[-1] + length)
+    return np.array([*edges, size], dtype=np.int64)
+
+
+def _binary(path: str, sign: str) -> str:
+    return (
+        f"{path}: a binary file, or text in another encoding than UTF-8 ({sign}). Convert it, for example with "
+        "`iconv -f utf-16 -t utf-8`, or leave it out of data.data_files"
+    )
+
+
+def _piece_length(block: bytes) -> int:
+    """The place to cut: behind the last blank line, else the last line, else before the last character; 0: nowhere."""
+    for separator in (b"\n\n", b"\n"):
+        if (cut := block.rfind(separator)) >= 0:
+            return cut + len(separator)
+    starts = (len(block) - back for back in range(1, _LONGEST_CHARACTER + 1))
+    return next((cut for cut in starts if block[cut] & 0xC0 != 0x80), 0)  # no continuation byte

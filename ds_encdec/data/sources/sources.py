@@ -1,0 +1,315 @@
+"""Sources of documents: two protocols, the rows in them, and which of these are held out.
+
+A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read from the
+front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows. Both are pickled
+into worker processes; the readers keep the positions. An unreadable row comes as a `BadRow` in its document's place.
+"""
+
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from ds_encdec.base.plugins import PYTHON, code_digest, load_plugin
+from ds_encdec.base.types import DataError, Document
+from ds_encdec.config.row_values import not_unicode
+from ds_encdec.config.schema import DataConfig, MixtureSource, Source
+from ds_encdec.data.randomness import Permutation, unit_hash
+
+SMALL_SOURCE_DOCUMENTS = 1024
+"""Sources up to this size are checked for a held-out document; larger ones have one for any sensible fraction."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """Stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
+
+    key: str
+    problem: str
+
+
+Row: TypeAlias = Document | BadRow
+
+
+class MapSource(Protocol):
+    """Documents by number. `identity`: JSON-able facts that tell this data from other data."""
+
+    identity: dict[str, Any]
+
+    def __len__(self) -> int: ...
+
+    def key(self, index: int) -> str:
+        """The key of document `index`, without reading the document."""
+
+    def document(self, index: int) -> Row:
+        """Document `index`. Raises DataError where the source itself fails, not a row."""
+
+
+@runtime_checkable
+class StreamSource(Protocol):
+    """Documents in units that are read from the front. `identity` as in `MapSource`."""
+
+    identity: dict[str, Any]
+    num_units: int
+
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
+        """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Errors as there."""
+
+
+Split = Literal["train", "validation", "test"]
+
+AnySource: TypeAlias = MapSource | StreamSource
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source as a run uses it: its share of the documents, and the rule that holds documents out.
+
+    Documents whose key hashes below `held_out_below` are kept for evaluation, and those between it and `test_below` for
+    the test, whatever the seed, the lanes and the order. `number`: unique among the run's sources, whatever was added
+    or removed; the documents' order depends on it. `counts_tokens`: the weight is a share of the tokens, and not of the
+    documents.
+    """
+
+    source: AnySource
+    weight: float
+    held_out_below: float
+    number: int
+    test_below: float = 0.0
+    counts_tokens: bool = False
+
+    @property
+    def held_out(self) -> float:
+        """The share of the documents that is not trained on."""
+        return max(self.held_out_below, self.test_below)
+
+    def holds_out(self, key: str) -> bool:
+        """Return whether the document `key` is not trained on."""
+        return held_out_hash(key) < self.held_out
+
+    def split_of(self, key: str) -> Split:
+        """The split that the document `key` is in."""
+        place = held_out_hash(key)
+        return "train" if place >= self.held_out else "validation" if place < self.held_out_below else "test"
+
+    @property
+    def size(self) -> int:
+        """Documents, or units of a stream."""
+        return self.source.num_units if isinstance(self.source, StreamSource) else len(self.source)
+
+
+def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
+    """The sources that `data` names: those of `data.mixture`, else the only one."""
+    return data.mixture or (MixtureSource(weight=1.0, **{name: getattr(data, name) for name in Source.model_fields}),)
+
+
+def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
+    """All sources that `data` names, those of its own validation and test splits too, by names for their folders."""
+    trained = {source_name(number): entry for number, entry in enumerate(source_entries(data))}
+    splits = {split: entry for split in ("validation", "test") if (entry := data.own_split(split))}
+    sets = {f"eval-{name}": data.of_eval_set(name).own_split("validation") for name in data.eval_sets}
+    return trained | splits | {name: entry for name, entry in sets.items() if entry is not None}
+
+
+def source_name(number: int) -> str:
+    """The name of the source with this place in `source_entries`."""
+    return f"source-{number}"
+
+
+def hub_name(entry: MixtureSource) -> str:
+    """`DATASET@REVISION`: what a commit is looked up by."""
+    return f"{entry.dataset_name}@{entry.dataset_revision or 'main'}"
+
+
+def held_out_hash(key: str) -> float:
+    """The number in [0, 1) that decides about the document `key`: below the source's threshold it is held out."""
+    return unit_hash(key, "held out")
+
+
+def held_out_below(source: AnySource, eval_fraction: float) -> float:
+    """The threshold of `source`, for which up to `SMALL_SOURCE_DOCUMENTS` of its keys are read.
+
+    It is `eval_fraction`, raised for a small source until one document is held out. A source of one document
+    holds out nothing, since training needs it.
+    """
+    if isinstance(source, StreamSource):
+        keys: Iterator[str] = (row.key for row in all_rows(source, "keys"))
+    else:
+        keys = map(source.key, range(len(source)))
+    hashes = sorted(map(held_out_hash, islice(keys, SMALL_SOURCE_DOCUMENTS + 1)))
+    if eval_fraction == 0 or len(hashes) < 2:
+        return 0.0
+    if len(hashes) > SMALL_SOURCE_DOCUMENTS or hashes[0] < eval_fraction:
+        return eval_fraction
+    return (hashes[0] + hashes[1]) / 2
+
+
+def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
+    """Every row of a source once; those whose key is `wanted`, if given, and no others are read where it can help it.
+
+    A stream's come in its order, a map's in one of their own for each `purpose`, equal in all runs.
+    """
+    if isinstance(source, StreamSource):
+        for unit in range(source.num_units):
+            yield from source.documents(unit, 0, wanted)
+    elif len(source):
+        order = Permutation(len(source), 0, purpose)
+        yield from (source.document(index) for index in order if wanted is None or wanted(source.key(index)))
+
+
+_UNREADABLE = (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError)
+"""The errors of libraries for a value that Python cannot hold: a date of the year 300000, an unknown time zone."""
+
+
+def _unreadable(error: Exception) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text ({error.reason})"
+    return f"a value of it cannot be read ({type(error).__name__}: {error})"
+
+
+def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
+    """The document of the text field that `read` returns: null is an empty text, anything but a string a bad row."""
+    try:
+        value = read()
+    except _UNREADABLE as error:
+        return BadRow(key, f"{where}: {_unreadable(error)}")
+    if value is None or isinstance(value, str):
+        reason = not_unicode(value or "")
+        return Document(key, value or "") if reason is None else BadRow(key, f"{where}: {reason}")
+    return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
+
+
+def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str) -> Row:
+    """The document of the whole row that `read` returns."""
+    try:
+        return Document(key, "", record=read())
+    except _UNREADABLE as error:
+        return BadRow(key, f"{where}: {_unreadable(error)}")
+
+
+def field_document(key: str, record: Mapping[str, Any], column: str | None, where: str) -> Row:
+    """The document of the field `column` of a record, or of all of it; a bad row where it has no such field."""
+    if column is None:
+        return Document(key, "", record=record)
+    if column not in record:
+        return BadRow(key, missing_column(column, where, list(record)))
+    return text_document(key, partial(record.__getitem__, column), where)
+
+
+def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
+    """The message for a column that is not there, listing those that are."""
+    has = f"{', '.join(existing) or 'none':.300}: set data.text_column=COLUMN"
+    return f"data.text_column={column}: {where} has no such column; it has {has}"
+
+
+def check_bad_rows(found: int, limit: int, last: str) -> None:
+    """Raise DataError where `found` rows, the newest with the problem `last`, are more than `limit`; 0 allows none."""
+    if found <= limit:
+        return
+    if limit == 0:
+        raise DataError(f"{last}. Mend it or, where such rows are few, pass over them: data.on_bad_row=skip")
+    raise DataError(
+        f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
+        "data.max_bad_rows"
+    )
+
+
+def shortened_fields(record: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of columns of these Arrow types, with each narrow float as `shortened` gives it."""
+    return {name: shortened(value, types[name]) if name in types else value for name, value in record.items()}
+
+
+def shortened(value: Any, kind: Any) -> Any:
+    """The value of Arrow type `kind`, in which each narrow float is the shortest number that its bits stand for."""
+    width = _width(kind)
+    if value is None or width is None:
+        return value
+    if width:
+        return float(str((np.float16 if width == 16 else np.float32)(value)))
+    if isinstance(value, Mapping):
+        return {name: shortened(inner, kind.field(name).type) for name, inner in value.items()}
+    if hasattr(kind, "item_type"):  # a map's pairs
+        return [(key, shortened(inner, kind.item_type)) for key, inner in value]
+    return [shortened(inner, kind.value_type) for inner in value]
+
+
+@lru_cache(maxsize=256)
+def _width(kind: Any) -> int | None:
+    """Bits of a narrow float; 0 for lists and objects with one in them; None for other types."""
+    from pyarrow import types  # 0.2 s
+
+    if types.is_float16(kind) or types.is_float32(kind):
+        return int(kind.bit_width)
+    if types.is_struct(kind):
+        inner = [kind.field(number).type for number in range(kind.num_fields)]
+    elif types.is_map(kind):
+        inner = [kind.item_type]
+    else:
+        inner = [kind.value_type] if types.is_nested(kind) and hasattr(kind, "value_type") else []
+    return 0 if any(_width(one) is not None for one in inner) else None
+
+
+def reader_digest(name: str) -> str:
+    """A digest of the file of the function that `python:MODULE:FUNCTION` names. Raises ConfigError."""
+    return code_digest("data.dataset_name", name, load_plugin("data.dataset_name", name))
+
+
+class UserReader:
+    """The rows of a user's reader as a `MapSource`: `reader[i]`, of `len(reader)`, is a text or a row by columns.
+
+    It is known by its name, its length, the file of the function, and the JSON-able mapping `reader.identity`, if there
+    is one. Each process calls the function for itself, so that none shares another's open files.
+    """
+
+    def __init__(self, entry: Source, text_column: str | None) -> None:
+        self._name, self._column = entry.dataset_name, text_column
+        name = self._name.removeprefix(PYTHON)
+        self._rows: Any = None
+        digest = reader_digest(self._name)
+        reader = self._reader()
+        self._size = len(reader)
+        identity = getattr(reader, "identity", {})
+        self.identity: dict[str, Any] = {"kind": "python", "name": name, "sha256": digest, "text_column": text_column}
+        if isinstance(identity, Mapping):
+            self.identity |= {f"own {key}": value for key, value in identity.items()}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_rows": None}
+
+    def key(self, index: int) -> str:
+        """The name of the reader, and the row's number."""
+        return f"{self._name}/{index}"
+
+    def document(self, index: int) -> Row:
+        """Row `index`; a bad one where the reader raises."""
+        key = self.key(index)
+        try:
+            row = self._reader()[index]
+        except Exception as error:  # whatever the user's reader raises
+            return BadRow(key, f"{key}: {type(error).__name__}: {error}")
+        if isinstance(row, Mapping):
+            return field_document(key, row, self._column, key)
+        if self._column is None:
+            return BadRow(key, f"{key}: expected a row by columns, found {type(row).__name__}")
+        return text_document(key, lambda: row, key)
+
+    def _reader(self) -> Sequence[Any]:
+        if self._rows is None:
+            make = load_plugin("data.dataset_name", self._name)
+            try:
+                rows = make()
+                len(rows), rows.__getitem__
+            except Exception as error:
+                raise DataError(
+                    f"data.dataset_name={self._name}: called without arguments, it must return what has a length and "
+                    f"numbered rows ({type(error).__name__}: {error})"
+                ) from error
+            self._rows = rows
+        return self._rows

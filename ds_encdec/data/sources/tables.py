@@ -1,0 +1,377 @@
+"""Tables as sources: parquet files, local or behind a URL, and data sets of the Hugging Face hub through `datasets`.
+
+A data set that is downloaded (`data.streaming=false`) is a memory-mapped table, read by row. Streamed parquet is read
+by row group by our own reader, so that a resume jumps to where it was. Other formats go through `datasets`' own stream:
+its shards can only be read from their start, so a resume reads the shard again up to its window. The commit of each
+data set on the hub is found once, and kept in a run's checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ds_encdec.base.foreign_places import check
+from ds_encdec.base.types import DataError
+from ds_encdec.config.schema import DataConfig, MixtureSource
+from ds_encdec.data.sources.hub_errors import (
+    content_error,
+    is_of_network,
+    is_remote,
+    no_dates,
+    no_repeated,
+    no_shifted,
+    readable_errors,
+    retry_rows,
+)
+from ds_encdec.data.sources.local_files import CsvFiles, JsonLines, file_digests, local_errors, short_names
+from ds_encdec.data.sources.sources import (
+    BadRow,
+    Row,
+    field_document,
+    hub_name,
+    missing_column,
+    named_sources,
+    record_document,
+    shortened,
+    shortened_fields,
+    text_document,
+)
+from ds_encdec.registry.source_kinds import kind_of_file, local_kind
+
+if TYPE_CHECKING:
+    import datasets
+
+T = TypeVar("T")
+
+Columns = Callable[[Sequence[str]], Sequence[str]]
+"""Tells which of the columns that a table has are read of its rows."""
+
+logger = logging.getLogger(__name__)
+
+
+class ParquetFiles:
+    """Parquet files, local or behind an fsspec URL. A `StreamSource`.
+
+    `columns`: those of a file with these columns that a whole row has; None: all. A unit is a file where there are many
+    for each lane, else a row group (whose number only the files' footers tell, and reading thousands of footers over a
+    network takes minutes). Keys do not depend on that choice.
+    """
+
+    FILES_PER_LANE = 2
+
+    def __init__(
+        self,
+        files: Sequence[str],
+        text_column: str | None,
+        *,
+        num_lanes: int,
+        columns: Columns | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        self._files = files
+        self.is_remote = any(map(is_remote, files))
+        self._columns = columns
+        self._names = short_names(files)
+        self._text_column = text_column
+        has_few = len(files) < self.FILES_PER_LANE * num_lanes
+        looked_into = range(len(files) if has_few else 1)
+        groups = [next(self._tried_again(partial(self._opened, file), 0, file)).num_row_groups for file in looked_into]
+        self._units: list[tuple[int, int | None]] = (
+            [(file, group) for file, count in enumerate(groups) for group in range(count)]
+            if has_few
+            else [(file, None) for file in range(len(files))]
+        )
+        self.num_units = len(self._units)
+        self.identity = identity or {
+            "kind": "parquet",
+            "files": file_digests(files, self._names),
+            "text_column": text_column,
+        }
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows of all files, from their footers; None where reading these takes a network."""
+        return None if self.is_remote else sum(self._open(file).metadata.num_rows for file in range(len(self._files)))
+
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
+        """The documents of `unit` from row `first_row` on; one row group is in memory at a time.
+
+        Only those whose key is `wanted`, if given; a row group without any is not read. A remote file whose
+        connection breaks is opened again where it was.
+        """
+        rows = self._tried_again(partial(self._rows, unit, wanted), first_row, self._units[unit][0])
+        return (document for document in rows if document is not None)
+
+    def _rows(self, unit: int, wanted: Callable[[str], bool] | None, first_row: int) -> Iterator[Row | None]:
+        """Every row of `unit` from `first_row` on; None for one that is not wanted."""
+        file, only_group = self._units[unit]
+        parquet = self._open(file)
+        for group in range(parquet.num_row_groups) if only_group is None else [only_group]:
+            where = f"{self._names[file]}, row group {group}"
+            num_rows = parquet.metadata.row_group(group).num_rows
+            # It alone holds the row group: the next one is read when this one is gone.
+            rows = cache(partial(self._read, parquet, file, group))
+            for row in range(first_row, num_rows):
+                key = f"{self._names[file]}:{group}:{row}"
+                if wanted is not None and not wanted(key):
+                    yield None
+                elif isinstance(rows(), str):  # damaged: none of its rows can be read
+                    yield BadRow(key, f"{where}: {rows()}")
+                else:
+                    yield self._document(key, rows(), row, f"{where}, row {row}")
+            first_row = max(0, first_row - num_rows)
+
+    def _document(self, key: str, table: Any, row: int, where: str) -> Row:
+        if self._text_column is not None:
+            return text_document(key, table.column(0)[row].as_py, where)
+        columns = zip(table.column_names, table.columns, strict=True)
+        return record_document(
+            key, lambda: {name: shortened(one[row].as_py(), one.type) for name, one in columns}, where
+        )
+
+    def _read(self, parquet: Any, file: int, group: int) -> Any:
+        """The columns of a row group, an Arrow table; for a damaged one of a local file, what is wrong with it."""
+        from pyarrow import ArrowException
+
+        try:
+            return parquet.read_row_group(group, columns=self._read_columns(parquet.schema_arrow.names))
+        except (OSError, ArrowException) as error:
+            path = self._files[file]
+            if is_remote(path):
+                raise  # it is tried again: it may have arrived damaged
+            if isinstance(error, OSError) and error.errno:  # the disk's, not the content's
+                raise DataError(f"{path}: cannot be read (row group {group}: {error})") from error
+            return f"cannot be read ({error})"
+
+    def _read_columns(self, existing: Sequence[str]) -> Sequence[str] | None:
+        if self._text_column is not None:
+            return [self._text_column]
+        return None if self._columns is None else self._columns(existing)
+
+    def _tried_again(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
+        """The rows of `read(first_row)`, with patience where the file is remote."""
+        path = self._files[file]
+        return retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
+
+    def _opened(self, file: int, _first_row: int) -> Iterator[Any]:
+        yield self._open(file)
+
+    def _open(self, file: int) -> Any:
+        # Imported here because it takes 0.2 s, and most runs read no parquet.
+        import fsspec
+        from pyarrow.parquet import ParquetFile
+
+        path = self._files[file]
+        with nullcontext() if is_remote(path) else local_errors(path, "cannot be read as parquet"):
+            parquet = ParquetFile(fsspec.open(path, "rb").open() if is_remote(path) else path)
+        no_repeated(path, parquet.schema_arrow.names)
+        if parquet.metadata.num_rows:  # one without rows may have no columns either
+            _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
+        return parquet
+
+
+def open_hub_data(
+    entry: MixtureSource, num_lanes: int, *, streaming: bool, columns: Columns | None = None
+) -> HubTable | HubStream | ParquetFiles | JsonLines:
+    """Open the data set that `entry` names, for its text, or for rows of the `columns` that are read. DataError."""
+    # Imported here because it takes a second, and local runs do not need it.
+    import datasets
+
+    path, column = entry.dataset_name, entry.text_column if columns is None else None
+    name = _name(entry)
+    with readable_errors(entry, name):
+        builder, files = _found(entry)
+        if os.path.isdir(path):  # known by its files, so that it may move
+            identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
+        else:
+            identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
+        if _is_saved(path):
+            return HubTable(name, column, datasets.load_from_disk(path), identity, columns)
+        if reader := _row_reader(builder, files, streaming=streaming):
+            return reader(files, column)
+        if not streaming:
+            try:
+                builder.download_and_prepare()
+            except Exception as error:
+                if is_of_network(error) and not os.path.isdir(path):
+                    raise
+                raise content_error(name, error, files) from error
+            table = builder.as_dataset(split=entry.dataset_split)
+            no_shifted(builder.name, name, table.column_names)
+            rows = HubTable(name, column, table, identity, columns)
+            no_dates(builder.name, name, rows.types, rows.types)
+            return rows
+        if builder.name == "parquet" and files:
+            return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
+        stream = HubStream(
+            name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity, files, builder.name
+        )
+        read = [column] if column else stream.types if columns is None else columns(list(stream.types))
+        no_dates(builder.name, name, stream.types, read)
+        return stream
+
+
+def folder_files(entry: MixtureSource) -> list[str]:
+    """The files of a data set that is a folder, as its identity names them. Raises DataError."""
+    with readable_errors(entry, _name(entry)):
+        return _found(entry)[1]
+
+
+def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
+    """The builder of a data set, and the files of the split, as far as it has some."""
+    import datasets
+
+    check("datasets")
+    builder = datasets.load_dataset_builder(
+        entry.dataset_name,
+        entry.dataset_config,
+        data_files=None if entry.data_files is None else list(entry.data_files),
+        revision=entry.dataset_revision,
+    )
+    parts = dict(builder.config.data_files or {})
+    if _is_saved(entry.dataset_name):
+        return builder, [*chain(*parts.values())]
+    return builder, list(parts.get(entry.dataset_split, []))
+
+
+def _row_reader(builder: datasets.DatasetBuilder, files: Sequence[str], *, streaming: bool) -> type[JsonLines] | None:
+    """Our reader of the local files of a folder, row by row, where `datasets` would want the same columns of them all.
+
+    None where the folder's card sets how they are read, and for files of other kinds. CSV is never left to `datasets`,
+    which guesses: of rows with more fields than there are names it shifts them.
+    """
+    kind = type(builder).__module__.rpartition(".")[2]
+    readers: dict[str, type[JsonLines]] = {"csv": CsvFiles} if streaming else {"json": JsonLines, "csv": CsvFiles}
+    reader = readers.get(kind)
+    if reader is None or not files or any(is_remote(path) or kind_of_file(path) != kind for path in files):
+        return None
+    plain, named = vars(type(builder.config)()), ("name", "version", "data_dir", "data_files", "description")
+    is_plain = all(value == plain[field] for field, value in vars(builder.config).items() if field not in named)
+    return reader if is_plain else None
+
+
+def _name(entry: MixtureSource) -> str:
+    return "/".join(part for part in (entry.dataset_name, entry.dataset_config, entry.dataset_split) if part)
+
+
+def _is_saved(path: str) -> bool:
+    """Return whether `Dataset.save_to_disk` wrote this folder, which is one split then."""
+    return os.path.isfile(os.path.join(path, "state.json"))
+
+
+def _arrow_types(features: datasets.Features | None) -> dict[str, Any]:
+    return {} if features is None else {field.name: field.type for field in features.arrow_schema}
+
+
+class HubTable:
+    """A downloaded data set. A `MapSource`."""
+
+    def __init__(
+        self,
+        name: str,
+        column: str | None,
+        table: datasets.Dataset,
+        identity: dict[str, Any],
+        columns: Columns | None = None,
+    ) -> None:
+        _require_column(column, name, table.column_names)
+        read = (
+            [column] if column is not None else table.column_names if columns is None else columns(table.column_names)
+        )
+        self._table = table.select_columns(list(read))
+        self.types = _arrow_types(self._table.features)
+        self._name = name
+        self._column = column
+        self.identity = {**identity, "rows": len(table)}
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def key(self, index: int) -> str:
+        """`DATASET/CONFIG/SPLIT:ROW`."""
+        return f"{self._name}:{index}"
+
+    def document(self, index: int) -> Row:
+        """Row `index`."""
+        key, column = self.key(index), self._column
+        if column is None:
+            return record_document(key, lambda: shortened_fields(self._table[index], self.types), key)
+        return text_document(key, lambda: self._table[index][column], key)
+
+
+class HubStream:
+    """A streamed data set that is not parquet. A `StreamSource` whose units are `datasets`' shards."""
+
+    def __init__(
+        self,
+        name: str,
+        column: str | None,
+        stream: datasets.IterableDataset,
+        identity: dict[str, Any],
+        files: Sequence[str],
+        kind: str,
+    ) -> None:
+        self._stream = stream
+        self._kind = kind
+        self.types = _arrow_types(stream.features)
+        self._name = name
+        self._column = column
+        self.num_units = stream.num_shards
+        self.identity = identity
+        self._files = files
+        self.is_remote = not files or any(map(is_remote, files))
+        for first in self._records(0, 0) if self.num_units else ():
+            no_shifted(kind, name, first)
+            _require_column(column, name, list(first))
+            break
+
+    def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
+        """The documents of a shard from row `first_row` on (those before are read and dropped) that are `wanted`."""
+        for row, record in enumerate(self._records(unit, first_row), start=first_row):
+            key = f"{self._name}:{unit}:{row}"
+            if wanted is None or wanted(key):
+                no_shifted(self._kind, self._name, record)
+                yield field_document(key, shortened_fields(record, self.types), self._column, key)
+
+    def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
+        shard = self._stream.shard(num_shards=self.num_units, index=unit)
+        where = self._files[unit] if len(self._files) == self.num_units else f"{self._name}, shard {unit}"
+        return retry_rows(lambda row: islice(shard, row, None), first_row, where, is_local=not self.is_remote)
+
+
+def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The commit (a sha) that each hub data set of `data` stands at, by `hub_name`; those in `saved` stay.
+
+    One small request for each new one. A data set that the hub does not show (no network, no such name) is
+    left out: opening it looks into the local cache, and says what is wrong. None of prepared data, which needs none.
+    """
+    commits = {
+        hub_name(entry): (saved or {}).get(hub_name(entry)) or _ask_hub(entry.dataset_name, entry.dataset_revision)
+        for entry in ({} if data.prepared_dir else named_sources(data)).values()
+        if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name)
+    }
+    return {name: commit for name, commit in commits.items() if commit}
+
+
+def _ask_hub(dataset_name: str, revision: str | None) -> str | None:
+    # Imported here because runs on local data do not need it.
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(dataset_name, revision=revision).sha
+    except Exception as error:
+        if not (isinstance(error, ValueError) or is_of_network(error)):
+            raise
+        logger.warning("%s: its commit is not known (%s: %s)", dataset_name, type(error).__name__, error)
+        return None
+
+
+def _require_column(column: str | None, where: str, existing: Sequence[str]) -> None:
+    if column is not None and column not in existing:
+        raise DataError(missing_column(column, where, existing))

@@ -1,0 +1,257 @@
+"""Guarded steps of DeepSpeed 0.19.8, and a host that does not wait for its device in them.
+
+DeepSpeed computes the global gradient norm in the middle of its step and goes straight on to clip and update. It also
+has a path that drops a step, for overflow: gradients cleared, parameters, moments and schedule untouched,
+`skipped_steps` counted. A gate shows the norm to the caller's veto and, on refusal or when it is not finite, sends
+DeepSpeed down that path: every later step is bit-identical to a run in which the step never happened.
+
+The norm is computed once, on the device, in float32 and with one reduction, and the host reads it once: its only wait
+in a step. DeepSpeed's own code reads the device up to twice for each parameter; here it gets the norm as a number, and
+its checks for overflow are answered by it: a sum of squares is finite only if all that is summed is. For streams of an
+accelerator the device waits instead of the host (`wait_on_the_device`).
+
+All of these are private places (foreign_places.py).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import deepspeed.runtime.bf16_optimizer as bf16_module
+import deepspeed.runtime.fp16.unfused_optimizer as unfused_module
+import deepspeed.runtime.zero.stage3 as stage3_module
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from ds_encdec.base.foreign_places import replaced, write
+from ds_encdec.engine.protocol import Veto
+
+
+def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
+    """Have the device's streams wait for each other where DeepSpeed has the host wait for them; `undo` takes it back.
+
+    DeepSpeed does for each bucket of gradients and after each backward pass; at stage 3 on one rank also for each
+    module's parameters; and with offload for the copies of gradients to the host. The host touches none of it before it
+    has read the norm. Not with optimizer states on NVMe, which the host writes at once.
+    """
+    accelerator, optimizer = get_accelerator(), engine.optimizer
+    if accelerator.is_synchronized_device() or getattr(optimizer, "swap_optimizer", False):
+        return
+
+    def ordered(method: str, owner: Any, stream: Any) -> None:
+        """In the optimizer's `method`, `owner.synchronize` makes the current stream wait for `stream` instead."""
+        native = getattr(optimizer, method)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with replaced(owner, "synchronize", lambda *_: accelerator.current_stream().wait_stream(stream)):
+                return native(*args, **kwargs)
+
+        undo.enter_context(replaced(optimizer, method, run))
+
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        stream = optimizer.reduce_and_partition_stream
+        ordered("independent_gradient_partition_epilogue", stream, stream)
+        undo.enter_context(replaced(NoGatherCoalescedHandle, "wait", _without_waiting(NoGatherCoalescedHandle.wait)))
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer):
+        ordered("independent_gradient_partition_epilogue", accelerator, optimizer.reduction_stream)
+
+        def wait_for_copies() -> None:
+            for event in optimizer._pending_offload_events.values():
+                accelerator.current_stream().wait_event(event)
+            optimizer._pending_offload_events.clear()
+
+        # A gradient larger than the bucket is reduced where it lies, and may be freed while a stream works on it.
+        replacements = {
+            "_wait_for_offload_copies": wait_for_copies,
+            "_record_gradient_stream": lambda tensor, stream: tensor.record_stream(stream),
+        }
+        for name, function in replacements.items():
+            undo.enter_context(replaced(optimizer, name, function))
+
+
+def _without_waiting(native: Callable[..., None]) -> Callable[..., None]:
+    """A handle's `wait` that leaves the copies to its stream, for which the fetching stream waits next."""
+
+    def wait(self: Any, **kwargs: Any) -> None:
+        with replaced(get_accelerator(), "resolves_data_dependency", lambda: True):
+            native(self, **kwargs)
+
+    return wait
+
+
+class StepGate:
+    """One guarded step at a time. Subclasses place `_skips_step` where their optimizer has its norm, until `undo`."""
+
+    def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
+        self._engine = engine
+        self._veto: Veto | None = None
+        self._norm: Tensor | None = None
+        self._read = math.inf
+        self._looked_up = False
+
+    def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
+        """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
+        self._veto, self._norm, self._looked_up = veto, None, False
+        applied = self._run()
+        if applied and not self._looked_up:
+            raise RuntimeError(
+                f"deepspeed {version('deepspeed')} has stepped without asking for the gradient norm where 0.19.8 asks "
+                f"for it ({type(self).__name__}): the step was neither guarded nor clipped. Install deepspeed==0.19.8"
+            )
+        return applied, torch.tensor(torch.inf, device=self._engine.device) if self._norm is None else self._norm
+
+    def _run(self) -> bool:
+        self._engine.step()
+        return self._engine.was_step_applied()
+
+    def _skips_step(self, norm: Tensor) -> bool:
+        """Record the norm (already free of any loss scale) and decide; the same on every rank."""
+        self._looked_up = True
+        self._read = float(norm)  # the step's one wait for the device
+        if not math.isfinite(self._read):
+            return True
+        self._norm = norm
+        return self._veto is not None and self._veto(norm)
+
+
+class ZeroGate(StepGate):
+    """ZeRO 1, 2 and 3: the optimizer asks one of its own methods for the norm, then looks at `overflow`."""
+
+    def __init__(self, engine: DeepSpeedEngine, undo: ExitStack, method: str, parameters: str) -> None:
+        """`method`: of the optimizer, gives the norm. `parameters`: its field with this rank's, by group."""
+        super().__init__(engine, undo)
+        self._parameters = parameters
+        self._this_step = ExitStack()
+        replacements: dict[str, Callable[..., Any]] = {
+            method: self._observe,
+            "unscale_and_clip_grads": self._clip,
+            # The norm shows whether there was an overflow.
+            "check_overflow": lambda partition_gradients=True: None,
+        }
+        if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+            replacements["update_offload_overflow_tracker"] = lambda gradient: None
+        for name, function in replacements.items():
+            undo.enter_context(replaced(engine.optimizer, name, function))
+
+    def _observe(self) -> float:
+        optimizer = self._engine.optimizer
+        if self._skips_step(self._global_norm() / optimizer.loss_scale):
+            write(optimizer, overflow=True)
+            if self._norm is not None:
+                # A veto is no overflow: a dynamic loss scale must not fall for it in this step.
+                self._this_step.enter_context(replaced(optimizer, "_update_scale", lambda overflow: None))
+        return self._read * optimizer.loss_scale
+
+    def _global_norm(self) -> Tensor:
+        """The norm of all ranks' gradients, times the loss scale; float32 scalar on the device. Collective."""
+        optimizer = self._engine.optimizer
+        norms: list[Tensor] = []
+        for index, parameters in enumerate(getattr(optimizer, self._parameters)):
+            # DeepSpeed does not scale the updates of Muon, which it has in the place of gradients.
+            scale = optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(index) else 1.0
+            norms += [norm * scale for norm in self._norms_of(index, parameters)]
+        total = torch.zeros((), device=self._engine.device)
+        if norms:
+            total = torch.stack(norms).square().sum()
+        dist.all_reduce(total, group=optimizer.dp_process_group)
+        return total.sqrt()
+
+    def _norms_of(self, index: int, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The norms of this rank's gradients of a group: with offload those noted as they left the device."""
+        optimizer = self._engine.optimizer
+        noted = getattr(optimizer, "norm_for_param_grads", None)
+        if noted is not None:
+            known = (noted.get(optimizer.get_param_id(parameter)) for parameter in parameters)
+            return [norm.float() for norm in known if norm is not None]
+        gradients = list(optimizer.averaged_gradients[index])
+        return torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
+
+    def _clip(self, gradients: Any, scaled_norm: float) -> None:
+        """Free gradients of the loss scale and clip them to the norm. Stage 3 names them by their sub-group."""
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+            gradients = [optimizer.fp32_partitioned_groups_flat[gradients].grad]
+        scale = optimizer.loss_scale
+        if optimizer.clip_grad > 0.0:
+            scale *= max(1.0, (scaled_norm / optimizer.loss_scale + 1e-6) / optimizer.clip_grad)
+        for gradient in gradients if scale != 1.0 else ():
+            gradient.mul_(1.0 / scale)
+
+    def _run(self) -> bool:
+        optimizer = self._engine.optimizer
+        with self._this_step, replaced(stage3_module, "combine_grad_norm_groups", lambda norm: norm):
+            applied = super()._run()
+        if not applied and isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
+            # DeepSpeed drops the sums of an offloaded optimizer only with a step that is applied: the next step would
+            # be made of the refused one's gradients, too. In place: every parameter knows this very dict.
+            for group in optimizer.averaged_gradients:
+                optimizer.averaged_gradients[group] = None
+        return applied
+
+
+class Bf16Gate(StepGate):
+    """ZeRO 1 in bf16 with float32 accumulation, an optimizer that skips a step by the norm that a function gives."""
+
+    def _run(self) -> bool:
+        with replaced(bf16_module, "get_global_norm_of_tensors", self._observe):
+            return super()._run()
+
+    def _observe(self, input_tensors: list[Tensor], **_: Any) -> float:
+        """The norm; infinite if it refuses. Every rank has all gradients by then."""
+        return math.inf if self._skips_step(_norm(input_tensors)) else self._read
+
+
+class ReplicatedGate(StepGate):
+    """ZeRO 0: every rank holds all gradients, averaged; DeepSpeed reports no norm in float32 and skips nothing."""
+
+    def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
+        super().__init__(engine, undo)
+        undo.enter_context(replaced(engine, "clip_fp32_gradients", self._clip))
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # which looks when the norm has shown it already
+            for method in ("check", "has_overflow"):
+                undo.enter_context(replaced(engine.optimizer.overflow_checker, method, lambda *_, **__: False))
+
+    def _run(self) -> bool:
+        engine = self._engine
+        if not self._skips_step(_norm([p.grad for p in engine.module.parameters() if p.grad is not None])):
+            groups = iter([self._read])  # the first group has the norm of all
+            with replaced(unfused_module, "get_weight_norm", lambda *_, **__: next(groups, 0.0)):
+                return super()._run()
+        engine.zero_grad()
+        counters = ("micro_steps", "global_steps", "skipped_steps")
+        write(engine, **{name: getattr(engine, name) + 1 for name in counters})
+        return False
+
+    def _clip(self) -> None:
+        """In float32, where DeepSpeed has no optimizer of its own."""
+        engine = self._engine
+        assert self._norm is not None
+        torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), self._norm)
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all `gradients` together; float32 scalar on the device."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
+
+
+_GATES: tuple[tuple[type, Callable[[DeepSpeedEngine, ExitStack], StepGate]], ...] = (
+    (DeepSpeedZeroOptimizer_Stage3, partial(ZeroGate, method="_get_norm_groups", parameters="fp16_groups")),
+    (DeepSpeedZeroOptimizer, partial(ZeroGate, method="scaled_global_norm", parameters="params_in_partition")),
+    (BF16_Optimizer, Bf16Gate),
+)
+
+
+def step_gate(engine: DeepSpeedEngine, undo: ExitStack) -> StepGate:
+    """The gate that fits the optimizer DeepSpeed has built; `undo` takes it out again."""
+    return next((gate for kind, gate in _GATES if isinstance(engine.optimizer, kind)), ReplicatedGate)(engine, undo)

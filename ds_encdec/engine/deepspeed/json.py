@@ -1,0 +1,224 @@
+"""The JSON handed to `deepspeed.initialize`, rendered from the schema; no torch and no deepspeed needed.
+
+DeepSpeed checks some of its configuration and ignores the rest in silence, so nothing is left to its defaults
+that matters here, no "auto" remains, and every key is checked against `config.deepspeed_keys` before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+from ds_encdec.base.types import ConfigError
+from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
+from ds_encdec.config.schema import FullConfig, TrainingConfig
+from ds_encdec.config.shares import replicas, with_micro_batch_size
+from ds_encdec.launch.world import World
+from ds_encdec.registry.optimizers import OPTIMIZERS
+
+if TYPE_CHECKING:
+    import torch
+
+# Elements of the buffers for gradients and parameters. DeepSpeed's default of 5e8 takes 1 GB of each rank in bf16
+# (twice with overlap); beyond 5e7 the collectives gain nothing.
+_BUCKET_ELEMENTS = {"cuda": 50_000_000, "cpu": 5_000_000}
+# Parameters smaller than this stay whole on every rank: norms, whose gathering costs more than it saves.
+_PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
+# ZeRO-3 gathers the parameters of each of these modules, the model's layers, at once and with one set of hooks, which
+# halves what hooks cost the host (scripts/bench/host_time.py). Only where all is trained: see `rules.deepspeed_lacks`.
+_LEAF_MODULES = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
+# Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's 1e9, 2 GB in
+# bf16. A 1 B model is then gathered once a step, which is faster; infra.deepspeed_extra lowers both.
+_LIVE_PARAMETERS = 1_000_000_000
+# Elements of an optimizer on a disk that are read, stepped and written at a time: reads of 100 MB are as fast as a
+# disk is, and a rank holds four such buffers in host memory.
+_SWAPPED_ELEMENTS = 25_000_000
+SWAP_BUFFERS = 4
+"""Buffers of the largest sub-group's size: weights, gradients and both moments."""
+
+
+def render_deepspeed_json(
+    config: FullConfig,
+    *,
+    world_size: int,
+    gradient_accumulation_steps: int,
+    device: str,
+    ranks_per_node: int | None = None,
+) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of a run.
+
+    `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step. `device`: "cpu" or an accelerator's
+    name. `ranks_per_node`: the size of zero3_hybrid's secondary partition (hpZ, ZeRO++, arXiv 2306.10209) where
+    `infra.hybrid_shard_size` names none; None: all ranks are on one node. The schedule is part of the JSON only where
+    it is DeepSpeed's own class. Batch sizes are bookkeeping: a "sample" is a packed sequence.
+
+    Raises ConfigError for a JSON file that has not been read, and for ranks that do not divide into hpZ partitions.
+    """
+    if config.infra.deepspeed_config is not None:
+        raise ConfigError("infra.deepspeed_config has not been read: use load_config or FullConfig.from_yaml")
+    training = config.training
+    rendered: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": training.micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "train_batch_size": training.micro_batch_size * gradient_accumulation_steps * world_size,
+        "gradient_clipping": training.max_grad_norm,
+        "bf16": {"enabled": training.bf16},
+        "fp16": {"enabled": training.fp16},
+        # Parameter groups bring their own weight decay, see `optim.parameter_groups`.
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": training.learning_rate,
+                "betas": [training.adam_beta1, training.adam_beta2],
+                "eps": training.adam_epsilon,
+                "weight_decay": training.weight_decay,
+            },
+        },
+        "zero_optimization": _zero(config, device, ranks_per_node or world_size),
+        # On by default, and waits for the device in every forward pass; nobody reads it.
+        "timers": {"throughput": {"enabled": False}},
+    }
+    if training.bf16 and rendered["zero_optimization"]["stage"] >= 2:
+        # DeepSpeed would accumulate in bfloat16, where 8 micro-batches already cost 0.3 % of the gradient (measured).
+        # Not below: stage 0 refuses, and stage 1 takes an optimizer whose checkpoints zero_to_fp32.py cannot read.
+        rendered["data_types"] = {"grad_accum_dtype": "fp32"}
+    if training.lr_scheduler_type in NATIVE_SCHEDULES:
+        rendered["scheduler"] = _scheduler(training)
+    rendered = _merge(rendered, config.infra.deepspeed_extra)
+    _set_optimizer(rendered, training)
+    if _reduces_in_float32(rendered, world_size):
+        rendered.setdefault("communication_data_type", "fp32")
+    partition = rendered["zero_optimization"].get("zero_hpz_partition_size", 1)
+    replicas(
+        world_size,
+        partition,
+        f"zero3_hybrid: partitions of {partition} ranks (infra.hybrid_shard_size or zero_hpz_partition_size)",
+    )
+    return rendered
+
+
+def _set_optimizer(rendered: dict[str, Any], training: TrainingConfig) -> None:
+    if training.optimizer in OPTIMIZERS:
+        adam = rendered["optimizer"]["params"]
+        adam["torch_adam"] = True
+        adam.pop("bias_correction", None)  # torch has no such word, and always corrects
+        if not adam.keys() & {"fused", "foreach"}:
+            adam["fused"] = True  # torch's own choice is a loop over single operations
+    else:  # DeepSpeed gets the optimizer itself, and would refuse what it does not know
+        del rendered["optimizer"]
+        rendered |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+
+
+def run_json(
+    config: FullConfig, world: World, device: torch.device, gradient_accumulation_steps: int
+) -> dict[str, Any]:
+    """The complete DeepSpeed configuration of a run on these ranks, which is also its ds_config.json."""
+    return render_deepspeed_json(
+        config,
+        world_size=world.world_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        device=device.type,
+        ranks_per_node=world.local_world_size,
+    )
+
+
+def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> None:
+    """Raise ConfigError for what DeepSpeed would refuse on these ranks, whatever the batch."""
+    disk = config.infra.nvme_path or ""
+    if config.infra.offload_optimizer == "nvme" and not os.path.isdir(os.path.expanduser(disk)):
+        raise ConfigError(f"infra.nvme_path: {disk!r} is no folder on this machine: make it, or name another")
+    if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
+        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
+    run_json(with_micro_batch_size(config, 1, world.world_size), world, device, 1)
+
+
+def accumulates_in_bf16(rendered: dict[str, Any]) -> bool:
+    """Return whether a run of this JSON adds several micro-batches' gradients up in bfloat16."""
+    several = rendered["gradient_accumulation_steps"] > 1
+    return bool(rendered["bf16"]["enabled"]) and several and not _accumulates_in_float32(rendered)
+
+
+def _accumulates_in_float32(rendered: dict[str, Any]) -> bool:
+    return rendered.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
+
+
+def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
+    """Return whether bfloat16 gradients are to be summed over ranks as they are over micro-batches.
+
+    A sum over one rank rounds nothing, but where it is of what was accumulated (stage 1). ZeRO++'s quantized sums take
+    16 bits alone.
+    """
+    zero = rendered["zero_optimization"]
+    return (
+        bool(rendered["bf16"]["enabled"])
+        and _accumulates_in_float32(rendered)
+        and (world_size > 1 or zero["stage"] == 1)
+        and not zero.get("zero_quantized_gradients", False)
+    )
+
+
+def _scheduler(training: TrainingConfig) -> dict[str, Any]:
+    """One of DeepSpeed's schedules (runtime/lr_schedules.py), each with the parameters its class takes."""
+    params: dict[str, Any] = {
+        "warmup_num_steps": training.warmup_steps,
+        "warmup_type": training.warmup_type,  # DeepSpeed's default is a logarithmic warm-up
+    }
+    if training.lr_scheduler_type == "WarmupCosineLR":  # scales the optimizer's rate
+        params |= {"warmup_min_ratio": 0.0, "cos_min_ratio": training.min_lr_ratio}
+    else:
+        params |= {"warmup_min_lr": 0.0, "warmup_max_lr": training.learning_rate}
+    if training.lr_scheduler_type != "WarmupLR":  # which has no end
+        params["total_num_steps"] = training.num_train_steps
+    return {"type": training.lr_scheduler_type, "params": params}
+
+
+def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any]:
+    infra = config.infra
+    stage = int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
+    if stage == 0:
+        return {"stage": 0}
+    bucket = _BUCKET_ELEMENTS["cpu" if device == "cpu" else "cuda"]
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "contiguous_gradients": True,
+        "overlap_comm": device != "cpu",  # a CPU has no streams to overlap on, and overlap doubles the buffers
+        "reduce_bucket_size": bucket,
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": bucket,
+            "stage3_max_live_parameters": _LIVE_PARAMETERS,
+            "stage3_max_reuse_distance": _LIVE_PARAMETERS,
+            "stage3_param_persistence_threshold": _PERSISTENCE_THRESHOLD_ELEMENTS,
+            "stage3_gather_16bit_weights_on_model_save": False,
+        }
+        if config.model.lora is None and not config.training.freeze:
+            zero["leaf_module"] = {"classes": list(_LEAF_MODULES)}
+            # DeepSpeed's linear layers, slower than torch's, keep no gathered weights for the backward pass. A layer
+            # that is recomputed keeps some only inside its own backward pass, while it is gathered.
+            zero["memory_efficient_linear"] = config.training.activation_checkpointing != "full"
+    else:
+        zero["allgather_bucket_size"] = bucket
+    if infra.sharding_stage == "zero3_hybrid":
+        zero["zero_hpz_partition_size"] = infra.hybrid_shard_size or ranks_per_node
+    for name, place in (("offload_optimizer", infra.offload_optimizer), ("offload_param", infra.offload_params)):
+        if place != "none":
+            zero[name] = {"device": place, "pin_memory": infra.pin_memory and device != "cpu"}
+    if infra.offload_optimizer == "nvme":
+        # Two runs may swap to one disk; DeepSpeed names files by rank alone.
+        of_run = hashlib.sha256(os.path.abspath(infra.output_dir).encode()).hexdigest()[:16]
+        folder = os.path.join(os.path.expanduser(infra.nvme_path or ""), f"ds_encdec-{of_run}")
+        zero["offload_optimizer"] |= {"nvme_path": folder, "buffer_count": SWAP_BUFFERS}
+        zero["sub_group_size"] = _SWAPPED_ELEMENTS
+    return zero
+
+
+def _merge(rendered: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    """`rendered` with the user's `extra` keys, which replace our choices of buffer sizes and the like."""
+    merged = dict(rendered)
+    for key, value in extra.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else deepcopy(value)
+    return merged

@@ -1,0 +1,185 @@
+"""Places inside DeepSpeed 0.19.8 that the engine reaches for: the tensors that a rank holds.
+
+DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters, whose places depend on the ZeRO
+stage. Here all stages look alike: shards, each made of pieces.
+
+All of these are private places (foreign_places.py). The parity tests and those of resumed runs hold them down, and one
+counts what they hold.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from itertools import chain
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from ds_encdec.base.foreign_places import write
+from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.engine.kept_state import kept_state
+from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
+from ds_encdec.engine.sharded_engine import Shard
+from ds_encdec.model.trained import canonical_name
+from ds_encdec.registry.optimizers import OPTIMIZERS
+
+_GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
+_GRADIENTS_OF_OPTIMIZER = (
+    "averaged_gradients",  # stages 1 to 3, by group, from the backward pass to the step
+    "all_grad_tensors",  # stage 1, while it accumulates
+    "grads_in_partition",  # stage 2, in the backward pass
+    "accumulated_grads_in_cpu",  # stages 1 and 2 with offload, from several micro-batches on
+    "grad_partitions_flat_buffer",  # stage 3
+    "fp32_groups_gradients_flat",  # BF16_Optimizer
+)
+
+
+def _own(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
+    """ZeRO 3: this rank's parts."""
+    sizes = {engine.param_names[parameter]: parameter.ds_numel for parameter in group}  # type: ignore[attr-defined]
+    return own_parts(sizes, engine.global_rank, engine.dp_world_size)
+
+
+def _linked(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
+    """ZeRO 1 and 2: DeepSpeed links each parameter that this rank has a part of to that part."""
+    for parameter in group:
+        link = parameter._hp_mapping  # type: ignore[attr-defined]
+        if link is not None:
+            here, there = link.lp_fragment_address, link.hp_fragment_address
+            yield Piece(engine.param_names[parameter], here.start, here.numel, there.start)
+
+
+def _whole(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
+    """ZeRO 0: whole parameters."""
+    return end_to_end({engine.param_names[parameter]: parameter.numel() for parameter in group})
+
+
+_FLAT = (
+    (DeepSpeedZeroOptimizer_Stage3, "fp32_partitioned_groups_flat", "fp16_groups", _own),
+    (DeepSpeedZeroOptimizer, "single_partition_of_fp32_groups", "bit16_groups", _linked),
+    (BF16_Optimizer, "fp32_groups_flat_partition", "bf16_groups", _linked),
+)
+"""The fields in which each of DeepSpeed's optimizers has its flat float32 weights, by group, and their parameters."""
+
+
+def shards(engine: DeepSpeedEngine) -> list[Shard]:
+    """All shards of this rank, in the order in which DeepSpeed steps them."""
+    optimizer = engine.optimizer
+    for kind, flats, groups, pieces in _FLAT:
+        if isinstance(optimizer, kind):
+            found = zip(getattr(optimizer, flats), getattr(optimizer, groups), strict=True)
+            return [Shard(flat, tuple(pieces(group, engine))) for flat, group in found]
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        masters, parameters = (list(chain(*groups)) for groups in (optimizer.fp32_groups, optimizer.fp16_groups))
+    else:
+        masters = parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = zip(masters, parameters, strict=True)
+    return [Shard(master, tuple(_whole([parameter], engine))) for master, parameter in found]
+
+
+def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
+    """The parts that this rank has of the parameters that no optimizer steps, in the dtype that layers compute in."""
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            continue
+        cut = hasattr(parameter, "ds_tensor")
+        yield Shard(parameter.ds_tensor if cut else parameter, tuple((_own if cut else _whole)([parameter], engine)))
+
+
+def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[str]) -> None:
+    """Rewrite DeepSpeed's `state` to canonical names and exactly the parameters `kept`.
+
+    Its exclusion of frozen parameters leaves a tied one's other name, and below stage 2 it saves frozen ones where its
+    zero_to_fp32.py does not look.
+    """
+    module = {canonical_name(name): tensor for name, tensor in state["module"].items()}
+    shapes = engine._get_zero_frozen_param_attributes(engine._get_param_shape_func)
+    if kept.isdisjoint(shapes):
+        module = {name: tensor for name, tensor in module.items() if name in kept}
+    elif engine.zero_optimization_stage() < 3:
+        state["frozen_param_shapes"] = shapes
+        state["frozen_param_fragments"] = {name: module[name] for name in shapes}
+    state["module"] = module
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training: TrainingConfig) -> dict[str, Any]:
+    """The state of a shard; made, as the optimizer itself would in its first step, where there is none yet."""
+    state: dict[str, Any] = optimizer.state[weights]
+    if not state:
+        # A GPU's fused kernel counts where the weights are, torch's other forms on the CPU.
+        counts_on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        place = weights.device if counts_on_device or training.optimizer not in OPTIMIZERS else torch.device("cpu")
+        state.update(kept_state(training, place).zero(weights))
+    return state
+
+
+def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
+    """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and whole ones."""
+    names = ("ds_tensor", "ds_secondary_tensor")
+    parts = (getattr(parameter, name, None) for parameter in engine.module.parameters() for name in names)
+    return chain(engine.module.parameters(), parts)
+
+
+def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
+    """The gradients that there are now, as tensors, containers of them, or None: of parameters, and of `shards`."""
+    return chain(
+        (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
+        (shard.weights.grad for shard in shards),
+        (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER),
+    )
+
+
+def undo_first_step(engine: DeepSpeedEngine) -> None:
+    """Undo the step with zero gradients that DeepSpeed makes when it builds stage 0 in 16 bits: it decays weights."""
+    if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
+        engine.basic_optimizer.state.clear()
+        engine.optimizer.refresh_fp32_params()
+
+
+def refresh_parameters(engine: DeepSpeedEngine) -> None:
+    """Give the layers' parameters the values of the float32 weights, as at the end of a step. Collective."""
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        for parameter in engine.module.parameters():
+            if not parameter.requires_grad:
+                write(parameter, ds_secondary_tensor=None)  # the epilogue drops those of what is trained
+        optimizer.checkpoint_event_prologue()  # no parameter is whole
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer.checkpoint_event_epilogue()  # gathers those that stay whole; hpZ's second copies are dropped
+    elif isinstance(optimizer, DeepSpeedZeroOptimizer | BF16_Optimizer):
+        optimizer.update_lp_params()
+    elif isinstance(optimizer, FP16_UnfusedOptimizer):
+        for low, high in zip(chain(*optimizer.fp16_groups), chain(*optimizer.fp32_groups), strict=True):
+            low.data.copy_(high.data)
+
+
+def loss_scaler_state(engine: DeepSpeedEngine) -> dict[str, float | int] | None:
+    """The state of a dynamic loss scale (float16), or None without one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if not isinstance(scaler, DynamicLossScaler):
+        return None
+    return {
+        "scale": float(scaler.cur_scale),
+        "steps_since_overflow": scaler.cur_iter - scaler.last_overflow_iter - 1,
+        "hysteresis": scaler.cur_hysteresis,
+    }
+
+
+def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | int] | None) -> None:
+    """Go on with a loss scale where both this run and the saved one have a dynamic one."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if state is None or not isinstance(scaler, DynamicLossScaler):
+        return
+    write(
+        scaler,
+        cur_scale=state["scale"],
+        last_overflow_iter=-1,
+        cur_iter=int(state.get("steps_since_overflow", 0)),
+        cur_hysteresis=int(state.get("hysteresis", scaler.delayed_shift)),
+    )

@@ -1,0 +1,198 @@
+"""Checkpoints of adapters (model.lora): the base that they name, the model that both make, and a folder for peft.
+
+Such a checkpoint holds the adapters alone. Its `model/base.json` says what they were trained beside: where it was, the
+seed of what was drawn of it, and the SHA-256 of its files of weights. Wherever it is read, its base must be there, and
+the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_encdec.base.types import CheckpointError, WeightSource
+from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
+from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
+from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.checkpoint.saved_state import saved_weights
+from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
+from ds_encdec.config.yaml.plain_files import read_json
+from ds_encdec.exports.model_card import hub_id
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import merged_weights, peft_fields, peft_names, require_peft
+from ds_encdec.model.source import Base, base_model
+from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BASE_RECORD = "base.json"
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
+def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
+    """The facts that a checkpoint states about the base of its adapters, for people and for `opened_base`."""
+    snapshot = base.folder is not None and base.folder.parent.name == "snapshots"  # of a repository on the hub
+    return {
+        "name_or_path": section.model_name_or_path,
+        "folder": None if base.folder is None else str(base.folder.resolve()),
+        "revision": base.folder.name if snapshot and base.folder is not None else None,
+        "sha256": _digest(base),
+        **{name: fact for name, fact in base.facts.items() if name != "shapes"},
+    }
+
+
+def one_base(records: Sequence[dict[str, Any] | None]) -> None:
+    """Raise CheckpointError where machines have different bases: weights would be made of parts of each.
+
+    `records`: `base_record` of each rank that has hashed its machine's copy.
+    """
+    found = {record["sha256"]: record for record in records if record is not None}
+    if len(found) > 1:
+        places = "; ".join(
+            f"{record['folder']} (revision {record['revision'] or 'unknown'}, SHA-256 {digest[:12]}…)"
+            for digest, record in found.items()
+        )
+        raise CheckpointError(
+            f"model.model_name_or_path is not the same model on every machine: {places}. Give each the same copy."
+        )
+
+
+def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:
+    """The base of the adapters in `checkpoint`, where `section` says that it is now.
+
+    `option`: what tells another place. Raises CheckpointError where it is not there, or, if it is `hashed`, has other
+    weights.
+    """
+    path = checkpoint / "model" / BASE_RECORD
+    try:
+        record = read_json(path)
+        seed, expected, name = (record[key] for key in ("seed", "sha256", "name_or_path"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error!r}.") from error
+    place = section.model_name_or_path or "model.architecture"
+    revision = f"revision {record['revision']}, " if record.get("revision") else ""
+    wanted = f"{checkpoint} holds adapters of the base {name or 'of random weights'} ({revision}sha256 {expected})"
+    try:
+        base = base_model(section, Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model"), seed)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{wanted}, which was looked for in {place}: {error}. {option} says where it is"
+        ) from error
+    if hashed and (found := _digest(base)) != expected:
+        raise CheckpointError(
+            f"{wanted}, but the weights in {place} are others (sha256 {found}). {option} names another"
+        )
+    return base
+
+
+def trained_weights(checkpoint: Path, base: str | None = None) -> WeightSource:
+    """The weights of the whole model that a run has saved in `checkpoint`, adapters merged into their base; float32.
+
+    `base`: where the base is now, if not where the run found it. Raises CheckpointError.
+    """
+    saved = saved_weights(open_saved_state(checkpoint))
+    section = load_saved(checkpoint / "config.yaml").model
+    if section.lora is None:
+        if base is not None:
+            raise CheckpointError(f"--base: {checkpoint} holds a whole model, and no adapters of another")
+        return saved
+    return merged_weights(opened_base(checkpoint, _at(section, base), "--base").weights, saved, section.lora)
+
+
+def _at(section: ModelConfig, base: str | None) -> ModelConfig:
+    return section if base is None else section.model_copy(update={"model_name_or_path": base})
+
+
+def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> None:
+    """Write the adapters of `checkpoint` as the folder `out` that peft loads beside their base. Raises CheckpointError.
+
+    `base`: what the folder names as that; by default what the run was started from.
+    """
+    from safetensors.torch import save_file
+
+    refuse_existing(out)
+    require_peft()
+    path = checkpoint.expanduser().resolve()
+    config = load_saved(path / "config.yaml")
+    lora = config.model.lora
+    if lora is None:
+        raise CheckpointError(f"--adapter: {path} holds a whole model, and no adapters (model.lora)")
+    saved = open_saved_state(path)
+    weights = saved_weights(saved)
+    tensors: dict[str, Tensor] = {
+        file_name: weights(name).to(torch.float32).contiguous() for file_name, name in peft_names(saved.shapes).items()
+    }
+    if base is not None:
+        opened_base(path, _at(config.model, base), "--base")  # which must be theirs
+    named = base or config.model.model_name_or_path
+    with written_whole(out) as (unfinished, writing):
+        writing.require_space(sum(tensor.nbytes for tensor in tensors.values()))
+        save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
+        write_peft_config(unfinished, config.model, named)
+        write_tokenizer(pretrained_tokenizer(str(path / "model"), field="CHECKPOINT"), unfinished)
+        (unfinished / "README.md").write_text(_card(path, config, base))
+
+
+def write_peft_config(folder: Path, section: ModelConfig, base: str | None) -> None:
+    """Write peft's own description of the adapters of `section`, in inference, beside the model `base`."""
+    from peft import LoraConfig, TaskType
+
+    assert section.lora is not None
+    LoraConfig(
+        **peft_fields(section.lora),
+        task_type=TaskType.SEQ_2_SEQ_LM,
+        inference_mode=True,
+        base_model_name_or_path=base,
+    ).save_pretrained(str(folder))
+
+
+def _card(checkpoint: Path, config: FullConfig, base: str | None) -> str:
+    """A README of a folder of adapters: which model they belong to, and how both are loaded."""
+    record, lora = read_json(checkpoint / "model" / BASE_RECORD), config.model.lora
+    step = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state().global_step
+    assert lora is not None
+    place = _place(record, base)
+    return f"""---
+library_name: peft
+{f"base_model: {place}" if hub_id(place) else "tags: [lora]"}
+---
+
+# Adapters of an encoder-decoder made of Qwen3 layers
+
+LoRA adapters (rank {lora.r}, alpha {lora.lora_alpha:g}; {", ".join(lora.target_modules)}), trained with ds_encdec for
+{step:,} steps beside {f"`{place}`" if place else "random weights"}, seed {record["seed"]} (sha256 of the base:
+`{record["sha256"]}`).
+
+peft loads them onto that model in the form of ds_encdec's exports, which bring their code. A decoder-only base
+gets that form by `ds-encdec init-model --from BASE --num-sentinel-tokens {config.model.num_sentinel_tokens} --seed
+{record["seed"]} --out FOLDER`.
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+base = AutoModelForSeq2SeqLM.from_pretrained({json.dumps(place or "BASE", ensure_ascii=False)}, trust_remote_code=True)
+model = PeftModel.from_pretrained(base, ".")  # this folder
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+
+`ds-encdec export CHECKPOINT OUT` without `--adapter` writes the merged model, which needs neither peft nor the base.
+"""
+
+
+def _place(record: dict[str, Any], base: str | None) -> str | None:
+    """The path of a base's folder, or its id on the hub; None for random weights."""
+    name = base or record["name_or_path"]
+    if name is not None and (folder := Path(name).expanduser()).is_dir():
+        return str(folder.resolve())
+    return name if base or record.get("revision") else record["folder"]
+
+
+def _digest(base: Base) -> str:
+    return hashlib.sha256(json.dumps(base.facts, sort_keys=True).encode()).hexdigest()

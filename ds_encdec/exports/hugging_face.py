@@ -1,0 +1,302 @@
+"""A checkpoint in other forms: as a Hugging Face folder, or averaged with its neighbours.
+
+The Hugging Face folder carries the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder,
+trust_remote_code=True)` (or `AutoModel`, for an encoder alone) loads it where ds_encdec and deepspeed are not
+installed. Its README.md is a model card, written from the facts of its run.
+
+Weights late on a trajectory scatter around a better point than any of them (Izmailov et al., arXiv 1803.05407), hence
+the mean of a run's last checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ds_encdec.base.quantities import count
+from ds_encdec.base.types import CheckpointError, WeightSource
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps, refuse_existing, written_whole
+from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
+from ds_encdec.config.schema import load_saved
+from ds_encdec.exports.adapters import trained_weights
+from ds_encdec.exports.model_card import model_card
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.model import attention, attention_kernels, configuration, encoder, loss, loss_kernel, modeling, precision
+from ds_encdec.model.cache_check import check_cache
+from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.source import architecture
+from ds_encdec.model.weights import write_safetensors_folder
+from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+logger = logging.getLogger(__name__)
+
+ENCODER_REMOTE_CODE = (configuration, precision, attention_kernels, attention, encoder)
+REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss_kernel, loss, modeling)
+"""The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
+
+AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
+ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "encoder.Qwen3EncoderModel"}
+
+MIN_AVERAGED = 3
+"""Checkpoints that a run must have left for their mean to be written at its end."""
+MAX_SHARD_BYTES = 5_000_000_000
+"""Largest safetensors file of an export, as Hugging Face cuts them."""
+_MAX_GAP = 2
+"""`training.save_steps` between neighbours: two, because one save may have failed."""
+
+
+def export_hf(
+    weights: WeightSource,
+    config: Qwen3Seq2SeqConfig,
+    tokenizer: PreTrainedTokenizerFast | None,
+    out: Path,
+    *,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    card: str,
+    longest_text: int | None = None,
+    replace: bool = False,
+) -> None:
+    """Write the folder `out`: weights (safetensors, tied ones once), configuration, code, tokenizer and model card.
+
+    Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
+    `longest_text` tokens (None: as many as there are positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are fetched,
+    converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all;
+    `replace` and what is raised: see `written_whole`. ConfigError: the code does not fit the installed transformers.
+    """
+    is_encoder = isinstance(config, Qwen3EncoderConfig)
+    if not is_encoder:
+        check_cache(config)
+    parts = ("shared.", "encoder.") if is_encoder else ("",)
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name.startswith(parts)}
+    with written_whole(out, replace=replace) as (unfinished, writing):
+        writing.require_space(dtype.itemsize * sum(map(prod, shapes.values())))
+        write_safetensors_folder(unfinished, shapes, weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
+        fields = {
+            **config.to_dict(),
+            "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
+            "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        _write_json(unfinished / "config.json", fields)
+        if is_encoder:
+            _write_sentence_transformers(unfinished, config.hidden_size, longest_text or config.max_position_embeddings)
+        else:
+            GenerationConfig(
+                pad_token_id=config.pad_token_id,
+                eos_token_id=config.eos_token_id,
+                decoder_start_token_id=config.decoder_start_token_id,
+            ).save_pretrained(unfinished)
+        for module in ENCODER_REMOTE_CODE if is_encoder else REMOTE_CODE:
+            shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
+        if tokenizer is not None:
+            write_tokenizer(tokenizer, unfinished)
+        (unfinished / "README.md").write_text(card)
+
+
+def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int) -> None:
+    """Make the folder of an encoder one for `SentenceTransformer(folder, trust_remote_code=True)` as well.
+
+    Its embedding of a text is the mean of the states of its tokens, of length 1. Texts are cut to `longest_text`
+    tokens. The names of classes and fields are those of version 3, which all later ones read.
+    """
+    modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
+    listed = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+        for index, (name, path) in enumerate(modules.items())
+    ]
+    _write_json(folder / "modules.json", listed)
+    _write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": longest_text, "do_lower_case": False})
+    (folder / modules["Pooling"]).mkdir()
+    pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True}
+    _write_json(folder / modules["Pooling"] / "config.json", pooling)
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    encoder_only: bool = False,
+    replace: bool = False,
+    base: str | None = None,
+) -> None:
+    """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
+
+    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: an earlier export at `out` makes
+    way once this one is complete. `base`: where the base of adapters is now. Raises CheckpointError.
+    """
+    out, path = Path(out).expanduser(), Path(checkpoint).expanduser().resolve()
+    if not replace:
+        refuse_existing(out)  # before minutes of reading
+    _export_trained(
+        path,
+        trained_weights(path, base),
+        f"checkpoint `{path.name}`",
+        out,
+        field="CHECKPOINT",
+        dtype=dtype,
+        encoder_only=encoder_only,
+        replace=replace,
+    )
+
+
+def _export_trained(
+    checkpoint: Path,
+    weights: WeightSource,
+    described: str,
+    out: Path,
+    *,
+    field: str,
+    encoder_only: bool = False,
+    **how: Any,
+) -> None:
+    """Export `weights`, `described` in words, with the tokenizer, the configuration and the facts of `checkpoint`.
+
+    `field`: the argument that named it. `how`: for `export_hf`.
+    """
+    config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
+    saved = Checkpoint(checkpoint, read_manifest(checkpoint))
+    state = saved.training_state()
+    run = load_saved(checkpoint / "config.yaml")
+    export_hf(
+        weights,
+        Qwen3EncoderConfig.of(config) if encoder_only else config,
+        pretrained_tokenizer(str(checkpoint / "model"), field=field),
+        out,
+        card=model_card(run, state, described, encoder_only=encoder_only, forms=_input_forms(saved)),
+        longest_text=run.data.max_encoder_length,
+        **how,
+    )
+
+
+def _input_forms(saved: Checkpoint) -> list[str]:
+    """The forms of the inputs that the run was fine-tuned on; empty in checkpoints that do not say them."""
+    data = saved.read_json("trainer.json").get("data")
+    forms = data.get("input_forms") if isinstance(data, dict) else None
+    return forms if isinstance(forms, list) else []
+
+
+def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
+    """Write the mean of a finished run's newest checkpoints, at most `last`, to `export/averaged`, over an earlier one.
+
+    The run is complete whatever happens here: what goes wrong is logged.
+    """
+    try:
+        found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
+        if len(found) < MIN_AVERAGED:
+            if run.averaged.exists():
+                logger.warning(
+                    "%s is the mean of an earlier end of this run: %s in a row cannot give "
+                    "another. `ds-encdec average` takes 2.",
+                    run.averaged,
+                    count(found, "checkpoint"),
+                )
+            return
+        logger.info(
+            "Averaging the last checkpoints: rank 0 reads %s MB. The run is complete; this may be interrupted.",
+            f"{sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e6:,.0f}",
+        )
+        steps = average_checkpoints(run, run.averaged, last=last, dtype=torch.float32, replace=True)
+    except Exception as error:
+        logger.error(
+            "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
+        )
+        return
+    logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
+
+
+def average_checkpoints(
+    run: RunFolder,
+    out: Path,
+    *,
+    last: int,
+    dtype: torch.dtype,
+    replace: bool = False,
+    base: str | None = None,
+) -> list[int]:
+    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, those of adapters merged into `base`.
+
+    Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
+    rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, see
+    `export_hf`, and `replace`: see `export_checkpoint`. Card, tokenizer and configuration are those of the newest
+    checkpoint. Returns the averaged steps. Raises CheckpointError for fewer than two checkpoints, damaged ones, and
+    ones of different models.
+    """
+    if not replace:
+        refuse_existing(out)  # before minutes of reading
+    checkpoints = last_checkpoints(run.checkpoints, last)
+    if len(checkpoints) < 2:
+        problem = f"{run.root} has {len(checkpoints)} in a row. training.save_total_limit says how many a run keeps."
+        if last < 2:
+            problem = f"--last is {last}."
+        elif (run.root / MANIFEST).exists():
+            problem = f"{run.root} is one: give the folder of its run."
+        raise CheckpointError(f"An average takes at least two checkpoints, but {problem}")
+    paths, steps = [path.resolve() for path in checkpoints.values()], list(checkpoints)
+    _refuse_different_models(paths)
+    _export_trained(
+        paths[-1],
+        mean_weights([trained_weights(path, base) for path in paths]),
+        f"mean of the checkpoints at steps {', '.join(map(str, steps))}",
+        out,
+        field="RUN",
+        dtype=dtype,
+        replace=replace,
+    )
+    return steps
+
+
+def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
+    """Step → path of the newest committed checkpoints under `folder` that stand in a row, at most `last`, oldest first.
+
+    The row ends where checkpoints between two have been deleted: what is older was kept for being the best, and may
+    be far away from where the run is now.
+    """
+    row: list[tuple[int, Path]] = []
+    for step, path in sorted(committed_steps(folder).items(), reverse=True)[:last]:
+        if row and row[-1][0] - step > _MAX_GAP * load_saved(row[-1][1] / "config.yaml").training.save_steps:
+            break
+        row.append((step, path))
+    return dict(reversed(row))
+
+
+def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
+    """The mean of float32 sources: summed from the first to the last, then divided."""
+
+    def lookup(name: str, rows: slice = slice(None), /) -> Tensor:
+        total = sources[0](name, rows)
+        for source in sources[1:]:
+            total += source(name, rows)
+        return total.div_(len(sources))
+
+    return lookup
+
+
+def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
+    first, *others = ((path, architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model"))) for path in checkpoints)
+    for path, found in others:
+        for field, expected in first[1].items():
+            if found.get(field) != expected:
+                raise CheckpointError(
+                    f"{first[0].name} and {path.name} are of different models, which have no average: {field} is "
+                    f"{expected!r} in the one and {found.get(field)!r} in the other."
+                )

@@ -1,0 +1,214 @@
+"""The model card of an export: the facts of its run, and a header that the Hugging Face hub and its search read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+
+from ds_encdec.base.tested_versions import range_of
+from ds_encdec.base.types import TrainingState
+from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.parameter_count import count_parameters
+from ds_encdec.registry.denoisers import DENOISERS
+from ds_encdec.registry.objectives import CHAT, template_parts
+
+_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
+
+EARLIER_TRANSFORMERS = "4.57"
+"""Loads exports as well, though nothing else here runs under it."""
+
+_INHERITED = ("license", "license_name", "license_link", "language")
+"""Fields that a card takes over from that of the model it started from, where this machine has that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Objective:
+    """The words of an objective for the card.
+
+    `described`: rows, which also depend on the forms of the inputs; `tag`: a tag; `taught_by`: words; `prompt`: an
+    input to show; `prompt_is`: its meaning.
+    """
+
+    tag: str
+    taught_by: str
+    described: Callable[[DataConfig, Sequence[str]], dict[str, str]]
+    prompt: Callable[[DataConfig | None], str]
+    prompt_is: str
+
+
+def _is_chat_alone(forms: Sequence[str]) -> bool:
+    """Return whether all inputs were conversations; false where their forms are not known."""
+    return [*forms] == [CHAT]
+
+
+def _described_mixture(data: DataConfig, _: Sequence[str]) -> dict[str, str]:
+    weights = ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)
+    return {f"UL2 weights ({', '.join(DENOISERS)})": weights}
+
+
+def _described_inputs(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
+    names = () if _is_chat_alone(forms) else ("input_template", "output_template")
+    conversations = {"Conversations": "through the tokenizer's chat template"} if CHAT in forms else {}
+    templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
+    return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates, **conversations}
+
+
+def _shown_template(data: DataConfig | None) -> str:
+    assert data is not None, "an untrained model has no templates"
+    parts = template_parts(data.input_template)
+    return "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
+
+
+_OBJECTIVES = {
+    "ul2": _Objective(
+        tag="ul2",
+        taught_by="pre-training on UL2's mixture of denoisers",
+        described=_described_mixture,
+        prompt=lambda _: "The capital of France is <extra_id_0>.",
+        prompt_is="`<extra_id_0>`, `<extra_id_1>`, … in the input mark gaps; the output repeats each with the text "
+        "that fills it. An input without them is a prefix, and the output continues it.",
+    ),
+    "sft": _Objective(
+        tag="sft",
+        taught_by="supervised fine-tuning",
+        described=_described_inputs,
+        prompt=_shown_template,
+        prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
+        "Where the data had conversations (`data.messages_column`), these went through the tokenizer's chat template "
+        "instead.",
+    ),
+}
+"""The words by the value of `data.objective`."""
+
+
+def model_card(
+    config: FullConfig,
+    state: TrainingState,
+    weights: str,
+    *,
+    encoder_only: bool = False,
+    forms: Sequence[str] = (),
+) -> str:
+    """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
+
+    `weights`: where in the run they are from, in words. `forms`: of the inputs that it was fine-tuned on, as far as
+    they are known: `objectives.TEMPLATES`, `CHAT`. The encoder's shows the code that pools its states into embeddings.
+    """
+    model, data, training = config.model, config.data, config.training
+    sources = data.mixture or [data]
+    names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
+    shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
+    best = state.best_value
+    rows = {
+        "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
+        "Weights": weights,
+        **_trained(config),
+        "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
+        "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
+        "Target tokens seen": f"{state.target_tokens_seen:,}",
+        "Best on held-out examples (losses are nats per target token)": "not evaluated"
+        if best is None
+        else f"{state.best_by}, {best:.4f}",
+        "Data": ", ".join(shares or names),
+        **_OBJECTIVES[data.objective].described(data, forms),
+        "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
+        "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
+        "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
+        "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
+        "Seed": str(training.seed),
+        "Loads under": _tried(),
+    }
+    return _card(rows, config, encoder_only, is_chat=_is_chat_alone(forms))
+
+
+def _tried() -> str:
+    """The versions that the model's code was tried with, and those under which it was written."""
+    ranges = f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS}"
+    return f"{ranges} (written under {torch.__version__} and {transformers.__version__})"
+
+
+def _trained(config: FullConfig) -> dict[str, str]:
+    """A row of the card that says what was trained, where that was not everything."""
+    lora, frozen = config.model.lora, ", ".join(f"`{pattern}`" for pattern in config.training.freeze)
+    if lora is not None:
+        return {"Trained": f"LoRA adapters (r {lora.r}, alpha {lora.lora_alpha:g}), merged"}
+    return {"Frozen": frozen} if frozen else {}
+
+
+def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
+    """The card of a model that was initialised and not trained yet. `description`: where its weights come from."""
+    rows = {
+        "Weights": description,
+        "Parameters": f"{count_parameters(config):,}",
+        "Training": "none yet",
+        "Loads under": _tried(),
+    }
+    return _card(rows, None)
+
+
+def _card(
+    rows: Mapping[str, str], config: FullConfig | None, encoder_only: bool = False, *, is_chat: bool = False
+) -> str:
+    """The card of a model that `config` trained, or (None) of an untrained one.
+
+    Its header names only what can be on the hub; licence and language are those of the model that the run started from.
+    The whole model has no `pipeline_tag`: transformers 5 has no pipeline for encoder-decoders of text.
+    """
+    objective = _OBJECTIVES["ul2" if config is None else config.data.objective]
+    tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
+    header = ModelCardData(
+        library_name="sentence-transformers" if encoder_only else "transformers",
+        pipeline_tag="feature-extraction" if encoder_only else None,
+        tags=[*tags, objective.tag, "qwen3"],
+        **({} if config is None else _origin(config)),
+    )
+    return str(
+        ModelCard.from_template(
+            header,
+            template_path=str(_TEMPLATE),
+            rows=rows,
+            encoder=encoder_only,
+            objective=objective,
+            is_chat=is_chat,
+            prompt=json.dumps(objective.prompt(None if config is None else config.data), ensure_ascii=False),
+        )
+    )
+
+
+def _origin(config: FullConfig) -> dict[str, Any]:
+    """The model that `config` started from, what its card says of it, and the datasets of the run."""
+    name, data = config.model.model_name_or_path, config.data
+    named = [*(one.dataset_name for one in data.mixture or [data]), data.eval_dataset_name]
+    datasets = list(dict.fromkeys(known for one in named if (known := hub_id(one))))
+    if config.model.architecture is not None:
+        return {"datasets": datasets or None}
+    card = _card_of(name)
+    base = hub_id(name) or card.get("base_model")
+    inherited = {key: card.get(key) for key in _INHERITED}
+    if inherited["license"] is None and str(base).startswith("Qwen/Qwen3-"):
+        inherited["license"] = "apache-2.0"  # all of these have that one
+    return {"base_model": base, "datasets": datasets or None, **inherited}
+
+
+def _card_of(name: str | None) -> dict[str, Any]:
+    """The header of the card of a model in a folder or in the hub's cache; empty where there is none to read."""
+    path: Any = Path(name or "").expanduser() / "README.md"
+    if not path.is_file() and hub_id(name):
+        path = try_to_load_from_cache(str(name), "README.md")
+    if not isinstance(path, (str, Path)) or not Path(path).is_file():
+        return {}
+    return ModelCard(Path(path).read_text(), ignore_metadata_errors=True).data.to_dict()
+
+
+def hub_id(name: str | None) -> str | None:
+    """`name`, where it can be one of the hub: not the path of a folder, and not a kind of local files."""
+    can_be = name and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
+    return name if can_be else None

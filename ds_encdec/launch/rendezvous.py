@@ -1,0 +1,323 @@
+"""The meeting of a run's ranks, before there is a group in which they could talk.
+
+Rank 0 (or torchrun's agent) keeps a store at MASTER_ADDR and MASTER_PORT. A meeting has rounds. In each every rank
+gives a value, or the error for which it cannot go on, and rank 0 makes one answer of them within the time: from all
+values, from an error as soon as there is one, or from the ranks that are missing. All ranks leave with the same answer
+or error. Only rank 0 looks again and again; the others wait for its answer: a thousand ranks cost little.
+
+In the last round the ranks connect to each other in native code, which gloo lets wait five times its timeout. There a
+thread waits for the answer, and ends the process where the main thread cannot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ds_encdec.base import types
+from ds_encdec.base.terminal import print_error
+from ds_encdec.base.types import ConfigError, DsEncDecError, LostRankError
+from ds_encdec.launch.agreement import ranks_in_words
+from ds_encdec.launch.host_collectives import attempt
+from ds_encdec.launch.network import RETRY_SECONDS, await_listener, unresolvable
+from ds_encdec.launch.peers import is_broken_connection
+from ds_encdec.launch.preemption import awaited, end_process
+from ds_encdec.launch.world import World
+
+COMPANY_SECONDS = 1.0
+"""How long after a rank's error those of others, mostly the same one, may still come."""
+REPORT_SECONDS = 20.0
+"""How long rank 0 keeps the store for others, who may have to import torch first, to read how the meeting ended."""
+LEAVE_SECONDS = 5.0
+"""How long the main thread may take to come out of a connection that is known to have failed."""
+
+_held: Counter[tuple[str, int]] = Counter()
+"""How many meetings of a name this process has been to: the store may be an older one's."""
+
+
+class Rendezvous:
+    """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there."""
+
+    def __init__(self, world: World, limit: timedelta, name: str = "run") -> None:
+        """Wait for rank 0. Raises LostRankError, and ConfigError for an address or a place that another has."""
+        self._world = world
+        self._seconds = limit.total_seconds()
+        self.hosts: dict[int, str] = {}
+        _held[name, world.rank] += 1
+        title = f"{name} {_held[name, world.rank]}"
+        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title))
+        self.store.set_timeout(limit)
+        with _store_of_rank_zero(world):
+            place = self.store.add(f"place {world.rank}", 1)
+        if place > 1:
+            raise _alone(
+                ConfigError(
+                    f"Two processes say that they are rank {world.rank}, one of them {os.getpid()} on "
+                    f"{socket.gethostname()}: either RANK is the same for two, or another run meets at "
+                    f"{world.master_addr}:{world.master_port}, too. Give each run a port of its own: --master_port N."
+                )
+            )
+
+    def round(
+        self,
+        name: str,
+        mine: Any,
+        decide: Callable[[dict[int, Any]], Any] = lambda everyones: None,
+        *,
+        error: Exception | None = None,
+        late: str = "come",
+    ) -> Any:
+        """Hold a round: give `mine` (of JSON's types), or `error`; returns what `decide` makes of everyone's on rank 0.
+
+        `late` ends "has not … in time". Raises what `decide` does, any rank's error, and LostRankError.
+        """
+        self._give(self.store, name, mine, error)
+        answer = self._answer(self.store, name, decide, late)
+        return self._read(self.store, name, answer)
+
+    def connect(self, action: Callable[[], None]) -> None:
+        """Let the ranks connect to each other by `action`, within the meeting's limit. Raises as `round` does."""
+        if self._world.world_size == 1:
+            return action()
+        name, late = "connect", "connected to the others"
+        apart: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # one store's calls wait for each other
+        heard: list[Mapping[str, Any]] = []
+        out = threading.Event()
+
+        def listen() -> None:
+            answer = self._answer(apart, name, lambda everyones: None, late)
+            heard.append(answer)
+            if "error" in answer and not out.wait(LEAVE_SECONDS):
+                error = _revived(answer["error"])
+                if self._world.is_main or not error.common:  # what only this rank knows, only it can say
+                    print_error(error)
+                self._read_by_all(apart, name, error)
+                end_process(error.exit_code)
+
+        thread = threading.Thread(target=listen, name="meeting", daemon=True)
+        thread.start()
+        _, error = attempt_to_connect(action)
+        out.set()
+        self._give(self.store, name, None, error)
+        thread.join()
+        try:
+            self._read(self.store, name, heard[0])
+        except DsEncDecError as ended:
+            raise ended from error  # which tells whether a connection broke
+
+    def _give(self, store: dist.Store, name: str, value: Any, error: Exception | None) -> None:
+        entry: dict[str, Any] = {"host": socket.gethostname(), "value": value}
+        if error is not None:
+            entry["error"] = _preserved(error)
+        with _store_of_rank_zero(self._world):
+            store.set(f"{name} {self._world.rank}", json.dumps(entry))
+            if error is not None:
+                store.set(f"{name} problem", "")
+
+    def _answer(
+        self, store: dist.Store, name: str, decide: Callable[[dict[int, Any]], Any], late: str
+    ) -> Mapping[str, Any]:
+        """The answer of a round, which rank 0 makes; LostRankError where rank 0 is gone."""
+        try:
+            with _store_of_rank_zero(self._world):
+                if not self._world.is_main:
+                    # Rank 0 is punctual, so it is waited for a little longer.
+                    seconds = self._seconds + COMPANY_SECONDS + REPORT_SECONDS
+                    store.wait([f"{name} answer"], timedelta(seconds=seconds))
+                    return dict(json.loads(store.get(f"{name} answer")))
+                value, error = attempt(lambda: decide(self._gather(store, name, late)))
+                answer = {"value": value} if error is None else {"error": _preserved(error)}
+                store.set(f"{name} answer", json.dumps(answer))
+                return answer
+        except LostRankError as error:
+            return {"error": _preserved(error)}
+
+    def _gather(self, store: dist.Store, name: str, late: str) -> dict[int, Any]:
+        """The values of all ranks in this round, on rank 0. Raises their error, and LostRankError."""
+        everyone = range(self._world.world_size)
+        keys = [f"{name} {rank}" for rank in everyone]
+        problem = f"{name} problem"
+        awaited(self._seconds, lambda: store.check(keys) or store.check([problem]))
+        if store.check([problem]):
+            awaited(COMPANY_SECONDS, lambda: store.check(keys))
+        entries = {rank: json.loads(store.get(keys[rank])) for rank in everyone if store.check([keys[rank]])}
+        self.hosts |= {rank: one["host"] for rank, one in entries.items()}
+        errors = {rank: one["error"] for rank, one in entries.items() if "error" in one}
+        missing = [rank for rank in everyone if rank not in entries]
+        # A connection breaks for those who are there because of one who is not.
+        if missing and all(error["kind"] == LostRankError.__name__ for error in errors.values()):
+            words = self._words(missing, late, errors)
+            if unresolved := unresolvable(self._world.master_addr):
+                raise ConfigError(f"{unresolved}. {words}")
+            raise LostRankError(words)
+        if errors:
+            raise self._first(errors)
+        return {rank: one["value"] for rank, one in entries.items()}
+
+    def _first(self, errors: dict[int, dict[str, Any]]) -> DsEncDecError:
+        """The error of the lowest rank, with the places of all who have the same; without, where all have."""
+        first = errors[min(errors)]
+        alike = [rank for rank, error in errors.items() if error == first]
+        who = "" if len(alike) == self._world.world_size else f"{ranks_in_words(alike, self.hosts)}: "
+        return _revived(first | {"message": who + first["message"]})
+
+    def _words(self, missing: list[int], late: str, errors: Mapping[int, Mapping[str, Any]]) -> str:
+        who = ranks_in_words(missing, self.hosts)
+        if errors:
+            return (
+                f"{ranks_in_words(errors, self.hosts)} cannot connect to {who}: gone, or not to be reached by the "
+                f"interface that is taken. {errors[min(errors)]['message']}"
+            )
+        there = [rank for rank in self.hosts if rank not in missing]
+        return (
+            f"{who} {'has' if len(missing) == 1 else 'have'} not {late} {_within(self._seconds)}, and "
+            f"{ranks_in_words(there, self.hosts)} cannot begin alone. Look at what is said there, and whether that "
+            f"host reaches {self._world.master_addr}:{self._world.master_port}."
+        )
+
+    def _read(self, store: dist.Store, name: str, answer: Mapping[str, Any]) -> Any:
+        if "error" not in answer:
+            return answer["value"]
+        error = _revived(answer["error"])
+        self._read_by_all(store, name, error)
+        raise error
+
+    def _read_by_all(self, store: dist.Store, name: str, error: DsEncDecError) -> None:
+        """Count this rank as one that knows how the meeting ended; on rank 0, wait for the others, who may be late."""
+        awaited_ranks = len(self.hosts) if isinstance(error, LostRankError) else self._world.world_size
+        with suppress(RuntimeError):  # rank 0 is gone, and the store with it
+            store.add(f"{name} read", 1)
+            if self._world.is_main:
+                awaited(REPORT_SECONDS, lambda: store.add(f"{name} read", 0) >= awaited_ranks)
+
+
+def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | None]:
+    """Like `attempt`; a connection that broke is a lost rank's doing."""
+    try:
+        action()
+    except Exception as error:
+        unforeseen = DsEncDecError(f"{type(error).__name__}: {error}")
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+        broken = LostRankError(f"The connection broke (GLOO_SOCKET_IFNAME is {interface}): {error}")
+        ours = broken if is_broken_connection(error) else unforeseen
+        ours.__cause__ = error
+        return None, error if isinstance(error, DsEncDecError) else ours
+    return None, None
+
+
+def _open_store(world: World, seconds: float, title: str) -> dist.Store:
+    """The store where the ranks meet for the meeting of this `title`, which rank 0 keeps from now on."""
+    if world.world_size == 1:
+        return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        return _store_at(world, seconds, keeps=world.is_main)
+    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds, title)
+
+
+def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
+    """A store that rank 0 keeps, found by that of torchrun's agent, or of the run that these are probes of.
+
+    The agent's outlives its ranks, and may hold a port of earlier ones, where nobody listens any more.
+    """
+    key, deadline = f"port of {title}", time.monotonic() + seconds
+    if world.is_main:
+        store = _tcp_store(world, 0, seconds, keeps=True)
+        with _store_of_rank_zero(world):
+            agents.set(key, str(store.port))
+        return store
+    problem: str | None = f"rank 0 has not come {_within(seconds)}"
+    while time.monotonic() < deadline:
+        with _store_of_rank_zero(world):  # or of the agent beside it
+            port = int(agents.get(key)) if agents.check([key]) else None
+            if port is not None and (problem := await_listener(world.master_addr, port, 0.0)) is None:
+                return _tcp_store(world, port, seconds, keeps=False)
+        time.sleep(RETRY_SECONDS)
+    raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot begin alone: {problem}"))
+
+
+def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun's agent keeps."""
+    here, limit = ranks_in_words([world.rank], {world.rank: socket.gethostname()}), _within(seconds)
+    deadline = time.monotonic() + seconds
+    if not keeps and (problem := await_listener(world.master_addr, world.master_port, deadline)):
+        kind = ConfigError if unresolvable(world.master_addr) else LostRankError
+        raise _alone(
+            kind(
+                f"Rank 0 has not come {limit}, and {here} cannot begin alone: {problem}. Look at what rank 0 says, and "
+                "whether MASTER_ADDR and MASTER_PORT are its host's, which no firewall may keep from this one."
+            )
+        )
+    try:
+        with _store_of_rank_zero(world):
+            return _tcp_store(world, world.master_port, seconds, keeps=keeps)
+    except LostRankError as error:
+        if "EADDRINUSE" not in str(error.__cause__):
+            raise
+        raise _alone(
+            ConfigError(
+                f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} listens there already, "
+                "maybe another run. Give all ranks a free one: --master_port N (deepspeed), "
+                "--master-port N (torchrun), or MASTER_PORT where you set it yourself."
+            )
+        ) from error
+
+
+def _within(seconds: float) -> str:
+    return f"within {seconds / 60:g} minutes (infra.start_timeout_minutes)"
+
+
+def _tcp_store(world: World, port: int, seconds: float, *, keeps: bool) -> dist.TCPStore:
+    return dist.TCPStore(
+        "127.0.0.1" if keeps else world.master_addr,
+        port,
+        world.world_size,
+        is_master=keeps,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+@contextmanager
+def _store_of_rank_zero(world: World) -> Iterator[None]:
+    """Inside, a store that does not answer is rank 0's end."""
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise _alone(
+            LostRankError(
+                f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer; rank {world.rank} "
+                f"({socket.gethostname()}) cannot begin alone. Look at what rank 0 says. ({str(error).splitlines()[0]})"
+            )
+        ) from error
+
+
+def _alone(error: DsEncDecError) -> DsEncDecError:
+    """The error as one that no other rank has heard of."""
+    error.common = False
+    return error
+
+
+def _preserved(error: Exception) -> dict[str, Any]:
+    """An error as JSON."""
+    code = error.exit_code if isinstance(error, DsEncDecError) else DsEncDecError.exit_code
+    common = getattr(error, "common", None) is not False
+    kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == types.__name__), "DsEncDecError")
+    return {"kind": kind, "message": str(error), "exit_code": code, "common": common}
+
+
+def _revived(preserved: Mapping[str, Any]) -> DsEncDecError:
+    """An error that `_preserved` has, of a class of `types`."""
+    error: DsEncDecError = getattr(types, preserved["kind"], DsEncDecError)(preserved["message"])
+    error.exit_code, error.common = preserved["exit_code"], preserved["common"]
+    return error

@@ -1,0 +1,133 @@
+"""GPUs by name: the memory that a program can really use on them, and how fast they multiply.
+
+The number on the box is neither that nor, mostly, in the unit one would think: an "80 GB" H100 offers 79.1 GiB. The
+figures are what torch prints as a device's total capacity (`torch.cuda.get_device_properties().total_memory`, also in
+every out-of-memory message); it differs by some hundredths of a GiB between drivers. What the CUDA context takes of it
+is part of the estimate.
+"""
+
+import glob
+import re
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+from ds_encdec.base.types import ConfigError
+from ds_encdec.config.settings import closest
+
+_UNITS = {"": 1, "b": 1, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "tb": 10**12, "tib": 2**40}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's `name`, the bytes of its memory that torch reports, and whether it computes in bfloat16."""
+
+    name: str
+    usable_bytes: int
+    has_bf16: bool = True
+
+
+_ROWS: tuple[tuple[str, float | None, dict[str, float]], ...] = (
+    ("A10", 125, {}),
+    ("A10G", None, {"a10g": 21.99}),
+    ("A30", 165, {}),
+    ("A40", 149.7, {"a40": 44.42}),
+    ("A6000", None, {"a6000": 47.40}),
+    ("A100", 312, {"a100-40gb": 39.38, "a100-80gb": 79.15}),  # A100 data sheet: SXM and PCIe alike
+    ("A800", 312, {}),
+    ("B200", 2250, {"b200": 178.35}),  # HGX B200: 36 PFLOP/s sparse over 8
+    ("GB200", 2500, {}),  # GB200 NVL72: 360 PFLOP/s sparse over 72
+    ("GH200", 989, {"gh200": 94.50}),
+    ("H20", None, {"h20": 95.00}),
+    ("H100", 989, {"h100-80gb": 79.11}),  # H100 data sheet, SXM5: 1,979 sparse
+    ("H100 PCIe", 756, {}),
+    ("H100 NVL", 835, {"h100-nvl": 93.00}),
+    ("H200", 989, {"h200": 139.72}),  # H200 data sheet, SXM: 1,979 sparse
+    ("H200 NVL", 835, {}),
+    ("H800", 989, {}),
+    ("L4", 121, {"l4": 21.95}),
+    ("L40S", 362, {"l40s": 44.39}),
+    ("MI300X", 1307, {"mi300x": 191.98}),  # MI300X data sheet
+    ("MI355X", None, {"mi355x": 287.98}),
+    ("RTX 3090", None, {"rtx-3090": 23.58}),
+    ("RTX 4090", None, {"rtx-4090": 23.52}),
+    ("RTX 5090", None, {"rtx-5090": 31.33}),
+    ("T4", None, {"t4": 14.56}),
+    ("V100", None, {"v100-16gb": 15.77, "v100-32gb": 31.73}),
+)
+"""Words of a device's name, its peak in TFLOP/s (None: not known), and its variants with their memory in GiB.
+
+The peak is that of dense bfloat16 tensor cores with float32 accumulation, from NVIDIA's and AMD's data sheets (which
+print twice the number where they count 2:4 sparsity). Memory seen in published out-of-memory messages and device
+queries, to within 0.2 GiB: a100, b200, h100, l40s (and l40), mi355x, rtx-4090, t4, v100-32gb. The others are
+remembered and unchecked: where it is tight, give bytes instead.
+"""
+_WITHOUT_BF16 = {"T4", "V100"}
+"""Compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed."""
+
+GPUS = {
+    name: Gpu(name, int(size * 2**30), words not in _WITHOUT_BF16)
+    for words, _, variants in _ROWS
+    for name, size in variants.items()
+}
+"""The known ones by name."""
+DEFAULT_GPU = "a100-80gb"
+"""The GPU that is assumed where none is given."""
+_DRIVERS = ("/dev/nvidia[c0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvmap", "/dev/nvhost-ctrl*")
+"""Devices of NVIDIA's driver, AMD's, WSL's, and those of NVIDIA's boards with a GPU of their own."""
+
+
+def has_gpu() -> bool:
+    """Return whether this machine seems to have a GPU; torch, which knows, is not imported."""
+    return any(map(glob.glob, _DRIVERS))
+
+
+def named_peak_flops(gpu: Gpu) -> float | None:
+    """Dense bf16 peak in FLOP/s of a GPU of `GPUS`; None if unknown."""
+    return next((tflops * 1e12 for _, tflops, variants in _ROWS if gpu.name in variants and tflops), None)
+
+
+def grow_segments(environ: MutableMapping[str, str]) -> None:
+    """Have torch's allocator grow its segments, which leaves less memory in pieces; what the user has set stays.
+
+    Torch may read this when it is imported, and does so with the first tensor on a GPU at the latest.
+    """
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+def parse_gpu(text: str) -> Gpu:
+    """The GPU that `text` means: a known name, or its memory as `parse_bytes` reads it.
+
+    Raises ConfigError that lists the known names, and the closest.
+    """
+    name = "-".join(re.findall(r"[^\s_-]+", text.lower()))
+    if name in GPUS:
+        return GPUS[name]
+    usable_bytes = parse_bytes(text)
+    if usable_bytes is not None and usable_bytes >= 2**30:
+        return Gpu(text.strip(), usable_bytes)
+    if usable_bytes is not None:
+        raise ConfigError(f"--gpu {text}: {usable_bytes:,} bytes are not the memory of a GPU: write 80GB or 80GiB")
+    meant = [known for known in GPUS if name and known.startswith(name)] or list(filter(None, [closest(name, GPUS)]))
+    suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
+    raise ConfigError(
+        f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB or "
+        "bytes"
+    )
+
+
+def parse_bytes(text: str) -> int | None:
+    """The bytes that `80GB` (1e9), `80GiB` (2**30), `80000MB` or a plain number stand for; None for anything else."""
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", text.strip().lower())
+    return int(float(size[1]) * _UNITS[size[2]]) if size and size[2] in _UNITS else None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 peak in FLOP/s of the device that `torch.cuda.get_device_name()` names; None if unknown.
+
+    A row matches by whole words only: an "A100-SXM4-80GB" is an A100, an "A10G" is no A10. The longest one wins, so
+    that the PCIe and NVL cards, which are slower, are not taken for the SXM ones.
+    """
+    matches = [row for row in _ROWS if f" {row[0]} " in f" {device_name.replace('-', ' ')} "]
+    tflops = max(matches, key=lambda row: len(row[0]))[1] if matches else None
+    return None if tflops is None else tflops * 1e12

@@ -1,0 +1,141 @@
+"""The objectives, a row of facts each: how documents become examples.
+
+The configuration's rules and the memory estimate ask a row, so nothing here needs numpy or torch. A function of a row
+that takes `data` is given the configuration's section. `data.build` has the class that makes the examples,
+`checkpoint.model_card` the texts for the card.
+"""
+
+from collections import ChainMap
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import Any
+
+from ds_encdec.registry.denoisers import DENOISERS, expected_ratio
+
+TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
+"""The kinds of examples by name, in the order of all sums by kind: the denoisers, and pairs of input and output."""
+
+
+def template_parts(template: str) -> list[tuple[str, str | None]]:
+    """The parts of a template: a text, and the field behind it, None for none. Raises ValueError."""
+    parts = []
+    for text, name, form, conversion in Formatter().parse(template):
+        if name == "" or form or conversion:
+            raise ValueError("write fields as {name} and braces that are text as {{ and }}")
+        parts.append((text, name))
+    return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """How a document becomes examples.
+
+    `tasks`: the names of its kinds of examples; `weights`: how often each is drawn, relative. `columns`: where a
+    document is a row and not a text, those that are read of a table with such columns. `own_fields`: those of `data`
+    that no other objective reads; `read_fields`: of them, those that decide the token ids of a document. `held_out`:
+    the shares of the documents that are for validation and for test, which `split_fields` decide; with `split_advice`
+    there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed before data is
+    looked at.
+    """
+
+    tasks: Collection[str]
+    weights: Callable[[Any], Sequence[float]]
+    own_fields: tuple[str, ...]
+    split_fields: tuple[str, ...]
+    split_advice: str
+    held_out: Callable[[Any], tuple[float, float]]
+    expected_ratio: Callable[[Any], float]
+    columns: Callable[[Any, Sequence[str]], Sequence[str]] | None = None
+    read_fields: tuple[str, ...] = ()
+
+    @property
+    def takes_records(self) -> bool:
+        """True where a document is a row, with its columns, and not a text."""
+        return self.columns is not None
+
+
+TEMPLATES, CHAT = "templates", "chat template"
+"""Forms of the inputs of fine-tuning: a row's fields in `input_template`, and a conversation."""
+
+
+def _held_out_of_records(data: Any) -> tuple[float, float]:
+    rest = 1 - data.train_split_ratio
+    return rest * data.val_test_split_ratio, rest * (1 - data.val_test_split_ratio)
+
+
+def columns_by_field(data: Any) -> dict[str, str]:
+    """The columns that fill the templates, by the names of the templates' fields."""
+    parts = [*template_parts(data.input_template), *template_parts(data.output_template)]
+    return {name: data.field_mapping.get(name, name) for _, name in parts if name is not None}
+
+
+_MESSAGES, _SHAREGPT = "messages", "conversations"
+"""Columns of conversations in the formats of OpenAI, which is the default of `messages_column`, and of ShareGPT."""
+
+
+SYSTEM = "system"
+"""Column of the system's turn beside a conversation, as LLaMA-Factory and ms-swift have it."""
+
+
+def conversation_column(data: Any, existing: Container[str]) -> str | None:
+    """The column of the conversation in a row with these columns; None for a row of the templates' fields."""
+    if data.messages_column in existing:
+        return str(data.messages_column)
+    may_be_other = data.messages_column == _MESSAGES and _SHAREGPT in existing
+    return _SHAREGPT if may_be_other and not all(one in existing for one in _filling(data, existing)) else None
+
+
+def _filling(data: Any, existing: Container[str]) -> set[str]:
+    return {name if name in existing else name.partition(".")[0] for name in columns_by_field(data).values()}
+
+
+def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
+    """All where a converter may read any, or where neither a template's columns nor conversations are there."""
+    filling, conversation = _filling(data, existing), conversation_column(data, existing)
+    needs_all = data.converter is not None or not (filling <= {*existing} or conversation)
+    beside = {conversation, data.tools_column, SYSTEM} if conversation else {data.tools_column}
+    read = {*filling, *beside, data.weight_column}
+    return [name for name in existing if needs_all or name in read]
+
+
+_RENDERED = (
+    "input_template",
+    "output_template",
+    "field_mapping",
+    "converter",
+    "messages_column",
+    "tools_column",
+    "weight_column",
+    "chat_targets",
+)
+
+OBJECTIVES = {
+    "ul2": Objective(
+        tasks=DENOISERS,
+        weights=lambda data: data.ul2_task_weights,
+        own_fields=("max_seq_length", "ul2_task_weights", "use_mode_tokens", "eval_fraction"),
+        split_fields=("eval_fraction",),
+        split_advice="eval_fraction > 0",
+        held_out=lambda data: (data.eval_fraction, 0.0),
+        expected_ratio=lambda data: expected_ratio(data.ul2_task_weights),
+    ),
+    "sft": Objective(
+        tasks=("SFT",),
+        weights=lambda _: (1.0,),
+        own_fields=(
+            "objective",
+            *_RENDERED,
+            "on_long_row",
+            "train_split_ratio",
+            "val_test_split_ratio",
+        ),
+        split_fields=("train_split_ratio", "val_test_split_ratio"),
+        split_advice="train_split_ratio < 1 and val_test_split_ratio > 0",
+        held_out=_held_out_of_records,
+        expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
+        columns=_columns_of_records,
+        read_fields=_RENDERED,
+    ),
+}
+"""The rows by the value of `data.objective`."""

@@ -1,0 +1,61 @@
+"""The kinds of data sources, a row each. A new one is a class (data/sources/sources.py has the protocols) and a row.
+
+The configuration's rules ask a row, so nothing of data/ is imported here.
+"""
+
+import re
+from dataclasses import dataclass
+
+from ds_encdec.base.plugins import PYTHON
+
+
+@dataclass(frozen=True, slots=True)
+class SourceKind:
+    """The reader of the data sets of one kind.
+
+    `reader`: the dotted name of a class or function that returns a source. `needs`: the keyword arguments that it is
+    called with, of those that `data.build.open_sources` offers. `endings`: endings of such files other than the
+    kind's name, which are mistaken for it. `has_columns`: its rows can be read whole, column by column.
+    """
+
+    reader: str
+    needs: tuple[str, ...] = ()
+    endings: tuple[str, ...] = ()
+    has_columns: bool = True
+
+    @property
+    def reads_files(self) -> bool:
+        """True for local files, which `data.data_files` names."""
+        return "files" in self.needs
+
+
+LOCAL_SOURCES: dict[str, SourceKind] = {
+    "builtin": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinCorpus", has_columns=False),
+    "builtin_task": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinTask"),
+    "random": SourceKind("ds_encdec.data.sources.builtin_corpus:RandomIds", ("seed", "vocabulary"), has_columns=False),
+    "text": SourceKind("ds_encdec.data.sources.local_files:TextFiles", ("files",), ("txt",), has_columns=False),
+    "json": SourceKind("ds_encdec.data.sources.local_files:JsonLines", ("files", "text_column"), ("jsonl", "ndjson")),
+    "csv": SourceKind("ds_encdec.data.sources.local_files:CsvFiles", ("files", "text_column"), ("tsv",)),
+    "parquet": SourceKind(
+        "ds_encdec.data.sources.tables:ParquetFiles", ("files", "text_column", "num_lanes", "columns")
+    ),
+}
+"""The rows by the value of `data.dataset_name` that asks for it."""
+
+
+def kind_of_file(name: str) -> str | None:
+    """The kind of local files that the ending of a file's name says, below that of a compression."""
+    ending = re.sub(r"\.(gz|bz2|xz|lzma|zst|lz4)$", "", name.lower()).rpartition(".")[2]
+    kinds = (kind for kind, row in LOCAL_SOURCES.items() if row.reads_files and ending in (kind, *row.endings))
+    return next(kinds, None)
+
+
+HUB = SourceKind("ds_encdec.data.sources.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns"))
+"""The kind of all other names: a data set of the hub, or of a folder laid out like one."""
+
+OWN = SourceKind("ds_encdec.data.sources.sources:UserReader", ("entry", "text_column"))
+
+
+def local_kind(name: str) -> SourceKind | None:
+    """The row of a data set's name; None for one of the hub, or of a folder laid out like one."""
+    return OWN if name.startswith(PYTHON) else LOCAL_SOURCES.get(name)

@@ -1,0 +1,65 @@
+"""The metrics that compare generated texts with references: a row each, whose function is in `evaluate/metrics.py`.
+
+All figures are on the scale of 0 to 100. The configuration asks for the figures' names, so nothing is imported here.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from ds_encdec.base.plugins import is_dotted
+
+
+@dataclass(frozen=True, slots=True)
+class TextMetric:
+    """One metric, which yields `figures`, means over the examples or figures of the whole set.
+
+    `package`: the module that it imports, if any, which the `extra` of this package installs. `needs_model`: it takes
+    a model of its own, as `bertscore_model`.
+    """
+
+    figures: tuple[str, ...]
+    package: str | None = None
+    extra: str | None = None
+    higher_is_better: bool = True
+    needs_model: bool = False
+
+
+TEXT_METRICS: dict[str, TextMetric] = {
+    "exact_match": TextMetric(("exact_match",)),
+    "rouge": TextMetric(("rouge1", "rouge2", "rougeL"), "rouge_score", "eval"),
+    "chrf": TextMetric(("chrf",), "sacrebleu", "eval"),
+    "bleu": TextMetric(("bleu",), "sacrebleu", "eval"),
+    "bertscore": TextMetric(
+        ("bertscore_precision", "bertscore_recall", "bertscore_f1"), "bert_score", "bertscore", needs_model=True
+    ),
+}
+"""The rows by the name that asks for them."""
+
+FIGURES: dict[str, TextMetric] = {figure: row for row in TEXT_METRICS.values() for figure in row.figures}
+"""The row that yields each figure."""
+
+
+def text_metric(name: str) -> TextMetric | None:
+    """Return the row of that name, or one for the user's function `module:name`; None for any other name."""
+    return TEXT_METRICS.get(name) or (TextMetric((name,)) if is_dotted(name) else None)
+
+
+def not_installed(names: Iterable[str]) -> Iterator[str]:
+    """Yield a message for each of the metrics `names` whose package is not installed."""
+    for name in names:
+        row = text_metric(name)
+        if row is not None and row.package is not None and find_spec(row.package) is None:
+            yield f"{name} needs {row.package}, which is not installed: pip install 'ds_encdec[{row.extra}]'"
+
+
+def usable(names: Iterable[str]) -> tuple[list[str], str]:
+    """Return those of the metrics `names` whose packages are installed, and the others with the command to install.
+
+    The second is empty where there are no others.
+    """
+    rows = {name: text_metric(name) for name in names}
+    found = [name for name in rows if not any(not_installed([name]))]
+    absent = {name: row.extra or "" for name, row in rows.items() if row is not None and name not in found}
+    extras = ",".join(sorted(set(absent.values())))
+    return found, f"{', '.join(absent)}: pip install 'ds_encdec[{extras}]' adds them" if absent else ""

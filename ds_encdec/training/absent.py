@@ -1,0 +1,221 @@
+"""Finds the files, folders, packages and code that a configuration names and this machine lacks.
+
+A configuration may be made for another machine, so only `validate` and `doctor` look at all of them. A new run looks at
+its model and its files before torch is imported (`refuse_absent`), and at the rest later and more closely.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+from ds_encdec.base.file_patterns import named_files, no_file_matches, variable_in
+from ds_encdec.base.plugins import PYTHON, converter_digest, load_plugin
+from ds_encdec.base.types import CheckpointError, ConfigError, DataError
+from ds_encdec.config.data_sections import LOCAL_FORMATS
+from ds_encdec.config.first_rows import unusable_rows
+from ds_encdec.config.model_folder import is_hub_name
+from ds_encdec.config.schema import DataConfig, FullConfig, Loaded
+from ds_encdec.config.settings import Conflict, Settings, raise_if_any
+from ds_encdec.config.stored_model import OF_OUR_OWN, read_stored_model, untrained_rows
+from ds_encdec.config.stored_tokenizer import MODE_TOKENS, tokenizer_lacks_rows
+from ds_encdec.config.training_sections import CROSS_ENTROPY, LOSS_FIGURES, Schedule, Tracker
+from ds_encdec.config.validation import mention_all
+from ds_encdec.registry.optimizers import OPTIMIZERS
+from ds_encdec.registry.source_kinds import local_kind
+from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, not_installed
+
+
+def look_here(loaded: Loaded) -> None:
+    """Add to the problems of `loaded` what a run of it would lack here, but for what other problems leave open."""
+    config, checked = loaded.config, loaded.checked
+    finders = (_absent_files, _absent_packages, _absent_folders, _absent_code, _lacking_rows)
+    loaded.add(found for find in finders for found in find(config) if checked.knows(found.fields))
+    if checked.is_sound_in("data", "model"):
+        loaded.add(unusable_rows(config.data, config.model))
+
+
+def require_here(config: FullConfig, *, new: bool) -> None:
+    """Raise ConfigError for an optional package that a run of `config` needs and that is not installed.
+
+    `new`: also for too few rows for the tokenizer; a run that is resumed has its checkpoint's.
+    """
+    settings = Settings(config.model_dump(mode="json"))
+    found = [*_absent_packages(config), *(_lacking_rows(config) if new else ())]
+    raise_if_any([mention_all(settings, conflict) for conflict in found])
+
+
+def refuse_absent(config: FullConfig) -> None:
+    """Raise CheckpointError or DataError for a model's folder or a file of the data that a new run would not find."""
+    for conflict in (*_absent_folders(config), *_absent_files(config)):
+        field = conflict.fields[0]
+        if field.startswith("model."):
+            raise CheckpointError(f"{field}: {conflict.message}")
+        if field.startswith("data.") and field != "data.test_files":  # which training does not read
+            raise DataError(f"{field}: {conflict.message}")
+
+
+def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
+    """The paths and patterns of files that match none here, by the field. Prepared data needs none of them."""
+    if data.prepared_dir is not None:
+        return {}
+    sources = data.sources_by_path().items()
+    named = {f"{at}.data_files": source.data_files for at, source in sources if source.dataset_name in LOCAL_FORMATS}
+    named |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
+    named |= {f"data.eval_sets.{name}.eval_files": one.eval_files for name, one in data.eval_sets.items()}
+    absent = {field: [one for one in patterns or () if not any(named_files(one))] for field, patterns in named.items()}
+    return {field: patterns for field, patterns in absent.items() if patterns}
+
+
+def _absent_files(config: FullConfig) -> Iterator[Conflict]:
+    data = config.data
+    if data.prepared_dir is not None and not os.path.isfile(_folder(data.prepared_dir) / "source-0" / "index.json"):
+        yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
+    for field, patterns in absent_patterns(data).items():
+        yield from (Conflict((field,), no_file_matches([pattern])) for pattern in patterns)
+    if config.training.num_train_epochs is None or not data.streaming or data.prepared_dir is not None:
+        return
+    for at, source in data.sources_by_path().items():  # of streamed data sets only parquet files say their length
+        folder = source.dataset_name
+        is_counted = local_kind(folder) or os.path.isfile(os.path.join(folder, "state.json"))
+        files = (path for pattern in source.data_files or ["**/*"] for path in named_files(pattern, folder))
+        if not is_counted and not any(path.endswith(".parquet") for path in files):
+            message = (
+                "the length of a streamed data set is not known: set data.streaming=false, or give num_train_steps"
+            )
+            yield Conflict(("training.num_train_epochs", "data.streaming", f"{at}.dataset_name"), message)
+
+
+def _absent_packages(config: FullConfig) -> Iterator[Conflict]:
+    lora = config.model.lora
+    needed = {"model.lora": ("peft", "lora")} if lora is not None else {}
+    needed |= {"model.lora.quantize": ("bitsandbytes", "qlora")} if lora is not None and lora.quantize != "none" else {}
+    for field, (package, extra) in needed.items():
+        if find_spec(package) is None:
+            message = f"this needs {package}, which is not installed: pip install 'ds_encdec[{extra}]'"
+            yield Conflict((field,), message)
+    if (url := config.infra.upload_to) is not None:
+        from fsspec import get_filesystem_class
+        from fsspec.core import split_protocol
+
+        try:
+            get_filesystem_class(split_protocol(url)[0] or "file")
+        except (ImportError, ValueError) as error:
+            yield Conflict(("infra.upload_to",), f"this file system cannot be reached: {error}")
+    chosen = config.training.metric_for_best_model
+    for problem in not_installed(name for name, row in TEXT_METRICS.items() if chosen in row.figures):
+        yield Conflict(("training.metric_for_best_model",), problem)
+
+
+def _absent_folders(config: FullConfig) -> Iterator[Conflict]:
+    model, infra = config.model, config.infra
+    tokenizer = model.tokenizer_name_or_path or model.model_name_or_path
+    of_tokenizer = "tokenizer_name_or_path" if model.tokenizer_name_or_path else "model_name_or_path"
+    is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
+    found = {
+        "model.model_name_or_path": _lacking(model.model_name_or_path, "config.json") or _not_trained(config),
+        "infra.output_dir": _unwritable(infra.output_dir),
+        "infra.logging_dir": _unwritable(infra.logging_dir) if is_logged else None,
+    }
+    found[f"model.{of_tokenizer}"] = found.get(f"model.{of_tokenizer}") or _lacking(tokenizer, "tokenizer.json")
+    if infra.offload_optimizer == "nvme" and infra.nvme_path:
+        is_there = os.path.isdir(_folder(infra.nvme_path))
+        found["infra.nvme_path"] = _unwritable(infra.nvme_path) if is_there else "there is no such folder"
+    yield from (Conflict((field,), wrong) for field, wrong in found.items() if wrong is not None)
+
+
+def _absent_code(config: FullConfig) -> Iterator[Conflict]:
+    for field, find in _named_code(config):
+        try:
+            find()
+        except ConfigError as error:
+            yield Conflict((field,), str(error))
+
+
+def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the field and the look-up of each of the user's objects that `config` names."""
+    data, training = config.data, config.training
+    if data.converter is not None:
+        yield "data.converter", partial(converter_digest, data.converter)
+    sources = {f"{at}.dataset_name": source.dataset_name for at, source in data.sources_by_path().items()}
+    sources |= {"data.eval_dataset_name": data.eval_dataset_name or ""}
+    for name, one in data.eval_sets.items():
+        sources[f"data.eval_sets.{name}.eval_dataset_name"] = one.eval_dataset_name or ""
+    for field, name in sources.items():
+        if name.startswith(PYTHON):
+            yield field, partial(load_plugin, field, name)
+    if training.optimizer not in OPTIMIZERS:
+        from ds_encdec.engine.user_optimizer import try_optimizer  # torch
+
+        yield "training.optimizer", partial(try_optimizer, training.optimizer, training.optimizer_args)
+    if training.loss != CROSS_ENTROPY:
+        from ds_encdec.engine.user_loss import load_loss  # torch
+
+        yield "training.loss", partial(load_loss, training.loss)
+    builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
+    for field, names, kind in (
+        ("training.report_to", training.report_to, "sinks"),
+        ("training.callbacks", training.callbacks, "callbacks"),
+        ("training.lr_scheduler_type", [training.lr_scheduler_type], "schedules"),
+        ("training.metric_for_best_model", [training.best_figure], "metrics"),
+    ):
+        for name in set(names) - builtin:
+            yield field, partial(load_plugin, field, name, kind)
+
+
+def _lacking_rows(config: FullConfig) -> Iterator[Conflict]:
+    if (wrong := tokenizer_lacks_rows(config)) is not None:
+        yield Conflict(("model.architecture.vocab_size", "model.tokenizer_name_or_path"), wrong)
+
+
+def _lacking(name: str | None, needed: str) -> str | None:
+    """Return what is wrong with the folder of a model or a tokenizer. Nothing is asked from the hub or its cache."""
+    if name is None or name == "builtin":
+        return None
+    folder = _folder(name)
+    if os.path.isdir(folder):
+        return None if os.path.isfile(folder / needed) else f"the folder has no {needed}"
+    if is_hub_name(name):
+        return None
+    return variable_in(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
+
+
+def _not_trained(config: FullConfig) -> str | None:
+    """Return why a model in a local folder is refused by its config.json."""
+    model, name = config.model, config.model.model_name_or_path
+    if name is None or not os.path.isdir(folder := _folder(name)):
+        return None
+    try:
+        stored = read_stored_model(folder / "config.json")
+    except CheckpointError as error:
+        return str(error)
+    asked = model.num_sentinel_tokens, len(MODE_TOKENS) * config.data.use_mode_tokens
+    there = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
+    lacks = stored["model_type"] == OF_OUR_OWN and any(wanted > has for wanted, has in zip(asked, there, strict=True))
+    return untrained_rows(name, stored, asks_for_modes=config.data.use_mode_tokens) if lacks and model.lora else None
+
+
+def _unwritable(name: str) -> str | None:
+    """Return why the folder `name`, or a new one of that name, cannot be written to."""
+    if name.startswith("~") and not _folder(name).is_absolute():
+        return "there is no such user"
+    folder = _folder(name).absolute()
+    if not os.path.exists(folder) and (odd := variable_in(name)):
+        return odd
+    there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
+    if not os.path.isdir(there):
+        return f"{there} is no folder"
+    try:  # as root, or on a file system of the kernel's, permissions do not say it
+        os.rmdir(tempfile.mkdtemp(prefix=".ds-encdec-", dir=there))
+    except OSError as error:
+        return f"{there} cannot be written to ({error.strerror})"
+    return None
+
+
+def _folder(name: str) -> Path:
+    return Path(os.path.expanduser(name))

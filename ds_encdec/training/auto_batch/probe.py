@@ -1,0 +1,295 @@
+"""A process that makes two real optimizer steps at one micro-batch size and reports their memory; and its rank's side.
+
+`python -m ds_encdec.training.auto_batch.probe` runs beside every rank of a run, in a world apart: the run's engine
+and configuration, full micro-batches of random tokens, weights of zero, no files. All memory is given back with the
+process. stdin: one line of JSON, a `ProbeTask`; the process ends when it is closed. stdout: one line of JSON, an
+`Outcome`. What libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from ds_encdec.base.types import Batch, DsEncDecError, Example, WeightSource
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.budgets import token_budgets
+from ds_encdec.data.loader import collate
+from ds_encdec.engine.select import create_engine
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.memory_errors import in_one_line, is_of_device, is_out_of_memory, says_out_of_memory
+from ds_encdec.launch.preemption import stop_signals_left_to_this_process
+from ds_encdec.launch.process_group import init_process_group
+from ds_encdec.launch.world import World
+from ds_encdec.memory.job import assumed_ratio
+from ds_encdec.memory.library import device_capacity
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
+from ds_encdec.monitor.machine import peak_host_bytes
+from ds_encdec.registry.engines import EngineName
+from ds_encdec.registry.objectives import OBJECTIVES
+
+STEPS = 2  # optimizer steps: from the second one on, the optimizer has its states
+MICRO_BATCHES = 2  # micro-batches of a step, at most: from the second one on, gradients are accumulated
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
+PROBE = (sys.executable, "-m", "ds_encdec.training.auto_batch.probe")
+_LAST_BYTES = 4000  # how much of what a probe has printed is kept
+_NO_STACK = "libgomp: Thread creation failed"  # OpenMP, without memory for the stack of a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a try went, on one rank or on all.
+
+    `peak_bytes`: of the device, libraries included; the highest of all ranks. `message`: what ran out, or why it
+    `failed` for another reason than memory. `of_device`: an accelerator's memory ran out, not the host's.
+    `smaller_may_fit`: smaller micro-batches take less of it.
+    """
+
+    fits: bool
+    peak_bytes: int = 0
+    message: str = ""
+    of_device: bool = False
+    smaller_may_fit: bool = True
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeTask:
+    """The task of one rank's probe.
+
+    `config` has numbers as its micro-batch size and accumulation. `model`: its configuration as a dict. `number`: of
+    the try, under which its ranks meet. `available_bytes` of the device are free, of which it may take `limit_bytes`.
+    """
+
+    config: FullConfig
+    model: dict[str, Any]
+    engine: EngineName
+    world: World
+    number: int
+    device: str
+    available_bytes: int
+    limit_bytes: int
+
+
+TASK = TypeAdapter(ProbeTask)  # writes a task as one line of JSON, and reads it
+
+
+def measure(task: ProbeTask) -> Outcome:
+    """Make the steps, and a micro-batch of an evaluation if the run has any. Collective over all probes."""
+    config, device = task.config, torch.device(task.device)
+    timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
+    in_evaluation = False
+    try:
+        _limit(device, task)
+        init_process_group(task.world, device, timeout, task.engine, meeting=f"probe {task.number}")
+        context = RunContext(task.world, device, task.engine, HostCollectives(timeout))
+        model = Qwen3Seq2SeqConfig.from_dict(task.model)
+        accumulation = config.training.gradient_accumulation_steps
+        engine = create_engine(config, context, model, zero_weights(model), accumulation)
+        batch = full_batch(config, config.training.micro_batch_size, model.vocab_size)
+        micro_batches = min(accumulation, MICRO_BATCHES)
+        target_tokens = batch.target_tokens * micro_batches * task.world.world_size
+        for _ in range(STEPS):
+            for number in range(1, micro_batches + 1):
+                engine.backward(engine.forward(batch), target_tokens=target_tokens, last=number == micro_batches)
+            if not engine.step().applied:
+                raise DsEncDecError("a step of the probe was skipped, so that the optimizer has no states")
+        if config.training.eval_samples:
+            in_evaluation = True
+            engine.evaluate(full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size))
+        return Outcome(fits=True, peak_bytes=_peak_bytes(device, task.available_bytes))
+    except Exception as error:
+        if not (is_out_of_memory(error) or _limit_is_reached()):
+            raise
+        of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
+        where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
+        # The host of a GPU holds offloaded states, whatever the micro-batch.
+        smaller_may_fit = not in_evaluation and (of_device or device.type == "cpu")
+        return Outcome(False, 0, where + in_one_line(error), of_device, smaller_may_fit)
+
+
+def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Batch:
+    """A micro-batch of random tokens without padding, in the fewest and so longest examples."""
+    data = config.data
+    budgets = token_budgets(data, micro_batch_size, assumed_ratio(data))
+    sides = (budgets.encoder_tokens, data.max_encoder_length), (budgets.decoder_tokens, data.max_decoder_length)
+    count = min(max(math.ceil(tokens / longest) for tokens, longest in sides), budgets.max_examples)
+    draw = np.random.default_rng(0).integers
+    encoder_ids, decoder_ids = (
+        # Lengths that differ by one at most.
+        [
+            draw(vocab_size, size=min(tokens // count + (index < tokens % count), longest), dtype=np.int32)
+            for index in range(count)
+        ]
+        for tokens, longest in sides
+    )
+    task = next(iter(OBJECTIVES[data.objective].tasks))
+    examples = [Example(*ids, task, "") for ids in zip(encoder_ids, decoder_ids, strict=True)]
+    return collate(examples, budgets, pad_id=0)
+
+
+def zero_weights(sizes: ModelSizes) -> WeightSource:
+    """Norms 1, matrices 0: gradients are finite in every precision, and no step is skipped."""
+    shapes = parameter_shapes(sizes)
+
+    def weights(name: str, rows: slice = slice(None), /) -> Tensor:
+        shape = shapes[name]
+        return (torch.ones(shape) if len(shape) == 1 else torch.zeros(shape))[rows]
+
+    return weights
+
+
+def _limit(device: torch.device, task: ProbeTask) -> None:
+    """Make allocations beyond `limit_bytes` fail. Without this, the kernel of a host would kill some process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)  # the context of this process is taken from `free` already
+        usable = max(0, free - (task.available_bytes - task.limit_bytes))
+        torch.cuda.set_per_process_memory_fraction(usable / total, device)
+        return
+    # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
+    torch.zeros(2**22).add_(1)  # starts them
+    unused = max(0, _own_status("VmData") - _own_status("VmRSS"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = task.limit_bytes + unused
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
+
+
+def _limit_is_reached() -> bool:
+    """True if this process has mapped nearly all its memory. Some errors, as of threads, do not mention memory."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return soft != resource.RLIM_INFINITY and _own_status("VmData") > 0.97 * soft
+
+
+def _own_status(name: str) -> int:
+    """A figure of this process, in bytes, as Linux keeps it; 0 elsewhere."""
+    status = Path("/proc/self/status")
+    found = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    return int(found[1]) * 1024 if found else 0
+
+
+def _peak_bytes(device: torch.device, available_bytes: int) -> int:
+    """The peak of this process; on a GPU with its context and buffers that torch does not count."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        uncounted = available_bytes - free - torch.cuda.memory_reserved(device)
+        return torch.cuda.max_memory_reserved(device) + max(0, uncounted)
+    return peak_host_bytes()
+
+
+class ProbeProcess:
+    """One probe. Use as a context manager: the process outlives neither it nor this process."""
+
+    def __init__(self, task: ProbeTask, command: Sequence[str] = PROBE) -> None:
+        self._outcome: Outcome | None = None
+        self._on_cpu = task.device == "cpu"
+        # In a file: a full pipe would block it.
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        # The agent's store: probes meet in the run's own store, which torch must not start again.
+        environment = os.environ | {
+            "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")])),
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+        }
+        with stop_signals_left_to_this_process():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._printed,
+                text=True,
+                env=environment,
+                start_new_session=True,  # a process group, so that its compilers end with it
+            )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.write(TASK.dump_json(task).decode() + "\n")
+            self._process.stdin.flush()
+
+    def __enter__(self) -> ProbeProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._printed):
+            assert stream is not None
+            with suppress(BrokenPipeError):  # it has not read its task
+                stream.close()
+
+    def poll(self) -> Outcome | None:
+        """Return how it went, or None while it runs."""
+        if self._outcome is None and (code := self._process.poll()) is not None:
+            self._outcome = self._judged(code)
+        return self._outcome
+
+    def _judged(self, code: int) -> Outcome:
+        if code == 0:
+            assert self._process.stdout is not None
+            return Outcome(**json.loads(self._process.stdout.read()))
+        if code == -signal.SIGKILL:
+            message = "the kernel killed it, which it does when the machine is out of memory"
+            return Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
+        printed = self.last_words()
+        if telling := [line for line in printed.splitlines() if says_out_of_memory(line) or _NO_STACK in line]:
+            of_device = not self._on_cpu and is_of_device(RuntimeError(telling[-1]), free_device_bytes=0)
+            return Outcome(fits=False, message=telling[-1], of_device=of_device)
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Outcome(fits=False, message=f"It {how}; its last words:\n{printed}", failed=True)
+
+    def last_words(self) -> str:
+        """The end of what it has printed so far."""
+        printed = self._printed.fileno()
+        start = max(0, os.fstat(printed).st_size - _LAST_BYTES)
+        return os.pread(printed, _LAST_BYTES, start).decode(errors="replace")
+
+
+def main() -> None:
+    """Read the task, report, and end at once: other probes may be waiting for this one in a collective."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with suppress(OSError):  # no Linux
+        Path("/proc/self/oom_score_adj").write_text("1000")  # the first process that the kernel kills for memory
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    line = sys.stdin.readline()
+    threading.Thread(target=_end_with_the_parent, name="parent-watch", daemon=True).start()
+    code = 1
+    try:
+        print(json.dumps(asdict(measure(TASK.validate_json(line)))), file=out, flush=True)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_the_parent() -> None:
+    sys.stdin.read()  # until the parent ends
+    with suppress(ProcessLookupError):  # without a process group
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

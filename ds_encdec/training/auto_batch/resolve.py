@@ -1,0 +1,292 @@
+"""Finds the micro-batch size of a run, for `auto` the largest that fits, and by the estimate what its layers recompute.
+
+1. Candidates are the sizes that divide a rank's share of the global batch, so that the accumulation can keep it.
+2. The estimate names the largest that should fit into the memory that is free now.
+3. Real steps are tried at that size, in processes of their own (probe.py). Where memory runs out on any rank, all ranks
+   try the next candidate of at most half the size.
+4. Where the first try leaves room for the next larger candidate, that is tried too, twice at most.
+"""
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+
+import torch
+
+from ds_encdec.base.quantities import gib
+from ds_encdec.base.types import ConfigError, DsEncDecError, OutOfMemoryError, Preempted
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.config.schema import FullConfig, load_saved
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, with_first_batch_size, with_micro_batch_size
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.memory.estimate import estimate
+from ds_encdec.memory.expected import ExpectedMemory, explanation
+from ds_encdec.memory.job import Job, make_job
+from ds_encdec.memory.library import device_capacity
+from ds_encdec.memory.recompute import choose_recompute, needs_recompute_choice, with_recompute
+from ds_encdec.memory.variants import HEADROOM
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.precision import product_dtype
+from ds_encdec.training.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
+
+logger = logging.getLogger(__name__)
+
+LARGER_TRIES = 2  # candidates above the estimate's, where a try has left room for them
+POLL_SECONDS = 0.2
+LOG_SECONDS = 60.0  # between two lines of the log while probes run
+
+
+def resolve_batch_size(
+    config: FullConfig,
+    context: RunContext,
+    stop: StopRequest,
+    model: Qwen3Seq2SeqConfig,
+    resumed_from: Checkpoint | None,
+) -> FullConfig:
+    """`config` with a number as its micro-batch size, and with the accumulation for it. Collective.
+
+    Raises on every rank: OutOfMemoryError where no size fits, ConfigError for a `training.global_batch_size` that is
+    not that of `resumed_from`, Preempted where a rank is asked to stop, and DsEncDecError where a try fails for another
+    reason than memory.
+    """
+    world_size = context.world.world_size
+    if resumed_from is not None:
+        return _as_saved(config, resumed_from, world_size)
+    if is_auto(config):
+        return _Search(config, context, stop, model).largest()
+    if config.training.global_batch_size is not None:
+        return with_micro_batch_size(config, config.training.micro_batch_size, world_size)
+    return config
+
+
+def resolve_checkpointing(
+    config: FullConfig, context: RunContext, model: Qwen3Seq2SeqConfig, resumed_from: Checkpoint | None
+) -> FullConfig:
+    """`config` with a mode in place of `training.activation_checkpointing: auto`. Collective.
+
+    A resumed run keeps its mode where that still fits. `resolve_batch_size` needs a mode and comes after this, which
+    assumes a size for `auto`.
+    """
+    if not needs_recompute_choice(config):
+        return config
+    collectives, world_size = context.collectives, context.world.world_size
+    free_bytes = collectives.lowest(device_capacity(context.device).free_bytes)[0]
+
+    def chosen() -> str:
+        if resumed_from is None:
+            before, first = with_first_batch_size(config, world_size), None
+        else:
+            before = _as_saved(config, resumed_from, world_size)
+            first = load_saved(resumed_from.path / "config.yaml").training.activation_checkpointing
+        choice = choose_recompute(job_here(before, context, model), free_bytes, first=first)
+        logger.info("%s", choice)
+        return choice.mode
+
+    return with_recompute(config, collectives.on_rank_zero(chosen))
+
+
+def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullConfig:
+    """`config` with the batch that the run began with, since its data order depends on it."""
+    given = config.training.global_batch_size
+    if not is_auto(config) and given is None:
+        return config
+    # A number given may differ: that is not decided here.
+    from_this = load_saved(saved.path / "config.yaml") if is_auto(config) else config
+    size = from_this.training.micro_batch_size
+    sequences = size * saved.read_json("trainer.json")["num_lanes"]
+    if given not in (None, sequences):
+        raise ConfigError(
+            f"training.global_batch_size={given}, but the steps of {saved.path} hold {sequences} sequences, which is "
+            f"fixed when a run first starts. Give {sequences}, or start a new run from its export."
+        )
+    training = config.training.model_copy(update={"global_batch_size": sequences})
+    return with_micro_batch_size(config.model_copy(update={"training": training}), size, world_size)
+
+
+class _Search:
+    """The search for the largest size that fits. All ranks take the same steps, by figures that they exchange."""
+
+    def __init__(self, config: FullConfig, context: RunContext, stop: StopRequest, model: Qwen3Seq2SeqConfig) -> None:
+        """Collective."""
+        self._config, self._context, self._stop, self._model = config, context, stop, model
+        self._tries = 0
+        collectives = context.collectives
+        free_bytes = device_capacity(context.device).free_bytes
+        if context.device.type == "cpu":
+            free_bytes //= context.world.local_world_size  # they share the machine
+        self._free_bytes = collectives.lowest(free_bytes)[0]
+        # The rest is for fragmentation and whatever else two steps do not show.
+        self._limit_bytes = int(self._free_bytes * (1 - HEADROOM))
+        candidates = micro_batch_candidates(config, context.world.world_size)
+        mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
+        # Nodes may differ in their ranks and processors: the most of all counts.
+        most = [-negative for negative in collectives.lowest(*(-needed for needed in mine))]
+        self._needs = dict(zip(candidates, most, strict=True))
+
+    def largest(self) -> FullConfig:
+        """The configuration with the largest size that fits. Raises as `resolve_batch_size` does."""
+        size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
+        if not outcome.fits:
+            device, rank = self._context.device, self._context.world.rank
+            explained = explanation(self._expected(size), device, rank, of_device=outcome.of_device)
+            what = (
+                f"not even a micro-batch of {size} fits into the {gib(self._free_bytes)} that are free for a rank on "
+                f"{device.type}"
+                if outcome.smaller_may_fit
+                else f"a micro-batch of {size} does not fit, and smaller ones take no less of what ran out"
+            )
+            raise OutOfMemoryError(
+                f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n{explained}"
+            )
+        config = self._with(size)
+        training = config.training
+        logger.info(
+            f"micro-batch {size}: estimated {gib(self._needs[size])}, probed {gib(outcome.peak_bytes)} of "
+            f"{gib(self._free_bytes)}; accumulation {training.gradient_accumulation_steps} keeps the global batch of "
+            f"{training.global_batch_size}"
+        )
+        return config
+
+    def _with(self, size: int) -> FullConfig:
+        return with_micro_batch_size(self._config, size, self._context.world.world_size)
+
+    def _expected(self, size: int) -> ExpectedMemory:
+        job = job_here(self._with(size), self._context, self._model)
+        return ExpectedMemory(job, estimate(job))
+
+    def _needed_bytes(self, size: int) -> float:
+        """Bytes that a rank needs on its device, or of the host that is its device."""
+        expected = self._expected(size)
+        on_gpu = self._context.device.type == "cuda"
+        return expected.estimate.peak.total if on_gpu else expected.node_bytes / expected.job.ranks_per_node
+
+    def _try(self, size: int) -> Outcome:
+        """Probe `size` on all ranks; once it has failed on one, the others' probes are ended."""
+        context = self._context
+        self._tries += 1
+        began = time.monotonic()
+        logger.info("trying micro-batches of %d on all ranks", size)
+        task = ProbeTask(
+            config=self._with(size),
+            model=self._model.to_dict(),
+            engine=context.engine,
+            world=context.world,
+            number=self._tries,
+            device=str(context.device),
+            available_bytes=self._free_bytes,
+            limit_bytes=self._limit_bytes,
+        )
+        timeout_seconds = 60 * self._config.infra.distributed_timeout_minutes
+        with self._stop.heartbeat.busy(), ExitStack() as opened:
+            process = context.collectives.on_every_rank(lambda: opened.enter_context(ProbeProcess(task)))
+            outcome = agreed_outcome(process, context.collectives, self._stop, timeout_seconds)
+        how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
+        logger.info("micro-batches of %d %s; tried in %.0f s", size, how, time.monotonic() - began)
+        return outcome
+
+
+def job_here(
+    config: FullConfig,
+    context: RunContext,
+    model: Qwen3Seq2SeqConfig,
+    gradient_accumulation_steps: int | None = None,
+    ratio: float | None = None,
+) -> Job:
+    """This rank's share of a step, for the estimate. `gradient_accumulation_steps` and `ratio`: see `make_job`."""
+    some_bf16 = torch.empty(0, dtype=torch.bfloat16, device=context.device)
+    return make_job(
+        config,
+        model,
+        context.engine,
+        world_size=context.world.world_size,
+        ranks_per_node=context.world.local_world_size,
+        device="cuda" if context.device.type == "cuda" else "cpu",
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        ratio=ratio,
+        emulates_bf16=product_dtype(some_bf16) != some_bf16.dtype,
+    )
+
+
+def largest_that_fits(
+    needed_bytes: Mapping[int, int], limit_bytes: int, try_size: Callable[[int], Outcome]
+) -> tuple[int, Outcome]:
+    """The largest size that fits and how its try went, or the last size tried where none does.
+
+    `needed_bytes`: each candidate's, as estimated. The first try is the largest that should take at most `limit_bytes`,
+    or the smallest, since the estimate may be wrong.
+    """
+    candidates = sorted(needed_bytes, reverse=True)
+    first = next((size for size in candidates if needed_bytes[size] <= limit_bytes), candidates[-1])
+    size, outcome = first, try_size(first)
+    while not outcome.fits and outcome.smaller_may_fit and size // 2 >= candidates[-1]:
+        size = next(candidate for candidate in candidates if candidate <= size // 2)
+        outcome = try_size(size)
+    if not outcome.fits or size != first:
+        return size, outcome
+    for candidate in [candidate for candidate in reversed(candidates) if candidate > first][:LARGER_TRIES]:
+        if outcome.peak_bytes + needed_bytes[candidate] - needed_bytes[size] > limit_bytes:
+            break
+        larger = try_size(candidate)
+        if not larger.fits:
+            break
+        size, outcome = candidate, larger
+    return size, outcome
+
+
+def agreed_outcome(
+    process: ProbeProcess,
+    collectives: HostCollectives,
+    stop: StopRequest,
+    timeout_seconds: float,
+    grace_seconds: float = 30.0,
+) -> Outcome:
+    """The common outcome of all ranks' probes, each rank waiting with its own. Collective.
+
+    `grace_seconds`: once a probe has failed, the time for another to report that its memory ran out, which breaks the
+    connections of others.
+
+    Raises on every rank: Preempted where one is asked to stop, DsEncDecError where a probe has failed for another
+    reason than memory, or has not ended after `timeout_seconds`.
+    """
+    began = logged = time.monotonic()
+    failed_at = math.inf
+    while True:
+        now, mine = time.monotonic(), process.poll()
+        overdue = process.last_words() if mine is None and now - began > timeout_seconds else None
+        records = collectives.gather((mine, stop.reason is not None, now - failed_at > grace_seconds, overdue))
+        outcomes, stops, graces, last_words = zip(*records, strict=True)
+        if any(stops):
+            stop.acknowledge()
+            raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
+        ended = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
+        for rank, outcome in ended.items():
+            if not (outcome.fits or outcome.failed):
+                return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
+        failed = {rank: outcome.message for rank, outcome in ended.items() if outcome.failed}
+        all_ended = len(ended) == len(outcomes)
+        if all_ended and not failed:
+            return Outcome(fits=True, peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
+        if failed:
+            failed_at = min(failed_at, now)
+        advice = "Mend that, or give training.per_device_train_batch_size a number."
+        if failed and (all_ended or any(graces)):
+            rank, message = next(iter(failed.items()))
+            raise DsEncDecError(
+                f"the micro-batch size could not be found: a probe failed on rank {rank}, and not for want of memory. "
+                f"{advice} {message}"
+            )
+        for rank, words in enumerate(last_words):
+            if words is not None:
+                raise DsEncDecError(
+                    f"the micro-batch size could not be found: the probe of rank {rank} has not ended after "
+                    f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes). {advice} Its last words:\n"
+                    f"{words}"
+                )
+        if now - logged > LOG_SECONDS:
+            logged = now
+            logger.info("still trying, for %.0f s", now - began)
+        time.sleep(POLL_SECONDS)

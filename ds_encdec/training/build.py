@@ -1,0 +1,372 @@
+"""From a FullConfig to a wired Trainer, and from a finished run to a model folder.
+
+The only place that knows everybody. It reads top to bottom in the order in which a run may fail cheaply:
+the machine, the output folder, the data and the model's source, the engine.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from ds_encdec.base.callback import Callback
+from ds_encdec.base.quantities import count
+from ds_encdec.base.tested_versions import outside_tested_ranges
+from ds_encdec.base.types import HangError, LostRankError, Preempted, TrainingState
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.upload import Uploads
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import (
+    is_auto,
+    micro_batch_candidates,
+    plan_lanes,
+)
+from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.sources.tables import resolve_commits
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.engine.select import create_engine, join_ranks
+from ds_encdec.evaluate.in_training import Judge, usable_metrics
+from ds_encdec.exports.adapters import one_base
+from ds_encdec.exports.final_export import clear_exports, export_at_end
+from ds_encdec.exports.hugging_face import average_last_checkpoints
+from ds_encdec.launch.absence import startup_errors_shared
+from ds_encdec.launch.agreement import require_same_data
+from ds_encdec.launch.disk import DiskRefusedError
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
+from ds_encdec.launch.preemption import StopRequest, awaited
+from ds_encdec.launch.process_group import shutdown
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import World, discover
+from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
+from ds_encdec.memory.gpus import grow_segments
+from ds_encdec.memory.job import Job, disk_shortage
+from ds_encdec.model.cache_check import check_cache
+from ds_encdec.training.absent import require_here
+from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
+from ds_encdec.training.callbacks import open_callbacks
+from ds_encdec.training.profiling import StepProfiler
+from ds_encdec.training.resume import (
+    load_engine,
+    refuse_other_model,
+    restore_choice,
+    restore_data,
+    warn_of_another_optimizer,
+    with_steps,
+)
+from ds_encdec.training.run_files import Run, begin_recording, checkpoint_files
+from ds_encdec.training.run_model import new_model, saved_model
+from ds_encdec.training.start_banner import start_banner
+from ds_encdec.training.step_plan import is_over
+from ds_encdec.training.trainer import Trainer, train
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of `run_training`."""
+
+    config: FullConfig
+    stop: StopRequest
+    resume: str | None
+    allow_data_change: bool
+    callbacks: Sequence[Callback]
+    profile: int
+
+
+def run_training(
+    config: FullConfig,
+    stop: StopRequest | None = None,
+    *,
+    resume: str | None = None,
+    allow_data_change: bool = False,
+    callbacks: Sequence[Callback] = (),
+    profile: int = 0,
+) -> TrainingState:
+    """Train as configured, on whatever ranks the environment says this process is one of.
+
+    `stop` has been entered; None: signals are answered during the run alone, which needs the main thread. `resume`:
+    None, `auto`, or the path of a checkpoint, of whatever engine and number of ranks. `allow_data_change`: go on from
+    it although this run reads other data. `callbacks`: besides those of `training.callbacks`, the same on every rank.
+    `profile`: the number of steps to look into (profiling.py).
+
+    Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. How the log looks, and whether
+    it is seen, is the caller's business: it goes to the loggers of `ds_encdec`.
+    """
+    world = discover(os.environ)  # now: a port that is free, where none is given
+    grow_segments(os.environ)
+    with startup_errors_shared(world):
+        require_here(config, new=resume is None)
+        if resume is None:  # a batch that the ranks cannot share out is refused before they meet
+            (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
+    with StopRequest(world) if stop is None else nullcontext(stop) as watch:
+        try:
+            return _train_on_ranks(_Request(config, watch, resume, allow_data_change, callbacks, profile), world)
+        except BaseException:
+            if world.world_size == 1:  # which waits for nobody, and whose process may train again
+                shutdown()
+            raise
+
+
+def _train_on_ranks(request: _Request, world: World) -> TrainingState:
+    """Join the ranks, take the run's folder, train, and write what a run leaves at its end."""
+    config, stop, resume = request.config, request.stop, request.resume
+    context = _meet(config, world, stop)
+    world = context.world
+    if world.is_main and (untested := outside_tested_ranges()):
+        logger.warning("not tested with %s: what follows may be wrong in places", ", ".join(untested))
+    folder = RunFolder(config.infra.output_dir)
+    try:
+        folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
+    except BaseException:
+        context.undo.close()
+        raise
+    failed = partial(record, folder, "failed", exit_code=HangError.exit_code)
+    stop.folder_is_known(
+        folder.stop_file if world.is_main else None,
+        before_end=lambda why: failed(reason=f"rank {world.rank}: {why}"),
+    )
+    uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
+    with (
+        context.undo,
+        Peers(folder, context.collectives) as peers,
+        uploads.awaited_by_all(context.collectives, stop.heartbeat),  # behind the record of the ending, which is copied
+        ending_recorded(folder, world, peers, spare=resume is not None) as begin,
+        # Innermost: left first, it ends a run that hangs before another ending is recorded.
+        Watchdog(stop, _hang_minutes(config), folder, context.collectives),
+    ):
+        context.collectives.on_rank_zero(lambda: uploads.claim(resume))
+        profilers = [StepProfiler(request.profile, folder.profile, world.rank)] if request.profile else []
+        callbacks = open_callbacks(config, [*request.callbacks, uploads, *profilers], context.collectives)
+        trainer, expected, facts = _wire(request, context, folder, callbacks)
+        begin(**facts)
+        state = _train_and_close(trainer, peers, expected)
+        has_stepped = trainer.has_stepped
+        for profiler in profilers:
+            profiler.finish()
+    del trainer
+    with stop.heartbeat.busy():  # no step follows, and nobody is stuck
+        shutdown()
+        if world.is_main:
+            export_at_end(folder, config.training, anew=has_stepped)
+            average_last_checkpoints(folder, last=config.training.average_checkpoints)
+        uploads.finish()
+    folder.release()
+    return state
+
+
+def _hang_minutes(config: FullConfig) -> float | None:
+    """The minutes after which a rank without a step counts as stuck; None for no watch.
+
+    The default is well before a collective would give up; 0 means never.
+    """
+    given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
+    return (longest * 2 / 3 if given is None else given) or None
+
+
+def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
+    """Join the ranks. Whoever is past this knows that none may leave alone any more. Raises Preempted, ConfigError."""
+    try:
+        return join_ranks(config, world, met=stop.ranks_have_met)
+    except (RuntimeError, LostRankError) as error:  # torch's; a launcher stops those whom one has left
+        if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
+            raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
+        raise
+
+
+def _train_and_close(
+    trainer: Trainer, peers: Peers | None = None, expected: ExpectedMemory | None = None
+) -> TrainingState:
+    """Train and close what the run has opened; `expected` explains an error that memory ran out."""
+    exit_code, reason = 0, ""
+    try:
+        with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank):
+            state = train(trainer)
+        training = trainer.config.training
+        if trainer.has_stepped and state.global_step < training.num_train_steps:
+            message = (
+                f"{count(state.evaluations_since_leading, 'evaluation')} in a row without a figure better by more than "
+                f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value:.6g}"
+            )
+            logger.info("early stopping at step %d: %s", state.global_step, message)
+            where = {"step": state.global_step, "data_step": state.data_step}
+            trainer.recorder.events.write("early_stop", **where, message=message)
+    except BaseException as error:
+        named = named_error(error, trainer.collectives.rank, peers)
+        exit_code, reason = named.exit_code, str(named)
+        if isinstance(named, LostRankError):  # looked for once
+            raise named from error
+        raise
+    finally:
+        with trainer.stop.heartbeat.busy():
+            trainer.checkpoints.close()
+            trainer.loader.close()
+            trainer.recorder.close(exit_code, reason)
+    logger.info("finished at step %d; checkpoints are in %s", state.global_step, trainer.checkpoints.folder)
+    trainer.engine.close()
+    return state
+
+
+def _wire(
+    request: _Request, context: RunContext, folder: RunFolder, callbacks: Sequence[Callback]
+) -> tuple[Trainer, ExpectedMemory | None, dict[str, Any]]:
+    """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last.
+
+    Returns also the memory it is expected to take, and facts of the run for `run.json`.
+    """
+    collectives, training = context.collectives, request.config.training
+    checkpoints = CheckpointManager(
+        folder.checkpoints, collectives, engine_name=context.engine, keep=training.save_total_limit
+    )
+    checkpoints.prepare()
+    collectives.on_rank_zero(lambda: clear_exports(folder))
+    run = _plan(request, context, folder)
+    generates = training.eval_generate_samples > 0
+    metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if generates else []
+    data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
+    require_same_data(data.fingerprint, collectives)
+    run = replace(run, config=with_steps(run.config, data.pipeline, run.checkpoint, collectives))
+    state = _first_state(run, data)
+    job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
+    expected = estimate_run(job)
+    _log_start(run, state, job, expected)
+    engine = _build_engine(run, job, expected)
+    if run.checkpoint:
+        state = checkpoints.adopt(run.checkpoint, state)
+        logger.info("resumed from %s (step %d)", run.checkpoint.path, state.global_step)
+    trainer = Trainer(
+        config=run.config,
+        engine=engine,
+        loader=data.loader,
+        eval_sets={"": data.eval_batches, **data.eval_sets},
+        collectives=collectives,
+        recorder=begin_recording(run, state, expected),
+        checkpoints=checkpoints,
+        stop=request.stop,
+        run_files=partial(checkpoint_files, run, data),
+        state=state,
+        require_folder=folder.require_present,
+        judge=_judge(run, engine, data, metrics, request.stop) if metrics else None,
+        callbacks=callbacks,
+        rehearses=context.device.type != "cpu",
+    )
+    return trainer, expected, {"parameters": job.parameters, "trainable_parameters": job.trainable_parameters}
+
+
+def _log_start(run: Run, state: TrainingState, job: Job, expected: ExpectedMemory | None) -> None:
+    if is_over(state, run.config.training):
+        is_whole = state.global_step >= run.config.training.num_train_steps
+        limit = "num_train_steps" if is_whole else "early_stopping_patience"
+        logger.info("nothing left to do after step %d: to train on, raise training.%s", state.global_step, limit)
+    elif run.context.world.is_main:
+        for line in start_banner(job, run.context, expected, start_step=state.global_step, epochs=run.epochs):
+            logger.info(line)
+
+
+def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str], stop: StopRequest) -> Judge:
+    """Generates and scores texts in evaluations. Raises ConfigError for a model that cannot generate. Collective."""
+    collectives, model = run.context.collectives, run.model
+    collectives.on_every_rank(lambda: check_cache(model.config))
+    return Judge(
+        run.config,
+        engine,
+        model.config,
+        model.tokenizer,
+        collectives,
+        data.eval_examples,
+        metrics,
+        stopped=lambda: stop.requested,
+    )
+
+
+def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
+    """The checkpoint to go on from, if any, the model, and how many micro-batches a step has. Collective."""
+    collectives, config = context.collectives, request.config
+    checkpoint = _find(config, context, folder, request.resume)
+    saved = checkpoint.read_json("trainer.json") if checkpoint else None
+    # Once on each machine, whose copy may be another; rank 0 writes it into checkpoints.
+    hashes = context.world.is_main or context.world.local_rank == 0
+    model = collectives.rank_zero_first(
+        lambda: (
+            saved_model(config, checkpoint.path, hashes_base=hashes)
+            if checkpoint
+            else new_model(config, hashes_base=hashes)
+        )
+    )
+    if config.model.lora is not None:
+        one_base(collectives.gather(model.base))
+    # One rank asks the hub, so that all read the same commit of a data set.
+    saved_commits = saved["data"]["dataset_commits"] if saved else None
+    commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    config = resolve_checkpointing(config, context, model.config, checkpoint)
+    config = resolve_batch_size(config, context, request.stop, model.config, checkpoint)
+    lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)
+    return Run(config, context, folder, checkpoint, model, commits, *lanes, config.training.num_train_epochs)
+
+
+def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
+    """The checkpoint to go on from, if any. Collective. Raises what makes this run unable to continue it."""
+
+    def accept(checkpoint: Checkpoint) -> None:
+        plan_lanes(config, context.world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])
+        checkpoint.training_state()
+        refuse_other_model(checkpoint, config)
+
+    checkpoint = find_checkpoint(folder.checkpoints, context.collectives, resume, accept)
+    if resume == "auto" and checkpoint is None:
+        logger.info("--resume auto: no checkpoint is in %s, so the run begins at step 0", folder.checkpoints)
+    return checkpoint
+
+
+def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
+    return build_data(
+        run.config,
+        run.model.tokenizer,
+        run.model.vocabulary,
+        rank=run.context.world.rank,
+        world_size=run.context.world.world_size,
+        num_lanes=run.num_lanes,
+        saved=run.checkpoint.read_json("trainer.json")["data"] if run.checkpoint else None,
+        commits=run.commits,
+        accept_other_data=accept_other_data,
+        evaluation_cache=run.folder.root / "evaluation",
+        pin_memory=run.context.device.type == "cuda",
+    )
+
+
+def _first_state(run: Run, data: TrainingData) -> TrainingState:
+    """A new run's state, or that of the checkpoint; `data` is put where it was then."""
+    if run.checkpoint is None:
+        return TrainingState(best_by=run.config.training.best_by)
+    warn_of_another_optimizer(run.checkpoint, run.config.training, is_main=run.context.world.is_main)
+    state = restore_choice(run.checkpoint, run.checkpoint.training_state(), run.config.training)
+    return restore_data(run.checkpoint, data, state, is_main=run.context.world.is_main)
+
+
+def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine:
+    """The engine with its weights, from the model's source or from the checkpoint. Collective.
+
+    Before that, the disk's room for its checkpoints is checked.
+    """
+    run.context.collectives.on_rank_zero(lambda: _check_disk_space(run, job))
+    model, context = run.model, run.context
+    with out_of_memory_explained(expected, context.device, context.world.rank):
+        engine = create_engine(run.config, context, model.config, model.weights, run.accumulation)
+        if run.checkpoint:
+            load_engine(engine, run.checkpoint, context.collectives)
+    return engine
+
+
+def _check_disk_space(run: Run, job: Job) -> None:
+    """Warn where the checkpoints to come do not fit; with `infra.require_disk_space` raise DiskRefusedError."""
+    folder = run.folder.checkpoints
+    if (problem := disk_shortage(folder, len(committed_steps(folder)), run.config, job)) is None:
+        return
+    if run.config.infra.require_disk_space:
+        raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
+    logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)

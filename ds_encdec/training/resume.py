@@ -1,0 +1,211 @@
+"""Going on from a checkpoint: at a run's start, or in its midst by a rollback; those of other models are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from ds_encdec.base.quantities import listed
+from ds_encdec.base.types import CheckpointError, DivergedError, DsEncDecError, TrainingState
+from ds_encdec.checkpoint.folder import Checkpoint
+from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
+from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
+from ds_encdec.data.build import TrainingData
+from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
+from ds_encdec.data.fingerprint import changes, differing, usable_records
+from ds_encdec.data.lane import LanePipeline
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.model.source import architecture
+from ds_encdec.monitor.recorder import Alert, Recorder
+from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
+
+logger = logging.getLogger(__name__)
+
+_TOKENIZER_NAME = "model.tokenizer_name_or_path"
+
+
+def with_steps(
+    config: FullConfig, pipeline: LanePipeline, checkpoint: Checkpoint | None, collectives: HostCollectives
+) -> FullConfig:
+    """`config`, with the steps of its epochs if it gives these: those of the checkpoint, or counted now. Collective."""
+    epochs = config.training.num_train_epochs
+    if epochs is None:
+        return config
+    if checkpoint and checkpoint.read_json("trainer.json").get("num_train_epochs") == epochs:
+        steps = load_saved(checkpoint.path / "config.yaml").training.num_train_steps
+    else:
+        steps = collectives.on_rank_zero(lambda: steps_of_epochs(pipeline, epochs))
+        logger.info("num_train_epochs=%g: %d optimizer steps", epochs, steps)
+    return with_steps_of_epochs(config, steps)
+
+
+def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
+    """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
+
+    A moved folder is still the same model: the weights come from the checkpoint.
+    """
+    theirs, ours = _model_settings(load_saved(checkpoint.path / "config.yaml")), _model_settings(config)
+    differing = _differences(theirs, ours)
+    if not differing:
+        return
+    if all(ours[name] == theirs[name] for name in (ours.keys() & theirs.keys()) - {MODEL_NAME, _TOKENIZER_NAME}):
+        contents = _different_contents(checkpoint, config)
+        if not contents:
+            logger.info("%s is the same model and tokenizer: %s.", checkpoint.path, "; ".join(differing))
+            return
+        differing += contents
+    raise CheckpointError(
+        f"{checkpoint.path} was made with another model or tokenizer:{listed(differing)}\n"
+        "Give the checkpoint's values, or start a new run from its export."
+    )
+
+
+def restore_data(checkpoint: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
+    """Put the loader of `data` where the checkpoint was; returns `state`, choosing anew if the data is other."""
+    fingerprint = checkpoint.read_json("trainer.json")["data"]["fingerprint"]
+    lanes = usable_records(checkpoint.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
+    data.loader.load_state(lanes)
+    if not differing(fingerprint, data.fingerprint):
+        return state
+    logger.log(
+        logging.WARNING if is_main else logging.DEBUG,
+        "Continuing with other data than %s was made on: %s. The best checkpoint is chosen among those from here on, "
+        "and early stopping counts from here.",
+        checkpoint.path,
+        changes(fingerprint, data.fingerprint),
+    )
+    return state.choosing_anew()
+
+
+def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:
+    """The saved `state`, without what another `metric_for_best_model` than this run's found to be the best."""
+    if state.best_by != training.best_by:
+        logger.info(
+            "%s was saved by a run whose best checkpoint is that of the %s. It is the %s now: the best checkpoint is "
+            "chosen anew, and early stopping counts from here.",
+            checkpoint.path,
+            state.best_by,
+            training.best_by,
+        )
+    return state.choosing_by(training.best_by)
+
+
+def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
+    """Warn where the states of `checkpoint` are another optimizer's: those of the same name count as this run's."""
+    theirs = load_saved(checkpoint.path / "config.yaml").training
+    then, now = ((one.optimizer, one.optimizer_args) for one in (theirs, training))
+    if is_main and then != now:
+        words = [" with ".join([name, *([str(arguments)] if arguments else [])]) for name, arguments in (then, now)]
+        logger.warning(
+            "%s was saved with training.optimizer=%s, and this run has %s: it goes on from the states of the same "
+            "names, which may mean other things, and begins without the rest. Start a new run from the export to begin "
+            "with states of zeros.",
+            checkpoint.path,
+            *words,
+        )
+
+
+def load_engine(engine: Engine, checkpoint: Checkpoint, collectives: HostCollectives) -> None:
+    """Fill the engine of every rank from `checkpoint`. Where one rank cannot open its files, all raise its error."""
+    engine.load(collectives.on_every_rank(lambda: open_saved_state(checkpoint.path, verified=True)))
+
+
+def roll_back(
+    state: TrainingState, alert: Alert, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
+) -> TrainingState | None:
+    """Go back to an earlier checkpoint in mid-run, past the data that was read since; returns the state to go on from.
+
+    Weights, optimizer, schedule and the monitor's windows become the checkpoint's; the data loader is left where it is.
+    So the run goes on as one that trained up to that checkpoint and then never saw the data in between. None where no
+    checkpoint is old enough, and the run goes on as it is.
+
+    `alert`: what asks for it. Collective; no save is under way. The caller saves the new state at once: it has the
+    checkpoint's step, and other data behind it. Raises DivergedError where the run has used up its rollbacks,
+    CheckpointError where every checkpoint that is old enough is damaged.
+    """
+    settings, collectives = recorder.settings, recorder.collectives
+    if state.rollbacks >= settings.max_rollbacks:
+        raise DivergedError(
+            f"{alert['type']}: {alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
+            "used up. Checkpoints are untouched; lower training.learning_rate, or look at the data."
+        )
+    where = {"step": state.global_step, "data_step": state.data_step}
+    oldest = alert["step"] - settings.rollback_min_steps
+    checkpoint = find_checkpoint(checkpoints.folder, collectives, "auto", at_most=oldest)
+    if checkpoint is None:
+        needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
+        refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
+        recorder.events.write("no_rollback", **where, message=refusal)
+        if collectives.rank == 0:
+            logger.error(refusal)
+        return None
+    saved = checkpoint.read_json("trainer.json")
+    then = checkpoint.training_state().choosing_by(state.best_by)
+    load_engine(engine, checkpoint, collectives)
+    gone_back = dataclasses.replace(
+        then,  # but for what counts data
+        data_step=state.data_step,
+        skipped_steps=state.data_step - then.global_step,
+        epoch=state.epoch,
+        total_tokens_seen=state.total_tokens_seen,
+        target_tokens_seen=state.target_tokens_seen,
+        rollbacks=state.rollbacks + 1,
+        bad_rows=state.bad_rows,
+        long_rows=state.long_rows,
+    )
+    now = checkpoints.adopt(checkpoint, gone_back)
+    recorder.go_back(saved["recorder"], now)
+    recorder.events.write(
+        "rollback",
+        **where,
+        type=alert["type"],
+        message=alert["message"],
+        to_step=then.global_step,
+        to_data_step=then.data_step,
+        number=now.rollbacks,
+    )
+    if collectives.rank == 0:
+        logger.warning(
+            f"Rollback {now.rollbacks} of at most {settings.max_rollbacks}: back to step {then.global_step}; "
+            f"data steps {then.data_step + 1} to {state.data_step} are not trained on again."
+        )
+    return now
+
+
+def _different_contents(checkpoint: Checkpoint, config: FullConfig) -> list[str]:
+    """The differences, in words, between the model and tokenizer that `config` names and the saved ones."""
+    saved = saved_model(config, checkpoint.path, hashes_base=False)
+    try:
+        named = new_model(config, hashes_base=False)
+    except DsEncDecError as error:
+        return [f"and whether it is the same cannot be seen here: {error}"]
+    words = _differences(architecture(saved.config), architecture(named.config))
+    saved_tokenizer, named_tokenizer = (model.tokenizer.backend_tokenizer.to_str() for model in (saved, named))
+    return words + (["the tokenizers differ"] if saved_tokenizer != named_tokenizer else [])
+
+
+def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{name} is {theirs.get(name)!r} there and {ours.get(name)!r} here"
+        for name in {**theirs, **ours}
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
+def _model_settings(config: FullConfig) -> dict[str, Any]:
+    """The settings that decide what is trained, by their names in the configuration."""
+    section = config.model
+    sizes = section.architecture.model_dump() if section.architecture else {}
+    return {
+        "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
+        "training.freeze": config.training.freeze,
+        MODEL_NAME: section.model_name_or_path,
+        _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
+        "model.num_sentinel_tokens": section.num_sentinel_tokens,
+        "data.use_mode_tokens": config.data.use_mode_tokens,
+        **{f"model.architecture.{name}": value for name, value in sizes.items()},
+    }

@@ -1,0 +1,88 @@
+"""The model and tokenizer of a run before it is built: from its configuration, or on resume from its checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ds_encdec.base.types import CheckpointError, WeightSource
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.sources.builtin_corpus import builtin_documents
+from ds_encdec.exports.adapters import base_record, opened_base
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.source import base_model, resolve_model
+from ds_encdec.model.trained import trained_shapes
+from ds_encdec.tokenizer.load import load_tokenizer
+from ds_encdec.tokenizer.sentinels import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+MODEL_NAME = "model.model_name_or_path"
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """The model to train, before it is built.
+
+    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters,
+    where it was hashed.
+    """
+
+    config: Qwen3Seq2SeqConfig
+    tokenizer: PreTrainedTokenizerFast
+    vocabulary: Vocabulary
+    weights: WeightSource | None
+    base: dict[str, Any] | None = None
+
+
+def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
+    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`.
+
+    `hashes_base`: read all files of the base of adapters.
+    """
+    tokenizer, vocabulary = run_tokenizer(config)
+    seed = config.training.seed
+    source = resolve_model(config.model, vocabulary, seed=seed)
+    trained_shapes(config, source.config)  # raises for patterns that match nothing
+    has_base = config.model.lora is not None and hashes_base
+    base = base_record(config.model, base_model(config.model, source.config, seed)) if has_base else None
+    return RunModel(source.config, tokenizer, vocabulary, source.weights, base)
+
+
+def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = True) -> RunModel:
+    """The model in the folder `checkpoint`, whose source may be gone or have changed; the kernels are `config`'s.
+
+    `hashes_base`: read all files of the base of adapters, and compare them.
+    Raises CheckpointError where `config` wants special tokens that the saved model does not know.
+    """
+    folder = checkpoint / "model"
+    tokenizer, vocabulary = run_tokenizer(config, folder)
+    model_config = Qwen3Seq2SeqConfig.from_pretrained(folder)
+    known = (tuple(model_config.sentinel_token_ids), tuple(model_config.mode_token_ids))
+    if (vocabulary.sentinel_ids, vocabulary.mode_token_ids) != known or vocabulary.vocab_size > model_config.vocab_size:
+        raise CheckpointError(
+            f"{folder}: its model does not have the special tokens of this run, which are "
+            f"{config.model.num_sentinel_tokens} sentinels{' and mode tokens' if config.data.use_mode_tokens else ''}. "
+            "Give the model.num_sentinel_tokens and data.use_mode_tokens that it was made with."
+        )
+    model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
+    model_config.use_flash_attention = config.model.use_flash_attention
+    if config.model.lora is None:
+        return RunModel(model_config, tokenizer, vocabulary, weights=None)
+    base = opened_base(checkpoint, config.model, MODEL_NAME, hashed=hashes_base)
+    record = base_record(config.model, base) if hashes_base else None
+    return RunModel(model_config, tokenizer, vocabulary, base.weights, record)
+
+
+def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
+    """The configuration's tokenizer, or the one saved in `folder`."""
+    section = config.model
+    if folder is not None:
+        section = section.model_copy(update={"tokenizer_name_or_path": str(folder)})
+    return load_tokenizer(
+        section,
+        builtin_texts=lambda: (document.text for document in builtin_documents()),
+        mode_tokens=config.data.use_mode_tokens,
+    )

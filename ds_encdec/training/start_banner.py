@@ -1,0 +1,79 @@
+"""Describes a run before its first step in a few lines: what is trained, in what, how much of it, and its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ds_encdec.base.quantities import count, gib
+from ds_encdec.config.schema import InfraConfig, TrainingConfig
+from ds_encdec.engine.select import attention_kernel
+from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.triton_compiler import triton_lacks
+from ds_encdec.memory.expected import ExpectedMemory
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.library import device_capacity
+from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
+from ds_encdec.model.trained import trained_summary
+from ds_encdec.registry.engines import ENGINES
+
+
+def start_banner(
+    job: Job, context: RunContext, expected: ExpectedMemory | None, *, start_step: int, epochs: float | None
+) -> list[str]:
+    """Aligned lines about the run that begins behind `start_step`; `epochs` where it is told how many to make."""
+    config, world, steps = job.config, context.world, job.config.training.num_train_steps
+    lanes = job.gradient_accumulation_steps * world.world_size
+    sequences, tokens = config.training.micro_batch_size * lanes, (job.encoder_tokens + job.decoder_tokens) * lanes
+    planned = config.infra.num_gpus
+    asked = f" ({epochs:g} epochs)" if epochs is not None else ""
+    parts = {
+        "model": f"{config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters, {_trained(job)}",
+        "engine": ", ".join([context.engine_spec.title, *_settings(config.infra, config.training)]),
+        "ranks": f"{world.world_size} on {count(world.num_nodes, 'node')}, {context.device.type}"
+        + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
+        "attention": attention_kernel(config, context.device, job.sizes.head_dim)[0],
+        "a step": f"{count(sequences, 'sequence')} in {count(lanes, 'micro-batch')}, {tokens:,} tokens with padding",
+        "the run": f"steps {start_step:,} to {steps:,}{asked}, {tokens * (steps - start_step):,} tokens, "
+        f"into {Path(config.infra.output_dir).absolute()}",
+        "memory": str(expected) if expected is not None else "not estimated",
+    }
+    if context.device.type == "cuda" and (lacks := triton_lacks()):
+        parts["slower"] = "; ".join(lacks)
+    if context.device.type == "cuda" and (found := _faster(job, device_capacity(context.device).total_bytes)):
+        parts["faster"] = found
+    width = max(map(len, parts))
+    return [f"{label:{width}}  {text}" for label, text in parts.items()]
+
+
+def _faster(job: Job, device_bytes: float) -> str | None:
+    """A setting that fits and is faster, and what it saves where that is known; None where there is none."""
+    row = faster(job, lambda row: row.estimate.peak.total <= device_bytes * (1 - HEADROOM))
+    if row is None:
+        return None
+    gathers = job.config.infra.sharding_stage.startswith("zero3") and "infra.sharding_stage" in row.overrides
+    has_frozen = job.trainable_parameters < job.parameters
+    cost = ENGINES[job.engine].gathering_ms[has_frozen] * len(job.model.layers)
+    hooks = ", and no hooks around each module" if gathers else ""
+    hooks += f", which take the host about {cost:.0f} ms a micro-batch under zero3 here" if gathers and cost else ""
+    return f"{as_overrides(row.overrides)} fits by the estimate, in {gib(row.estimate.peak.total)} per GPU{hooks}"
+
+
+def _trained(job: Job) -> str:
+    return (
+        "all trained"
+        if job.trainable_parameters == job.parameters
+        else trained_summary(job.trainable_parameters, job.parameters)
+    )
+
+
+def _settings(infra: InfraConfig, training: TrainingConfig) -> list[str]:
+    """The settings that decide speed and memory most."""
+    offloaded = {"optimizer": infra.offload_optimizer, "parameters": infra.offload_params}
+    return [
+        infra.sharding_stage,
+        *(f"{what} offloaded to {place}" for what, place in offloaded.items() if place != "none"),
+        "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
+        f"recompute {training.activation_checkpointing}",
+        *([] if training.optimizer == "adamw" else [training.optimizer]),
+        *(["compiled layers"] if training.torch_compile is True else []),
+    ]

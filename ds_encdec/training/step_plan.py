@@ -1,0 +1,104 @@
+"""The counters of a run: how a step changes them, and what they say is due after it.
+
+Everything here is a function of what all ranks have alike, so that all take the same branches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from ds_encdec.base.types import StepResult, TrainingState
+from ds_encdec.config.schema import TrainingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepTotals:
+    """Sums over all ranks, known before a step's backward pass, from one small exchange between the hosts per step.
+
+    The first three count ranks without a batch: for any reason, for want of data, because a worker was killed.
+    `stop`: ranks that are asked to stop. `save_due`: 1 where the clock asks for a save. `saves_over`: ranks whose save
+    in the background has ended. `epoch` is the lowest.
+    """
+
+    failed: int = 0
+    failed_data: int = 0
+    killed_workers: int = 0
+    target_tokens: int = 0
+    encoder_tokens: int = 0
+    stop: int = 0
+    save_due: int = 0
+    saves_over: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The plan of what follows a step, by the counters. Equal on every rank, because everything that decides it is.
+
+    `log`: close the logging interval, which judges its steps too. `judge`: look for alerts in the steps not yet judged.
+    """
+
+    log: bool = False
+    judge: bool = False
+    evaluate: bool = False
+    save: bool = False
+
+    @classmethod
+    def after(
+        cls, state: TrainingState, result: StepResult, totals: StepTotals, training: TrainingConfig, *, every_step: bool
+    ) -> StepPlan:
+        """Plan by the counters. `state` is the one after the step; with `every_step` each step is judged."""
+        done = is_over(state, training)
+
+        def every(n: int) -> bool:
+            """True at steps n, 2n, … when they were applied, and at the last step of the run."""
+            return result.applied and (state.global_step % n == 0 or done)
+
+        log, planned = every(training.logging_steps), training.save_strategy == "steps" and every(training.save_steps)
+        save = totals.save_due > 0 or planned
+        # A checkpoint is evaluated, or it could not be the best.
+        evaluate = bool(training.eval_samples) and (every(training.eval_steps) or planned)
+        # No state is saved unjudged, and no step follows a skipped one unjudged.
+        judge = log or evaluate or save or not result.applied or every_step
+        return cls(log, judge, evaluate, save)
+
+
+def is_over(state: TrainingState, training: TrainingConfig) -> bool:
+    """Return whether all steps have been applied, or evaluations have brought nothing better for too long."""
+    patience = training.early_stopping_patience
+    stopped_early = patience is not None and state.evaluations_since_leading >= patience
+    return stopped_early or state.global_step >= training.num_train_steps
+
+
+def after_evaluation(state: TrainingState, value: float | None, training: TrainingConfig) -> TrainingState:
+    """Count an evaluation, None for none, by its `metric_for_best_model` for early stopping. Returns the state then."""
+    if value is None:
+        return state
+    if is_better(value, state.leading_value, training, by=training.early_stopping_threshold):
+        return replace(state, leading_value=value, evaluations_since_leading=0)
+    return replace(state, evaluations_since_leading=state.evaluations_since_leading + 1)
+
+
+def is_best(state: TrainingState, value: float | None, training: TrainingConfig) -> bool:
+    """Return whether an evaluation found a better `metric_for_best_model` than every saved checkpoint has."""
+    return value is not None and is_better(value, state.best_value, training)
+
+
+def is_better(value: float, than: float | None, training: TrainingConfig, *, by: float = 0.0) -> bool:
+    """Return whether `value` is better by more than `by`; a finite one is better than none, and no other is at all."""
+    gain = math.inf if than is None else value - than if training.best_is_greatest else than - value
+    return math.isfinite(value) and gain > by
+
+
+def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> TrainingState:
+    """The state after one consumed step, applied or not."""
+    return replace(
+        state,
+        global_step=state.global_step + result.applied,
+        data_step=state.data_step + 1,
+        skipped_steps=state.skipped_steps + (not result.applied),
+        epoch=totals.epoch,
+        total_tokens_seen=state.total_tokens_seen + totals.encoder_tokens + totals.target_tokens,
+        target_tokens_seen=state.target_tokens_seen + totals.target_tokens,
+    )

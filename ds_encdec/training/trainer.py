@@ -1,0 +1,397 @@
+"""The loop.
+
+Everything it uses is handed in by build.py. It decides nothing about engines, files or formats: it says when a batch is
+read, when the optimizer steps, when metrics are logged, when the model is evaluated and saved, and when the run ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ds_encdec.base.callback import Callback
+from ds_encdec.base.types import (
+    Batch,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DivergedError,
+    Preempted,
+    StepResult,
+    TrainingState,
+)
+from ds_encdec.checkpoint.manager import CheckpointManager
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.loader import LaneLoader, copied_ahead, count_rows
+from ds_encdec.data.sources.sources import check_bad_rows
+from ds_encdec.data.workers import WorkerKilledError
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.evaluate.in_training import evaluate
+from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attempt
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.monitor.recorder import Actions, Recorder
+from ds_encdec.monitor.sinks import Sample
+from ds_encdec.training.callbacks import call
+from ds_encdec.training.garbage import manual_gc
+from ds_encdec.training.rehearsal import rehearse
+from ds_encdec.training.resume import roll_back
+from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """This rank's micro-batches of the next step, or why it has none, and the exchange of all ranks' sums, under way.
+
+    `lanes`: the records of the steps before. `last_save`: when the last save was, as it was then.
+    """
+
+    micro_batches: list[Batch]
+    error: Exception | None
+    lanes: list[dict[str, Any]]
+    last_save: float
+    sums: Reduction
+    epoch: Reduction
+
+    def totals(self) -> StepTotals:
+        """The sums of all ranks, the same on every one. Waits for them."""
+        return StepTotals(*self.sums.result().tolist(), *self.epoch.result().tolist())
+
+
+@dataclass(kw_only=True)
+class Trainer:
+    """A run, wired. `state` is where it is now, `start` where this process began.
+
+    `eval_sets`: by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files,
+    as it is now (state, recorder's, lanes', facts of the save), and returns what rank 0 calls later to write it.
+    `require_folder` raises where the run's folder is gone. `judge`: figures of texts that the model generates, and some
+    of the texts. `rehearses`: evaluation and saves are tried before the first step, as on accelerators.
+    """
+
+    config: FullConfig
+    engine: Engine
+    loader: LaneLoader
+    eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
+    collectives: HostCollectives
+    recorder: Recorder
+    checkpoints: CheckpointManager
+    stop: StopRequest
+    run_files: Callable[[TrainingState, dict[str, Any], list[dict[str, Any]], dict[str, Any]], Callable[[Path], None]]
+    state: TrainingState
+    require_folder: Callable[[], None] = lambda: None
+    judge: Callable[[], tuple[dict[str, float], list[Sample]]] | None = None
+    callbacks: Sequence[Callback] = ()
+    rehearses: bool = False
+    ahead: NextStep | None = field(default=None, init=False)
+    skipped_in_a_row: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.training, self.start = self.config.training, self.state
+        self.saved_data_step = self.state.data_step  # of the newest whole checkpoint, or of the start
+        self.last_save = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """True if no step follows."""
+        return is_over(self.state, self.training)
+
+    @property
+    def has_stepped(self) -> bool:
+        """True once this process has taken a step, applied or not."""
+        return self.state.data_step > self.start.data_step
+
+    @property
+    def lanes(self) -> list[dict[str, Any]]:
+        """The records of this rank's data lanes behind the last step taken, however far the loader has read."""
+        return self.loader.state() if self.ahead is None else self.ahead.lanes
+
+
+def train(run: Trainer) -> TrainingState:
+    """Train until `training.num_train_steps` steps have been applied, or early stopping; returns the final state.
+
+    Raises Preempted after a save when the run was asked to stop; DivergedError when too many steps in a row were
+    skipped, an alert asks for it, or the rollbacks are used up; CheckpointError when the last save of all fails. A
+    save may still be under way then.
+    """
+    with manual_gc() as collect_garbage:
+        _rehearse(run)
+        while not run.is_over:
+            micro_batches, totals = _next_step(run)
+            if totals.saves_over == run.collectives.world_size:
+                _collect_save(run)
+
+            for number, batch in enumerate(copied_ahead(micro_batches, run.engine.device), start=1):
+                loss = run.engine.forward(batch)
+                run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
+                run.recorder.add(loss, batch)
+            run.recorder.measure_held(run.engine.held_bytes)
+            _read_ahead(run)  # while the device works on this step, unless it is the last
+            result = run.engine.step(run.recorder.veto)
+            run.stop.heartbeat.step_over()
+
+            run.state = advance(run.state, result, totals)
+            run.recorder.end_step(run.state, result)
+            collect_garbage()
+            _run_callbacks(run, "after_step", run.state, result)
+            _count_skipped(run, result)
+
+            plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.judges_every_step)
+            actions = _log_or_judge(run, plan)
+            rolled_back = _roll_back(run, actions)
+            value = None if rolled_back or actions.leave else _evaluate(run, plan)
+            if reason := _reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
+                _save(run, reason, value)
+                run.last_save = time.monotonic()
+            if actions.leave and not run.is_over:
+                raise _preempted(run, actions.leave["message"])
+    return run.state
+
+
+def _rehearse(run: Trainer) -> None:
+    if run.rehearses and not run.is_over:
+        with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+            rehearse(run.engine, run.eval_sets[""](), run.checkpoints.folder, copies=run.training.async_save)
+
+
+def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
+    """Return this rank's micro-batches and the sums of all ranks, by which they take the same branches.
+
+    Raises on every rank the error of one that has no data, or no folder. Where the data fails, or a rank is asked to
+    stop, the steps that were taken are saved first; the latter raises Preempted, and a killed worker is no error then,
+    since whoever ends a run may kill its processes in any order.
+    """
+    ahead = run.ahead = run.ahead or _begin_next_step(run, run.state.data_step)
+    totals = ahead.totals()
+    run.recorder.clock.add_exchange(ahead.sums.waited_seconds)
+    if totals.failed != totals.failed_data:
+        run.collectives.raise_first(ahead.error)
+    if totals.stop:
+        run.stop.acknowledge()
+    if totals.failed or (totals.stop and run.has_stepped):  # the first step is taken in any case
+        errors, reasons = zip(*run.collectives.gather((ahead.error, run.stop.reason)), strict=True)
+        excused = totals.stop and totals.failed == totals.killed_workers
+        _end_between_steps(run, None if excused else next(filter(None, errors)), next(filter(None, reasons), ""))
+    run.ahead = None
+    if ahead.last_save != run.last_save:  # what was known of saves is of before the last one
+        totals = replace(totals, save_due=0, saves_over=0)
+    return ahead.micro_batches, totals
+
+
+def _read_ahead(run: Trainer) -> None:
+    if run.state.global_step + 1 < run.training.num_train_steps:
+        run.ahead = _begin_next_step(run, run.state.data_step + 1)
+
+
+def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
+    """Read the micro-batches of the step after `data_step` steps, and begin to exchange the ranks' sums."""
+
+    def read() -> list[Batch]:
+        if data_step % run.training.logging_steps == 0:
+            run.require_folder()
+        return next(run.loader)
+
+    lanes = run.loader.state()
+    with run.recorder.clock.spent_on("data"):
+        micro_batches, error = attempt(read)
+    hours = run.training.save_interval_hours
+    sums = run.collectives.begin_sum(  # in the order of the fields of StepTotals
+        error is not None,
+        isinstance(error, DataError),
+        isinstance(error, WorkerKilledError),
+        sum(batch.target_tokens for batch in micro_batches or ()),
+        sum(batch.encoder_tokens for batch in micro_batches or ()),
+        run.stop.requested,
+        # Rank 0's clock decides.
+        run.collectives.rank == 0 and hours is not None and time.monotonic() - run.last_save > hours * 3600,
+        run.checkpoints.save_is_over,
+    )
+    epoch = run.collectives.begin_lowest(run.loader.epoch)
+    return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
+
+
+def _end_between_steps(run: Trainer, error: Exception | None, asked_by: str = "") -> NoReturn:
+    """Save the steps that were taken, if there is no checkpoint of them, and end.
+
+    Raises `error`, the same on every rank, or Preempted where it is None; DivergedError where the steps ask for it.
+    """
+    if error is not None and run.collectives.rank == 0:  # at once, or it is lost where the save ends the process
+        logger.error("There is no data for the next step; the steps before it are saved. %s", error)
+    actions = _log_or_judge(run, StepPlan(judge=True))
+    rolled_back = _roll_back(run, actions)
+    try:
+        _collect_save(run)
+        if rolled_back or run.state.data_step != run.saved_data_step:
+            _save(run, "stop")
+    except CheckpointError as problem:
+        if error is None:
+            raise
+        if run.collectives.rank == 0:
+            logger.error("%s", problem)
+    raise error or _preempted(run, actions.leave["message"] if actions.leave else asked_by)
+
+
+def _preempted(run: Trainer, asked_by: str) -> Preempted:
+    saved = "state saved; go on with --resume auto"
+    what = saved if run.has_stepped else "no step was taken, so there was nothing to save"
+    return Preempted(f"stopped at step {run.state.global_step} by {asked_by}; {what}")
+
+
+def _count_skipped(run: Trainer, result: StepResult) -> None:
+    """Count the steps skipped in a row. Raises DivergedError for too many."""
+    skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
+    if skipped >= run.training.max_consecutive_skipped_steps:
+        raise DivergedError(
+            f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
+            f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched; look at the "
+            "data, lower training.learning_rate, or raise the thresholds of alerts that monitor answers with skip_step."
+        )
+
+
+def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
+    """Log or judge the steps; returns what the alerts ask for. Raises DivergedError where one asks to stop."""
+    actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
+    if (alert := actions.stop) is not None:
+        kind = alert["type"]
+        raise DivergedError(f"{kind}: {alert['message']} (monitor.on_{kind}=stop). Checkpoints are untouched.")
+    return actions
+
+
+def _log(run: Trainer) -> Actions:
+    """Close the logging interval. The run ends where more rows than `data.max_bad_rows` could not be read by now."""
+    actions, rows = run.recorder.log(run.state, count_rows(run.lanes))
+    earlier, bad = run.state.bad_rows, max(rows.bad, default=0)
+    run.state = replace(run.state, bad_rows=bad, long_rows=max(rows.long, default=0))
+    if bad > earlier and rows.last_bad is not None:
+        try:
+            check_bad_rows(bad, run.config.data.max_bad_rows, rows.last_bad[-1])
+        except DataError as error:
+            _end_between_steps(run, error)
+    return actions
+
+
+def _roll_back(run: Trainer, actions: Actions) -> bool:
+    """Roll back where an alert asks for it and a checkpoint is old enough; returns whether that was done.
+
+    The caller saves at once, in that checkpoint's place: a run that is killed now must not meet the same data again.
+    """
+    if actions.rollback is None:
+        return False
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        _collect_save(run)
+        earlier = roll_back(run.state, actions.rollback, run.engine, run.checkpoints, run.recorder)
+    if earlier is not None:
+        run.state, run.skipped_in_a_row = earlier, 0
+    return earlier is not None
+
+
+def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
+    """Evaluate if it is due; returns its `metric_for_best_model`, None where no held-out example has a target."""
+    if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # no evaluation in a hurry
+        return None
+    try:
+        with run.recorder.clock.spent_on("pause"):
+            metrics = evaluate(run.engine, run.eval_sets, run.collectives, run.stop.heartbeat)
+            with run.stop.heartbeat.busy():  # each rank generates as long as its texts are, and waits for the others
+                figures, samples = run.judge() if run.judge else ({}, [])
+    except ConfigError:  # on all ranks: the user's metric that judges the run has no figure; no step is lost
+        _save(run, "stop")
+        raise
+    metrics |= figures
+    run.recorder.show(run.state, samples)
+    if metrics:
+        run.recorder.publish(run.state, metrics)
+        _run_callbacks(run, "after_evaluation", run.state, metrics)
+    value = metrics.get(f"eval/{run.training.metric_for_best_model}")
+    run.state = after_evaluation(run.state, value, run.training)
+    if run.is_over and not plan.log:  # stopped early, between two lines of metrics
+        _log(run)
+    return value
+
+
+def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
+    """Call the run's callbacks that have this moment, on every rank. They may take as long as they like."""
+    listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
+    if listening:
+        with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+            for callback in listening:
+                run.collectives.on_every_rank(partial(call, callback, moment, state, fact))
+
+
+def _reason_to_save(
+    run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
+) -> str | None:
+    """Why a checkpoint is saved after this step, as the checkpoint says it; None for no save."""
+    reasons = {
+        "end": run.is_over,
+        "stop": actions.leave is not None,
+        "rollback": rolled_back,
+        "interval": plan.save,
+        "best": run.training.saves_best and is_best(run.state, value, run.training),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _save(run: Trainer, reason: str, value: float | None = None) -> None:
+    """Save a checkpoint. It becomes `best` when it was evaluated just now, and is better than all saved ones.
+
+    The last one of this process is written at once, and the run fails with it. For any other the run learns later
+    (at once after a rollback) whether it was written, and goes on if not.
+    """
+    last = reason in ("end", "stop")
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        run.collectives.on_rank_zero(run.require_folder)
+        _collect_save(run)  # at most one under way
+        best = is_best(run.state, value, run.training)
+        if reason == "best" and not best:
+            return  # the save that was under way has a better one
+        saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
+        records = run.recorder.state_dict()
+        lanes = list(chain.from_iterable(run.collectives.gather_to_zero(run.lanes)))
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
+        in_background = run.training.async_save and not last and reason != "rollback"
+        run.checkpoints.save(
+            saved,
+            run.engine.stage,
+            run.run_files(saved, records, lanes, facts),
+            pointers=("best",) * best + ("final",) * run.is_over,
+            in_background=in_background,
+        )
+        run.recorder.machine.note_save()
+        if not in_background:
+            _collect_save(run, must_succeed=last)
+
+
+def _collect_save(run: Trainer, *, must_succeed: bool = False) -> None:
+    """Take note of how the save under way, if any, ended; waits for it.
+
+    A failed one changes nothing but the log, unless it `must_succeed`: then CheckpointError is raised.
+    """
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        outcome = run.checkpoints.collect()
+    if outcome is None:
+        return
+    step = outcome.state.global_step
+    if outcome.problem is not None:
+        problem, newest_step = f"step {step} was not saved: {outcome.problem}", outcome.newest_step
+        newest = "There is no checkpoint yet" if newest_step is None else f"The newest is step {newest_step}'s"
+        if must_succeed:
+            raise CheckpointError(f"{problem} {newest}. Then go on with `--resume auto`.")
+        if run.collectives.rank == 0:
+            again = f"{outcome.failures} saves in a row have failed now. " if outcome.failures > 1 else ""
+            logger.error("%s %s%s. Training goes on; the next save is at its usual time.", problem, again, newest)
+        return
+    run.saved_data_step = outcome.state.data_step
+    run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
+    best = " (best so far)" if outcome.state.best_step == step else ""
+    logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
+    _run_callbacks(run, "after_save", outcome.state, run.checkpoints.at(step))
+    run.state = replace(run.state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)
