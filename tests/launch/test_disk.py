@@ -1,12 +1,16 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and the user's cache, no trouble with which ends a run."""
 
 from __future__ import annotations
 
+import pwd
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ds_encdec.launch.disk import atomic_file, build_folder, write_atomically
+from ds_encdec.launch.disk import atomic_file, build_folder, cached, write_atomically
+
+TEXT = 'two lines\nof "text" 日本 \ud83d'
 
 
 def write_half(path: Path, error: BaseException) -> None:
@@ -38,13 +42,69 @@ def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
 
 
-def test_build_folder_is_private_and_stable(tmp_path: Path) -> None:
-    environ = {"XDG_CACHE_HOME": str(tmp_path), "HOME": "/root"}
-    folder = build_folder(environ)
-    assert folder == build_folder(environ)
-    assert folder.parent == tmp_path / "ds_encdec"
+def test_the_build_folder(tmp_path: Path) -> None:
+    """It is the user's own, unless the user names another."""
+    assert build_folder({"XDG_CACHE_HOME": str(tmp_path), "HOME": "/root"}).parent == tmp_path / "ds_encdec"
     assert build_folder({"HOME": "/home/ada"}).parent == Path("/home/ada/.cache/ds_encdec")
-
-
-def test_the_users_build_folder_wins() -> None:
     assert build_folder({"TORCH_EXTENSIONS_DIR": "/scratch/ext", "HOME": "/root"}) == Path("/scratch/ext")
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "ds_encdec"
+
+
+def not_made() -> str:
+    pytest.fail("made although it is cached")
+
+
+def test_what_was_made_is_kept(cache_folder: Path) -> None:
+    assert cached("thing", [b"a", b"b"], lambda: TEXT) == TEXT
+    assert cached("thing", [b"a", b"b"], not_made) == TEXT
+    for name, made_from in (("thing", [b"ab"]), ("thing", [b"a", b"c"]), ("other", [b"a", b"b"])):
+        assert cached(name, made_from, lambda: "another") == "another"
+    assert cached("thing", [b"a", b"b"], not_made) == TEXT
+    assert sorted(path.name.split("-")[0] for path in cache_folder.iterdir()) == ["other", "thing", "thing", "thing"]
+
+
+DAMAGE: tuple[Callable[[bytes], bytes], ...] = (
+    lambda content: b"",
+    lambda content: content[:-1],
+    lambda content: b"null",
+    lambda content: b"\xff" * 50,
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_made_anew(cache_folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    cached("thing", [], lambda: TEXT)
+    (path,) = cache_folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+    assert cached("thing", [], lambda: TEXT) == TEXT
+    assert path.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_had_is_no_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its folder cannot be made, and for a user who has no home."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cached("thing", [], lambda: TEXT) == TEXT
+
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert cached("thing", [], lambda: TEXT) == TEXT
+
+
+def test_what_cannot_be_named_is_not_kept(tmp_path: Path, cache_folder: Path) -> None:
+    def made_from() -> Iterator[bytes]:
+        yield (tmp_path / "nowhere.py").read_bytes()
+
+    assert cached("thing", made_from(), lambda: TEXT) == TEXT
+    assert not cache_folder.exists()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import QUICKSTART, REPOSITORY, TRAIN, launcher, overrides, run
+from tiny_run import QUICKSTART, REPOSITORY, launcher, overrides, run
 
 pytestmark = pytest.mark.launch
 
@@ -43,9 +44,10 @@ os._exit(train.main())
 def test_a_rank_that_hangs_ends_the_run_and_both_say_where(tmp_path: Path) -> None:
     """Under torchrun, which ends the others as soon as it sees one end, and looks more often than `deepspeed`."""
     (tmp_path / "train.py").write_text(HANGING_TRAIN)
-    words = [str(tmp_path / "train.py") if word == TRAIN else word for word in launcher("torchrun")]
     settings = overrides(tmp_path / "run", infra__distributed_type="deepspeed", infra__hang_timeout_minutes=0.1)
-    result = run([*words, "--config", QUICKSTART, *settings], tmp_path)
+    result = run(
+        [*launcher("torchrun", script=str(tmp_path / "train.py")), "--config", QUICKSTART, *settings], tmp_path
+    )
     assert result.returncode != 0
     left = {path.name: path.read_text() for path in tmp_path.glob("*.left")}  # and no launcher had to kill them
     assert left == {"0.left": "8", "1.left": "8"}, result.stdout
@@ -55,8 +57,12 @@ def test_a_rank_that_hangs_ends_the_run_and_both_say_where(tmp_path: Path) -> No
     (stacks,) = (tmp_path / "run" / "stacks").iterdir()
     assert status["reason"] == f"no step for more than 6 s; stacks in {stacks}"
     assert {path.name for path in stacks.iterdir()} == {"rank-0.txt", "rank-1.txt"}
-    assert "in waits_for_the_fifth_batch" in (stacks / "rank-1.txt").read_text()
-    assert "in step" in (stacks / "rank-0.txt").read_text()  # it waits for the other in the step before
+    waits, hangs = ((stacks / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert waits.startswith("rank 0 of 2, process ")
+    assert "in step" in waits  # it waits for the other in the step before
+    assert "in waits_for_the_fifth_batch" in hangs
+    heartbeats = [int(re.findall(r"heartbeat (\d+) was", text)[0]) for text in (waits, hangs)]
+    assert heartbeats[0] > heartbeats[1], "which of them is behind"
     assert result.stdout.count("exitcode  : 8") == 2, result.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-00000003").exists()  # to go on from
     commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]

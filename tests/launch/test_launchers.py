@@ -8,19 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import QUICKSTART, TRAIN, overrides
-
-from ds_encdec.launch.world import free_port
+from tiny_run import QUICKSTART, TRAIN, environment, free_port, is_running, launcher, overrides, run, wait_until
 
 pytestmark = pytest.mark.launch
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
 
 RANK = """
 import dataclasses, json, os, sys, time
@@ -48,66 +42,36 @@ shutdown()
 """
 
 
-def command(launcher: str, script: Path) -> list[str]:
-    port = str(free_port())
-    return {
-        "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2", "--master-port", port, str(script)],
-        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", port, str(script)],
-        "hostfile": [
-            *(str(BIN / "deepspeed"), "--hostfile", str(REPOSITORY / "hostfiles" / "localhost_cpu")),
-            *("--no_ssh_check", "--master_addr", "127.0.0.1", "--master_port", port, str(script)),
-        ],
-    }[launcher]
+def command(name: str, folder: Path, engine: str, act: str) -> list[str]:
+    (folder / "rank.py").write_text(RANK)
+    return [*launcher(name, script=str(folder / "rank.py")), engine, str(folder), act]
 
 
-def environment() -> dict[str, str]:
-    """This process's environment, without what another launcher may have left in it."""
-    foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_EXTENSIONS_DIR")
-    kept = {name: value for name, value in os.environ.items() if name not in foreign}
-    return {**kept, "PATH": f"{BIN}:{kept['PATH']}", "OMP_NUM_THREADS": "1"}
-
-
-def start(launcher: str, folder: Path, *, wait: bool) -> subprocess.Popen[str]:
-    script, engine = folder / "rank.py", "deepspeed" if launcher == "hostfile" else "fsdp"
-    script.write_text(RANK)
-    return subprocess.Popen(
-        [*command(launcher, script), engine, str(folder), "wait" if wait else "go"],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-@pytest.mark.parametrize(("launcher", "name"), [("torchrun", "torchrun"), ("hostfile", "deepspeed")])
-def test_ranks_find_their_place(tmp_path: Path, launcher: str, name: str) -> None:
-    process = start(launcher, tmp_path, wait=False)
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    assert_placed(tmp_path, name)
-
-
-def assert_placed(folder: Path, name: str) -> None:
+def assert_placed(folder: Path) -> None:
     worlds = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for rank, world in enumerate(worlds):
         assert (world["rank"], world["local_rank"], world["world_size"]) == (rank, rank, 2)
         assert (world["local_world_size"], world["num_nodes"], world["node_rank"]) == (2, 1, 0)
-        assert (world["launcher"], world["backend"]) == (name, "gloo")
-        assert world["sum"] == 3
+        assert (world["launcher"], world["backend"], world["sum"]) == ("deepspeed", "gloo", 3)
     assert len({(world["master_addr"], world["master_port"]) for world in worlds}) == 1
+
+
+def test_ranks_of_a_host_file_find_their_place(tmp_path: Path) -> None:
+    done = run(command("hostfile", tmp_path, "deepspeed", "go"), tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert_placed(tmp_path)
 
 
 def test_ranks_stop_when_deepspeed_itself_is_ended(tmp_path: Path) -> None:
     """DeepSpeed's single-node runner can tell nobody, and its ranks would train on as orphans."""
-    process = start("deepspeed", tmp_path, wait=True)
+    process = subprocess.Popen(command("deepspeed", tmp_path, "fsdp", "wait"), cwd=tmp_path, env=environment())
     reports = [tmp_path / f"rank{rank}.json" for rank in (0, 1)]
     try:
-        wait_until(lambda: all(report.exists() for report in reports), 300, "the ranks to join")
-        assert_placed(tmp_path, "deepspeed")
-        ranks = [psutil.Process(json.loads(report.read_text())["pid"]) for report in reports]
+        wait_until(lambda: all(report.exists() for report in reports))
+        assert_placed(tmp_path)
+        ranks = [json.loads(report.read_text())["pid"] for report in reports]
         process.kill()
-        wait_until(lambda: not any(is_running(rank) for rank in ranks), 120, "the ranks to end")
+        wait_until(lambda: not any(map(is_running, ranks)), 120)
     finally:
         process.kill()
         process.wait()
@@ -129,36 +93,19 @@ def test_a_rank_does_not_wait_for_the_others_without_its_launcher(tmp_path: Path
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
     meeting = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     settings = [*overrides(tmp_path / "run", infra__distributed_type="fsdp", infra__offload_optimizer="none")]
-    launcher = subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, str(tmp_path / "torchrun"), TRAIN, "--config", QUICKSTART, *settings],
         env=environment() | {"TORCHELASTIC_RUN_ID": "none"} | place | meeting,
         start_new_session=True,
     )
-    ranks: list[psutil.Process] = []
+    rank: psutil.Process | None = None
     try:
-        wait_until(lambda: listens(port), 300, "the rank to wait for the other")
-        ranks = psutil.Process(launcher.pid).children()
-        os.killpg(launcher.pid, signal.SIGKILL)
-        wait_until(lambda: not any(is_running(rank) for rank in ranks), 120, "the rank to end")
+        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
+        (rank,) = psutil.Process(process.pid).children()
+        os.killpg(process.pid, signal.SIGKILL)
+        wait_until(lambda: not is_running(rank.pid), 120)
     finally:
-        for process in (launcher, *ranks):
-            process.kill()
-        launcher.wait()
+        for started in (process, *([rank] if rank else [])):
+            started.kill()
+        process.wait()
     assert not (tmp_path / "run").exists()
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as visitor:
-        return visitor.connect_ex(("127.0.0.1", port)) == 0
-
-
-def is_running(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition: object, seconds: float, what: str) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.05)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import QUICKSTART, environment, launcher, overrides
+from tiny_run import QUICKSTART, environment, launcher, overrides, wait_until
 
 pytestmark = pytest.mark.launch
 
@@ -34,11 +33,8 @@ def test_the_rank_that_was_killed_is_named_and_the_one_that_torchrun_ends_claims
             stderr=subprocess.STDOUT,
         )
         try:
-            deadline = time.monotonic() + 200
-            while not (run / "checkpoints" / "latest").exists():
-                assert torchrun.poll() is None, (tmp_path / "output").read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(lambda: torchrun.poll() is not None or (run / "checkpoints" / "latest").exists())
+            assert torchrun.poll() is None, (tmp_path / "output").read_text()
             killed, survivor = sorted(
                 psutil.Process(torchrun.pid).children(), key=lambda child: child.environ()["RANK"], reverse=True
             )

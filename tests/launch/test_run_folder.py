@@ -17,49 +17,47 @@ from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.run_folder import RunFolder
 
 
-def test_a_second_run_is_refused_unless_it_resumes(tmp_path: Path) -> None:
-    first = RunFolder(str(tmp_path / "run"))
-    first.claim(resume=False)
-    first.write_status("running", started_with="x")
-    first.metrics.write_text("{}\n")
-    for resume in (False, True):
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A folder that a run has claimed."""
+    folder = RunFolder(str(tmp_path / "run"))
+    folder.claim(resume=False)
+    return folder
+
+
+def again(folder: RunFolder) -> RunFolder:
+    """The same folder, as another process sees it."""
+    return RunFolder(str(folder.root))
+
+
+def test_a_second_run_is_refused_unless_it_resumes(folder: RunFolder) -> None:
+    folder.write_status("running", started_with="x")
+    folder.metrics.write_text("{}\n")
+    claims = (lambda run: run.claim(resume=False), RunFolder.refuse_taken, lambda run: run.claim(resume=True))
+    for claim in claims:
         with pytest.raises(OutputLockedError, match="in use by process"):
-            RunFolder(str(tmp_path / "run")).claim(resume=resume)
-    with pytest.raises(OutputLockedError, match="in use by process"):
-        RunFolder(str(tmp_path / "run")).refuse_taken()
-    first.release()
-    for refuse in (lambda run: run.claim(resume=False), RunFolder.refuse_taken):
+            claim(again(folder))
+    folder.release()
+    for claim in claims[:2]:
         with pytest.raises(OutputLockedError, match="already holds a run"):
-            refuse(RunFolder(str(tmp_path / "run")))
-    RunFolder(str(tmp_path / "run")).claim(resume=True)
+            claim(again(folder))
+    claims[2](again(folder))
 
 
-def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(tmp_path: Path) -> None:
-    first = RunFolder(str(tmp_path / "run"))
-    first.claim(resume=False)
-    first.metrics.touch()
-    first.write_status("failed", reason="no such column", exit_code=4)
-    first.release()
-    second = RunFolder(str(tmp_path / "run"))
+def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(folder: RunFolder) -> None:
+    folder.metrics.touch()
+    folder.write_status("failed", reason="no such column", exit_code=4)
+    folder.release()
+    second = again(folder)
     second.claim(resume=False)
     second.write_status("running")
     assert second.read_status()["state"] == "running"
 
 
-def test_status_keeps_earlier_facts(tmp_path: Path) -> None:
-    folder = RunFolder(str(tmp_path / "run"))
-    folder.claim(resume=False)
-    folder.write_status("running", world_size=2)
-    folder.write_status("failed", reason="because", exit_code=5)
-    status = folder.read_status()
-    assert (status["state"], status["world_size"], status["exit_code"]) == ("failed", 2, 5)
-
-
-def test_ranks_that_fail_together_keep_the_first_reason(tmp_path: Path) -> None:
-    folder = RunFolder(str(tmp_path))
+def test_ranks_that_fail_together_keep_the_first_reason(folder: RunFolder) -> None:
     folder.write_status("running", world_size=8)
     with multiprocessing.get_context("spawn").Pool(4) as pool:
-        pool.starmap(fail, [(str(tmp_path), rank) for rank in range(40)])
+        pool.starmap(fail, [(str(folder.root), rank) for rank in range(40)])
     status = folder.read_status()
     assert (status["state"], status["exit_code"], status["world_size"]) == ("failed", 4, 8)
     folder.write_status("failed", reason="a peer is gone", exit_code=1)
@@ -69,14 +67,12 @@ def test_ranks_that_fail_together_keep_the_first_reason(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["completed", "preempted"])
-def test_a_good_end_is_kept_until_the_next_start(tmp_path: Path, state: str) -> None:
-    folder = RunFolder(str(tmp_path))
-    folder.claim(resume=False)
+def test_a_good_end_is_kept_until_the_next_start(folder: RunFolder, state: str) -> None:
     folder.write_status(state)
     folder.write_status("failed", reason="a peer is gone", exit_code=9)
     assert folder.read_status()["state"] == state
     folder.release()
-    folder = RunFolder(str(tmp_path))
+    folder = again(folder)
     assert folder.claim(resume=True)["state"] == state
     for reason in ("refused", "a peer is gone"):
         folder.write_status("failed", reason=reason, exit_code=5)
@@ -109,9 +105,9 @@ def test_a_file_system_without_locks_is_not_taken_for_a_held_one(
     assert folder.read_status()["exit_code"] == 5
 
 
-def test_on_a_full_disk_an_ending_is_written_over_the_old_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder(str(tmp_path))
-    folder.claim(resume=False)
+def test_on_a_full_disk_an_ending_is_written_over_the_old_text(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.write_status("running", world_size=2)
 
     def full(path: Path, text: str) -> None:

@@ -7,8 +7,12 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = str(REPOSITORY / "ds_encdec" / "train.py")
@@ -51,13 +55,15 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def launcher(name: str, ranks: int = 2) -> list[str]:
-    """The words that start train.py under a launcher."""
+def launcher(name: str, ranks: int = 2, script: str = TRAIN) -> list[str]:
+    """The words that start train.py, or another script, under a launcher."""
+    deepspeed = [str(BIN / "deepspeed"), "--master_port", str(free_port())]
+    hosts = str(REPOSITORY / "hostfiles" / "localhost_cpu")
     return {
-        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", str(ranks), "--master_port", str(free_port()), TRAIN],
-        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), TRAIN],
-        "python": [sys.executable, TRAIN],
-        "module": [sys.executable, "-m", "ds_encdec.train"],
+        "deepspeed": [*deepspeed, "--num_gpus", str(ranks), script],
+        "hostfile": [*deepspeed, "--hostfile", hosts, "--no_ssh_check", "--master_addr", "127.0.0.1", script],
+        "torchrun": [str(BIN / "torchrun"), "--standalone", "--nproc-per-node", str(ranks), script],
+        "python": [sys.executable, script],
     }[name]
 
 
@@ -68,17 +74,30 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
-def run(command: list[str], cwd: Path, timeout: float = 240.0) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], cwd: Path, timeout: float = 300.0, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr come back together as stdout."""
     return subprocess.run(
         command,
         cwd=cwd,
-        env=environment(),
+        env=environment() | variables,
         timeout=timeout,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    """Return as soon as the condition holds; fail after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds} s"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and has not ended, as one that nobody has waited for has."""
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def metrics(output_dir: Path) -> list[dict[str, Any]]:
