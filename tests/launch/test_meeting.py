@@ -61,15 +61,20 @@ def met(world: World, seconds: float = 20) -> Rendezvous:
     return Rendezvous(world, timedelta(seconds=seconds))
 
 
-def failing(world: World) -> None:
-    with startup_errors_shared(world):
-        raise ConfigError("no such file")
+def come(world: World, seconds: float = 20) -> Any:
+    return met(world, seconds).round("meet", None)
 
 
-def test_an_error_arrives_as_one_of_the_foreseen_kinds() -> None:
-    told = meeting._revived(meeting._preserved(DamagedCheckpointError("step-3: no such folder")))
-    assert (type(told), str(told)) == (CheckpointError, "step-3: no such folder")
-    assert type(meeting._revived(meeting._preserved(OSError("gone")))) is DsEncDecError
+def come_briefly(world: World) -> Any:
+    return come(world, 0.6)
+
+
+def failing(error: Exception) -> Callable[[World], None]:
+    def fail(world: World) -> None:
+        with startup_errors_shared(world):
+            raise error
+
+    return fail
 
 
 def test_rank_zero_answers_for_all() -> None:
@@ -84,65 +89,59 @@ def test_rank_zero_answers_for_all() -> None:
 
 
 def test_who_does_not_come_is_named_by_those_who_have() -> None:
-    def come(world: World) -> Any:
-        return met(world, 0.6).round("meet", None)
-
-    ended = held({0: come, 2: come}, world_size=3)
+    ended = held({0: come_briefly, 2: come_briefly}, world_size=3)
     assert {type(error) for error in ended.values()} == {LostRankError}
     assert str(ended[0]) == str(ended[2])
-    assert str(ended[0]).startswith(
-        "rank 1 has not come within 0.01 minutes (infra.start_timeout_minutes), and ranks 0, 2 "
-    )
-    alone = held({1: come})[1]
+    assert str(ended[0]).startswith("rank 1 has not come within 0.01 minutes")
+    assert "and ranks 0, 2 " in str(ended[0])
+    alone = held({1: come_briefly})[1]
     assert str(alone).startswith("Rank 0 has not come within 0.01 minutes")
     assert (alone.exit_code, alone.common) == (9, False)
 
 
-def test_the_error_of_one_is_everybodys() -> None:
-    """Its own rank raises it as the others do; where all have it, it is told without a place."""
-
-    def come(world: World) -> Any:
-        return met(world).round("meet", None)
-
-    ended = held({0: come, 1: failing, 2: failing}, world_size=3)
-    assert [str(ended[rank]) for rank in range(3)] == ["ranks 1-2 (node0): no such file"] * 3
-    assert {(type(error), error.common) for error in ended.values()} == {(ConfigError, True)}
+UNFORESEEN = ImportError("No module named 'transformers'")
 
 
-def test_what_nobody_foresaw_is_told_too_and_said_where_it_happened() -> None:
-    def come(world: World) -> Any:
-        return met(world).round("meet", None)
-
-    def broken(world: World) -> None:
-        with startup_errors_shared(world):
-            raise ImportError("No module named 'transformers'")
-
-    ended = held({0: come, 1: broken})
-    words = "ImportError: No module named 'transformers'"
-    assert [(str(ended[rank]), ended[rank].common) for rank in (0, 1)] == [
-        (f"rank 1 (node0): {words}", True),
-        (words, False),
-    ]
-    assert isinstance(ended[1].__cause__, ImportError)
+@pytest.mark.parametrize(
+    ("error", "ranks", "told", "own", "common"),
+    [
+        (ConfigError("no file"), [1, 2], (ConfigError, "ranks 1-2 (node0): no file"), None, True),
+        # A class that the others need not have arrives as the kind that is foreseen.
+        (DamagedCheckpointError("no file"), [1], (CheckpointError, "rank 1 (node0): no file"), None, True),
+        # What nobody foresaw is told too, and has its traceback where it happened.
+        (
+            UNFORESEEN,
+            *([2], (DsEncDecError, f"rank 2 (node0): ImportError: {UNFORESEEN}")),
+            *((DsEncDecError, f"ImportError: {UNFORESEEN}"), False),
+        ),
+    ],
+    ids=["config", "checkpoint", "unforeseen"],
+)
+def test_the_error_of_one_is_everybodys(error: Exception, ranks: list[int], told: Any, own: Any, common: bool) -> None:
+    """Its own rank raises it as the others do."""
+    ended = held({rank: failing(error) if rank in ranks else come for rank in range(3)}, world_size=3)
+    for rank, raised in ended.items():
+        expected = (own or told) if rank in ranks else told
+        assert (type(raised), str(raised)) == expected
+        assert raised.common == (common if rank in ranks else True)
+    if not common:
+        assert ended[ranks[0]].__cause__ is error
 
 
 def test_an_address_or_a_place_that_another_has() -> None:
-    def come(world: World) -> Any:
-        return met(world, 0.6).round("meet", None)
-
     def twice(world: World) -> Any:
         met(world)
         meeting._held.clear()  # as another process's, which has been to none
         return met(world)
 
-    ended = held({0: come, 1: twice})
+    ended = held({0: come_briefly, 1: twice})
     assert "Two processes say that they are rank 1" in str(ended[1])
     assert ended[1].common is False
     nowhere = dataclasses.replace(World(rank=1, local_rank=1, world_size=2, master_port=9), master_addr="no.invalid")
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0"):
         met(nowhere, 0.1)
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0: .*rank 1 has not"):
-        met(dataclasses.replace(nowhere, rank=0, local_rank=0, master_port=free_port()), 0.1).round("meet", None)
+        come(dataclasses.replace(nowhere, rank=0, local_rank=0, master_port=free_port()), 0.1)
 
 
 def test_torchruns_agent_that_goes_while_ranks_come_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,12 +167,12 @@ def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch
         raise RuntimeError("gloo: Connection refused, remote=[127.0.1.1]:4711")
 
     def connect(action: Callable[[], Any]) -> Callable[[World], None]:
-        def come(world: World) -> None:
+        def connecting(world: World) -> None:
             here = met(world)
             here.round("meet", None)
             here.connect(action)
 
-        return come
+        return connecting
 
     was_let_go: list[bool] = []
     ended = held({0: connect(lambda: was_let_go.append(let_go.wait(120))), 1: connect(refuse)})
@@ -184,30 +183,27 @@ def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch
         assert "Connection refused" in str(error)
 
 
-def test_a_broken_device_of_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def come(world: World) -> None:
-        _meet(met(world), world, torch.device("cpu"), "fsdp", {})
+def in_group(settings: dict[str, Any]) -> Callable[[World], Any]:
+    return lambda world: _meet(met(world), world, torch.device("cpu"), "fsdp", settings)
 
+
+def test_a_broken_device_of_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     def facts(world: World, *rest: Any) -> dict[str, Any]:
         if world.rank == 1:
             raise RuntimeError("uncorrectable ECC error")
         return own_facts(world, *rest)
 
     monkeypatch.setattr(process_group, "own_facts", facts)
-    ended = held({0: come, 1: come})
-    (told,) = {str(error) for error in ended.values()}
+    (told,) = {str(error) for error in held({0: in_group({}), 1: in_group({})}).values()}
     assert told.startswith("rank 1 (node0): RuntimeError: uncorrectable ECC error (")  # and where that was raised
 
 
 def test_settings_that_differ_end_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each kind one rank shows its settings; all three hear who has which."""
     monkeypatch.setattr("os.environ", dict(os.environ))  # what is set for the ranks
-
-    def come(learning_rate: float) -> Callable[[World], None]:
-        settings = {"training": {"learning_rate": learning_rate, "seed": 1}}
-        return lambda world: _meet(met(world), world, torch.device("cpu"), "fsdp", settings)
-
-    ended = held({0: come(0.1), 1: come(0.2), 2: come(0.1)}, world_size=3)
+    rates = enumerate((0.1, 0.2, 0.1))
+    settings = {rank: in_group({"training": {"learning_rate": rate, "seed": 1}}) for rank, rate in rates}
+    ended = held(settings, world_size=3)
     assert {str(error).splitlines()[1] for error in ended.values()} == {
         "  training.learning_rate: 0.1 for ranks 0, 2 (node0), 0.2 for rank 1 (node0)"
     }
