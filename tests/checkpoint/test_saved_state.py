@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import re
 from enum import Enum
@@ -13,7 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from saved_checkpoints import KINDS, Attribute, config, flat, flip_byte, random_state, save_checkpoint, write_tensors
+from saved_checkpoints import (
+    KINDS,
+    Attack,
+    Attribute,
+    config,
+    flat,
+    flip_byte,
+    random_state,
+    save_checkpoint,
+    write_tensors,
+)
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from ds_encdec.base.types import CheckpointError
@@ -81,20 +90,10 @@ def test_dcp_files_that_no_engine_of_ours_wrote_are_refused(tmp_path: Path) -> N
     dcp.save(rounded, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(CheckpointError, match=r"exp_avg\.shared\.weight is torch\.bfloat16"):
         DcpState(tmp_path)
-    (tmp_path / "dcp" / ".metadata").write_bytes(b"no pickle")
-    with pytest.raises(CheckpointError, match=r"dcp/\.metadata is not readable"):
-        DcpState(tmp_path)
-    (tmp_path / "dcp" / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"dcp/\.metadata is not readable"):
-        DcpState(tmp_path)
-
-
-class Attack:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (f"touch {self.path}",)
+    for damage in (lambda file: file.write_bytes(b"no pickle"), Path.unlink):
+        damage(tmp_path / "dcp" / ".metadata")
+        with pytest.raises(CheckpointError, match=r"dcp/\.metadata is not readable"):
+            DcpState(tmp_path)
 
 
 def test_dcp_metadata_runs_nothing_and_stays_in_its_folder(tmp_path: Path) -> None:

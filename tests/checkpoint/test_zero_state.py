@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from saved_checkpoints import Attribute
+from saved_checkpoints import Attack, Attribute
 
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.checkpoint import zero_state
@@ -68,19 +68,20 @@ def two_parts(zero_stage: int, pad: int) -> dict[str, Any]:
     return files
 
 
-class Attack:
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.system, (f"touch {self.path}",)
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+STATES = "mp_rank_00_model_states.pt"
+SECOND = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
 
 def test_ranges_of_a_parameter(tmp_path: Path) -> None:
-    saved = ZeroState(checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": plain_states()}))
+    saved = ZeroState(checkpoint(tmp_path, "zero0", {STATES: plain_states()}))
     assert saved.shapes == SHAPES
     assert saved.read("weight", "a.weight", 1, 4).tolist() == [1, 2, 3]
-    assert saved.read("exp_avg", "b.weight").tolist() == [110, 111, 112, 113, 114]
+    for _ in range(2):  # what is read is the caller's own
+        read = saved.read("exp_avg", "b.weight")
+        assert read.tolist() == [110, 111, 112, 113, 114]
+        read.zero_()
+    with pytest.raises(CheckpointError, match=r"no weight of a parameter 'c\.weight'"):
+        saved.read("weight", "c.weight")
     assert saved.read("exp_avg_sq", "a.weight", 5).tolist() == [205]
     assert saved.read("weight", "a.weight", 2, 2).tolist() == []
 
@@ -98,50 +99,36 @@ def test_only_files_that_hold_a_part_of_the_range_are_opened(tmp_path: Path, mon
     load = zero_state._load
     monkeypatch.setattr(zero_state, "_load", lambda path: opened.append(path.name) or load(path))
     saved = ZeroState(checkpoint(tmp_path, "zero2", two_parts(2, 0), world_size=2))
-    assert opened == ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
+    assert opened == [STATES, "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
     saved.read("weight", "a.weight")
     assert len(opened) == 2
     for _ in range(2):
         saved.read("weight", "b.weight")
-        assert opened[2:] == ["zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+        assert opened[2:] == [SECOND]
 
 
 def test_a_damaged_part_is_named_when_it_is_read(tmp_path: Path) -> None:
     files = two_parts(2, 0)
-    second = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    states = files[second]["optimizer_state_dict"]
-    states["group_paddings"] = [5]
+    files[SECOND]["optimizer_state_dict"]["group_paddings"] = [5]
     saved = ZeroState(checkpoint(tmp_path, "zero2", files, world_size=2))
-    with pytest.raises(CheckpointError, match=rf"{second}: not laid out.*parts of \[10\] elements, and of \[6\]"):
+    with pytest.raises(CheckpointError, match=rf"{SECOND}: not laid out.*parts of \[10\] elements, and of \[6\]"):
         saved.read("weight", "b.weight")
-
-
-def test_what_is_read_is_the_callers_own(tmp_path: Path) -> None:
-    saved = ZeroState(checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": plain_states()}))
-    saved.read("weight", "b.weight").zero_()
-    assert saved.read("weight", "b.weight").tolist() == [10, 11, 12, 13, 14]
 
 
 def test_moments_before_the_first_step_are_zero(tmp_path: Path) -> None:
     states = plain_states()
     states["optimizer"]["state"] = {}
-    folder = checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": states}, applied_steps=0)
+    folder = checkpoint(tmp_path, "zero0", {STATES: states}, applied_steps=0)
     assert ZeroState(folder).read("exp_avg", "b.weight").tolist() == [0] * 5
     write_record(EngineRecord("deepspeed", "zero0", 1, applied_steps=2, groups=(NAMES,)), folder)
     with pytest.raises(CheckpointError, match=r"no exp_avg of b\.weight"):
         ZeroState(folder).read("exp_avg", "b.weight")
 
 
-def test_an_unknown_parameter_is_refused(tmp_path: Path) -> None:
-    saved = ZeroState(checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": plain_states()}))
-    with pytest.raises(CheckpointError, match=r"no weight of a parameter 'c\.weight'"):
-        saved.read("weight", "c.weight")
-
-
 def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     states = {**plain_states(), "lr_scheduler": Attack(trace)}
-    folder = checkpoint(tmp_path, "zero0", {"mp_rank_00_model_states.pt": states})
+    folder = checkpoint(tmp_path, "zero0", {STATES: states})
     with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states\.pt: names posix\.system"):
         ZeroState(folder)
     assert not trace.exists()
@@ -163,32 +150,37 @@ def test_deepspeeds_own_classes_are_not_needed(tmp_path: Path, monkeypatch: pyte
         present.setitem(sys.modules, "deepspeed.not_there", absent)
         present.setattr(Scaler, "__module__", "deepspeed.not_there")
         own = {"loss_scaler": Scaler(), "zero_stage": Attribute(Scaler, "TWO")}
-        files = {"mp_rank_00_model_states.pt": {**plain_states(), **own}}
-        folder = checkpoint(tmp_path, "zero0", files)
+        folder = checkpoint(tmp_path, "zero0", {STATES: plain_states() | own})
     assert ZeroState(folder).read("weight", "b.weight", 0, 1).tolist() == [10]
 
 
+FIRST = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:500])
+
+
+def in_another_layout(path: Path) -> None:
+    files = two_parts(2, 0)[FIRST]
+    del files["optimizer_state_dict"]["group_paddings"]
+    torch.save(files, path)
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "damage", "ranks", "message"),
     [
-        ("no states of rank 1", "0 files of optimizer states of rank 1"),
-        ("one rank less", r"of weight\.b\.weight only 0 of 5 elements are there"),
-        ("no model states", r"mp_rank_00_model_states\.pt: cannot be read"),
-        ("cut off", r"zero_pp_rank_0_mp_rank_00_optim_states\.pt: cannot be read"),
-        ("other layout", "not laid out as DeepSpeed 0.19 does it"),
+        (SECOND, Path.unlink, 2, "0 files of optimizer states of rank 1"),
+        (SECOND, Path.touch, 1, r"of weight\.b\.weight only 0 of 5 elements are there"),
+        (STATES, Path.unlink, 2, rf"{STATES}: cannot be read"),
+        (FIRST, cut_off, 2, rf"{FIRST}: cannot be read"),
+        (FIRST, in_another_layout, 2, "not laid out as DeepSpeed 0.19 does it"),
     ],
 )
-def test_damaged_checkpoints_are_refused(tmp_path: Path, change: str, message: str) -> None:
-    files = two_parts(2, 0)
-    if change == "other layout":
-        del files["zero_pp_rank_0_mp_rank_00_optim_states.pt"]["optimizer_state_dict"]["group_paddings"]
-    folder = checkpoint(tmp_path, "zero2", files, world_size=1 if change == "one rank less" else 2)
-    if change == "no states of rank 1":
-        (folder / TAG / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    if change == "no model states":
-        (folder / TAG / "mp_rank_00_model_states.pt").unlink()
-    if change == "cut off":
-        path = folder / TAG / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        path.write_bytes(path.read_bytes()[:500])
+def test_damaged_checkpoints_are_refused(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], ranks: int, message: str
+) -> None:
+    folder = checkpoint(tmp_path, "zero2", two_parts(2, 0), world_size=ranks)
+    damage(folder / TAG / name)
     with pytest.raises(CheckpointError, match=message):
         ZeroState(folder)
