@@ -38,29 +38,21 @@ def run(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
-def edit(manifest: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads(manifest.read_text())
-    change(content)
-    manifest.write_text(json.dumps(content))
+def changed(rehash: bool = False, **fields: Any) -> Callable[[Path], None]:
+    """Change facts; with the hash of them all, as someone would who knows how it is made."""
+
+    def change(manifest: Path) -> None:
+        content = json.loads(manifest.read_text()) | fields
+        if rehash:
+            del content["sha256"]
+            content["sha256"] = _content_hash(content)
+        manifest.write_text(json.dumps(content))
+
+    return change
 
 
-def put(name: str, value: Any) -> Callable[[Path], None]:
-    return lambda manifest: edit(manifest, lambda content: content.update({name: value}))
-
-
-def rehashed(name: str, value: Any) -> Callable[[Path], None]:
-    """Change a fact and the hash of them all, as someone would who knows how it is made."""
-
-    def change(content: dict[str, Any]) -> None:
-        content.update({name: value})
-        del content["sha256"]
-        content["sha256"] = _content_hash(content)
-
-    return lambda manifest: edit(manifest, change)
-
-
-def text(content: str) -> Callable[[Path], None]:
-    return lambda manifest: (manifest.write_text(content), None)[1]
+def text(content: bytes) -> Callable[[Path], object]:
+    return lambda manifest: manifest.write_bytes(content)
 
 
 def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
@@ -88,44 +80,38 @@ def empty_fifo(manifest: Path) -> None:
     os.mkfifo(fifo)
 
 
-def first_path(path: Any) -> Callable[[Path], None]:
-    def change(content: dict[str, Any]) -> None:
-        content["files"][0]["path"] = path
-
-    return lambda manifest: edit(manifest, change)
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "text": (text('"abc"'), "it holds a value of type str"),
-    "number": (text("1"), "it holds a value of type int"),
-    "nothing": (text(""), "is not a manifest"),
-    "bytes": (lambda manifest: (manifest.write_bytes(b"\xff"), None)[1], "UTF-8"),
-    "nested": (text('{"step": ' + "[" * 100_000), "nested more than 100 deep"),
-    "digits": (text('{"step": ' + "7" * 5000 + "}"), "is not a manifest"),
+NO_TEXT = [{"path": ["a"], "num_bytes": 1, "sha256": ""}]
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "text": (text(b'"abc"'), "it holds a value of type str"),
+    "number": (text(b"1"), "it holds a value of type int"),
+    "nothing": (text(b""), "is not a manifest"),
+    "bytes": (text(b"\xff"), "UTF-8"),
+    "nested": (text(b'{"step": ' + b"[" * 100_000), "nested more than 100 deep"),
+    "digits": (text(b'{"step": ' + b"7" * 5000 + b"}"), "is not a manifest"),
     "large": (lambda manifest: os.truncate(manifest, MAX_RECORD_BYTES + 1), "larger than 32 MB"),
     "folder": (instead(Path.mkdir), "a folder"),
     "fifo": (instead(os.mkfifo), "a FIFO"),
     "device": (instead(lambda manifest: manifest.symlink_to("/dev/zero")), "a device"),
     "input/output error": (instead(lambda manifest: manifest.symlink_to("/proc/self/mem")), "Input/output error"),
     "broken link": (instead(lambda manifest: manifest.symlink_to("nowhere")), "no manifest.json"),
-    "list as path": (first_path(["a"]), "SHA-256 of itself"),
-    "another step": (put("step", 999_999), "SHA-256 of itself"),
-    "another engine": (put("engine", "fsdp"), "SHA-256 of itself"),
-    "another world size": (put("world_size", 64), "SHA-256 of itself"),
-    "another key": (put("more", 1), "SHA-256 of itself"),
-    "no hash": (put("sha256", None), "SHA-256 of itself"),
-    "unknown format": (put("format_version", 5), "format version is 5"),
-    "format as text": (put("format_version", [4]), "format version is [4]"),
-    "step as text": (rehashed("step", "7"), "step is '7'"),
-    "negative step": (rehashed("step", -5), "step is -5"),
-    "step as bool": (rehashed("step", True), "step is True"),
-    "files as text": (rehashed("files", "abc"), "files is 'abc'"),
-    "files of numbers": (rehashed("files", [1]), "files.0 is 1: Input should be a dictionary"),
+    "list as path": (changed(files=NO_TEXT), "SHA-256 of itself"),
+    "another step": (changed(step=999_999), "SHA-256 of itself"),
+    "another engine": (changed(engine="fsdp"), "SHA-256 of itself"),
+    "another world size": (changed(world_size=64), "SHA-256 of itself"),
+    "another key": (changed(more=1), "SHA-256 of itself"),
+    "no hash": (changed(sha256=None), "SHA-256 of itself"),
+    "unknown format": (changed(format_version=5), "format version is 5"),
+    "format as text": (changed(format_version=[4]), "format version is [4]"),
+    "step as text": (changed(True, step="7"), "step is '7'"),
+    "negative step": (changed(True, step=-5), "step is -5"),
+    "step as bool": (changed(True, step=True), "step is True"),
+    "files as text": (changed(True, files="abc"), "files is 'abc'"),
+    "files of numbers": (changed(True, files=[1]), "files.0 is 1: Input should be a dictionary"),
     "rehashed, list as path": (
-        rehashed("files", [{"path": ["a"], "num_bytes": 1, "sha256": ""}]),
+        changed(True, files=NO_TEXT),
         "files.0.path is ['a']: Input should be a valid string",
     ),
-    "rehashed, another key": (rehashed("more", 1), "more is 1: Unexpected keyword"),
+    "rehashed, another key": (changed(True, more=1), "more is 1: Unexpected keyword"),
     "listed fifo": (listed_fifo, "a FIFO; a checkpoint holds plain files"),
     "empty listed fifo": (empty_fifo, "a FIFO; a checkpoint holds plain files"),
 }
@@ -185,15 +171,12 @@ def test_records_that_are_none(run: Path, capsys: Output, name: str, content: st
 
 @pytest.mark.parametrize(
     "content",
-    ["[1]", "1", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}', "[" * 10**5],
+    ["[1]", "1", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}', "[" * 10**5, None],
 )
-def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / INDEX_FILE).write_text(content)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        SafetensorsFolder(tmp_path)
-
-
-def test_an_index_that_is_a_fifo(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / INDEX_FILE)
-    with pytest.raises(CheckpointError, match="has neither"):
+def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str | None) -> None:
+    if content is None:
+        os.mkfifo(tmp_path / INDEX_FILE)
+    else:
+        (tmp_path / INDEX_FILE).write_text(content)
+    with pytest.raises(CheckpointError, match="has neither" if content is None else "is damaged"):
         SafetensorsFolder(tmp_path)
