@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import QUICKSTART, launcher, overrides, run
+from tiny_run import QUICKSTART, environment, launcher, overrides
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.config.schema import DataConfig, TrainingConfig, load_config
+from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig, load_config
 from ds_encdec.data.sources.sources import named_sources
 from ds_encdec.monitor.console import shown
 
@@ -30,8 +31,9 @@ def evaluations(folder: Path, name: str, how: str, **changes: Any) -> list[dict[
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
     more = [f"{key}={value}" for key, value in settings.items()]
-    done = run([*launcher(how), "--config", QUICKSTART, *words, *more], folder)
-    assert done.returncode == 0, done.stdout
+    command = [*launcher(how), "--config", QUICKSTART, *words, *more]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
     lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "eval/loss" in line]
 
@@ -72,6 +74,11 @@ def test_each_set_is_what_its_fields_say() -> None:
     assert (sources["eval-new"].dataset_name, sources["eval-new"].data_files) == ("json", ("a.jsonl",))
 
 
+def config_with(**fields: Any) -> FullConfig:
+    words = [f"{name.replace('__', '.')}={value}" for name, value in fields.items()]
+    return load_config(Path(QUICKSTART), words)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -82,12 +89,12 @@ def test_each_set_is_what_its_fields_say() -> None:
         ({"data__eval_sets": "{a: {eval_files: x, eval_split: test}}"}, "files have no splits"),
         ({"data__eval_sets__a__eval_file": "x"}, "did you mean `eval_files`"),
         ({"data__eval_sets": "{a: {eval_split: test}}", "training__eval_samples": 0}, "nothing is evaluated"),
-        ({"training__metric_for_best_model": "a/loss"}, "a/loss is no figure of a set"),
+        ({"training__metric_for_best_model": "a/loss"}, "a/loss is none of the figures of sets"),
     ],
 )
 def test_sets_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config(Path(QUICKSTART), [f"{name.replace('__', '.')}={value}" for name, value in fields.items()])
+        config_with(**fields)
 
 
 def test_the_best_checkpoint_may_be_by_a_set_and_lines_show_all() -> None:
@@ -107,8 +114,9 @@ def test_a_metric_without_a_figure_that_judges_the_run_ends_it_and_no_step_is_lo
         training__eval_generate_samples=1, training__metric_for_best_model=chosen, infra__num_gpus=2,
         infra__distributed_type="fsdp",
     )  # fmt: skip
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    done = run([*launcher("torchrun"), "--config", QUICKSTART, *words], tmp_path, PYTHONPATH=path)
-    assert f"metric_for_best_model={chosen} has no figure: ValueError: it returned nan" in done.stdout, done.stdout
+    where = environment() | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [*launcher("torchrun"), "--config", QUICKSTART, *words]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=600, check=False)
+    assert f"metric_for_best_model={chosen} has no figure: ValueError: it returned nan" in done.stderr, done.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_code"] == ConfigError.exit_code
     assert list(committed_steps(tmp_path / "run" / "checkpoints")) == [1]
