@@ -26,17 +26,8 @@ def test_every_verb_reads_words(verb: str) -> None:
     options, settings = cli.read_verb(given)
     assert getattr(options, "config", None) == (Path("a/x=1.yaml") if takes_file else None)
     assert options.verbose
-    assert settings == [
-        "--max_steps=10",
-        "--hf_model_id=a/b",
-        "--full_ft=true",
-        "--no_merge=true",
-        "--output_dir=X",
-        "lr=1e-4",
-        "--training.bf16=true",
-        "training.seed=3",
-        "--fp16=true",
-    ]
+    read = "--max_steps=10 --hf_model_id=a/b --full_ft=true --no_merge=true --output_dir=X lr=1e-4"
+    assert settings == [*read.split(), "--training.bf16=true", "training.seed=3", "--fp16=true"]
     assert given_fields(settings) >= {"training.num_train_steps", "model.lora", "training.export_at_end"}
     if takes_file:
         with pytest.raises(ConfigError, match="both name a configuration"):
@@ -46,19 +37,8 @@ def test_every_verb_reads_words(verb: str) -> None:
 def test_a_switch_takes_a_value_but_no_configuration() -> None:
     parser = Parser()
     add(parser, estimate_memory.ARGUMENTS)
-    given = [
-        "--bf16",
-        "false",
-        "--fp16",
-        "quickstart",
-        "--torch_compile",
-        "auto",
-        "--gpus",
-        "4",
-        "--host_memory",
-        "1TB",
-    ]
-    options, settings = read_arguments(parser, estimate_memory.ARGUMENTS, given)
+    given = "--bf16 false --fp16 quickstart --torch_compile auto --gpus 4 --host_memory 1TB"
+    options, settings = read_arguments(parser, estimate_memory.ARGUMENTS, given.split())
     assert settings == ["--bf16=false", "--fp16=true", "--torch_compile=auto"]
     assert (options.config, options.gpus, options.host_memory) == (Path("quickstart"), 4, "1TB")
 
