@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +42,6 @@ def load(tmp_path: Path, text: str, *overrides: str) -> FullConfig:
 
 def test_without_a_file_the_defaults_hold() -> None:
     assert load_config(None) == FullConfig()
-
-
-def test_defaults_are_the_documented_ones() -> None:
-    config = FullConfig()
-    assert config.model.model_name_or_path == "Qwen/Qwen3-0.6B"
-    assert config.data.ul2_task_weights == (1, 1, 1, 1, 4)
-    assert (config.data.max_seq_length, config.data.max_encoder_length, config.data.max_decoder_length) == (
-        8192,
-        4096,
-        2048,
-    )
-    assert (config.training.learning_rate, config.training.warmup_steps) == (2e-4, 1000)
-    assert config.training.report_to == ("wandb", "tensorboard")
-    assert (config.infra.sharding_stage, config.infra.offload_optimizer, config.infra.num_gpus) == ("zero3", "cpu", 8)
 
 
 def test_the_command_line_replaces_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
@@ -125,55 +112,30 @@ def test_words_of_a_list_may_stand_between_commas(tmp_path: Path) -> None:
         load(tmp_path, "", "report_to=wandc,tensorboard")
 
 
-def test_override_values_are_yaml(tmp_path: Path) -> None:
-    config = load(
-        tmp_path,
-        ARCHITECTURE,
-        "model.architecture.hidden_size=32",
-        "data.ul2_task_weights=[1, 0, 0, 0, 2.5]",
-        "training.learning_rate=1e-4",
-        "training.save_total_limit=null",
-        "training.bf16=false",
-        "infra.wandb_run_name=a=b",
-        "infra.wandb_entity='123'",
-        "infra.deepspeed_extra.zero_optimization.sub_group_size=1e8",
-    )
-    assert config.model.architecture is not None
-    assert config.model.architecture.hidden_size == 32
-    assert config.data.ul2_task_weights == (1.0, 0.0, 0.0, 0.0, 2.5)
-    assert config.training.learning_rate == 1e-4
-    assert config.training.save_total_limit is None
-    assert config.training.bf16 is False
-    assert (config.infra.wandb_run_name, config.infra.wandb_entity) == ("a=b", "123")
-    assert config.infra.deepspeed_extra == {"zero_optimization": {"sub_group_size": 1e8}}
-
-
-def test_a_single_name_stands_for_a_list_of_one(tmp_path: Path) -> None:
-    assert load(tmp_path, "training: {report_to: tensorboard}").training.report_to == ("tensorboard",)
-    assert load(tmp_path, "training: {report_to: none}").training.report_to == ()
-    config = load(tmp_path, "data: {dataset_name: json, data_files: a.jsonl}")
-    assert config.data.data_files == ("a.jsonl",)
-
-
-def test_denoisers_may_be_weighted_by_name(tmp_path: Path) -> None:
-    config = load(tmp_path, "data: {ul2_task_weights: {S: 3, R1: 0.5}}")
-    assert config.data.ul2_task_weights == (0.5, 0, 0, 0, 3)
-    config.to_yaml(tmp_path / "saved.yaml")
-    assert "ul2_task_weights: [0.5, 0.0, 0.0, 0.0, 3.0]" in (tmp_path / "saved.yaml").read_text()
-    assert load_config(None, ["data.ul2_task_weights.X2=2"]).data.ul2_task_weights == (0, 0, 0, 2, 0)
-
-
-def test_an_architecture_displaces_the_default_checkpoint(tmp_path: Path) -> None:
-    assert load(tmp_path, ARCHITECTURE).model.model_name_or_path is None
-
-
-def test_an_empty_section_is_left_at_its_defaults(tmp_path: Path) -> None:
-    assert load(tmp_path, "training:\n  # seed: 1\n") == FullConfig()
-
-
-def test_anchors_and_merges(tmp_path: Path) -> None:
-    config = load(tmp_path, "training: &shared\n  seed: 5\ndata:\n  <<: {text_column: body}\n  streaming: false\n")
-    assert (config.training.seed, config.data.text_column, config.data.streaming) == (5, "body", False)
+@pytest.mark.parametrize(
+    ("text", "field", "value"),
+    [
+        (ARCHITECTURE, "model.model_name_or_path", None),  # an architecture displaces the default checkpoint
+        ("training: {report_to: tensorboard}", "training.report_to", ("tensorboard",)),
+        ("training: {report_to: none}", "training.report_to", ()),
+        ("data: {dataset_name: json, data_files: a.jsonl}", "data.data_files", ("a.jsonl",)),
+        ("data: {ul2_task_weights: {S: 3, R1: 0.5}}", "data.ul2_task_weights", (0.5, 0, 0, 0, 3)),
+        ("training: &shared\n  seed: 5\ndata:\n  <<: {text_column: body}\n", "training.seed", 5),
+        ("data:\n  <<: {text_column: body}\n  streaming: false\n", "data.text_column", "body"),
+        ("training:\n  # seed: 1\n", "training.seed", 42),  # an empty section
+        ("training.learning_rate=1e-4", "training.learning_rate", 1e-4),
+        ("training.save_total_limit=null", "training.save_total_limit", None),
+        ("training.bf16=false", "training.bf16", False),
+        ("data.ul2_task_weights.X2=2", "data.ul2_task_weights", (0, 0, 0, 2, 0)),
+        ("data.ul2_task_weights=[1, 0, 0, 0, 2.5]", "data.ul2_task_weights", (1, 0, 0, 0, 2.5)),
+        ("infra.wandb_run_name=a=b", "infra.wandb_run_name", "a=b"),
+        ("infra.wandb_entity='123'", "infra.wandb_entity", "123"),
+        ("infra.deepspeed_extra.aio.block_size=1e8", "infra.deepspeed_extra", {"aio": {"block_size": 1e8}}),
+    ],
+)
+def test_values_of_files_and_of_overrides(tmp_path: Path, text: str, field: str, value: Any) -> None:
+    config = load(tmp_path, text) if ":" in text else load_config(None, [text])
+    assert attrgetter(field)(config) == value
 
 
 @pytest.mark.parametrize(
@@ -241,11 +203,8 @@ def test_saved_configurations_load_back_equal(config: FullConfig, tmp_path: Path
     config.to_yaml(tmp_path / "config.yaml")
     assert FullConfig.from_yaml(tmp_path / "config.yaml") == config
     assert load_config(tmp_path / "config.yaml") == config
-
-
-def test_configurations_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
-        FullConfig().training.seed = 1  # type: ignore[misc]
+        config.training.seed = 1  # type: ignore[misc]
 
 
 def test_loading_imports_nothing_heavy(tmp_path: Path) -> None:

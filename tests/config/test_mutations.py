@@ -16,11 +16,3 @@ def test_mutated_configurations_are_accepted_or_refused_with_their_places() -> N
     assert result.returncode == 0, result.stdout + result.stderr
     accepted = int(re.search(r"\b0: (\d+)", result.stdout)[1])  # type: ignore[index]
     assert 50 <= accepted <= 250, "mutations must reach both ends"
-
-
-def test_validating_imports_nothing_heavy() -> None:
-    """The script validates in its own process, and only its runs import torch."""
-    code = f"import sys; sys.argv = ['x', '--count', '3', '--run', '0']; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
-    code += "import mutate_configs; mutate_configs.main(); print({'torch', 'deepspeed'} & set(sys.modules))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert result.stdout.rstrip().endswith("set()"), result.stdout + result.stderr

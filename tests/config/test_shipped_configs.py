@@ -122,12 +122,9 @@ def test_deepspeed_files_go_with_every_run(path: Path) -> None:
         assert infra.sharding_stage == f"zero{stage}"
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "offload"),
-    [("zero1.json", "zero1", "none"), ("zero2.json", "zero2", "none"), ("zero3_offload.json", "zero3", "cpu")],
-)
-def test_deepspeed_files(name: str, stage: str, offload: str) -> None:
-    assert '"auto"' in (SHIPPED / name).read_text()
-    assert json.loads((SHIPPED / name).read_text())["train_batch_size"] == "auto"
-    infra = load_config(None, (), SHIPPED / name).infra
-    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == (stage, offload, "none")
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3_offload"])
+def test_deepspeed_files_are_what_their_names_say(name: str) -> None:
+    path = SHIPPED / f"{name}.json"
+    assert json.loads(path.read_text())["train_batch_size"] == "auto"
+    infra, offload = load_config(None, (), path).infra, "cpu" if "offload" in name else "none"
+    assert (infra.sharding_stage, infra.offload_optimizer, infra.offload_params) == (name[:5], offload, "none")

@@ -84,11 +84,6 @@ def written(tmp_path: Path, text: str) -> Path:
     return path
 
 
-def test_there_are_twelve() -> None:
-    assert {path.stem for path in FOLDER.iterdir()} == {*RUN, *REFUSED, "zero3"}
-    assert len(RUN) + len(REFUSED) == 12
-
-
 @pytest.mark.parametrize("name", RUN)
 def test_it_runs(name: str) -> None:
     config = load_config(FOLDER / f"{name}.yaml")
@@ -99,9 +94,7 @@ def test_it_runs(name: str) -> None:
 def test_each_name_here_is_reported(name: str, golden: Golden) -> None:
     found = problems(FOLDER / f"{name}.yaml").replace(f"{FOLDER}/", "")
     golden(found)
-    assert "allowed: " not in found
-    assert "did you mean" not in found
-    assert "hf_abcdefgh" not in found
+    assert not [word for word in ("allowed: ", "did you mean", "hf_abcdefgh") if word in found]
 
 
 def test_the_table_is_sound() -> None:
@@ -124,34 +117,20 @@ def test_every_argument_of_the_trainer_is_known() -> None:
     assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} - known == set()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "lr: 1e-4\ntraining:\n  learning_rate: 3e-4\n",
-        "training:\n  lr: 1e-4\nmax_lr: 3e-4",
-    ],
+DISAGREEING = (
+    "lr: 1e-4\ntraining:\n  learning_rate: 3e-4\n",
+    "training:\n  lr: 1e-4\nmax_lr: 3e-4",
+    "fsdp_sharding_strategy: SHARD_GRAD_OP\ninfra: {sharding_stage: zero3}",
+    "fsdp_activation_checkpointing: false\ntraining: {activation_checkpointing: full}",
+    "fsdp_cpu_offload: false\ninfra: {offload_optimizer: cpu}",
+    "use_cpu: true\ndevice: auto",
 )
-def test_a_field_in_two_words_that_differ_is_one_problem(tmp_path: Path, text: str) -> None:
-    found = problems(written(tmp_path, text)).splitlines()
-    assert "1 problem" in found[0]
-    assert len(found) == 4
-    assert "both are training.learning_rate" in found[3]
-    assert load_config(written(tmp_path, text.replace("3e-4", "1e-4"))).training.learning_rate == 1e-4
 
 
-@pytest.mark.parametrize(
-    ("word", "field"),
-    [
-        ("fsdp_sharding_strategy: SHARD_GRAD_OP", "infra.sharding_stage"),
-        ("fsdp_activation_checkpointing: false", "training.activation_checkpointing"),
-        ("fsdp_cpu_offload: false", "infra.offload_optimizer"),
-    ],
-)
-def test_a_word_of_fsdp_and_its_field_must_agree(tmp_path: Path, word: str, field: str) -> None:
-    section, _, name = field.partition(".")
-    value = {"sharding_stage": "zero3", "activation_checkpointing": "full", "offload_optimizer": "cpu"}[name]
-    found = problems(written(tmp_path, f"{word}\n{section}: {{{name}: {value}}}"))
-    assert f"both are {field}: make them equal" in found
+def test_a_field_in_two_words_that_differ_is_one_problem(tmp_path: Path, golden: Golden) -> None:
+    golden("\n".join(problems(written(tmp_path, text)) for text in DISAGREEING))
+    for text in DISAGREEING[:2]:
+        assert load_config(written(tmp_path, text.replace("3e-4", "1e-4"))).training.learning_rate == 1e-4
 
 
 def test_a_configuration_built_in_python_may_use_words_too() -> None:
@@ -255,7 +234,6 @@ def test_what_is_found_goes_before_the_number_beside_it(tmp_path: Path) -> None:
         as_file = load_config(written(tmp_path, f"{first}\n{second}"))
         assert as_file.training.per_device_train_batch_size == "auto"
     assert load_config(written(tmp_path, auto), ["micro_batch_size=3"]).training.per_device_train_batch_size == 3
-    assert "make them equal" in problems(written(tmp_path, "use_cpu: true\ndevice: auto"))
 
 
 def test_lists_are_told_once_and_secrets_never(tmp_path: Path) -> None:
@@ -263,18 +241,12 @@ def test_lists_are_told_once_and_secrets_never(tmp_path: Path) -> None:
     text += "\nauthorization: Bearer sk-123\nauthor: Ada"
     found = problems(written(tmp_path, text))
     assert found.count("activation_checkpointing_every_n") == 1
-    assert 'my_api_key = "***"' in found
-    assert "sk-123" not in found
-    assert "pw-456" not in found
-    assert "builtin" in found
-    assert "Ada" in found
+    assert not [secret for secret in ("sk-123", "pw-456") if secret in found]
+    assert all(said in found for said in ('my_api_key = "***"', "builtin", "Ada"))
 
 
-def test_a_deepspeed_json_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["validate", "ds_configs/zero2.json"]) == 2
-    error = capsys.readouterr().err
-    assert "1 problem" in error
-    assert "--deepspeed_config ds_configs/zero2.json reads it" in error
+def test_a_deepspeed_json_is_no_configuration() -> None:
+    assert "--deepspeed_config ds_configs/zero2.json reads it" in problems(Path("ds_configs/zero2.json"))
 
 
 def test_a_value_behind_its_name_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -306,31 +278,24 @@ def test_what_was_read_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert again == load_config(None, ["lr=1e-4"])
 
 
-LEFT_TO_THE_TRAINER = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "train_batch_size": "eval_steps",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.betas": "adam_beta1",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_min_lr": "adam_beta2",
-    "scheduler.params.warmup_max_lr": "lr",
-    "scheduler.params.warmup_num_steps": "warmup_steps",
-    "scheduler.params.total_num_steps": "max_steps",
-    "zero_optimization.reduce_bucket_size": "num_train_epochs",
-    "zero_optimization.stage3_prefetch_bucket_size": "logging_steps",
-    "zero_optimization.stage3_param_persistence_threshold": "save_steps",
-}
-"""The keys that Hugging Face's guide of DeepSpeed gives as `auto`, and names of the Trainer's that may be, too."""
+KEYS_LEFT = """
+train_micro_batch_size_per_gpu train_batch_size gradient_accumulation_steps gradient_clipping bf16.enabled fp16.enabled
+optimizer.params.lr optimizer.params.betas optimizer.params.eps optimizer.params.weight_decay
+scheduler.params.warmup_min_lr scheduler.params.warmup_max_lr scheduler.params.warmup_num_steps
+scheduler.params.total_num_steps zero_optimization.reduce_bucket_size zero_optimization.stage3_prefetch_bucket_size
+zero_optimization.stage3_param_persistence_threshold
+"""
+"""The keys that Hugging Face's guide of DeepSpeed gives as `auto`."""
+NAMES_LEFT = """
+adam_beta1 adam_beta2 adam_epsilon bf16 eval_steps fp16 gradient_accumulation_steps learning_rate logging_steps lr
+max_grad_norm max_steps num_train_epochs save_steps warmup_steps weight_decay
+"""
+"""Names of the Trainer's that may be `auto`, too."""
 
 
 def test_what_is_left_to_the_trainer_is_not_set(tmp_path: Path) -> None:
     document: dict[str, Any] = {}
-    for path in LEFT_TO_THE_TRAINER:
+    for path in KEYS_LEFT.split():
         *blocks, key = path.split(".")
         block = document
         for name in blocks:
@@ -345,32 +310,27 @@ def test_what_is_left_to_the_trainer_is_not_set(tmp_path: Path) -> None:
     accelerate = written(tmp_path, f"deepspeed_config: {{{block}}}\nmixed_precision: auto\nnum_processes: auto")
     assert load_config(accelerate) == load_config(None)
 
-    names = {*LEFT_TO_THE_TRAINER.values()} - {"per_device_train_batch_size"}  # which may be auto here
-    trainer = written(tmp_path, "".join(f"{name}: auto\n" for name in sorted(names)))
+    trainer = written(tmp_path, "".join(f"{name}: auto\n" for name in NAMES_LEFT.split()))
     loaded = read_config(trainer)
     assert loaded.valid() == load_config(None)
-    assert len([note for note in loaded.notes() if note.endswith(" is left out")]) == len(names)
+    assert len([note for note in loaded.notes() if note.endswith(" is left out")]) == len(NAMES_LEFT.split())
 
 
-def test_words_of_the_guides_stub(tmp_path: Path) -> None:
-    stub = """
+BLOCKS = """
 dataset: {num_workers: 3}
 lr_scheduler: {total_iterations: 100, warmup_iterations: 7}
 checkpoint: {chkpt_saving_iterations: 20}
 dist: {backend: nccl}
-"""
-    config = load_config(written(tmp_path, stub))
-    training = config.training
-    assert (training.num_train_steps, training.warmup_steps, training.save_steps) == (100, 7, 20)
-    assert config.data.preprocessing_num_workers == 3
-
-
-def test_all_of_the_trainers_fsdp_block(tmp_path: Path) -> None:
-    text = """
 fsdp: full_shard auto_wrap offload
 fsdp_config: {min_num_params: 0, xla: false, xla_fsdp_v2: false, limit_all_gathers: true, sync_module_states: true,
   use_orig_params: true, forward_prefetch: false, backward_prefetch: backward_pre, cpu_ram_efficient_loading: true,
   transformer_layer_cls_to_wrap: [X], activation_checkpointing: true, fsdp_ignored_modules: null}
 """
-    infra = load_config(written(tmp_path, text)).infra
+
+
+def test_blocks_of_a_guide_and_of_the_trainer(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, BLOCKS))
+    infra, training = config.infra, config.training
+    assert (training.num_train_steps, training.warmup_steps, training.save_steps) == (100, 7, 20)
+    assert config.data.preprocessing_num_workers == 3
     assert (infra.distributed_type, infra.sharding_stage, infra.offload_optimizer) == ("fsdp", "zero3", "cpu")
