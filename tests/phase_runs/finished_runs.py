@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from ds_encdec.base.types import TrainingState
 from ds_encdec.commands.phases.plan import PlannedPhase
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import JsonlSink
+
+QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
+FALLING = [8.3 - 0.06 * step for step in range(40)]
 
 
 def watch(losses: Sequence[float], *, warmup_steps: int) -> TrainingMonitor:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from finished_runs import watch
+from finished_runs import QUICKSTART, watch
 
 from ds_encdec.commands.phases.plan import PHASE_CONFIGS, PhaseConfig, TrainingPhase, phase_config
 from ds_encdec.config.schema import load_config
 
 CURVES = Path(__file__).with_name("curves")
-QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -8,18 +8,16 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from finished_runs import finish_run
+from finished_runs import FALLING, QUICKSTART, finish_run
 
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
 from ds_encdec.commands.phases.execute import PhaseFolder, only_one_pipeline, run_phases
 from ds_encdec.commands.phases.plan import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.config.schema import FullConfig, load_config
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
-FALLING = [8.3 - 0.06 * step for step in range(40)]
 
 
 def setup(tmp_path: Path, *overrides: str) -> tuple[FullConfig, PlannedPhase]:
@@ -55,22 +53,27 @@ def completed(tmp_path: Path, *, passed: bool) -> None:
         records.export.mkdir(parents=True)
 
 
-def test_a_phase_that_has_passed_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "override", ["", "training.eval_samples=3", "infra.sharding_stage=zero2", "monitor.window_size=50"]
+)
+def test_a_phase_that_has_passed_is_passed_over(
+    tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What does not decide what is learned may change."""
     completed(tmp_path, passed=True)
-    config, planned = setup(tmp_path)
+    config, planned = setup(tmp_path, *filter(None, [override]))
     run_phases(config, [planned], launcher="false")
     assert "phase sanity_check has passed its gate already" in capsys.readouterr().out
 
 
-def test_a_changed_gate_is_applied_without_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_gate_is_applied_without_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Callable[[object], None]
+) -> None:
     completed(tmp_path, passed=True)
     config, planned = setup(tmp_path, "phases.sanity_check.max_loss_after_warmup=0.1")
     with pytest.raises(GateError, match=r"loss after warm-up 8\.0600, at most 0\.1000 allowed"):
         run_phases(config, [planned], launcher="false")
-    said = capsys.readouterr().out
-    assert "✗ loss_after_warmup" in said
-    assert "\n  40 steps, 1,000 tokens; loss 8.3000 at the first step of all phases, 7.1300 in the mean" in said
-    assert ", 5.0000 held out; gradient norm 1.000 in their mean; 0 alerts\n" in said
+    golden(capsys.readouterr().out)
     result = records_of(planned).read_result()
     assert (result["passed"], result["phase_config"]["max_loss_after_warmup"]) == (False, 0.1)
     assert {check["name"]: check["passed"] for check in result["checks"]}["loss_decrease"]
@@ -133,34 +136,25 @@ def test_the_same_lanes_on_other_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["training.eval_samples=3", "infra.sharding_stage=zero2", "monitor.window_size=50"]
+    ("passed", "override", "error", "problem"),
+    [
+        (None, (), ConfigError, "starts from the weights of sanity_check, but there is no result in"),
+        (False, (), GateError, "sanity_check did not pass its gate"),
+        (
+            True,
+            ("phases.sanity_check.min_loss_decrease=3.0",),
+            ConfigError,
+            r"phases\.sanity_check has other numbers now.*`--from sanity_check`",
+        ),
+    ],
 )
-def test_what_does_not_decide_what_is_learned_may_change(
-    tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]
+def test_a_later_phase_needs_that_the_one_before_has_passed(
+    tmp_path: Path, passed: bool | None, override: tuple[str, ...], error: type[DsEncDecError], problem: str
 ) -> None:
-    completed(tmp_path, passed=True)
-    config, planned = setup(tmp_path, override)
-    run_phases(config, [planned], launcher="false")
-    assert "has passed its gate already" in capsys.readouterr().out
-
-
-def test_a_later_phase_needs_the_result_of_the_one_before(tmp_path: Path) -> None:
-    config, _ = setup(tmp_path)
-    with pytest.raises(ConfigError, match="starts from the weights of sanity_check, but there is no result in"):
-        run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
-
-
-def test_a_later_phase_is_not_started_where_the_one_before_has_failed(tmp_path: Path) -> None:
-    completed(tmp_path, passed=False)
-    config, _ = setup(tmp_path)
-    with pytest.raises(GateError, match="sanity_check did not pass its gate"):
-        run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
-
-
-def test_a_later_phase_is_not_started_on_a_verdict_by_other_numbers(tmp_path: Path) -> None:
-    completed(tmp_path, passed=True)
-    config, _ = setup(tmp_path, "phases.sanity_check.min_loss_decrease=3.0")
-    with pytest.raises(ConfigError, match=r"phases\.sanity_check has other numbers now.*`--from sanity_check`"):
+    if passed is not None:
+        completed(tmp_path, passed=passed)
+    config, _ = setup(tmp_path, *override)
+    with pytest.raises(error, match=problem):
         run_phases(config, [plan_phase(config, TrainingPhase.VALIDATION)], launcher="false")
 
 
@@ -191,12 +185,15 @@ def test_a_completed_phase_without_its_checkpoint(tmp_path: Path) -> None:
         run_phases(config, [planned], launcher="false")
 
 
-def test_a_run_that_did_not_start_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "code"), [(f"{sys.executable} /nowhere.py", 2), ("false", 1)])
+def test_a_run_that_did_not_start_is_told(tmp_path: Path, launcher: str, code: int) -> None:
+    """An older status does not speak for this start."""
     config, planned = setup(tmp_path)
-    with pytest.raises(DsEncDecError, match=r"the run did not start \(the launcher's exit code is 2\)") as caught:
-        run_phases(config, [planned], launcher=f"{sys.executable} /nowhere.py")
-    assert caught.value.exit_code == 2
-    assert records_of(planned).phase_yaml.exists()
+    began(planned, saved_at=None).write_status("preempted", reason="stopped at step 3", exit_code=75)
+    problem = rf"the run did not start \(the launcher's exit code is {code}\)"
+    with pytest.raises(DsEncDecError, match=problem) as caught:
+        run_phases(config, [planned], launcher=launcher)
+    assert caught.value.exit_code == code
 
 
 def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -215,14 +212,6 @@ def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path, capfd: pytest.Capt
         run_phases(config, [planned], launcher=str(program))
     assert caught.value.exit_code == 7
     assert "\nits own line\n" in capfd.readouterr().out
-
-
-def test_an_older_status_does_not_speak_for_this_start(tmp_path: Path) -> None:
-    config, planned = setup(tmp_path)
-    began(planned, saved_at=None).write_status("preempted", reason="stopped at step 3", exit_code=75)
-    with pytest.raises(DsEncDecError, match="did not start") as caught:
-        run_phases(config, [planned], launcher="false")
-    assert caught.value.exit_code == 1
 
 
 def test_it_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,12 @@ from typing import Any
 
 import psutil
 import pytest
+from finished_runs import QUICKSTART
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.commands.phases import subprocess_run
 from ds_encdec.commands.phases.subprocess_run import SubprocessRun, launcher_command
 from ds_encdec.config.schema import load_config
-
-QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
 
 SAVES_AND_STOPS = """
 import pathlib, signal, sys, time
