@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig, InfraConfig, load_config
@@ -41,9 +42,15 @@ VARIANTS: dict[str, list[str]] = {
 }
 
 
-def render(overrides: list[str], *, device: str = "cuda", world_size: int = 8) -> dict[str, Any]:
-    config = load_config(None, overrides)
-    return render_deepspeed_json(config, world_size=world_size, gradient_accumulation_steps=8, device=device)
+EIGHT_GPUS: dict[str, Any] = {"world_size": 8, "gradient_accumulation_steps": 8, "device": "cuda"}
+
+
+def render(overrides: list[str], **how: Any) -> dict[str, Any]:
+    return render_deepspeed_json(load_config(None, overrides), **EIGHT_GPUS | how)
+
+
+def extra(block: str) -> str:
+    return f"infra.deepspeed_extra={block}"
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda name: name.replace(" ", "-"))
@@ -127,24 +134,90 @@ def test_a_disk_that_is_not_there_is_told_before_the_ranks_meet(tmp_path: Path) 
         check_deepspeed(config, World(), torch.device("cpu"))
 
 
-def test_the_default_run_on_eight_ranks() -> None:
-    rendered = render([])
-    assert rendered["train_batch_size"] == 4 * 8 * 8
-    assert rendered["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
-    assert "offload_param" not in rendered["zero_optimization"]
-    assert rendered["scheduler"]["params"]["warmup_type"] == "linear"
+ZERO1, ZERO2, NO_BF16 = "infra.sharding_stage=zero1", "infra.sharding_stage=zero2", "training.bf16=false"
+HYBRID, RECOMPUTED = "infra.sharding_stage=zero3_hybrid", "training.activation_checkpointing=full"
+ZERO0 = ["infra.sharding_stage=zero0", "infra.offload_optimizer=none"]
+FLOAT32_SUMS = extra("{data_types: {grad_accum_dtype: fp32}}")
+RATIO = "{zero_optimization: {offload_optimizer: {ratio: %s}}}"
+WHOLE_LAYERS = list(Qwen3PreTrainedModel._no_split_modules)
+RENDERED: dict[str, list[tuple[list[str], dict[str, Any], Any]]] = {
+    "train_batch_size": [([], {}, 4 * 8 * 8)],
+    "scheduler.params.warmup_type": [([], {}, "linear")],
+    "zero_optimization.offload_optimizer": [([], {}, {"device": "cpu", "pin_memory": True})],
+    "zero_optimization.offload_optimizer.pin_memory": [([], {"device": "cpu"}, False)],
+    "zero_optimization.offload_optimizer.ratio": [([extra(RATIO % 1)], {}, 1)],
+    "zero_optimization.offload_param": [([], {}, None)],
+    "zero_optimization.offload_param.pin_memory": [(["infra.offload_params=cpu"], {"device": "cpu"}, False)],
+    "zero_optimization.overlap_comm": [([], {"device": "cpu"}, False)],
+    "zero_optimization.zenflow": [([extra("{zero_optimization: {zenflow: null}}")], {}, None)],
+    "timers.throughput.enabled": [
+        ([], {}, False),
+        ([extra("{timers: {throughput: {enabled: true, synchronized: false}}}")], {}, True),
+    ],
+    "optimizer.params.fused": [
+        ([], {}, True),
+        ([extra("{optimizer: {params: {fused: false}}}")], {}, False),
+        ([extra("{optimizer: {params: {foreach: true}}}")], {}, None),
+        ([extra("{optimizer: {params: {torch_adam: null, bias_correction: true}}}")], {}, True),
+    ],
+    "optimizer.params.foreach": [([extra("{optimizer: {params: {foreach: true}}}")], {}, True)],
+    "optimizer.params.bias_correction": [([extra("{optimizer: {params: {bias_correction: true}}}")], {}, None)],
+    "optimizer.params.torch_adam": [([extra("{optimizer: {params: {torch_adam: null}}}")], {}, True)],
+    "optimizer.params.amsgrad": [([extra("{optimizer: {params: {amsgrad: false}}}")], {}, False)],
+    # Gradients are summed over ranks as over micro-batches.
+    "communication_data_type": [
+        ([], {}, "fp32"),
+        ([ZERO2], {}, "fp32"),
+        ([], {"world_size": 1}, None),  # nothing is summed
+        ([ZERO1], {}, None),  # accumulates in bfloat16
+        ([ZERO1, FLOAT32_SUMS], {"world_size": 1}, "fp32"),
+        (ZERO0, {}, None),
+        ([NO_BF16], {}, None),
+        ([NO_BF16, "training.fp16=true"], {}, None),
+        ([extra("{communication_data_type: bf16}")], {}, "bf16"),
+        ([extra("{data_types: {grad_accum_dtype: bf16}}")], {}, None),
+        ([extra("{zero_optimization: {zero_quantized_gradients: true}}")], {}, None),
+    ],
+    # Whole layers are gathered where all is trained.
+    "zero_optimization.leaf_module.classes": [
+        ([], {}, WHOLE_LAYERS),
+        ([ZERO2], {}, None),
+        (["training.freeze=[shared.*]"], {}, None),
+        (["model.lora={}"], {}, None),
+        ([extra("{zero_optimization: {leaf_module: {classes: []}}}")], {}, []),
+    ],
+    # Torch's linear layers stay where whole layers are recomputed.
+    "zero_optimization.memory_efficient_linear": [
+        ([RECOMPUTED], {}, False),
+        (["training.activation_checkpointing=every_n"], {}, None),
+        ([RECOMPUTED, "model.lora={}"], {}, None),  # gathered module by module
+        ([RECOMPUTED, extra("{zero_optimization: {memory_efficient_linear: true}}")], {}, True),
+    ],
+    # A hybrid's partition is a node; what the JSON says counts, not what it replaces.
+    "zero_optimization.zero_hpz_partition_size": [
+        ([HYBRID], {"world_size": 16, "ranks_per_node": 8}, 8),
+        ([HYBRID], {}, 8),
+        ([HYBRID, "infra.hybrid_shard_size=4"], {"world_size": 16, "ranks_per_node": 8}, 4),
+        ([HYBRID, extra("{zero_optimization: {zero_hpz_partition_size: 3}}")], {"world_size": 12}, 3),
+    ],
+}
+"""For each key of the JSON: overrides, the place of the run, and the key's value; None where there is no such key."""
 
 
-def test_a_machine_without_accelerator_pins_nothing_and_overlaps_nothing() -> None:
-    zero = render(["infra.offload_params=cpu"], device="cpu")["zero_optimization"]
-    assert zero["offload_optimizer"]["pin_memory"] is zero["offload_param"]["pin_memory"] is False
-    assert zero["overlap_comm"] is False
+@pytest.mark.parametrize(
+    ("key", "overrides", "how", "expected"), [(key, *case) for key, cases in RENDERED.items() for case in cases]
+)
+def test_a_rendered_value(key: str, overrides: list[str], how: dict[str, Any], expected: Any) -> None:
+    found: Any = render(overrides, **how)
+    for part in key.split("."):
+        found = found.get(part) if found is not None else None
+    assert found == expected
 
 
 def test_extra_keys_replace_our_choices_and_leave_the_configuration_alone() -> None:
     extra = {"zero_optimization": {"overlap_comm": False, "offload_optimizer": {"buffer_count": 5}}, "dump_state": True}
     config = FullConfig(infra=InfraConfig(deepspeed_extra=extra))
-    rendered = render_deepspeed_json(config, world_size=8, gradient_accumulation_steps=8, device="cuda")
+    rendered = render_deepspeed_json(config, **EIGHT_GPUS)
     zero = rendered["zero_optimization"]
     assert (zero["overlap_comm"], zero["stage"], rendered["dump_state"]) == (False, 3, True)
     assert zero["offload_optimizer"] == {"device": "cpu", "pin_memory": True, "buffer_count": 5}
@@ -152,177 +225,60 @@ def test_extra_keys_replace_our_choices_and_leave_the_configuration_alone() -> N
     assert config.infra.deepspeed_extra["zero_optimization"]["offload_optimizer"]["buffer_count"] == 5
 
 
-def extra(block: str) -> str:
-    return f"infra.deepspeed_extra={block}"
-
-
-def test_the_throughput_timer_runs_for_who_asks_for_it() -> None:
-    assert render([])["timers"] == {"throughput": {"enabled": False}}
-    asked = render([extra("{timers: {throughput: {enabled: true, synchronized: false}}}")])
-    assert asked["timers"] == {"throughput": {"enabled": True, "synchronized": False}}
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ([], {"fused": True}),
-        ([extra("{optimizer: {params: {fused: false}}}")], {"fused": False}),
-        ([extra("{optimizer: {params: {foreach: true}}}")], {"foreach": True}),
-        ([extra("{optimizer: {params: {torch_adam: null, bias_correction: true}}}")], {"fused": True}),
-    ],
-)
-def test_adam_is_fused_unless_told_otherwise(overrides: list[str], expected: dict[str, bool]) -> None:
-    params = render(overrides)["optimizer"]["params"]
-    assert {key: params[key] for key in ("fused", "foreach", "bias_correction") if key in params} == expected
-    assert params["torch_adam"] is True
-
-
-FLOAT32_SUMS = "{data_types: {grad_accum_dtype: fp32}}"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "expected"),
-    [
-        ([], 8, "fp32"),
-        (["infra.sharding_stage=zero2"], 8, "fp32"),
-        ([], 1, None),  # nothing is summed
-        (["infra.sharding_stage=zero1"], 8, None),  # accumulates in bfloat16
-        (["infra.sharding_stage=zero1", extra(FLOAT32_SUMS)], 1, "fp32"),
-        (["infra.sharding_stage=zero0", "infra.offload_optimizer=none"], 8, None),
-        (["training.bf16=false"], 8, None),
-        (["training.bf16=false", "training.fp16=true"], 8, None),
-        ([extra("{communication_data_type: bf16}")], 8, "bf16"),
-        ([extra("{data_types: {grad_accum_dtype: bf16}}")], 8, None),
-        ([extra("{zero_optimization: {zero_quantized_gradients: true}}")], 8, None),
-    ],
-)
-def test_gradients_are_summed_over_ranks_as_over_micro_batches(
-    overrides: list[str], world_size: int, expected: str | None
-) -> None:
-    assert render(overrides, world_size=world_size).get("communication_data_type") == expected
-
-
 @pytest.mark.parametrize(
     ("block", "reason"),
     [
-        (
-            '{"optimizer": {"params": {"amsgrad": true}}}',
-            r"amsgrad.*only false works here: checkpoints hold two moments",
-        ),
-        (
-            '{"zero_optimization": {"offload_optimizer": {"ratio": 0.5}}}',
-            r"ratio.*only 1\.0 works here: DeepSpeed's check",
-        ),
-        ('{"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}', r"zenflow.*checkpoints do not hold"),
-        ('{"zero_optimization": {"zenflow": {}}}', r"zenflow.*checkpoints do not hold"),
+        ("{optimizer: {params: {amsgrad: true}}}", r"amsgrad.*only false works here: checkpoints hold two moments"),
+        (RATIO % 0.5, r"ratio.*only 1\.0 works here: DeepSpeed's check"),
+        ("{zero_optimization: {zenflow: {topk_ratio: 0.1}}}", r"zenflow.*checkpoints do not hold"),
+        ("{zero_optimization: {zenflow: {}}}", r"zenflow.*checkpoints do not hold"),
     ],
 )
 def test_what_no_checkpoint_would_hold_is_refused_by_name(tmp_path: Path, block: str, reason: str) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(block)
-    with pytest.raises(ConfigError, match=r"(?s)" + reason):
-        load_config(None, (), path)
-    with pytest.raises(ConfigError, match=r"(?s)" + reason):
-        load_config(None, [extra(block)])
+    path.write_text(json.dumps(yaml.safe_load(block)))
+    for how in ([], path), ([extra(block)], None):
+        with pytest.raises(ConfigError, match=r"(?s)" + reason):
+            load_config(None, *how)
 
 
-def test_what_switches_them_off_is_accepted() -> None:
-    rendered = render([extra("{optimizer: {params: {amsgrad: false}}, zero_optimization: {zenflow: null}}")])
-    assert rendered["optimizer"]["params"]["amsgrad"] is False
-    assert rendered["zero_optimization"]["zenflow"] is None
-    rendered = render([extra("{zero_optimization: {offload_optimizer: {ratio: 1}}}")])
-    assert rendered["zero_optimization"]["offload_optimizer"]["ratio"] == 1
-
-
-def test_zero3_gathers_whole_layers_where_all_is_trained() -> None:
-    def classes(*overrides: str) -> Any:
-        return render(list(overrides))["zero_optimization"].get("leaf_module", {}).get("classes")
-
-    assert classes() == list(Qwen3PreTrainedModel._no_split_modules)
-    assert classes("infra.sharding_stage=zero2") is None
-    assert classes("training.freeze=[shared.*]") is None
-    assert classes("model.lora={}") is None
-    assert classes(extra("{zero_optimization: {leaf_module: {classes: []}}}")) == []
-
-
-def test_zero3_has_torchs_linear_layers_where_whole_layers_are_recomputed() -> None:
-    def saves_no_weights(*overrides: str) -> Any:
-        return render(list(overrides))["zero_optimization"].get("memory_efficient_linear", True)
-
-    recomputed = "training.activation_checkpointing=full"
-    assert not saves_no_weights(recomputed)
-    assert saves_no_weights("training.activation_checkpointing=every_n")
-    assert saves_no_weights(recomputed, "model.lora={}")  # gathered module by module
-    assert saves_no_weights(recomputed, extra("{zero_optimization: {memory_efficient_linear: true}}"))
-
-
-def test_the_hybrid_partition_is_a_node() -> None:
-    config = load_config(None, ["infra.sharding_stage=zero3_hybrid"])
-
-    def size(world_size: int, **keywords: Any) -> int:
-        rendered = render_deepspeed_json(
-            config, world_size=world_size, gradient_accumulation_steps=1, device="cuda", **keywords
-        )
-        return int(rendered["zero_optimization"]["zero_hpz_partition_size"])
-
-    assert size(16, ranks_per_node=8) == 8
-    assert size(8) == 8
-    config = load_config(None, ["infra.sharding_stage=zero3_hybrid", "infra.hybrid_shard_size=4"])
-    assert size(16, ranks_per_node=8) == 4
-    config = load_config(None, ["infra.sharding_stage=zero3_hybrid"])
-    with pytest.raises(ConfigError, match=r"partitions of 8 ranks .* do not divide 12 ranks"):
-        size(12, ranks_per_node=8)
-    config = load_config(
-        None, ["infra.sharding_stage=zero3_hybrid", extra("{zero_optimization: {zero_hpz_partition_size: 3}}")]
-    )
-    assert size(12, ranks_per_node=8) == 3  # what the JSON says counts, not what it replaces
-
-
-def test_a_hybrid_partition_given_in_json_is_kept(tmp_path: Path) -> None:
+def test_a_hybrid_partition_given_in_json_is_kept_and_one_that_does_not_divide_refused(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}}')
-    config = load_config(None, (), path)
-    rendered = render_deepspeed_json(config, world_size=8, gradient_accumulation_steps=8, device="cuda")
+    rendered = render_deepspeed_json(load_config(None, (), path), **EIGHT_GPUS)
     assert rendered["zero_optimization"]["zero_hpz_partition_size"] == 4
+    with pytest.raises(ConfigError, match=r"partitions of 8 ranks .* do not divide 12 ranks"):
+        render([HYBRID], world_size=12, ranks_per_node=8)
 
 
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["infra.sharding_stage=zero1"], True),
-        (["infra.sharding_stage=zero0", "infra.offload_optimizer=none"], True),
-        (["infra.sharding_stage=zero2"], False),
+        ([ZERO1], True),
+        (ZERO0, True),
+        ([ZERO2], False),
         ([], False),
-        (["infra.sharding_stage=zero1", "training.bf16=false"], False),
-        (["infra.sharding_stage=zero1", "infra.deepspeed_extra={data_types: {grad_accum_dtype: fp32}}"], False),
+        ([ZERO1, NO_BF16], False),
+        ([ZERO1, FLOAT32_SUMS], False),
     ],
 )
 def test_which_runs_accumulate_in_bf16(overrides: list[str], expected: bool) -> None:
     assert accumulates_in_bf16(render(overrides)) is expected
-    once = render_deepspeed_json(
-        load_config(None, overrides), world_size=8, gradient_accumulation_steps=1, device="cuda"
-    )
-    assert not accumulates_in_bf16(once)
+    assert not accumulates_in_bf16(render(overrides, gradient_accumulation_steps=1))
 
 
 def test_a_json_that_was_never_read_is_refused() -> None:
     config = FullConfig(infra=InfraConfig(deepspeed_config="ds.json"))
     with pytest.raises(ConfigError, match="has not been read"):
-        render_deepspeed_json(config, world_size=1, gradient_accumulation_steps=1, device="cpu")
+        render_deepspeed_json(config, **EIGHT_GPUS)
 
 
 @pytest.mark.parametrize("name", ["zero1.json", "zero2.json", "zero3_offload.json"])
 def test_shipped_jsons_say_what_we_render_anyway(name: str) -> None:
     config = load_config(None, (), SHIPPED / name)
-    plain = load_config(
-        None,
-        [
-            f"infra.sharding_stage={config.infra.sharding_stage}",
-            f"infra.offload_optimizer={config.infra.offload_optimizer}",
-        ],
-    )
-    ranks = {"world_size": 8, "gradient_accumulation_steps": 8, "device": "cuda"}
-    assert render_deepspeed_json(config, **ranks) == render_deepspeed_json(plain, **ranks)
+    stage, offload = config.infra.sharding_stage, config.infra.offload_optimizer
+    plain = render([f"infra.sharding_stage={stage}", f"infra.offload_optimizer={offload}"])
+    assert render_deepspeed_json(config, **EIGHT_GPUS) == plain
 
 
 def test_rendering_needs_neither_torch_nor_deepspeed() -> None:

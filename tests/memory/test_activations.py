@@ -10,13 +10,14 @@ import memory_formulas
 import pytest
 import torch
 from flash_on_cpus import IN_TORCH, flash_on_cpus
+from jobs import job_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import ArchitectureConfig
 from ds_encdec.engine.regularization import regularize
 from ds_encdec.memory.estimate import KINDS, TABLE, Layer, MicroBatch
-from ds_encdec.memory.job import Job, make_job
+from ds_encdec.memory.job import Job
 from ds_encdec.model import precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.attention import PackedLayout
@@ -39,29 +40,16 @@ DOCUMENTS = 3
 PRECISIONS = ["float32", "bfloat16", "emulated"]
 
 
-def job_of(numbers: str, mode: str = "none", chunk_tokens: int = 64, **training: float) -> Job:
-    config = FullConfig.model_validate(
-        {
-            "model": {"architecture": SIZES, "tokenizer_name_or_path": "builtin", "loss_chunk_tokens": chunk_tokens},
-            "data": {"max_encoder_length": LENGTHS[0], "max_decoder_length": LENGTHS[1]},
-            "training": {
-                "per_device_train_batch_size": DOCUMENTS,
-                "bf16": numbers != "float32",
-                "activation_checkpointing": mode,
-                **training,
-            },
-            "infra": {"device": "cpu", "distributed_type": "fsdp", "offload_optimizer": "none"},
-        }
-    )
-    job = make_job(
-        config,
-        config.model.architecture,
+def cpu_job(numbers: str, mode: str = "none", **training: float) -> Job:
+    lengths = {"max_encoder_length": LENGTHS[0], "max_decoder_length": LENGTHS[1]}
+    own = {"per_device_train_batch_size": DOCUMENTS, "bf16": numbers != "float32", "activation_checkpointing": mode}
+    job = job_of(
         "fsdp",
+        sizes=ArchitectureConfig(**SIZES),
         world_size=1,
-        ranks_per_node=1,
         device="cpu",
-        emulates_bf16=numbers == "emulated",
-        ratio=LENGTHS[0] / LENGTHS[1],
+        sections={"model": {"loss_chunk_tokens": 64}, "data": lengths, "training": own | training},
+        make={"emulates_bf16": numbers == "emulated", "ratio": LENGTHS[0] / LENGTHS[1]},
     )
     assert (job.encoder_tokens, job.decoder_tokens) == (DOCUMENTS * LENGTHS[0], DOCUMENTS * LENGTHS[1])
     return job
@@ -143,16 +131,16 @@ def test_the_table_is_what_traces_give(kind: str) -> None:
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_a_layer_keeps_what_autograd_saves(side: Literal["encoder", "decoder"], numbers: str) -> None:
-    job = job_of(numbers)
+    job = cpu_job(numbers)
     assert layer_of(job, side).kept == pytest.approx(bytes_saved(side, job, "none"), rel=0.01)
 
 
 @pytest.mark.parametrize("field", ["residual_dropout", "attention_dropout"])
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_a_layer_keeps_what_dropout_needs(side: Literal["encoder", "decoder"], numbers: str, field: str) -> None:
-    job = job_of(numbers, **{field: 0.1})
+    job = cpu_job(numbers, **{field: 0.1})
     assert layer_of(job, side).kept == pytest.approx(bytes_saved(side, job, "none"), rel=0.02)
-    assert layer_of(job, side).kept > layer_of(job_of(numbers), side).kept
+    assert layer_of(job, side).kept > layer_of(cpu_job(numbers), side).kept
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
@@ -160,7 +148,7 @@ def test_a_compiled_layer_keeps_less(side: Literal["encoder", "decoder"], monkey
     """On a GPU."""
     monkeypatch.setattr(precision, "_EMULATED_ON_CPU", frozenset())
     torch._dynamo.reset()
-    job = job_of("bfloat16")
+    job = cpu_job("bfloat16")
     with flash_on_cpus():
         saved = bytes_saved(side, job, "none", compiles=True)
     assert 0.8 < saved / layer_of(dataclasses.replace(job, device="cuda"), side).kept < 0.95
@@ -168,27 +156,27 @@ def test_a_compiled_layer_keeps_less(side: Literal["encoder", "decoder"], monkey
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
 def test_a_layer_that_recomputes_keeps_its_input(side: Literal["encoder", "decoder"], numbers: str) -> None:
-    job = job_of(numbers, "full")
+    job = cpu_job(numbers, "full")
     assert layer_of(job, side).kept == bytes_saved(side, job, "full")
 
 
 def test_every_nth_layer_recomputes() -> None:
     """The first of two layers does."""
-    job = job_of("bfloat16", "every_n")
+    job = cpu_job("bfloat16", "every_n")
     for index, mode in enumerate(("full", "none")):
-        assert layer_of(job, "decoder", index).kept == layer_of(job_of("bfloat16", mode), "decoder").kept
+        assert layer_of(job, "decoder", index).kept == layer_of(cpu_job("bfloat16", mode), "decoder").kept
 
 
 def test_selective_is_between_none_and_full() -> None:
     none, full, selective = (
-        layer_of(job_of("bfloat16", mode), "decoder").kept for mode in ("none", "full", "selective")
+        layer_of(cpu_job("bfloat16", mode), "decoder").kept for mode in ("none", "full", "selective")
     )
     assert full < selective < 0.5 * none
 
 
 def test_attention_without_a_flash_kernel_keeps_scores() -> None:
     """On a GPU: the softmax of each document, and keys and values as wide as the queries."""
-    job = dataclasses.replace(job_of("bfloat16"), device="cuda")
+    job = dataclasses.replace(cpu_job("bfloat16"), device="cuda")
     model = job.config.model.model_copy(update={"use_flash_attention": False})
     without = dataclasses.replace(job, config=job.config.model_copy(update={"model": model}))
     (tokens, _), heads = LENGTHS, SIZES["num_attention_heads"]

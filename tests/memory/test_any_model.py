@@ -46,13 +46,8 @@ def test_memory_is_logged_behind_a_prefix(caplog: pytest.LogCaptureFixture) -> N
         log_memory_stats("after the first step", "cpu")
     words, *figures = caplog.messages[0].replace(": ", ", ").split(", ")
     assert words == "after the first step"
-    assert [figure.rsplit(" ", 2)[0] for figure in figures] == [
-        "allocated",
-        "reserved",
-        "max allocated",
-        "free",
-        "total",
-    ]
+    kinds = ["allocated", "reserved", "max allocated", "free", "total"]
+    assert [figure.rsplit(" ", 2)[0] for figure in figures] == kinds
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda"])
@@ -127,23 +122,26 @@ SEVEN_BILLION: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "model", "gradients", "optimizer"),
+    ("dtype", "optimizer", "model", "gradients", "states"),
     [
-        ("bf16", 14, 14, 56),
-        ("bf16_mixed", 14, 14, 28 + 28 + 28),  # float32 master weights, and both moments
-        ("fp32", 28, 28, 56),
+        ("bf16", "adam", 14, 14, 56),
+        ("torch.bfloat16", "adam", 14, 14, 56),
+        ("FP32", "adamw", 28, 28, 56),
+        ("bf16_mixed", "adam", 14, 14, 28 + 28 + 28),  # float32 master weights, and both moments
+        ("bf16", "adam8bit", 14, 14, 14.22),
+        ("bf16", "lion", 14, 14, 28),
+        ("bf16", "sgd", 14, 14, 0),
+        ("bf16", "sgd_momentum", 14, 14, 28),
+        ("bf16", "adafactor", 14, 14, 0.014),
     ],
 )
-def test_states_of_seven_billion_parameters(dtype: str, model: float, gradients: float, optimizer: float) -> None:
-    memory = estimate_model_memory(**SEVEN_BILLION, dtype=dtype)
-    assert [memory[f"{part}_gb"] for part in ("model", "gradient", "optimizer")] == [model, gradients, optimizer]
+def test_states_of_seven_billion_parameters(
+    dtype: str, optimizer: str, model: float, gradients: float, states: float
+) -> None:
+    memory = estimate_model_memory(**SEVEN_BILLION | {"optimizer": optimizer}, dtype=dtype)
+    parts = [memory[f"{part}_gb"] for part in ("model", "gradient", "optimizer")]
+    assert parts == [model, gradients, pytest.approx(states, rel=0.03)]
     assert memory["total_gb"] == pytest.approx(sum(value for key, value in memory.items() if key != "total_gb"))
-
-
-def test_states_of_the_zero_paper() -> None:
-    """Arxiv 1910.02054, figure 1: 7.5 billion parameters take 120 GB without sharding."""
-    memory = estimate_model_memory(**SEVEN_BILLION | {"num_params": 7.5e9}, dtype="fp16_mixed")
-    assert memory["total_gb"] - memory["activation_gb"] == 120
 
 
 def test_activations_of_a_large_model() -> None:
@@ -158,20 +156,6 @@ def test_activations_of_a_large_model() -> None:
     in_float32 = estimate_model_memory(**gpt3, dtype="float32", gradient_checkpointing=False)["activation_gb"]
     assert in_float32 == pytest.approx(96 * 66 * layer), "but for dropout's masks, twice as much"
     assert estimate_model_memory(**gpt3 | {"batch_size": 3})["activation_gb"] == pytest.approx(3 * recomputed)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "gigabytes"),
-    [("adamw", 56), ("adam8bit", 14.22), ("lion", 28), ("sgd", 0), ("sgd_momentum", 28), ("adafactor", 0.014)],
-)
-def test_optimizers(optimizer: str, gigabytes: float) -> None:
-    memory = estimate_model_memory(**SEVEN_BILLION | {"optimizer": optimizer}, dtype="bf16")
-    assert memory["optimizer_gb"] == pytest.approx(gigabytes, rel=0.03)
-
-
-def test_names_of_torch_are_understood() -> None:
-    one, other = (estimate_model_memory(**SEVEN_BILLION, dtype=name) for name in ("torch.bfloat16", "BF16"))
-    assert one == other == estimate_model_memory(**SEVEN_BILLION, dtype="bf16")
 
 
 @pytest.mark.parametrize(
@@ -248,11 +232,8 @@ def test_the_smallest_size_is_tried_last() -> None:
     model = Greedy(fits=3)
     assert auto_find_batch_size(model, batch, start_batch_size=10, min_batch_size=3) == 3
     assert model.tried == [10, 5, 3]
-
-
-def test_a_size_that_does_not_fit_and_may_not_be_smaller() -> None:
     with pytest.raises(OutOfMemoryError, match="not even a batch of 4 fits"):
-        auto_find_batch_size(Greedy(fits=2), batch, start_batch_size=16, min_batch_size=4)
+        auto_find_batch_size(model, batch, start_batch_size=16, min_batch_size=4)
 
 
 def test_other_errors_are_no_reason_to_halve() -> None:

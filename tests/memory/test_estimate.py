@@ -6,54 +6,29 @@ from dataclasses import replace
 
 import pytest
 import torch
+from jobs import job_of, small_sizes
 
 from ds_encdec.config.data_sections import EvalSet
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.estimate import engine_memory, step_parts
-from ds_encdec.memory.job import Job, Sizes, make_job
+from ds_encdec.memory.job import Job
 from ds_encdec.memory.trace import watched_pass
 from ds_encdec.model import precision
 
-SIZES = Sizes(
-    vocab_size=128,
-    hidden_size=256,
-    num_hidden_layers=3,
-    num_encoder_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=768,
-    tie_word_embeddings=True,
-)
+SIZES = small_sizes(256, 768, layers=3, vocab=128, head_dim=32)
 
 
-def job_of(device: str, numbers: str, mode: str, ratio: float) -> Job:
+def wide_job(device: str, numbers: str, mode: str, ratio: float) -> Job:
     """Wide micro-batches of full documents, beside which the weights are small."""
-    config = FullConfig.model_validate(
-        {
-            "model": {"loss_chunk_tokens": 16},
-            "data": {
-                "max_encoder_length": 512,
-                "max_decoder_length": int(512 / ratio),
-                "max_examples_per_micro_batch": 4,
-            },
-            "training": {
-                "per_device_train_batch_size": 4,
-                "bf16": numbers != "float32",
-                "activation_checkpointing": mode,
-            },
-            "infra": {"device": "cpu", "distributed_type": "fsdp", "offload_optimizer": "none"},
-        }
-    )
-    return make_job(
-        config,
-        SIZES,
+    lengths = {"max_encoder_length": 512, "max_decoder_length": int(512 / ratio), "max_examples_per_micro_batch": 4}
+    training = {"per_device_train_batch_size": 4, "bf16": numbers != "float32", "activation_checkpointing": mode}
+    return job_of(
         "fsdp",
+        sizes=SIZES,
         world_size=1,
-        ranks_per_node=1,
-        device=device,
-        ratio=ratio,
-        emulates_bf16=numbers == "emulated",
+        accumulation=32,
+        device="cpu",
+        sections={"model": {"loss_chunk_tokens": 16}, "data": lengths, "training": training},
+        make={"device": device, "ratio": ratio, "emulates_bf16": numbers == "emulated"},
     )
 
 
@@ -73,7 +48,7 @@ def test_activations_at_their_worst(
     """It comes in the encoder or in the decoder, as the tokens are shared out, or behind the head."""
     emulated = frozenset({torch.bfloat16}) if numbers == "emulated" else frozenset()
     monkeypatch.setattr(precision, "_EMULATED_ON_CPU", emulated)
-    job = job_of(device, numbers, mode, ratio)
+    job = wide_job(device, numbers, mode, ratio)
     held, _ = watched_pass(job).peak(("activations", "logits"))
     found = sum(held.values())
     moments = step_parts(job, engine_memory(job))
@@ -82,7 +57,7 @@ def test_activations_at_their_worst(
 
 
 def test_generating_in_evaluations_takes_a_second_model_and_a_cache() -> None:
-    job = job_of("cuda", "bfloat16", "full", 1.0)
+    job = wide_job("cuda", "bfloat16", "full", 1.0)
     training = job.config.training.model_copy(update={"eval_generate_samples": 8})
     generating = replace(job, config=job.config.model_copy(update={"training": training}))
     parts = [dict(step_parts(one, engine_memory(one))) for one in (job, generating)]

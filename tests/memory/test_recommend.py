@@ -46,6 +46,12 @@ def fits(asked: Job, in_room: Fits = A100) -> bool:
     return in_room(Variant(asked, estimate(asked)))
 
 
+def best(asked: Job, in_room: Fits = A100) -> Variant:
+    found = recommend(asked, in_room)
+    assert found is not None
+    return found
+
+
 def sequences(asked: Job) -> int:
     return asked.config.training.micro_batch_size * asked.gradient_accumulation_steps * asked.world_size
 
@@ -88,8 +94,7 @@ def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
     asked = job(*FSDP, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=1", model="8B")
     assert fits(asked)
     assert not fits(changed(asked, batches(asked)[1]))
-    found = recommend(asked, A100)
-    assert found is not None
+    found = best(asked)
     assert found.job.config.infra.offload_optimizer == "none"
     assert found.job.gradient_accumulation_steps == 1
 
@@ -98,8 +103,7 @@ def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
 def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
     """Every one of them is tried, at every micro-batch."""
     asked = job(f"infra.distributed_type={engine}", "training.gradient_accumulation_steps=2", model="8B")
-    found = recommend(asked, room(30 * GIB))
-    assert found is not None
+    found = best(asked, room(30 * GIB))
     assert found.job.config.infra.offload_optimizer == "cpu"
     for overrides in settings(asked):
         for batch in (1, 2, 4, 8):
@@ -110,25 +114,19 @@ def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
 
 
 def test_fsdp2_reduces_every_micro_batch_rather_than_to_offload() -> None:
-    found = recommend(job("infra.distributed_type=fsdp", model="8B"), A100)
-    assert found is not None
+    found = best(job("infra.distributed_type=fsdp", model="8B"))
     assert found.job.config.infra.offload_optimizer == "none"
     assert found.job.config.infra.fsdp_reduce_every_micro_batch
     # Without need it does not.
-    small = recommend(job("infra.distributed_type=fsdp", "infra.fsdp_reduce_every_micro_batch=true"), A100)
-    assert small is not None
+    small = best(job("infra.distributed_type=fsdp", "infra.fsdp_reduce_every_micro_batch=true"))
     assert not small.job.config.infra.fsdp_reduce_every_micro_batch
 
 
 def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> None:
-    found = recommend(job(), A100)
-    assert found is not None
+    found = best(job())
     infra, training = found.job.config.infra, found.job.config.training
-    assert (infra.sharding_stage, infra.offload_optimizer, training.activation_checkpointing) == (
-        "zero2",
-        "none",
-        "none",
-    )
+    chosen = (infra.sharding_stage, infra.offload_optimizer, training.activation_checkpointing)
+    assert chosen == ("zero2", "none", "none")
     larger = changed(found.job, batches(found.job)[2 * training.micro_batch_size])
     assert not fits(larger)
 
@@ -136,27 +134,23 @@ def test_the_fastest_setting_is_recommended_with_the_largest_micro_batch() -> No
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_sharding_comes_before_recomputation(gpus: int) -> None:
     """Inside a node, and in hybrids, it costs less than a second forward pass."""
-    found = recommend(job(model="4B" if gpus == 8 else "8B", gpus=gpus, nodes=gpus // 8), A100)
-    assert found is not None
+    found = best(job(model="4B" if gpus == 8 else "8B", gpus=gpus, nodes=gpus // 8))
     assert found.job.config.training.activation_checkpointing == "none"
     assert found.job.config.infra.sharding_stage in ("zero2", "zero3", "zero3_hybrid")
 
 
 def test_one_gpu_adds_up_in_float32() -> None:
     """There zero2 sends nothing, and zero0 would add 8 micro-batches up in bfloat16."""
-    found = recommend(job(gpus=1), A100)
-    assert found is not None
+    found = best(job(gpus=1))
     assert found.job.config.infra.sharding_stage == "zero2"
     assert not engine_memory(found.job).sums_in_16_bits
     assert engine_memory(changed(found.job, {"infra.sharding_stage": "zero0"})).sums_in_16_bits
-    whole = recommend(job("training.gradient_accumulation_steps=1", gpus=1), A100)
-    assert whole is not None
+    whole = best(job("training.gradient_accumulation_steps=1", gpus=1))
     assert whole.job.config.infra.sharding_stage == "zero0"
 
 
 def test_activations_on_the_host_are_offload() -> None:
-    found = recommend(job("training.activation_offload=true"), A100)
-    assert found is not None
+    found = best(job("training.activation_offload=true"))
     assert not found.job.config.training.activation_offload
     assert found == recommend(job("training.activation_offload=true"), room(GPUS["a100-80gb"].usable_bytes, 800 * GIB))
 
@@ -179,15 +173,12 @@ def test_nothing_is_recommended_where_nothing_fits() -> None:
 def test_the_host_decides_too() -> None:
     """A single GPU holds 4B only with its states on the host: where that is too small, nothing is left."""
     asked = job(model="4B", gpus=1)
-    found = recommend(asked, A100)
-    assert found is not None
+    found = best(asked)
     assert found.job.config.infra.offload_optimizer == "cpu"
-    assert (
-        recommend(asked, room(GPUS["a100-80gb"].usable_bytes, found.estimate.host.total / (1 - HOST_HEADROOM) + 1))
-        == found
-    )
-    assert recommend(asked, room(GPUS["a100-80gb"].usable_bytes, found.estimate.host.total)) != found
-    assert recommend(asked, room(GPUS["a100-80gb"].usable_bytes, 50 * GIB)) is None
+    device_bytes, needed = GPUS["a100-80gb"].usable_bytes, found.estimate.host.total
+    assert recommend(asked, room(device_bytes, needed / (1 - HOST_HEADROOM) + 1)) == found
+    assert recommend(asked, room(device_bytes, needed)) != found
+    assert recommend(asked, room(device_bytes, 50 * GIB)) is None
 
 
 def test_fitting_settings_disturb_little_and_differ_in_kind() -> None:

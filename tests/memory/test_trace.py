@@ -10,47 +10,34 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import job_of, small_sizes
 from tracked import tracking
 
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown, Count
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.job import Job, Sizes, make_job
+from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.trace import _batch, _model_config, as_on_device, trace_memory
 
 CPU = torch.device("cpu")
-WIDE = Sizes(
-    vocab_size=1000,
-    hidden_size=512,
-    num_hidden_layers=2,
-    num_encoder_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    intermediate_size=1022,
-    tie_word_embeddings=True,
-)
-OF_TRAINING = ("bf16", "activation_checkpointing", "loss", "optimizer")
+WIDE = small_sizes(512, 1022)
 ENGINE = ("weights", "master_weights", "gradients", "optimizer", "communication")
 
 
-def job_of(*, world_size: int = 1, device: Any = "cuda", micro_batches: int = 2, **fields: Any) -> Job:
-    """A job of `WIDE`, with micro-batches of 192 tokens. `fields`: of `training` and `infra`."""
-    training = {"gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 1}
-    training |= {name: fields.pop(name) for name in OF_TRAINING if name in fields}
-    infra = {
-        "sharding_stage": "zero3",
-        "offload_optimizer": "none",
-        "distributed_type": "fsdp",
-        "device": "cpu",
-        **fields,
-    }
+def wide_job(*, world_size: int = 1, device: str = "cuda", training: dict[str, Any] | None = None, **infra: Any) -> Job:
+    """A job of `WIDE`, with micro-batches of 192 tokens."""
     lengths = {"max_encoder_length": 128, "max_decoder_length": 64, "max_examples_per_micro_batch": 4}
-    config = FullConfig.model_validate({"training": training, "infra": infra, "data": lengths})
-    return make_job(config, WIDE, "fsdp", world_size=world_size, ranks_per_node=4, device=device)
+    return job_of(
+        "fsdp",
+        sizes=WIDE,
+        world_size=world_size,
+        accumulation=2,
+        sections={"data": lengths, "training": {"per_device_train_batch_size": 1, **(training or {})}},
+        make={"ranks_per_node": 4, "device": device},
+        **{"device": "cpu", "stage": "zero3", **infra},
+    )
 
 
 @pytest.fixture
@@ -80,7 +67,7 @@ def measured_bytes(job: Job, world: World) -> int:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_trace_is_what_an_engine_holds(one_rank: World, checkpointing: str) -> None:
     """On a CPU, where both can be had."""
-    job = job_of(device="cpu", activation_checkpointing=checkpointing)
+    job = wide_job(device="cpu", training={"activation_checkpointing": checkpointing})
     found = measured_bytes(job, one_rank)
     dist.destroy_process_group()
     try:
@@ -93,15 +80,15 @@ def test_the_trace_is_what_an_engine_holds(one_rank: World, checkpointing: str) 
     ("world_size", "infra"),
     [
         (8, {}),
-        (8, {"sharding_stage": "zero3_hybrid"}),
+        (8, {"stage": "zero3_hybrid"}),
         (64, {"fsdp_reduce_every_micro_batch": True}),
         (8, {"offload_optimizer": "cpu"}),
-        (8, {"sharding_stage": "zero0", "distributed_type": "ddp"}),
+        (8, {"stage": "zero0", "distributed_type": "ddp"}),
     ],
 )
 def test_the_arithmetic_is_what_the_trace_finds(world_size: int, infra: dict[str, Any]) -> None:
     """The engine's part is compared, at the worst moment; on GPUs of any number."""
-    job = job_of(world_size=world_size, activation_checkpointing="full", **infra)
+    job = wide_job(world_size=world_size, training={"activation_checkpointing": "full"}, **infra)
     traced = trace_memory(job)
     held = sum(getattr(traced.peak, name) for name in ENGINE)
     assert traced.moment.startswith("backward pass, decoder.layers.")
@@ -114,7 +101,7 @@ def test_the_arithmetic_is_what_the_trace_finds(world_size: int, infra: dict[str
 
 
 def test_remarks_name_what_is_left_out() -> None:
-    config = job_of(offload_optimizer="cpu").config
+    config = wide_job(offload_optimizer="cpu").config
     job = make_job(config, WIDE, "deepspeed", world_size=8, ranks_per_node=8)
     traced = trace_memory(job)
     assert "DeepSpeed's engine cannot be traced" in traced.remark
@@ -130,7 +117,7 @@ def test_a_loss_and_an_optimizer_of_the_users_are_traced(tmp_path: Path, monkeyp
     )
     monkeypatch.syspath_prepend(tmp_path)
     plain, own = (
-        trace_memory(job_of(**fields)).peak
-        for fields in ({}, {"loss": "traced_loss:squared", "optimizer": "torch.optim:Adam"})
+        trace_memory(wide_job(training=training)).peak
+        for training in ({}, {"loss": "traced_loss:squared", "optimizer": "torch.optim:Adam"})
     )
     assert own == plain  # the most is held in the backward pass, and Adam keeps what AdamW does

@@ -32,57 +32,32 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) 
     return tracked
 
 
-@pytest.fixture(scope="module")
-def left_over_bytes() -> int:
-    """Bytes that other tests of this process have left behind."""
-    with tracking(nn.Module(), None, CPU) as tracked:
-        pass
-    return tracked.resting_bytes
-
-
-@pytest.fixture(scope="module")
-def two_layers(left_over_bytes: int) -> Tracked:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    return trained(model, optimizer, torch.ones(ROWS, WIDTH))
-
-
 def nearly(num_bytes: int) -> object:
     """Scalars beside: losses, and the optimizer's counters."""
     return pytest.approx(num_bytes, abs=256)
 
 
-def test_what_rests_between_steps(two_layers: Tracked, left_over_bytes: int) -> None:
-    """Two weights, two moments each, and the inputs."""
-    assert two_layers.resting_bytes - left_over_bytes == nearly(6 * WEIGHT_BYTES + STATE_BYTES)
-    assert two_layers.phases["step"].held_bytes == nearly(two_layers.resting_bytes)
-
-
-def test_the_forward_pass_holds_its_activations(two_layers: Tracked) -> None:
-    """The output of the tanh, which its backward pass needs, beside that of one of the layers, which goes."""
-    forward = two_layers.phases["forward"]
+def test_each_phase_holds_what_it_should() -> None:
+    with tracking(nn.Module(), None, CPU) as before:
+        pass
+    left_over = before.resting_bytes  # by other tests of this process
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+    found = trained(model, torch.optim.AdamW(model.parameters(), foreach=False), torch.ones(ROWS, WIDTH))
+    forward, backward, step = (found.phases[name] for name in ("forward", "backward", "step"))
+    # Two weights, two moments each, and the inputs.
+    assert found.resting_bytes - left_over == nearly(6 * WEIGHT_BYTES + STATE_BYTES)
+    assert step.held_bytes == nearly(found.resting_bytes)
+    # The output of the tanh, which its backward pass needs, beside that of one of the layers, which goes.
     assert forward.at_peak["rest"] == nearly(2 * STATE_BYTES)
-    assert forward.held_bytes - two_layers.resting_bytes == nearly(STATE_BYTES)
-
-
-def test_the_backward_pass_leaves_gradients(two_layers: Tracked) -> None:
-    backward = two_layers.phases["backward"]
-    assert backward.held_bytes - two_layers.resting_bytes == nearly(2 * WEIGHT_BYTES)
-
-
-def test_the_step_is_split_by_owner(two_layers: Tracked, left_over_bytes: int) -> None:
-    """Adam, one parameter after the other: the first one's denominator is there until the second one's is."""
-    split = two_layers.phases["step"].at_peak
-    assert split["parameters"] == 2 * WEIGHT_BYTES
-    assert split["optimizer"] == nearly(4 * WEIGHT_BYTES)
-    assert split["gradients"] == 2 * WEIGHT_BYTES
-    assert split["engine"] - left_over_bytes == nearly(STATE_BYTES)
-    assert split["rest"] == nearly(3 * WEIGHT_BYTES)
-
-
-def test_the_peak_is_that_of_the_highest_phase(two_layers: Tracked) -> None:
-    highest = max(two_layers.phases.values(), key=lambda phase: phase.peak_bytes)
-    assert two_layers.peak_bytes == highest.peak_bytes == sum(two_layers.at_peak.values())
+    assert forward.held_bytes - found.resting_bytes == nearly(STATE_BYTES)
+    assert backward.held_bytes - found.resting_bytes == nearly(2 * WEIGHT_BYTES)  # gradients
+    # Adam, one parameter after the other: the first one's denominator is there until the second one's is.
+    assert step.at_peak["parameters"] == step.at_peak["gradients"] == 2 * WEIGHT_BYTES
+    assert step.at_peak["optimizer"] == nearly(4 * WEIGHT_BYTES)
+    assert step.at_peak["engine"] - left_over == nearly(STATE_BYTES)
+    assert step.at_peak["rest"] == nearly(3 * WEIGHT_BYTES)
+    highest = max(found.phases.values(), key=lambda phase: phase.peak_bytes)
+    assert found.peak_bytes == highest.peak_bytes == sum(found.at_peak.values())
 
 
 def test_a_phase_that_ends_again_keeps_its_highest_peak() -> None:

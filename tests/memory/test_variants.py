@@ -7,26 +7,14 @@ import dataclasses
 import pytest
 
 from ds_encdec.base.quantities import GIB
-from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import load_config
-from ds_encdec.memory.estimate import FRAGMENTATION, engine_memory, estimate
+from ds_encdec.memory.estimate import FRAGMENTATION, estimate
 from ds_encdec.memory.gpus import GPUS, Gpu
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import EstimateRequest, planned_job
-from ds_encdec.memory.variants import (
-    Variant,
-    as_overrides,
-    batches,
-    changed,
-    variants,
-)
+from ds_encdec.memory.variants import Variant, as_overrides, batches, changed, variants
 
-PARAMETERS = {
-    "Qwen/Qwen3-0.6B": 1_036_517_376,
-    "Qwen/Qwen3-1.7B": 3_129_985_024,
-    "Qwen/Qwen3-4B": 7_655_980_032,
-    "Qwen/Qwen3-8B": 15_136_811_008,
-}
+PARAMETERS = 1_036_517_376
 
 
 def job(*overrides: str, gpus: int = 8, nodes: int = 1) -> Job:
@@ -46,35 +34,15 @@ def row(rows: list[Variant], stage: str, offload: str = "none", checkpointing: s
     return found
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-@pytest.mark.parametrize("gpus", [1, 8, 64])
-@pytest.mark.parametrize("model", PARAMETERS)
-def test_states_by_hand(model: str, gpus: int, engine: str) -> None:
-    """Between steps: float32 masters of 4 and two moments of 8 bytes per parameter, over the ranks that share them.
-
-    DeepSpeed has bfloat16 weights of 2 bytes beside them, FSDP2 makes these in the step. Padding is below 0.1 %, but
-    for norms and small parameters, which DeepSpeed's ZeRO-3 keeps whole.
-    """
-    parameters = PARAMETERS[model]
-    settings = [f"model.model_name_or_path={model}", f"infra.distributed_type={engine}", "infra.offload_optimizer=none"]
-    for stage in ("zero0", "zero1", "zero2", "zero3"):
-        asked = job(*settings, f"infra.sharding_stage={stage}", gpus=gpus, nodes=max(1, gpus // 8))
-        held, ranks = engine_memory(asked).resting, 1 if stage == "zero0" else gpus
-        assert held.master_weights == pytest.approx(4 * parameters / ranks, rel=1e-3)
-        assert held.optimizer == pytest.approx(8 * parameters / ranks, rel=1e-3)
-        weights = 0 if engine == "fsdp" else 2 * parameters / (gpus if stage == "zero3" else 1)
-        assert held.weights == pytest.approx(weights, rel=0.02)
-
-
 def test_what_is_offloaded_is_on_the_host() -> None:
     rows = variants(job())
     for stage in ("zero1", "zero2", "zero3"):
         offloaded = row(rows, stage, "optimizer").estimate
         assert (offloaded.peak.master_weights, offloaded.peak.optimizer) == (0, 0)
-        assert 8 * offloaded.host.states >= 12 * PARAMETERS["Qwen/Qwen3-0.6B"]
+        assert 8 * offloaded.host.states >= 12 * PARAMETERS
     both = row(rows, "zero3", "both").estimate
-    assert both.peak.weights < 0.1 * 2 * PARAMETERS["Qwen/Qwen3-0.6B"] / 8
-    assert 8 * both.host.parameters >= 2 * PARAMETERS["Qwen/Qwen3-0.6B"]
+    assert both.peak.weights < 0.1 * 2 * PARAMETERS / 8
+    assert 8 * both.host.parameters >= 2 * PARAMETERS
 
 
 def test_the_default_run_fits_eight_a100() -> None:
@@ -105,11 +73,6 @@ def test_hybrids_come_with_several_nodes() -> None:
     assert stages == {"zero0", "zero1", "zero2", "zero3", "zero2_hybrid", "zero3_hybrid"}
     hybrid = row(variants(job(gpus=16, nodes=2)), "zero2_hybrid")
     assert "FSDP2" in hybrid.reason
-
-
-def test_what_a_run_refuses_is_no_row() -> None:
-    with pytest.raises(ConfigError, match="nvme"):
-        job("infra.offload_optimizer=nvme", "infra.nvme_path=/tmp", "infra.sharding_stage=zero2")
 
 
 def test_a_change_can_be_typed_into_a_shell() -> None:
@@ -165,15 +128,14 @@ def test_a_changed_job_keeps_what_a_run_knows_better() -> None:
     assert changed(own, {"infra.distributed_type": "fsdp"}).engine == "fsdp"
 
 
-def test_frozen_parameters_have_weights_but_no_states() -> None:
+def test_adapters_have_states_and_their_base_weights_alone() -> None:
     settings = ["infra.sharding_stage=zero0", "infra.offload_optimizer=none", "model.lora={r: 16}"]
     config, adapters = load_config(None, settings), 2 * 10_092_544
     frozen = planned_job(config, run_sizes(config), 1)
-    assert (frozen.parameters, frozen.trainable_parameters) == (1_036_517_376 + adapters, adapters)
+    assert (frozen.parameters, frozen.trainable_parameters) == (PARAMETERS + adapters, adapters)
     peak = estimate(frozen).peak
     assert peak.master_weights == pytest.approx(4 * adapters, rel=0.01)
-    assert peak.optimizer < 20 * adapters
-    assert peak.weights == pytest.approx(2 * (1_036_517_376 + adapters), rel=0.01)
+    assert peak.weights == pytest.approx(2 * (PARAMETERS + adapters), rel=0.01)
     assert changed(frozen, {"model.loss_chunk_tokens": 512}).parameters == frozen.parameters
 
 

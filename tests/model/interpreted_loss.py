@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from tiny_models import loss_inputs
 from torch import Tensor
 
 from ds_encdec.model import loss_kernel
@@ -30,13 +31,7 @@ CASES: list[Case] = [
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(VOCAB, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    labels[::5] = loss_kernel.IGNORE_INDEX
-    labels[1:3] = torch.tensor([0, VOCAB - 1])
-    return hidden, weight, labels
+    return loss_inputs(dtype, TOKENS, HIDDEN, VOCAB)
 
 
 def results(case: Case) -> list[Tensor]:

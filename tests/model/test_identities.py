@@ -7,44 +7,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import qwen3_folder, resolve, vocabulary
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
-from ds_encdec.config.schema import ModelConfig
 from ds_encdec.model.attention import PackedLayout, PaddedLayout
 from ds_encdec.model.attention_kernels import attend_by_document
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.source import resolve_model
-from ds_encdec.tokenizer.sentinels import Vocabulary
 
-VOCABULARY = Vocabulary(sentinel_ids=(95, 96), eos_id=1, pad_id=0, mode_token_ids=(), vocab_size=97)
 LENGTH = 11
 Pair = tuple[Qwen3ForCausalLM, Qwen3ForSeq2SeqLM]
 
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def qwen3_and_ours(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
-    config = Qwen3Config(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        tie_word_embeddings=request.param,
+    rotation = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    qwen3 = qwen3_folder(
+        tmp_path, num_hidden_layers=3, initializer_range=0.2, tie_word_embeddings=request.param, **rotation
     )
-    torch.manual_seed(0)
-    qwen3 = Qwen3ForCausalLM(config).eval()
+    qwen3 = qwen3.float().eval()
     with torch.no_grad():
         for name, parameter in qwen3.named_parameters():
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     qwen3.save_pretrained(tmp_path)
-    source = resolve_model(ModelConfig(model_name_or_path=str(tmp_path)), VOCABULARY, seed=0)
+    source = resolve(tmp_path, vocabulary((95, 96)))
     ours = Qwen3ForSeq2SeqLM(source.config).eval()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -73,14 +60,9 @@ def test_with_an_empty_encoder_the_packed_loss_is_qwen3s(qwen3_and_ours: Pair, i
     ours.lm_head.weight[95:], qwen3.lm_head.weight[95:] = 0.0, 0.0
     labels = ids.roll(-1, dims=1)
     expected = torch.nn.functional.cross_entropy(qwen3(ids).logits.flatten(0, 1), labels.flatten(), reduction="none")
-    layout = PackedLayout.build(
-        torch.zeros(3, dtype=torch.int32),
-        torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32),
-        (0, 0),
-        (LENGTH, LENGTH),
-        torch.zeros(0, dtype=torch.int64),
-        torch.arange(LENGTH).repeat(2),
-    )
+    boundaries, positions = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32), torch.arange(LENGTH).repeat(2)
+    lengths = (LENGTH, LENGTH)
+    layout = PackedLayout.build(0 * boundaries, boundaries, (0, 0), lengths, positions[:0], positions)
     output = ours(input_ids=ids[0, :0], decoder_input_ids=ids.flatten(), labels=labels.flatten(), packing=layout)
     torch.testing.assert_close(output.token_losses, expected, rtol=1e-4, atol=1e-4)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from interpreted_loss import CASES, Case, in_interpreter, inputs, results
+from tiny_models import relative_error
 from torch import Tensor
 
 from ds_encdec.model import loss_kernel
@@ -24,10 +25,6 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return in_interpreter(tmp_path_factory.mktemp("interpreted") / "results.pt")
-
-
-def relative_error(value: Tensor, exact: Tensor) -> float:
-    return float((value.double() - exact.double()).norm() / exact.double().norm())
 
 
 @needs_triton

@@ -11,40 +11,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_models import tiny_config, tiny_model
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tiny_models import SIZES, qwen3_folder, resolve, tiny_config, tiny_model, vocabulary
 
 from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.source import ModelSource, read_config, resolve_model
+from ds_encdec.model.source import read_config, resolve_model
 from ds_encdec.model.weights import SafetensorsFolder, random_weights, write_safetensors_folder
-from ds_encdec.tokenizer.sentinels import Vocabulary
-
-
-def vocabulary(*, sentinels: range = range(90, 94), size: int = 97) -> Vocabulary:
-    return Vocabulary(tuple(sentinels), eos_id=1, pad_id=0, mode_token_ids=(), vocab_size=size)
-
-
-def resolve(folder: Path, known: Vocabulary | None = None, seed: int = 0) -> ModelSource:
-    return resolve_model(ModelConfig(model_name_or_path=str(folder)), known or vocabulary(), seed)
-
-
-def qwen3_folder(folder: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Qwen3ForCausalLM:
-    sizes = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "tie_word_embeddings": True,
-    }
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **changes})).bfloat16()
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return model
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -153,16 +126,7 @@ def test_more_sentinels_than_our_own_folder_has_are_added_but_not_beside_adapter
         resolve_model(section, vocabulary(sentinels=range(90, 96)), 0)
 
 
-ARCHITECTURE = ArchitectureConfig(
-    vocab_size=97,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=12,
-    intermediate_size=48,
-    rope_theta=5e4,
-)
+ARCHITECTURE = ArchitectureConfig(**SIZES, rope_theta=5e4)
 
 
 def test_an_architecture_gives_random_weights() -> None:

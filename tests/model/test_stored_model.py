@@ -8,29 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
+from tiny_models import qwen3_folder, resolve
+from transformers import AutoConfig, Qwen3ForCausalLM
 
 from ds_encdec.base.types import CheckpointError, ConfigError
-from ds_encdec.config.schema import ModelConfig, load_config
+from ds_encdec.config.schema import load_config
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.evaluate.models import open_model
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.source import resolve_model
-from ds_encdec.tokenizer.sentinels import Vocabulary
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
+SIZES: dict[str, Any] = {**tiny_models.SIZES, "num_hidden_layers": 3, "head_dim": 16, "max_position_embeddings": 64}
 OLD = {"model_type": "qwen3", **SIZES, "rope_theta": 1e6, "rope_scaling": None}
 """As transformers 4 writes it, and as the hub has it."""
 NEW = {"model_type": "qwen3", **SIZES, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
@@ -114,19 +105,9 @@ def test_what_is_not_trained_here_is_refused_by_a_run_and_by_its_estimate(
         run_sizes(load_config(None, [f"model.model_name_or_path={tmp_path}"]))
 
 
-def resolve(folder: Path) -> Any:
-    vocabulary = Vocabulary(tuple(range(90, 94)), eos_id=1, pad_id=0, mode_token_ids=(), vocab_size=97)
-    return resolve_model(ModelConfig(model_name_or_path=str(folder)), vocabulary, seed=0)
-
-
-def qwen3(folder: Path, seed: int, **how: Any) -> None:
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**SIZES)).save_pretrained(folder, **how)
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.float64])
 def test_weights_that_are_stored_as_other_numbers_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
-    qwen3(tmp_path, 0)
+    qwen3_folder(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.1.self_attn.q_proj.weight"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].to(dtype)}, file)
@@ -135,8 +116,8 @@ def test_weights_that_are_stored_as_other_numbers_are_refused_by_name(tmp_path: 
 
 
 def test_a_single_file_goes_before_an_index_that_is_left_over(tmp_path: Path) -> None:
-    qwen3(tmp_path, 0, max_shard_size="20KB")
-    qwen3(tmp_path / "whole", 1)
+    qwen3_folder(tmp_path, max_shard_size="20KB")
+    qwen3_folder(tmp_path / "whole", seed=1)
     shutil.copy(tmp_path / "whole" / "model.safetensors", tmp_path)
     assert (tmp_path / "model.safetensors.index.json").is_file()
     name = "model.layers.0.mlp.up_proj.weight"

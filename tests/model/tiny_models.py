@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from ds_encdec.config.schema import ModelConfig
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.source import ModelSource, resolve_model
 from ds_encdec.model.weights import random_weights
+from ds_encdec.tokenizer.sentinels import Vocabulary
 
 VOCAB = 97
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+}
+"""Grouped queries, and a head_dim that is not hidden_size / num_attention_heads."""
 
 
 def tiny_config(**changes: Any) -> Qwen3Seq2SeqConfig:
-    """A configuration with grouped queries and a head_dim that is not hidden_size / num_attention_heads."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "decoder_start_token_id": 0,
-        "loss_chunk_tokens": 7,
-        "initializer_range": 0.2,  # attention far from uniform, so that a wrong mask shows
-    }
-    return Qwen3Seq2SeqConfig(**{**sizes, **changes})
+    """`SIZES` with other changes; attention far from uniform, so that a wrong mask shows."""
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+    return Qwen3Seq2SeqConfig(**{**SIZES, **ids, "loss_chunk_tokens": 7, "initializer_range": 0.2, **changes})
 
 
 def tiny_model(**changes: Any) -> Qwen3ForSeq2SeqLM:
@@ -48,6 +50,40 @@ def tiny_model(**changes: Any) -> Qwen3ForSeq2SeqLM:
             if parameter.dim() == 1:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
     return model.eval()
+
+
+def qwen3_folder(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **changes: Any) -> Qwen3ForCausalLM:
+    """Write a folder of a Qwen3 of `SIZES` in bfloat16, as transformers writes it; returns the model."""
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": True, **changes})).bfloat16()
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def vocabulary(sentinels: Iterable[int] = range(90, 94), size: int = VOCAB) -> Vocabulary:
+    return Vocabulary(tuple(sentinels), eos_id=1, pad_id=0, mode_token_ids=(), vocab_size=size)
+
+
+def resolve(folder: Path, known: Vocabulary | None = None, seed: int = 0) -> ModelSource:
+    """The source of a folder's weights."""
+    return resolve_model(ModelConfig(model_name_or_path=str(folder)), known or vocabulary(), seed)
+
+
+def loss_inputs(
+    dtype: torch.dtype, tokens: int = 37, hidden_size: int = 24, vocab: int = 211
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, weight and labels of a loss; every fifth label is ignored, and those behind the first are ends."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, hidden_size, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    labels[::5] = -100
+    labels[1:3] = torch.tensor([0, vocab - 1])
+    return hidden, weight, labels
+
+
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    return float((value.double() - exact.double()).norm() / exact.double().norm())
 
 
 @dataclass
