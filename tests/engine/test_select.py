@@ -19,13 +19,7 @@ import torch
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2, select
-from ds_encdec.engine.select import (
-    attention_kernel,
-    check_engine,
-    create_engine,
-    fallback_engine,
-    resolve_engine,
-)
+from ds_encdec.engine.select import attention_kernel, check_engine, create_engine, fallback_engine, resolve_engine
 from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World, discover, free_port
@@ -145,14 +139,8 @@ def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, k
 
 
 @pytest.mark.parametrize(
-    ("hosts", "size", "named"),
-    [
-        ("aabb", 2, None),
-        ("abab", 2, "a, b"),
-        ("aabbab", 2, "a, b"),
-        ("aabb", 4, None),  # more than a node has: meant so
-        ("abab", 1, None),
-    ],
+    ("hosts", "size", "named"),  # more than a node has is meant so
+    [("aabb", 2, None), ("abab", 2, "a, b"), ("aabbab", 2, "a, b"), ("aabb", 4, None), ("abab", 1, None)],
 )
 def test_shards_on_several_nodes_are_warned_of(
     hosts: str, size: int, named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -248,16 +236,11 @@ def test_what_is_not_as_asked_is_said_once(
         assert wanted in message
 
 
-@pytest.mark.parametrize(
-    ("flags", "dtype"),
-    [
-        ({"bf16": True}, torch.bfloat16),
-        ({"bf16": False}, torch.float32),
-        ({"bf16": False, "fp16": True}, torch.float16),
-    ],
-)
-def test_compute_dtype(flags: dict[str, bool], dtype: torch.dtype) -> None:
-    assert compute_dtype(FullConfig.model_validate({"training": flags}).training) is dtype
+def test_compute_dtype() -> None:
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "neither": torch.float32}
+    for name, dtype in dtypes.items():
+        flags = {"bf16": name == "bf16", "fp16": name == "fp16"}
+        assert compute_dtype(FullConfig.model_validate({"training": flags}).training) is dtype
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -113,18 +114,11 @@ def test_a_run_chooses_once(
     monkeypatch.setattr(torch, "empty", lambda *size, **options: torch.zeros(0, dtype=options["dtype"]))
     context = RunContext(World(world_size=8, local_world_size=8), torch.device("cuda"), "deepspeed", TwoRanks())
     config = load_config(None, [*ON_GPUS, AUTO])
-    model = Qwen3Seq2SeqConfig(
-        **{
-            name: getattr(run_sizes(config), name)
-            for name in Qwen3Seq2SeqConfig().to_dict()
-            if hasattr(run_sizes(config), name)
-        }
-    )
+    model = Qwen3Seq2SeqConfig(**dataclasses.asdict(run_sizes(config)))
     found = None
     if began_with is not None:
-        (tmp_path / "config.yaml").write_text(
-            load_config(None, [*ON_GPUS, f"training.activation_checkpointing={began_with}"]).dump_yaml()
-        )
+        begun = load_config(None, [*ON_GPUS, f"training.activation_checkpointing={began_with}"])
+        (tmp_path / "config.yaml").write_text(begun.dump_yaml())
         found = Checkpoint(tmp_path, Manifest(1, 2, "deepspeed", ()))
     with caplog.at_level(logging.INFO):
         chosen = resolve.resolve_checkpointing(config, context, model, found)

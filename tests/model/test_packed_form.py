@@ -38,26 +38,21 @@ def gradients(model: Qwen3ForSeq2SeqLM) -> dict[str, Tensor]:
     return taken
 
 
-def test_losses_packed_equal_losses_alone(model: Qwen3ForSeq2SeqLM) -> None:
+def test_losses_and_gradients_packed_equal_those_alone(model: Qwen3ForSeq2SeqLM) -> None:
     batch = pack(*LENGTHS)
     alone = token_losses_alone(model, batch)
+    alone.sum().backward()
+    expected = gradients(model)
     packed = model(**batch.inputs)
     torch.testing.assert_close(packed.token_losses[: len(alone)], alone, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(packed.loss, alone.sum(), rtol=1e-6, atol=1e-5)
     assert packed.loss.dtype == packed.token_losses.dtype == torch.float32
     assert not packed.token_losses.requires_grad
     assert (packed.token_losses[len(alone) :] == 0).all()
-
-
-def test_gradients_packed_equal_gradients_alone(model: Qwen3ForSeq2SeqLM) -> None:
-    batch = pack(*LENGTHS)
-    token_losses_alone(model, batch).sum().backward()
-    alone = gradients(model)
-    model(**batch.inputs).loss.backward()
-    packed = gradients(model)
-    for name, expected in alone.items():
+    packed.loss.backward()
+    for name, gradient in gradients(model).items():
         torch.testing.assert_close(
-            packed[name], expected, rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
+            gradient, expected[name], rtol=1e-4, atol=1e-4, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
