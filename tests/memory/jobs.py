@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory.job import PUBLISHED, Job, Sizes, make_job
+from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.memory.job import PUBLISHED, Job, Sizes, make_job, run_sizes
+from ds_encdec.memory.question import planned_job
 from ds_encdec.registry.engines import EngineName
 
 QWEN3_0_6B = PUBLISHED["Qwen/Qwen3-0.6B"]
@@ -52,3 +53,9 @@ def small_sizes(hidden: int, inner: int, layers: int = 2, vocab: int = 1000, hea
         intermediate_size=inner,
         tie_word_embeddings=True,
     )
+
+
+def planned(*overrides: str, model: str = "0.6B", gpus: int = 8, nodes: int = 1) -> Job:
+    """The job of a configuration with these overrides."""
+    config = load_config(None, [f"infra.num_gpus={gpus}", f"model.model_name_or_path=Qwen/Qwen3-{model}", *overrides])
+    return planned_job(config, run_sizes(config), nodes)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import planned
 
 from ds_encdec import cli
 from ds_encdec.base.quantities import GIB
@@ -21,7 +22,6 @@ from ds_encdec.launch.world import World
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.library import Capacity
-from ds_encdec.memory.question import planned_job
 from ds_encdec.memory.recompute import MODES, choose_recompute
 from ds_encdec.memory.variants import HEADROOM, changed, faster, variant
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -32,8 +32,7 @@ ON_GPUS = ("infra.sharding_stage=zero2", "infra.offload_optimizer=none")
 
 
 def job(*overrides: str) -> Job:
-    config = load_config(None, [*ON_GPUS, *overrides])
-    return planned_job(config, run_sizes(config), 1)
+    return planned(*ON_GPUS, *overrides)
 
 
 def needed(asked: Job, mode: str) -> float:
@@ -72,7 +71,7 @@ def test_cpus_recompute_nothing() -> None:
 
 def test_nothing_estimates_an_open_mode() -> None:
     config = load_config(None, [*ON_GPUS, AUTO])
-    assert planned_job(config, run_sizes(config), 1).config.training.activation_checkpointing == "none"
+    assert job(AUTO).config.training.activation_checkpointing == "none"
     with pytest.raises(ConfigError, match="activation_checkpointing=auto is chosen when a run starts"):
         _ = config.training.recomputation
 
