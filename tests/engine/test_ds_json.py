@@ -189,7 +189,7 @@ RENDERED: dict[str, list[tuple[list[str], dict[str, Any], Any]]] = {
     # Torch's linear layers stay where whole layers are recomputed.
     "zero_optimization.memory_efficient_linear": [
         ([RECOMPUTED], {}, False),
-        (["training.activation_checkpointing=every_n"], {}, None),
+        (["training.activation_checkpointing=every_n"], {}, True),
         ([RECOMPUTED, "model.lora={}"], {}, None),  # gathered module by module
         ([RECOMPUTED, extra("{zero_optimization: {memory_efficient_linear: true}}")], {}, True),
     ],

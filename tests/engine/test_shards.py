@@ -1,4 +1,4 @@
-"""Shards: where parameters lie in flat tensors, how a shard is filled, its Adam state, and the loss scale of float16."""
+"""Where parameters lie in flat tensors, how one is filled, its Adam state, and the loss scale of float16."""
 
 from __future__ import annotations
 

@@ -21,11 +21,9 @@ Pair = tuple[Qwen3ForCausalLM, Qwen3ForSeq2SeqLM]
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def qwen3_and_ours(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
-    rotation = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    qwen3 = qwen3_folder(
-        tmp_path, num_hidden_layers=3, initializer_range=0.2, tie_word_embeddings=request.param, **rotation
-    )
-    qwen3 = qwen3.float().eval()
+    changes = {"num_hidden_layers": 3, "initializer_range": 0.2, "tie_word_embeddings": request.param}
+    changes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    qwen3 = qwen3_folder(tmp_path, dtype=torch.float32, **changes).eval()
     with torch.no_grad():
         for name, parameter in qwen3.named_parameters():
             if "norm" in name:

@@ -52,10 +52,12 @@ def tiny_model(**changes: Any) -> Qwen3ForSeq2SeqLM:
     return model.eval()
 
 
-def qwen3_folder(folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **changes: Any) -> Qwen3ForCausalLM:
-    """Write a folder of a Qwen3 of `SIZES` in bfloat16, as transformers writes it; returns the model."""
+def qwen3_folder(
+    folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", dtype: torch.dtype = torch.bfloat16, **changes: Any
+) -> Qwen3ForCausalLM:
+    """Write a folder of a Qwen3 of `SIZES` as transformers writes it; returns the model."""
     torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": True, **changes})).bfloat16()
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": True, **changes})).to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 
