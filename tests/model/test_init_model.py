@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import qwen3_folder
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -22,19 +23,7 @@ from ds_encdec.tokenizer.load import pretrained_tokenizer
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    config = Qwen3Config(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=12,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        bos_token_id=0,
-    )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(tmp_path / "source")
+    qwen3_folder(tmp_path / "source", vocab_size=50, eos_token_id=1, bos_token_id=0)
     return tmp_path / "source"
 
 
@@ -55,6 +44,8 @@ def test_a_source_with_a_tokenizer_gives_a_folder_with_sentinels(source: Path, t
 
 def test_a_source_without_a_tokenizer_gives_the_weights_and_says_so(source: Path, tmp_path: Path) -> None:
     made = init_model(str(source), tmp_path / "out", 6)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        init_model(str(source), tmp_path / "out", 6)
     assert made.splitlines()[0].endswith(" parameters, 6 sentinels (ids 50 to 55)")
     assert "no tokenizer" in made.splitlines()[1]
     original = Qwen3ForCausalLM.from_pretrained(source)
@@ -73,11 +64,6 @@ def test_default_ids_of_a_qwen3_are_its_spare_rows() -> None:
     assert (vocabulary.eos_id, vocabulary.pad_id) == (151645, 151643)
     with pytest.raises(CheckpointError, match="eos_token_id"):
         default_vocabulary({"vocab_size": 151936, "eos_token_id": [1, 2]}, 100)
-
-
-def test_an_existing_folder_is_refused(source: Path) -> None:
-    with pytest.raises(CheckpointError, match="exists and is not empty"):
-        init_model(str(source), source)
 
 
 MEASURE = """
@@ -99,19 +85,9 @@ def test_peak_memory_is_that_of_the_embedding_not_of_the_model(tmp_path: Path) -
 
     A process's resident memory also grows by pages of libraries that it first touches meanwhile.
     """
-    config = Qwen3Config(
-        vocab_size=16384,
-        hidden_size=512,
-        intermediate_size=2048,
-        num_hidden_layers=25,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        bos_token_id=0,
-        num_encoder_layers=0,
-    )
+    sizes = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 25}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True}
+    config = Qwen3Config(**sizes, **heads, eos_token_id=1, bos_token_id=0, num_encoder_layers=0)
     source = tmp_path / "source"
     config.save_pretrained(source)
     shapes = {
