@@ -58,14 +58,13 @@ def test_a_larger_one_that_does_not_fit_leaves_what_did() -> None:
     assert machine.tried == [12, 16]
 
 
-def test_nothing_fits() -> None:
-    machine = Machine(0)
-    assert largest_that_fits(NEEDS, 125, machine.run) == (1, NO_MEMORY)
-    assert machine.tried == [12, 6, 3, 1]
+OF_HOST = Outcome(fits=False, message="the host's", smaller_may_fit=False)
 
 
-def test_what_smaller_ones_take_as_well_ends_the_search() -> None:
-    of_host = Outcome(fits=False, message="the host's", smaller_may_fit=False)
-    machine = Machine(0, no_memory=of_host)
-    assert largest_that_fits(NEEDS, 125, machine.run) == (12, of_host)
-    assert machine.tried == [12]
+@pytest.mark.parametrize(
+    ("no_memory", "tried"), [(NO_MEMORY, [12, 6, 3, 1]), (OF_HOST, [12])], ids=["any size", "what all sizes take"]
+)
+def test_nothing_fits(no_memory: Outcome, tried: list[int]) -> None:
+    machine = Machine(0, no_memory=no_memory)
+    assert largest_that_fits(NEEDS, 125, machine.run) == (tried[-1], no_memory)
+    assert machine.tried == tried

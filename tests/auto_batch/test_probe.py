@@ -106,36 +106,30 @@ def script(code: str) -> tuple[str, ...]:
     return (sys.executable, "-S", "-c", f"import os, signal, sys\n{code}")
 
 
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+NO_THREADS = "sys.exit('libgomp: Thread creation failed: Resource temporarily unavailable')"
+
+
 @pytest.mark.parametrize(
-    ("code", "failed", "message"),
+    ("device", "code", "failed", "message"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", False, "the kernel killed it"),
-        ("print('what():  std::bad_alloc', file=sys.stderr); os.abort()", False, "std::bad_alloc"),
-        (
-            "sys.exit('libgomp: Thread creation failed: Resource temporarily unavailable')",
-            False,
-            "Thread creation failed",
-        ),
-        ("os.abort()", True, "It was killed by SIGABRT"),
-        ("sys.exit('x' * 10_000 + ' the last')", True, "x the last"),
+        ("cpu", KILLED, False, "the kernel killed it"),
+        ("cuda:0", KILLED, False, "the kernel killed it"),
+        ("cpu", "print('what():  std::bad_alloc', file=sys.stderr); os.abort()", False, "std::bad_alloc"),
+        ("cpu", NO_THREADS, False, "Thread creation failed"),
+        ("cpu", "os.abort()", True, "It was killed by SIGABRT"),
+        ("cpu", "sys.exit('x' * 10_000 + ' the last')", True, "x the last"),
     ],
 )
-def test_what_an_end_without_a_report_means(code: str, failed: bool, message: str) -> None:
-    with ProbeProcess(make_task(make_config(), 1), script(code)) as process:
+def test_what_an_end_without_a_report_means(device: str, code: str, failed: bool, message: str) -> None:
+    """Host memory beside a GPU is not helped by smaller micro-batches."""
+    task = dataclasses.replace(make_task(make_config(), 1), device=device)
+    with ProbeProcess(task, script(code)) as process:
         outcome = ended(process)
-    assert (outcome.fits, outcome.failed) == (False, failed)
+    assert (outcome.fits, outcome.failed, outcome.of_device) == (False, failed, False)
     assert message in outcome.message
     assert len(outcome.message) < 5000
-    assert outcome.smaller_may_fit
-
-
-def test_host_memory_beside_a_gpu_is_not_helped_by_smaller_micro_batches() -> None:
-    task = dataclasses.replace(make_task(make_config(), 1), device="cuda:0")
-    with ProbeProcess(task, script("os.kill(os.getpid(), signal.SIGKILL)")) as process:
-        outcome = ended(process)
-    assert (outcome.fits, outcome.failed) == (False, False)
-    assert not outcome.of_device
-    assert not outcome.smaller_may_fit
+    assert outcome.smaller_may_fit == (device == "cpu")
 
 
 def test_a_probe_is_ended_by_its_rank_alone_and_with_all_that_it_has_started() -> None:

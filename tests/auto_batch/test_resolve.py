@@ -48,17 +48,18 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_numbers_are_left_alone() -> None:
-    config = make_config(per_device_train_batch_size=3, gradient_accumulation_steps=2)
-    assert settled(config, 2) == (3, 2, None)
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gradient_accumulation_steps": 2}, (3, 2, None)),  # numbers are left alone
+        ({"global_batch_size": 24}, (3, 4, 24)),
+    ],
+)
+def test_the_accumulation_follows_from_a_global_batch(given: dict[str, int], expected: tuple[int, ...]) -> None:
+    assert settled(make_config(per_device_train_batch_size=3, **given), 2) == expected
 
 
-def test_the_accumulation_follows_from_a_global_batch() -> None:
-    assert settled(make_config(per_device_train_batch_size=3, global_batch_size=24), 2) == (3, 4, 24)
-
-
-@pytest.mark.parametrize("given", [{}, {"global_batch_size": 24}])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(("given", "ranks"), [({}, 1), ({}, 4), ({"global_batch_size": 24}, 2)])
 def test_auto_goes_on_with_the_size_that_the_run_began_with(saved: Path, given: dict[str, int], ranks: int) -> None:
     config = make_config(per_device_train_batch_size="auto", **given)
     assert settled(config, ranks, saved) == (3, 8 // ranks, 24)
@@ -139,19 +140,20 @@ def test_memory_that_runs_out_on_one_rank_runs_out(other: str) -> None:
         assert outcome.message.startswith("rank 1: the kernel killed it")
 
 
-@pytest.mark.parametrize("other", [fits(5), FAILS, HANGS])
-def test_another_reason_is_an_error_on_all_ranks(other: str) -> None:
-    for error in agreed(other, FAILS, grace_seconds=0.5):
+@pytest.mark.parametrize(
+    ("one", "other", "limits", "words"),
+    [
+        (fits(5), FAILS, {"grace_seconds": 0.5}, ("a probe failed on rank", "closed by a peer")),
+        (HANGS, FAILS, {"grace_seconds": 0.5}, ("a probe failed on rank", "closed by a peer")),
+        (fits(5), HANGS, {"timeout_seconds": 1.5}, ("the probe of rank 1 has not ended after 0.025 min", "waiting")),
+    ],
+)
+def test_another_reason_is_an_error_on_all_ranks(
+    one: str, other: str, limits: dict[str, float], words: tuple[str, ...]
+) -> None:
+    for error in agreed(one, other, **limits):  # type: ignore[arg-type]
         assert isinstance(error, DsEncDecError)
-        assert "a probe failed on rank" in str(error)
-        assert "closed by a peer" in str(error)
-
-
-def test_a_probe_that_does_not_end_is_an_error_on_all_ranks() -> None:
-    for error in agreed(fits(5), HANGS, timeout_seconds=1.5):
-        assert isinstance(error, DsEncDecError)
-        assert "the probe of rank 1 has not ended after 0.025 min" in str(error)
-        assert "waiting" in str(error)
+        assert [word for word in words if word not in str(error)] == []
 
 
 def test_one_rank_that_is_asked_to_stop_stops_all() -> None:

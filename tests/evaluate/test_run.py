@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,18 +108,14 @@ def test_the_figures_of_a_split_and_its_predictions(
 
 
 def test_a_metric_that_raises_is_named_and_costs_no_other_figure(
-    model: Path,
-    data: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad_metric.py").write_text("def bad(predictions, references):\n    raise RuntimeError('my bug')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    why = f"the metric bad_metric:bad has no figure: RuntimeError: my bug ({tmp_path}/bad_metric.py:2)"
     assert judge(model, tmp_path / "out", *data, "--metrics", "exact_match,bad_metric:bad") == 1
     told = capsys.readouterr()
-    assert ("exact_match" in told.out, why in told.err) == (True, True)
+    assert "exact_match" in told.out
+    assert f"the metric bad_metric:bad has no figure: RuntimeError: my bug ({tmp_path}/bad_metric.py:2)" in told.err
     assert f"--metrics: bad_metric:bad failed; the other figures are in {tmp_path / 'out'}" in told.err
     assert "exact_match" in json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
 
@@ -206,18 +203,8 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
     t5.save_pretrained(tmp_path / "t5")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(model / name, tmp_path / "t5")
-    assert (
-        judge(
-            tmp_path / "t5",
-            tmp_path / "out",
-            "--max-samples=1",
-            "--num-beams=2",
-            "--metrics",
-            "exact_match,chrf,bleu",
-            *reversed(data),
-        )
-        == 0
-    )
+    how = ("--max-samples=1", "--num-beams=2", "--metrics", "exact_match,chrf,bleu")
+    assert judge(tmp_path / "t5", tmp_path / "out", *how, *reversed(data)) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
     assert list(figures) == ["loss", "perplexity", "token_accuracy", "exact_match", "chrf", "bleu"]
     (line,) = map(json.loads, (tmp_path / "out" / "predictions.jsonl").read_text().splitlines())
@@ -231,41 +218,49 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "problem"),
+    ("code", "arguments"),
     [
-        (["--out", "MODEL/inside"], 2, "is inside the model's folder"),
-        (["--metrics", "bertscore"], 2, "name its folder in --bertscore-model"),
-        (["--top-p", "0.9"], 2, "give a temperature above 0"),
-        (["--model", "nowhere"], 5, "--model: nowhere does not exist"),
-        (["data.test_files=null", "data.train_split_ratio=1.0"], 4, "the split test is empty: see data.train_split_"),
-        (
-            ["--config=ds_configs/quickstart.yaml", "data.test_files=null"],
-            4,
-            "is empty; its texts for evaluation are --split validation (--max-new-tokens 0: ",
-        ),
-        (["--model", "RUN"], 5, "run has no config.json: it is no model folder; did you mean RUN/export/final?"),
-        (["--metrics", "rogue", "data.seed=1"], 2, "unknown key"),
-        (["--metrics", "rogue,rouge"], 2, "unknown metric rogue; there are exact_match"),
-        (
-            ["--model", "BART", "--config=ds_configs/quickstart.yaml", "data.test_files=null"],
-            2,
-            "is no model of ds_encdec, and data.objective=ul2",
-        ),
+        (2, "--out MODEL/inside"),
+        (2, "--metrics bertscore"),
+        (2, "--top-p 0.9"),
+        (5, "--model nowhere"),
+        (4, "data.test_files=null data.train_split_ratio=1.0"),
+        (4, "--config=ds_configs/quickstart.yaml data.test_files=null"),
+        (5, "--model RUN"),
+        (2, "--metrics rogue data.seed=1"),
+        (2, "--metrics rogue,rouge"),
+        (2, "--model BART --config=ds_configs/quickstart.yaml data.test_files=null"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(
-    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int,
-    problem: str
+    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Callable[[object], None],
+    code: int, arguments: str
 ) -> None:  # fmt: skip
     (tmp_path / "bart").mkdir()
     (tmp_path / "bart" / "config.json").write_text('{"model_type": "bart", "is_encoder_decoder": true}')
     (tmp_path / "run" / "export" / "final").mkdir(parents=True)
-    places = {"MODEL": model, "BART": tmp_path / "bart", "RUN": tmp_path / "run"}
-    for word, place in places.items():
-        *arguments, problem = (text.replace(word, str(place)) for text in (*arguments, problem))
-    assert judge(model, tmp_path / "out", *data, *arguments) == code
-    assert problem in capsys.readouterr().err
+    for word, place in {"MODEL": model, "BART": tmp_path / "bart", "RUN": tmp_path / "run"}.items():
+        arguments = arguments.replace(word, str(place))
+    assert judge(model, tmp_path / "out", *data, *arguments.split()) == code
+    golden(capsys.readouterr().err.replace(str(model.parent), "FOLDER"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [("--raw",), ()], ids=["all that is written", "a continuation"])
+def test_a_text_that_is_shown_as_it_comes_is_the_whole_one(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    words = ["generate", "--model", str(model), "--text", "word1 word2 word3", "--max-new-tokens", "6", *options]
+    assert main(words) == 0
+    whole = capsys.readouterr().out
+    parts: list[str] = []
+    write = sys.stdout.write
+    monkeypatch.setattr(sys.stdout, "write", lambda text: parts.append(text) or write(text))
+    assert main([*words, "--stream"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.split() == whole.split()
+    assert len(whole.split()) > 1
+    assert sum(bool(part.strip()) for part in parts) > 2
 
 
 def test_the_configuration_is_that_of_the_run_that_has_exported_it(

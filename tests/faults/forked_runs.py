@@ -23,13 +23,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from tiny_run import REPOSITORY, environment, free_port
+from tiny_run import QUICKSTART, REPOSITORY, environment, free_port, overrides
 
 ENGINES: dict[str, dict[str, Any]] = {
     "deepspeed": {"infra__distributed_type": "deepspeed"},  # ZeRO-3 with offload, as the quickstart
     "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
 }
 """What a run is started with for an engine, beside `tiny_run.overrides`."""
+QUIET = {
+    "training__eval_samples": 0,
+    "training__average_checkpoints": 0,
+    "training__export_at_end": "false",
+    "training__report_to": "none",
+}
+"""A run that only trains and saves."""
 # oneDNN keeps up to 1,024 compiled kernels, which is hundreds of megabytes on some CPUs, and none in a probe.
 VARIABLES = {"DS_ACCELERATOR": "cpu", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 
@@ -45,6 +52,30 @@ class Finished:
     output: str
     data_bytes: int
     left: bool
+
+    def ended_with(self, *codes: int) -> Finished:
+        """Assert the ranks' exit codes, one for all or one each, and return the run."""
+        expected = [*codes] * (len(self.codes) if len(codes) == 1 else 1)
+        assert self.codes == expected, self.output
+        return self
+
+
+def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:
+    """The command line of a tiny run; `changes` use `__` for the dot."""
+    return ["--config", QUICKSTART, *overrides(folder, **QUIET | ENGINES[engine] | changes), *options]
+
+
+def status(folder: Path) -> dict[str, Any]:
+    """What run.json says of a run."""
+    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    return found
+
+
+def flip_byte(path: Path) -> None:
+    """Damage a file in its middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    path.write_bytes(content)
 
 
 class ForkedRuns:

@@ -36,7 +36,6 @@ from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
 from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.model import attention_kernels
 from ds_encdec.training import build
 
 _next_step = LaneLoader.__next__
@@ -121,12 +120,6 @@ def rehearse(rank: int) -> None:
         return make_trainer(**parts | {"rehearses": True})
 
     build.Trainer = make  # type: ignore[assignment, misc]
-
-
-def other_kernel(rank: int, *, on_rank: int) -> None:
-    """One rank's attention runs in another row of the table, as far as anybody knows."""
-    if rank == on_rank:
-        attention_kernels.KERNELS = (dataclasses.replace(attention_kernels.BY_DOCUMENT, name="another row"),)  # type: ignore[assignment]
 
 
 def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,8 +10,8 @@ from typing import Any
 
 import psutil
 import pytest
-from forked_runs import ENGINES, Finished, ForkedRuns
-from tiny_run import QUICKSTART, losses, overrides
+from forked_runs import ForkedRuns, arguments, status
+from tiny_run import losses
 
 from ds_encdec.config.schema import FullConfig
 
@@ -21,40 +20,27 @@ pytestmark = [pytest.mark.distributed]
 ROOM_BYTES = 300_000_000
 """What each process may have beyond what a rank of the same run holds that makes micro-batches of 1: logits take about
 100 MB for one sequence and 700 MB for seven. The estimate does not know of the limit, and the probes run into it."""
-
-
-def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:
-    settings = {
-        "data__num_lanes": "null",
-        "data__max_encoder_length": 512,
-        "data__max_decoder_length": 4096,
-        "data__max_seq_length": 2048,
-        "data__max_examples_per_micro_batch": 64,
-        "model__architecture__vocab_size": 8192,
-        "model__loss_chunk_tokens": 100_000,
-        "training__per_device_train_batch_size": "auto",
-        "training__activation_checkpointing": "none",
-        "training__num_train_steps": 1,
-        "training__lr_scheduler_type": "constant",
-        "training__warmup_steps": 0,
-        "training__logging_steps": 1,
-        "training__eval_samples": 0,
-        "training__report_to": "none",
-    }
-    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes), *options]
-
-
-def assert_ended(result: Finished, code: int) -> None:
-    assert result.codes == [code] * len(result.codes), result.output
+AUTO: dict[str, Any] = {
+    "data__num_lanes": "null",
+    "data__max_encoder_length": 512,
+    "data__max_decoder_length": 4096,
+    "data__max_seq_length": 2048,
+    "data__max_examples_per_micro_batch": 64,
+    "model__architecture__vocab_size": 8192,
+    "model__loss_chunk_tokens": 100_000,
+    "training__per_device_train_batch_size": "auto",
+    "training__activation_checkpointing": "none",
+    "training__num_train_steps": 1,
+    "training__lr_scheduler_type": "constant",
+    "training__warmup_steps": 0,
+    "training__logging_steps": 1,
+}
 
 
 def probes() -> list[psutil.Process]:
     """Those that run below this process, by rank."""
-    found = [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "ds_encdec.training.auto_batch.probe" in child.cmdline()
-    ]
+    below = psutil.Process().children(recursive=True)
+    found = [child for child in below if "ds_encdec.training.auto_batch.probe" in child.cmdline()]
     return sorted(found, key=lambda process: process.environ()["RANK"])
 
 
@@ -67,20 +53,12 @@ def await_probes(count: int) -> list[psutil.Process]:
     return found
 
 
-def run_in_numbers(runs: ForkedRuns, folder: Path, engine: str, ranks: int) -> dict[str, int]:
-    """A run with micro-batches of 1, seven a step on each rank; the limits under which one with 7 does not fit."""
-    numbers = {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 7}
-    result = runs.run(arguments(folder, engine, **numbers), ranks=ranks)
-    assert_ended(result, 0)
-    return {"RLIMIT_DATA": result.data_bytes + ROOM_BYTES}
-
-
 def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) -> None:
     """Of 7 and 1, the divisors of a rank's share, 7 is estimated to fit and does not. FSDP2's: tests/auto_batch."""
-    limits = run_in_numbers(runs, tmp_path / "numbers", "deepspeed", ranks=2)
-    auto = arguments(tmp_path / "auto", "deepspeed", training__global_batch_size=14)
-    result = runs.run(auto, ranks=2, limits=limits)
-    assert_ended(result, 0)
+    numbers = {"training__per_device_train_batch_size": 1, "training__gradient_accumulation_steps": 7}
+    by_number = runs.run(arguments(tmp_path / "numbers", "deepspeed", **AUTO | numbers), ranks=2).ended_with(0)
+    auto = arguments(tmp_path / "auto", "deepspeed", **AUTO, training__global_batch_size=14)
+    result = runs.run(auto, ranks=2, limits={"RLIMIT_DATA": by_number.data_bytes + ROOM_BYTES}).ended_with(0)
     assert "micro-batches of 7 do not fit (rank " in result.output
     assert "micro-batch 1: estimated " in result.output
     assert "accumulation 7 keeps the global batch of 14" in result.output
@@ -91,45 +69,38 @@ def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) ->
     assert losses(tmp_path / "auto") == losses(tmp_path / "numbers")
     assert {step for step, *_ in losses(tmp_path / "auto")} == {1}
 
-    resumed = runs.run([*auto, "training.num_train_steps=2", "--resume", "auto"], ranks=1)
-    assert_ended(resumed, 0)
+    resumed = runs.run([*auto, "training.num_train_steps=2", "--resume", "auto"], ranks=1).ended_with(0)
     assert "micro-batches of" not in resumed.output  # nothing is tried
     kept = FullConfig.from_yaml(tmp_path / "auto" / "config.yaml").training
     assert (kept.micro_batch_size, kept.gradient_accumulation_steps) == (1, 14)
 
 
-def test_no_size_is_left(runs: ForkedRuns, tmp_path: Path) -> None:
-    """The kernel kills one of two probes: nobody waits for it."""
+@pytest.mark.parametrize("code", [6, 75])
+def test_a_run_whose_probes_get_a_signal_ends(runs: ForkedRuns, tmp_path: Path, code: int) -> None:
+    """The kernel kills one of two probes, and nobody waits for it; or a scheduler stops every process, probes first."""
     with ThreadPoolExecutor() as pool:
-        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", training__global_batch_size=2), ranks=2)
-        await_probes(2)[1].send_signal(signal.SIGKILL)
-        result = run.result(timeout=180)
-    assert_ended(result, 6)
-    assert "not even a micro-batch of 1 fits into the" in result.output
-    assert "rank 1: the kernel killed it" in result.output
-    assert json.loads((tmp_path / "run.json").read_text())["exit_code"] == 6
-    assert probes() == []
-
-
-def test_a_run_that_is_asked_to_stop_while_it_probes_does(runs: ForkedRuns, tmp_path: Path) -> None:
-    """By a scheduler, that asks every process there is, probes first."""
-    with ThreadPoolExecutor() as pool:
-        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", training__global_batch_size=2), ranks=2)
+        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", **AUTO, training__global_batch_size=2), ranks=2)
         found = await_probes(2)
-        for probe in found:
-            probe.send_signal(signal.SIGTERM)
-        time.sleep(0.5)  # longer than it takes to see that a probe has ended
-        found[1].parent().send_signal(signal.SIGTERM)
-        result = run.result(timeout=180)
-    assert_ended(result, 75)
-    assert json.loads((tmp_path / "run.json").read_text())["state"] == "preempted"
+        if code == 6:
+            found[1].send_signal(signal.SIGKILL)
+        else:
+            for probe in found:
+                probe.send_signal(signal.SIGTERM)
+            time.sleep(0.5)  # longer than it takes to see that a probe has ended
+            found[1].parent().send_signal(signal.SIGTERM)
+        result = run.result(timeout=180).ended_with(code)
+    assert status(tmp_path)["exit_code"] == code
+    assert status(tmp_path)["state"] == ("failed" if code == 6 else "preempted")
+    if code == 6:
+        assert "not even a micro-batch of 1 fits into the" in result.output
+        assert "rank 1: the kernel killed it" in result.output
     assert probes() == []
 
 
 def test_a_run_that_is_killed_while_it_probes_leaves_nothing_behind(runs: ForkedRuns, tmp_path: Path) -> None:
     """A probe whose peer never comes waits in a collective when its rank is gone."""
     with ThreadPoolExecutor() as pool:
-        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", training__global_batch_size=2), ranks=2)
+        run = pool.submit(runs.run, arguments(tmp_path, "fsdp", **AUTO, training__global_batch_size=2), ranks=2)
         waiting, stopped = await_probes(2)
         stopped.suspend()
         while waiting.num_threads() < 2:  # it watches its rank, and so has read its task

@@ -2,60 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_runs
 import pytest
-from forked_runs import ENGINES, ForkedRuns
+from forked_runs import ForkedRuns, flip_byte, status
 from small_disk import with_small_disk
-from tiny_run import QUICKSTART, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
 
 pytestmark = [pytest.mark.distributed]
 
+KILLED = {"kind": "killed_rank", "at": 6, "on_rank": 1}
+
 
 def arguments(folder: Path, engine: str = "fsdp", **changes: Any) -> list[str]:
-    settings = {
-        "training__num_train_steps": 8,
-        "training__save_steps": 4,
-        "training__async_save": "false",
-        "training__eval_samples": 0,
-        "training__logging_steps": 2,
-        "training__average_checkpoints": 0,
-        "training__export_at_end": "false",
-        "training__report_to": "none",
-    }
-    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes)]
-
-
-def status(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
-    return found
+    settings = {"training__num_train_steps": 8, "training__save_steps": 4, "training__async_save": "false"}
+    return forked_runs.arguments(folder, engine, **settings | changes)
 
 
 @pytest.mark.parametrize(
     ("engine", "ranks", "lost", "faults"),
     [
-        ("deepspeed", 2, 1, [{"kind": "killed_rank", "at": 6, "on_rank": 1}]),
-        ("fsdp", 2, 0, [{"kind": "killed_in_save", "on_rank": 0}]),
-        ("fsdp", 3, 1, [{"kind": "killed_rank", "at": 6, "on_rank": 1}, {"kind": "own_machine"}]),
+        pytest.param("deepspeed", 2, 1, [KILLED], id="deepspeed, in a step"),
+        pytest.param("fsdp", 2, 0, [{"kind": "killed_in_save", "on_rank": 0}], id="fsdp, in a save"),
+        pytest.param("fsdp", 3, 1, [KILLED, {"kind": "own_machine"}], id="fsdp, of three machines"),
+        pytest.param("fsdp", 2, 1, [KILLED, {"kind": "deaf", "at": 6, "on_rank": 0}], id="fsdp, in native code"),
     ],
-    ids=["deepspeed, in a step", "fsdp, in a save", "fsdp, of three machines"],
 )
 def test_a_killed_rank_is_named_and_the_others_do_not_take_the_blame(
     runs: ForkedRuns, tmp_path: Path, engine: str, ranks: int, lost: int, faults: list[dict[str, Any]]
 ) -> None:
-    """Of three machines: stand-ins, each rank takes the others' processes to be elsewhere, and sees none of them go."""
+    """Of three machines: stand-ins, each rank takes the others' processes to be elsewhere, and sees none of them go.
+
+    In native code: as in a GPU's collective, which gloo's connections tell nothing; a stand-in that sleeps.
+    """
     result = runs.run(arguments(tmp_path, engine, data__num_lanes=ranks), ranks=ranks, faults=faults)
-    assert result.codes == [-signal.SIGKILL if rank == lost else 9 for rank in range(ranks)], result.output
+    result.ended_with(*(-signal.SIGKILL if rank == lost else 9 for rank in range(ranks)))
     ended = status(tmp_path)
     assert (ended["state"], ended["exit_code"]) == ("failed", 9), ended
-    host = f"machine {lost}" if len(faults) == 2 else ended["host"]
+    host = f"machine {lost}" if {"kind": "own_machine"} in faults else ended["host"]
     assert ended["reason"].startswith(f"rank {lost} (process ")
     assert f"on {host}) is gone without a word" in ended["reason"]
     assert "Traceback" not in result.output
@@ -64,28 +54,16 @@ def test_a_killed_rank_is_named_and_the_others_do_not_take_the_blame(
     assert len(list(verify_checkpoints(tmp_path))) == 1
 
 
-def test_a_rank_that_waits_for_a_killed_one_in_native_code_ends_by_itself(runs: ForkedRuns, tmp_path: Path) -> None:
-    """As in a GPU's collective, which gloo's connections tell nothing: a stand-in that sleeps."""
-    faults = [{"kind": "killed_rank", "at": 6, "on_rank": 1}, {"kind": "deaf", "at": 6, "on_rank": 0}]
-    result = runs.run(arguments(tmp_path), ranks=2, faults=faults)
-    assert result.codes == [9, -signal.SIGKILL], result.output
-    assert status(tmp_path)["exit_code"] == 9
-    assert "rank 1 (process " in status(tmp_path)["reason"]
-
-
 def test_the_error_of_a_rank_is_no_loss_of_it(runs: ForkedRuns, tmp_path: Path) -> None:
-    result = runs.run(arguments(tmp_path), ranks=2, faults=[{"kind": "bug", "at": 6, "on_rank": 1}])
+    runs.run(arguments(tmp_path), ranks=2, faults=[{"kind": "bug", "at": 6, "on_rank": 1}]).ended_with(1)
     assert "KeyError: 'a bug'" in status(tmp_path)["reason"]
-    assert result.codes == [1, 1], result.output
 
 
 def test_a_run_that_was_killed_whole_does_not_stay_running(runs: ForkedRuns, tmp_path: Path) -> None:
     """Where its next start is refused that is its end: no supervisor is to try again."""
-    killed = [{"kind": "killed_rank", "at": 6, "on_rank": 0}]
-    assert runs.run(arguments(tmp_path), faults=killed).codes == [-signal.SIGKILL]
+    runs.run(arguments(tmp_path), faults=[KILLED | {"on_rank": 0}]).ended_with(-signal.SIGKILL)
     assert status(tmp_path)["state"] == "running"
-    refused = runs.run([*arguments(tmp_path, model__num_sentinel_tokens=7), "--resume", "auto"])
-    assert refused.codes == [5], refused.output
+    refused = runs.run([*arguments(tmp_path, model__num_sentinel_tokens=7), "--resume", "auto"]).ended_with(5)
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("failed", 5)
     assert status(tmp_path)["reason"] in refused.output
 
@@ -93,8 +71,8 @@ def test_a_run_that_was_killed_whole_does_not_stay_running(runs: ForkedRuns, tmp
 @pytest.mark.parametrize("at", [5, 8], ids=["between saves", "before the last save"])
 def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path, at: int) -> None:
     folder = tmp_path / "run"
-    result = runs.run(arguments(folder), ranks=2, faults=[{"kind": "deleted_folder", "at": at, "path": str(folder)}])
-    assert result.codes == [5, 5], result.output
+    deleted = {"kind": "deleted_folder", "at": at, "path": str(folder)}
+    result = runs.run(arguments(folder), ranks=2, faults=[deleted]).ended_with(5)
     assert f"infra.output_dir: {folder} was deleted or replaced" in result.output
     assert not (folder / "run.json").exists()
     assert not (folder / "checkpoints").exists()
@@ -104,14 +82,11 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: Fork
     """A billion of them. With the answer that the run refuses, and without."""
     endless = {"training__num_train_steps": 10**9, "training__save_steps": 1, "training__save_total_limit": "null"}
     told = "has up to 1,000,000,000 checkpoints of 617.5 KB at a time (training.save_total_limit=None"
-    refused = runs.run(arguments(tmp_path / "refused", **endless, infra__require_disk_space="true"), ranks=2)
-    assert refused.codes == [5, 5], refused.output
-    assert told in refused.output
+    refuses = arguments(tmp_path / "refused", **endless, infra__require_disk_space="true")
+    assert told in runs.run(refuses, ranks=2).ended_with(5).output
     assert status(tmp_path / "refused")["exit_code"] == 5
     stopped = [{"kind": "asked_to_stop", "at": 2}]
-    warned = runs.run(arguments(tmp_path / "warned", **endless), faults=stopped)
-    assert warned.codes == [75], warned.output
-    assert told in warned.output
+    assert told in runs.run(arguments(tmp_path / "warned", **endless), faults=stopped).ended_with(75).output
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +107,12 @@ def test_on_a_full_disk_the_ending_is_the_true_one(
 ) -> None:
     runs, mount, seen = small_disk
     faults: list[dict[str, Any]] = [{"kind": "full_disk", "after_commits": full_after, "path": str(mount / "ballast")}]
-    save_steps = 4
     if stopped_at:
         faults.append({"kind": "asked_to_stop", "at": stopped_at})
-        save_steps = 100
-    result = runs.run(arguments(mount / "run", training__save_steps=save_steps), faults=faults)
+    result = runs.run(arguments(mount / "run", training__save_steps=100 if stopped_at else 4), faults=faults)
     ended = status(seen / "run")
     clear(seen)
-    assert result.codes == [code], result.output
+    result.ended_with(code)
     assert (ended["state"], ended["exit_code"], ended["world_size"]) == (state, code, 1)
     assert "Traceback" not in result.output
 
@@ -148,26 +121,15 @@ def test_a_resume_on_a_full_disk_says_what_is_wrong(small_disk: tuple[ForkedRuns
     """First the damaged checkpoint that it is given, then, with the other one, the disk."""
     runs, mount, seen = small_disk
     command = arguments(mount / "run")
-    full = [{"kind": "full_disk", "after_commits": 2, "path": str(mount / "ballast")}]
-    assert runs.run(command, faults=full).codes == [0]
+    runs.run(command, faults=[{"kind": "full_disk", "after_commits": 2, "path": str(mount / "ballast")}]).ended_with(0)
     flip_byte(next((seen / "run" / "checkpoints" / "step-00000008" / "dcp").glob("*.distcp")))
-    damaged, auto = (
-        runs.run([*command, "--resume", resume])
-        for resume in (str(mount / "run" / "checkpoints" / "step-00000008"), "auto")
-    )
+    newest = str(mount / "run" / "checkpoints" / "step-00000008")
+    damaged, auto = (runs.run([*command, "--resume", resume]) for resume in (newest, "auto"))
     clear(seen)
-    assert damaged.codes == [5], damaged.output
-    assert ".distcp: its SHA-256 is not the manifest's" in damaged.output
-    assert auto.codes == [5], auto.output
-    assert "No space left on device" in auto.output
+    assert ".distcp: its SHA-256 is not the manifest's" in damaged.ended_with(5).output
+    assert "No space left on device" in auto.ended_with(5).output
     assert "Free space there" in auto.output
     assert "Traceback" not in damaged.output + auto.output
-
-
-def flip_byte(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    path.write_bytes(content)
 
 
 def clear(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_runs import ForkedRuns
+from forked_runs import QUIET, ForkedRuns, status
 from tiny_run import QUICKSTART, metrics, overrides
 
 from ds_encdec.checkpoint.folder import verify_checkpoints
@@ -21,15 +20,11 @@ pytestmark = [pytest.mark.distributed]
 
 PARAMETERS = 51_456
 """Of the tiny run's model."""
-STEPS = {
+STEPS = QUIET | {
     "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
     "training__num_train_steps": 4,
     "training__save_steps": 2,
-    "training__eval_samples": 0,
     "training__logging_steps": 1,
-    "training__average_checkpoints": 0,
-    "training__export_at_end": "false",
-    "training__report_to": "none",
 }
 
 
@@ -43,10 +38,10 @@ def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp
     assert finished.codes[1] == 6, finished.output
     assert finished.codes[0] != 0, finished.output
 
-    status = json.loads((tmp_path / "run.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("failed", 6)
-    assert status["reason"] in finished.output
-    asked, estimated, measured, _, *proposed = status["reason"].splitlines()
+    ended = status(tmp_path)
+    assert (ended["state"], ended["exit_code"]) == ("failed", 6)
+    assert ended["reason"] in finished.output
+    asked, estimated, measured, _, *proposed = ended["reason"].splitlines()
     assert re.match(r"rank 1 ran out of memory: .*you tried to allocate 16777216 bytes", asked)
     assert re.match(
         r"Estimated for each rank, at its worst moment \(.*\): [\d.]+ GiB \(framework [\d.]+ GiB, ", estimated
@@ -62,21 +57,20 @@ def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp
 
 
 @pytest.mark.parametrize(
-    ("engine", "stage", "bf16"),
-    [("fsdp", "zero3", True), ("deepspeed", "zero1", True), ("deepspeed", "zero2", True), ("deepspeed", "zero3", True)],
+    ("engine", "stage"),
+    [("fsdp", "zero3"), ("deepspeed", "zero1"), ("deepspeed", "zero2"), ("deepspeed", "zero3")],
 )
 def test_what_accelerators_try_before_their_first_step_changes_nothing(
-    runs: ForkedRuns, tmp_path: Path, engine: str, stage: str, bf16: bool
+    runs: ForkedRuns, tmp_path: Path, engine: str, stage: str
 ) -> None:
     """An evaluation and the copies of a save, as large as later ones: the optimizer's states are there by then."""
     changes: dict[str, Any] = {"infra__distributed_type": engine, "infra__sharding_stage": stage}
-    changes |= {"infra__offload_optimizer": "none", "training__bf16": bf16, "training__eval_samples": 8}
+    changes |= {"infra__offload_optimizer": "none", "training__bf16": True, "training__eval_samples": 8}
     changes |= {"training__eval_steps": 2, "training__save_steps": 2, "training__residual_dropout": 0.1}
     lines = []
-    for name, faults in (("plain", []), ("rehearsed", [{"kind": "rehearse"}, {"kind": "other_kernel", "on_rank": 1}])):
+    for name, faults in (("plain", []), ("rehearsed", [{"kind": "rehearse"}])):
         words = overrides(tmp_path / name, **STEPS | changes)
-        finished = runs.run(["--config", QUICKSTART, *words], ranks=2, faults=faults)
-        assert finished.codes == [0, 0], finished.output
+        finished = runs.run(["--config", QUICKSTART, *words], ranks=2, faults=faults).ended_with(0)
         kept = ("step", "train/loss", "train/grad_norm", "eval/loss")
         lines.append([{key: line.get(key) for key in kept} for line in metrics(tmp_path / name)])
     assert lines[0] == lines[1]
@@ -86,7 +80,6 @@ def test_what_accelerators_try_before_their_first_step_changes_nothing(
         assert [int(steps) > 0 for _, steps in staged] == [False, True, True]
         assert len({num_bytes for num_bytes, _ in staged}) == 1, staged
     assert verify_checkpoints(tmp_path / "rehearsed")
-    assert finished.output.count("attention in another row on rank 1, elsewhere in one call per document") == 1
 
 
 def assert_can_be_continued_with(proposed: list[str], settings: list[str]) -> None:
@@ -108,8 +101,7 @@ def assert_can_be_continued_with(proposed: list[str], settings: list[str]) -> No
 def test_a_run_says_what_its_tensors_take(runs: ForkedRuns, tmp_path: Path) -> None:
     """With ZeRO-3 and an offloaded optimizer, as a run has by default."""
     settings = overrides(tmp_path, **STEPS | {"training__num_train_steps": 3, "training__save_steps": 3})
-    finished = runs.run(["--config", QUICKSTART, *settings], ranks=2)
-    assert finished.codes == [0, 0], finished.output
+    finished = runs.run(["--config", QUICKSTART, *settings], ranks=2).ended_with(0)
     assert "estimated peak per rank " in finished.output
     # Gradients are accumulated in one buffer, and copied into another for the optimizer.
     assert_told(tmp_path, {"weights": 2 / 2, "master_weights": 4 / 2, "gradients": 2 * 4 / 2, "optimizer": 8 / 2})
@@ -120,16 +112,8 @@ def test_the_estimate_of_the_quickstart_is_near_its_peak(tmp_path: Path) -> None
     steps = {"num_train_steps": 4, "warmup_steps": 1, "save_steps": 2, "eval_steps": 2, "eval_samples": 8}
     more = {"logging_steps": 1, "report_to": "none", "export_at_end": "false"}
     settings = [f"training.{name}={value}" for name, value in (steps | more).items()]
-    command = [
-        sys.executable,
-        "-m",
-        "ds_encdec.train",
-        "--config",
-        QUICKSTART,
-        f"infra.output_dir={tmp_path}",
-        *settings,
-    ]
-    subprocess.run(command, check=True)
+    program = [sys.executable, "-m", "ds_encdec.train", "--config", QUICKSTART]
+    subprocess.run([*program, f"infra.output_dir={tmp_path}", *settings], check=True)
     assert_near([line for line in metrics(tmp_path) if "mem/peak_bytes" in line][-1])
 
 

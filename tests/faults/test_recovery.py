@@ -11,9 +11,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import forked_runs
 import pytest
-from forked_runs import ENGINES, Finished, ForkedRuns
-from tiny_run import QUICKSTART, metrics, overrides
+from forked_runs import ForkedRuns, status
+from tiny_run import metrics
 
 from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
 from ds_encdec.report.write import write_report
@@ -31,14 +32,10 @@ def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[
         "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
         "training__num_train_steps": STEPS,
         "training__save_steps": 4,
-        "training__eval_samples": 0,
         "training__logging_steps": 1,
         "training__save_total_limit": 10,
-        "training__average_checkpoints": 0,
-        "training__export_at_end": "false",
-        "training__report_to": "none",
     }
-    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes), *options]
+    return forked_runs.arguments(folder, engine, *options, **settings | changes)
 
 
 def trained(folder: Path) -> list[tuple[int, float, float, float]]:
@@ -50,10 +47,6 @@ def trained(folder: Path) -> list[tuple[int, float, float, float]]:
 def ledger(folder: Path, kind: str) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
     return [entry for entry in entries if entry["kind"] == kind]
-
-
-def assert_ended(result: Finished, code: int) -> None:
-    assert result.codes == [code] * len(result.codes), result.output
 
 
 def test_steps_that_are_left_out_and_evaluations_leave_no_trace(runs: ForkedRuns, tmp_path: Path) -> None:
@@ -76,9 +69,9 @@ def test_steps_that_are_left_out_and_evaluations_leave_no_trace(runs: ForkedRuns
         "training__eval_generate_samples": 3,
         "training__generation_max_new_tokens": 5,
     }
-    assert_ended(runs.run(arguments(tmp_path / "met", engine, **skips, **generates), ranks=2, faults=faults), 0)
+    runs.run(arguments(tmp_path / "met", engine, **skips, **generates), ranks=2, faults=faults).ended_with(0)
     never = [{"kind": "skip_data", "steps": [6, 8, 10, 17]}]
-    assert_ended(runs.run(arguments(tmp_path / "never", engine, **once), ranks=2, faults=never), 0)
+    runs.run(arguments(tmp_path / "never", engine, **once), ranks=2, faults=never).ended_with(0)
 
     # The line after a skipped step has its count, and the rate and norm of its own step.
     assert trained(tmp_path / "met") == trained(tmp_path / "never")
@@ -89,12 +82,8 @@ def test_steps_that_are_left_out_and_evaluations_leave_no_trace(runs: ForkedRuns
     assert [sample["step"] for sample in samples] == [5, 5, 5, 10, 10, 10, 15, 15, 15, 16, 16, 16]
     assert [sample["reference"] for sample in samples[:3]] == [sample["reference"] for sample in samples[3:6]]
     alerts = [entry for entry in ledger(tmp_path / "met", "alert") if entry["action"] == "skip_step"]
-    assert [(entry["data_step"], entry["type"]) for entry in alerts] == [
-        (6, "non_finite"),
-        (8, "non_finite"),
-        (10, "grad_explosion"),
-        (17, "loss_spike"),
-    ]
+    types = {6: "non_finite", 8: "non_finite", 10: "grad_explosion", 17: "loss_spike"}
+    assert [(entry["data_step"], entry["type"]) for entry in alerts] == [*types.items()]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +91,7 @@ def never_seen(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> li
     """What is trained where data steps 13 to 15 do not exist; float32, in which all engines agree."""
     folder = tmp_path_factory.mktemp("never") / "run"
     never = [{"kind": "skip_data", "steps": [13, 14, 15]}]
-    assert_ended(runs.run(arguments(folder, "fsdp", training__bf16="false"), ranks=2, faults=never), 0)
+    runs.run(arguments(folder, "fsdp", training__bf16="false"), ranks=2, faults=never).ended_with(0)
     return trained(folder)
 
 
@@ -112,8 +101,7 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
     """That every engine at every stage goes back to the bit is shown in tests/distributed."""
     bad = [{"kind": "bad_data", "at": 15, "until": 15}]
     settings = ROLLBACK | {"training__bf16": "false", "infra__offload_optimizer": "cpu"}
-    result = runs.run(arguments(tmp_path, "deepspeed", **settings), ranks=2, faults=bad)
-    assert_ended(result, 0)
+    result = runs.run(arguments(tmp_path, "deepspeed", **settings), ranks=2, faults=bad).ended_with(0)
     assert "Rollback 1 of at most 5: back to step 12; data steps 13 to 15 are not trained on again." in result.output
 
     assert [step for step, *_ in trained(tmp_path)] == list(range(1, STEPS + 1))
@@ -121,11 +109,8 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
         assert values == pytest.approx(others, abs=1e-5)
     assert re.search(r"1 rollback, which took back \d steps", write_report(tmp_path)[0].read_text())
     abandoned = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
-    assert [(json.loads(line)["step"], json.loads(line)["rollback"]) for line in abandoned] == [
-        (13, 1),
-        (14, 1),
-        (15, 1),
-    ]
+    taken_back = [(json.loads(line)["step"], json.loads(line)["rollback"]) for line in abandoned]
+    assert taken_back == [(13, 1), (14, 1), (15, 1)]
     (entry,) = ledger(tmp_path, "rollback")
     assert (entry["step"], entry["to_step"], entry["to_data_step"], entry["number"]) == (15, 12, 12, 1)
     assert sorted(committed_steps(tmp_path / "checkpoints")) == [4, 8, 12, 16]
@@ -138,17 +123,13 @@ def test_a_run_killed_behind_its_rollback_does_not_meet_that_data_again(
     runs: ForkedRuns, never_seen: list[tuple[int, float, float, float]], tmp_path: Path
 ) -> None:
     """In the step after it, where saves take long. With worker processes, which are ahead of the run."""
-    faults = [
-        {"kind": "bad_data", "at": 15, "until": 15},
-        {"kind": "slow_saves", "seconds": 0.5},
-        {"kind": "killed_rank", "at": 16, "on_rank": 0},
-        {"kind": "killed_rank", "at": 16, "on_rank": 1},
-    ]
+    faults: list[dict[str, Any]] = [{"kind": "bad_data", "at": 15, "until": 15}, {"kind": "slow_saves", "seconds": 0.5}]
+    faults += [{"kind": "killed_rank", "at": 16, "on_rank": rank} for rank in (0, 1)]
     settings = ROLLBACK | {"training__bf16": "false", "data__preprocessing_num_workers": 1}
     command = arguments(tmp_path, "fsdp", **settings)
-    assert runs.run(command, ranks=2, faults=faults).codes == [-signal.SIGKILL] * 2
+    runs.run(command, ranks=2, faults=faults).ended_with(-signal.SIGKILL)
     assert sorted(committed_steps(tmp_path / "checkpoints"))[-1] == 12
-    assert_ended(runs.run([*command, "--resume", "auto"], ranks=2), 0)
+    runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
     assert len(ledger(tmp_path, "rollback")) == 1
     for values, others in zip(trained(tmp_path), never_seen, strict=True):
         assert values == pytest.approx(others, abs=1e-5)
@@ -157,12 +138,11 @@ def test_a_run_killed_behind_its_rollback_does_not_meet_that_data_again(
 def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: ForkedRuns, tmp_path: Path) -> None:
     bad = [{"kind": "bad_data", "at": 17, "until": 1000}]
     settings = ROLLBACK | {"monitor__max_rollbacks": 2, "training__num_train_steps": 20}
-    result = runs.run(arguments(tmp_path, "fsdp", **settings), ranks=2, faults=bad)
-    assert_ended(result, 7)
+    result = runs.run(arguments(tmp_path, "fsdp", **settings), ranks=2, faults=bad).ended_with(7)
     assert "monitor.max_rollbacks=2 rollbacks are used up" in result.output
     # The second spike comes a step after the first rollback's checkpoint, so it goes further back.
     assert [entry["to_step"] for entry in ledger(tmp_path, "rollback")] == [12, 8]
-    assert json.loads((tmp_path / "run.json").read_text())["exit_code"] == 7
+    assert status(tmp_path)["exit_code"] == 7
     (stop,) = ledger(tmp_path, "stop")
     assert stop["exit_code"] == 7
 
@@ -170,8 +150,7 @@ def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: F
 def test_without_an_old_enough_checkpoint_the_run_goes_on(runs: ForkedRuns, tmp_path: Path) -> None:
     bad = [{"kind": "bad_data", "at": 15, "until": 15}]
     settings = ROLLBACK | {"monitor__rollback_min_steps": 14, "training__num_train_steps": 20}
-    result = runs.run(arguments(tmp_path, "fsdp", **settings), faults=bad)
-    assert_ended(result, 0)
+    result = runs.run(arguments(tmp_path, "fsdp", **settings), faults=bad).ended_with(0)
     assert "No rollback: there is no checkpoint of step 1 or before" in result.output
     assert ledger(tmp_path, "rollback") == []
     assert [entry["step"] for entry in ledger(tmp_path, "no_rollback")] == [15]
@@ -186,13 +165,12 @@ def test_a_slow_rank_is_named_and_can_end_the_run_to_go_on_elsewhere(runs: Forke
         monitor__on_straggler="stop",
         monitor__straggler_threshold=1000.0,  # on a busy machine any rank may be slow at arithmetic
     )
-    assert_ended(runs.run(command, ranks=2, faults=slow), 75)
+    runs.run(command, ranks=2, faults=slow).ended_with(75)
     stragglers = [entry for entry in ledger(tmp_path, "alert") if entry["type"] == "straggler"]
     assert "rank 1 is late" in stragglers[-1]["message"]
-    status = json.loads((tmp_path / "run.json").read_text())
-    assert status["state"] == "preempted"
-    assert "rank 1 is late" in status["reason"]
-    assert_ended(runs.run([*command, "--resume", "auto"], ranks=2), 0)
+    assert status(tmp_path)["state"] == "preempted"
+    assert "rank 1 is late" in status(tmp_path)["reason"]
+    runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
     assert [line["step"] for line in metrics(tmp_path)] == list(range(2, STEPS + 1, 2))
 
 
@@ -209,19 +187,18 @@ def test_early_stopping_ends_a_run_and_a_resume_does_not_go_on(runs: ForkedRuns,
         training__load_best_model_at_end="true",
         training__export_at_end="true",
     )
-    result = runs.run(command)
-    assert_ended(result, 0)
+    runs.run(command).ended_with(0)
     lines = [line["step"] for line in metrics(tmp_path) if "eval/loss" in line]
     assert lines == [2, 4, 6]  # the first one is the highest so far, and then two are not
     (entry,) = ledger(tmp_path, "early_stop")
     assert entry["step"] == 6
-    assert json.loads((tmp_path / "run.json").read_text())["state"] == "completed"
+    assert status(tmp_path)["state"] == "completed"
     assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000006"
     assert sorted(committed_steps(tmp_path / "checkpoints")) == [2, 6]  # the best, and the end
     (exported,) = (tmp_path / "export").iterdir()
     assert "checkpoint `step-00000002`" in (exported / "README.md").read_text()
     written = exported.stat().st_ctime_ns
-    assert_ended(runs.run([*command, "--resume", "auto"]), 0)
+    runs.run([*command, "--resume", "auto"]).ended_with(0)
     assert (exported.name, exported.stat().st_ctime_ns) == ("best", written)
     assert [line["step"] for line in metrics(tmp_path) if "eval/loss" in line] == [2, 4, 6]
     assert len(ledger(tmp_path, "early_stop")) == 1

@@ -8,8 +8,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -34,46 +35,39 @@ def feed(monitor: TrainingMonitor, losses: list[float], *, first_step: int = 1, 
         monitor.update(step, loss, 1.0, 1e-4, 1000.0, is_warmup=step <= warmup_steps)
 
 
-@pytest.mark.parametrize(("loss", "expected"), [(4.0, 0), (math.nextafter(4.0, 5.0), 1)])
-def test_loss_spike_is_above_twice_the_window_mean(loss: float, expected: int) -> None:
-    monitor = TrainingMonitor()
-    feed(monitor, [1.0, 3.0] * 5)
-    new = monitor.update(11, loss, 1.0, 1e-4, 0.0, False)
-    assert len(new) == len(monitor.alerts) == expected
-    if expected:
-        alert = monitor.alerts[0]
-        assert set(alert) == {"type", "step", "value", "threshold", "message"}
-        assert (alert["type"], alert["step"], alert["value"], alert["threshold"]) == ("loss_spike", 11, loss, 4.0)
-        assert alert["message"] == (
-            "step 11: loss 4.0000 is above 4.0000, monitor.loss_spike_threshold=2 times the mean of the 10 losses "
-            "before it"
-        )
+@pytest.mark.parametrize(
+    ("window_size", "losses", "steps"),
+    [
+        (100, [1.0, 3.0] * 5 + [4.0], []),  # the limit is twice the mean, 4.0
+        (100, [1.0, 3.0] * 5 + [math.nextafter(4.0, 5.0)], [11]),
+        (100, [2.0] * 9 + [100.0], []),  # it needs ten values
+        (100, [2.0] * 10 + [100.0], [11]),
+        (10, [100.0] * 10 + [1.0] * 10 + [2.5], [21]),  # what the window has forgotten does not count
+    ],
+)
+def test_loss_spike_is_above_twice_the_window_mean(window_size: int, losses: list[float], steps: list[int]) -> None:
+    monitor = TrainingMonitor(window_size)
+    feed(monitor, losses)
+    assert [(alert["type"], alert["step"]) for alert in monitor.alerts] == [("loss_spike", step) for step in steps]
+    assert all(alert["value"] == losses[-1] for alert in monitor.alerts)
 
 
-@pytest.mark.parametrize(("values_before", "expected"), [(9, 0), (10, 1)])
-def test_loss_spike_needs_ten_values(values_before: int, expected: int) -> None:
-    monitor = TrainingMonitor()
-    feed(monitor, [2.0] * values_before + [100.0])
-    assert len(monitor.alerts) == expected
+@pytest.mark.parametrize("norm", [10.0, math.nextafter(10.0, 11.0)])
+def test_grad_explosion_is_above_ten(norm: float) -> None:
+    new = TrainingMonitor().update(1, 2.0, norm, 1e-4, 0.0)
+    assert [(alert["type"], alert["value"]) for alert in new] == [("grad_explosion", norm)] * (norm > 10)
 
 
-def test_spike_is_measured_against_the_window_only() -> None:
-    monitor = TrainingMonitor(window_size=10)
-    feed(monitor, [100.0] * 10 + [1.0] * 10 + [2.5])
-    assert [alert["step"] for alert in monitor.alerts] == [21]
-
-
-@pytest.mark.parametrize(("norm", "expected"), [(10.0, 0), (math.nextafter(10.0, 11.0), 1)])
-def test_grad_explosion_is_above_ten(norm: float, expected: int) -> None:
-    monitor = TrainingMonitor()
-    monitor.update(1, 2.0, norm, 1e-4, 0.0)
-    assert [(alert["type"], alert["message"]) for alert in monitor.alerts] == [
-        (
-            "grad_explosion",
-            "step 1: gradient norm 10.0000 before clipping is above the largest one allowed, "
-            "monitor.grad_norm_threshold=10",
-        )
-    ] * expected
+def test_the_messages(golden: Callable[[object], None]) -> None:
+    monitor = TrainingMonitor(
+        4, loss_plateau_steps=6, loss_plateau_min_decrease=0.5, loss_spike_min_values=4,
+        planned_learning_rate=lambda index: 1e-3 * index,
+    )  # fmt: skip
+    for step, (loss, norm) in enumerate([(8.0, 1.0)] * 10 + [(17.0, 11.0), (math.nan, 1.0)], start=1):
+        monitor.update(step, loss, norm, 1e-3 * (step - 1) * (1.002 if step == 5 else 1.0), math.nan)
+    golden("\n".join(str(alert) for alert in monitor.alerts))
+    gates = [watched.validate_phase(Limits()) for watched in (monitor, TrainingMonitor())]
+    golden("\n".join(check["message"] for gate in gates for check in gate["checks"]))
 
 
 @pytest.mark.parametrize(
@@ -133,8 +127,8 @@ def test_refuses_compares_as_update_does_and_records_nothing() -> None:
 
 def test_throughput_that_was_not_measured_is_left_out() -> None:
     monitor = TrainingMonitor()
-    for step, speed in enumerate([math.nan, 100.0, math.nan, 300.0], start=1):
-        monitor.update(step, 2.0, 1.0, 1e-4, speed)
+    for speed in (math.nan, 100.0, math.nan, 300.0):
+        monitor.update(1, 2.0, 1.0, 1e-4, speed)
     assert list(monitor.throughput_window.values) == [100.0, 300.0]
 
 
@@ -186,55 +180,35 @@ def test_the_gate_and_each_reason_for_which_it_fails(losses: list[float], spikes
 def test_gate_fails_when_the_warmup_never_ended() -> None:
     monitor = TrainingMonitor()
     feed(monitor, [6.0, 2.0], warmup_steps=10)
-    checks = {check["name"]: check for check in monitor.validate_phase(Limits())["checks"]}
-    assert not checks["loss_after_warmup"]["passed"]
-    assert "no step after the warm-up was logged" in checks["loss_after_warmup"]["message"]
-    empty = TrainingMonitor().validate_phase(Limits())
-    assert [check["passed"] for check in empty["checks"]] == [False, False, True]
+    assert [check["passed"] for check in monitor.validate_phase(Limits())["checks"]] == [False, True, True]
+    assert [check["passed"] for check in TrainingMonitor().validate_phase(Limits())["checks"]] == [False, False, True]
 
 
-def plateau_monitor(**changes: float) -> TrainingMonitor:
-    return TrainingMonitor(4, **{"loss_plateau_steps": 6, "loss_plateau_min_decrease": 0.5, **changes})
+def plateau_monitor(**changes: Any) -> TrainingMonitor:
+    settings = {"window_size": 4, "loss_plateau_steps": 6, "loss_plateau_min_decrease": 0.5}
+    return TrainingMonitor(**settings | changes)
 
 
 def plateaus(monitor: TrainingMonitor) -> list[int]:
     return [alert["step"] for alert in monitor.alerts if alert["type"] == "loss_plateau"]
 
 
-def test_plateau_is_said_once_per_stretch() -> None:
-    """The window of 4 is full at step 4; it stays at 8 until 6 steps later, and so does the one at 4."""
-    monitor = plateau_monitor()
-    feed(monitor, [8.0] * 30 + [4.0] * 30)
-    assert plateaus(monitor) == [10, 40]  # by step 34 the mean has stopped falling
-    assert monitor.alerts[0] | {"message": ""} == {
-        "type": "loss_plateau", "step": 10, "value": 8.0, "threshold": 7.5, "message": ""
-    }  # fmt: skip
-    assert monitor.alerts[0]["message"] == (
-        "step 10: the mean of the last 4 losses is 8.0000; since it was 8.0000 at step 4, it has not fallen by "
-        "monitor.loss_plateau_min_decrease=0.5 nats in monitor.loss_plateau_steps=6"
-    )
-
-
-def test_a_loss_that_falls_slowly_is_no_plateau_but_one_that_falls_slower_is() -> None:
-    for decrease, expected in ((0.5 / 6, []), (0.5 / 7, [10, 17])):
-        monitor = plateau_monitor()
-        feed(monitor, [100.0 - decrease * 1.001 * step for step in range(20)])
-        assert plateaus(monitor) == expected
-
-
-def test_a_rising_loss_is_a_plateau_of_the_best_mean() -> None:
-    monitor = plateau_monitor(loss_plateau_min_decrease=0.0)
-    feed(monitor, [2.0 + 0.01 * step for step in range(40)])
-    assert plateaus(monitor) == [10]
-
-
-def test_plateau_begins_after_the_warmup_and_with_a_full_window() -> None:
-    monitor = plateau_monitor()
-    feed(monitor, [8.0] * 30, warmup_steps=20)
-    assert plateaus(monitor) == [27]
-    few = TrainingMonitor(100, loss_plateau_steps=6)
-    feed(few, [8.0] * 99)
-    assert plateaus(few) == []
+@pytest.mark.parametrize(
+    ("changes", "losses", "warmup_steps", "steps"),
+    [
+        # Full at step 4, the window stays at 8 until 6 steps later; by step 34 its mean has stopped falling again.
+        ({}, [8.0] * 30 + [4.0] * 30, 0, [10, 40]),
+        ({}, [100.0 - 0.5 / 6 * 1.001 * step for step in range(20)], 0, []),  # it falls slowly
+        ({}, [100.0 - 0.5 / 7 * 1.001 * step for step in range(20)], 0, [10, 17]),  # slower
+        ({"loss_plateau_min_decrease": 0.0}, [2.0 + 0.01 * step for step in range(40)], 0, [10]),  # of the best mean
+        ({}, [8.0] * 30, 20, [27]),
+        ({"window_size": 100}, [8.0] * 99, 0, []),
+    ],
+)
+def test_plateaus(changes: dict[str, Any], losses: list[float], warmup_steps: int, steps: list[int]) -> None:
+    monitor = plateau_monitor(**changes)
+    feed(monitor, losses, warmup_steps=warmup_steps)
+    assert plateaus(monitor) == steps
 
 
 def test_steps_that_are_not_applied_neither_begin_nor_end_a_plateau() -> None:
@@ -272,30 +246,19 @@ def run_rates(training: TrainingConfig) -> Iterator[float]:
         scheduler.step()
 
 
-def scheduled_run(schedule: str) -> FullConfig:
-    training = {"lr_scheduler_type": schedule, "num_train_steps": 80, "warmup_steps": 7, "learning_rate": 3e-4}
-    return FullConfig.model_validate({"training": training})
-
-
 @pytest.mark.parametrize("schedule", [*NATIVE_SCHEDULES, "cosine", "linear", "constant", "wsd"])
-def test_no_schedule_is_off_itself_even_where_steps_are_skipped(schedule: str) -> None:
-    config = scheduled_run(schedule)
-    monitor = TrainingMonitor.from_config(config)
+def test_no_schedule_is_off_itself_and_each_is_that_runs_one_update_late(schedule: str) -> None:
+    """Not even where steps are skipped."""
+    training = {"lr_scheduler_type": schedule, "num_train_steps": 80, "warmup_steps": 7, "learning_rate": 3e-4}
+    config = FullConfig.model_validate({"training": training})
+    monitor, late = TrainingMonitor.from_config(config), TrainingMonitor.from_config(config)
     for step, rate in zip(range(1, 81), run_rates(config.training), strict=False):
         if step % 9 == 0:
             monitor.update(step - 1, 2.0, 1.0, rate, math.nan, applied=False)
         monitor.update(step, 2.0, 1.0, rate, math.nan)
-    assert monitor.steps == 88
-    assert monitor.alerts == []
-
-
-@pytest.mark.parametrize("schedule", [*NATIVE_SCHEDULES, "cosine", "linear", "wsd"])
-def test_a_schedule_that_runs_one_update_late_is_off(schedule: str) -> None:
-    config = scheduled_run(schedule)
-    monitor = TrainingMonitor.from_config(config)
-    for step, rate in zip(range(1, 80), run_rates(config.training), strict=False):
-        monitor.update(step + 1, 2.0, 1.0, rate, math.nan)
-    assert {alert["type"] for alert in monitor.alerts} == {"learning_rate_off"}
+        late.update(step + 1, 2.0, 1.0, rate, math.nan)
+    assert (monitor.steps, monitor.alerts) == (88, [])
+    assert {alert["type"] for alert in late.alerts} == {"learning_rate_off"}
 
 
 def test_a_wrong_rate_is_said_once_until_it_is_right_again() -> None:
@@ -303,15 +266,9 @@ def test_a_wrong_rate_is_said_once_until_it_is_right_again() -> None:
     factors = {5: 1.002, 6: 1.01, 7: 0.5, 8: 1.0, 9: 1.0005, 10: 0.998}
     for step in range(1, 13):
         monitor.update(step, 2.0, 1.0, 1e-3 * (step - 1) * factors.get(step, 1.0), math.nan)
-    assert [(alert["type"], alert["step"]) for alert in monitor.alerts] == [
-        ("learning_rate_off", 5), ("learning_rate_off", 10)
-    ]  # fmt: skip
+    found = [(alert["type"], alert["step"], alert["threshold"]) for alert in monitor.alerts]
+    assert found == [("learning_rate_off", 5, 1e-3), ("learning_rate_off", 10, 1e-3)]
     assert monitor.alerts[0]["value"] == pytest.approx(0.002, rel=0.01)
-    assert monitor.alerts[0]["threshold"] == 1e-3
-    assert monitor.alerts[0]["message"] == (
-        "step 5: learning rate 4.0080e-03 where the schedule has 4.0000e-03: they differ by more than "
-        "monitor.learning_rate_tolerance=0.001 of the larger one"
-    )
 
 
 @pytest.mark.parametrize(
@@ -409,17 +366,17 @@ def test_an_overflow_is_no_alert_while_a_loss_scale_is_looked_for() -> None:
 
 
 def test_a_gate_does_not_count_spikes_that_a_rollback_took_back() -> None:
-    monitor = TrainingMonitor()
+    monitor, limits = TrainingMonitor(), Limits(max_loss_after_warmup=6.0)
     feed(monitor, [5.0] * 20 + [11.0])
     saved = json.loads(json.dumps(monitor.state_dict()))
     feed(monitor, [20.0, 25.0, 40.0, 50.0, 70.0, 90.0, 120.0], first_step=22)
     assert len(monitor.alerts) == 8
-    assert not monitor.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=-10))["checks"][2]["passed"]
+    assert not monitor.validate_phase(limits)["checks"][2]["passed"]
     monitor.go_back(saved)
     feed(monitor, [3.0] * 100, first_step=22)
-    verdict = monitor.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=1.0))
+    verdict = monitor.validate_phase(limits)
     assert verdict["passed"]
     assert verdict["checks"][2]["message"] == "1 loss spikes, at most 5 allowed, and 7 that rollbacks took back"
     again = TrainingMonitor()
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
-    assert again.validate_phase(Limits(max_loss_after_warmup=6.0, min_loss_decrease=1.0)) == verdict
+    assert again.validate_phase(limits) == verdict

@@ -177,14 +177,6 @@ def test_a_moved_output_folder_is_no_change(tmp_path: Path) -> None:
     assert records_of(later).accepted_changes(later.config, "0" * 64) == []
 
 
-def test_a_completed_phase_without_its_checkpoint(tmp_path: Path) -> None:
-    completed(tmp_path, passed=False)
-    config, planned = setup(tmp_path)
-    shutil.rmtree(planned.folder / "checkpoints")
-    with pytest.raises(CheckpointError, match="its final checkpoint cannot be read"):
-        run_phases(config, [planned], launcher="false")
-
-
 @pytest.mark.parametrize(("launcher", "code"), [(f"{sys.executable} /nowhere.py", 2), ("false", 1)])
 def test_a_run_that_did_not_start_is_told(tmp_path: Path, launcher: str, code: int) -> None:
     """An older status does not speak for this start."""
@@ -222,12 +214,10 @@ def test_it_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_one_process_runs_the_phases_of_a_folder(tmp_path: Path) -> None:
-    code = f"""
-from pathlib import Path
-from ds_encdec.commands.phases.execute import only_one_pipeline
-with only_one_pipeline(Path({str(tmp_path)!r})):
-    pass
-"""
+    code = (
+        "from pathlib import Path; from ds_encdec.commands.phases.execute import only_one_pipeline\n"
+        f"with only_one_pipeline(Path({str(tmp_path)!r})): pass"
+    )
     with only_one_pipeline(tmp_path):
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ))
         assert OutputLockedError.__name__ in other.stderr
@@ -257,10 +247,19 @@ def test_a_disk_that_is_full_leaves_the_records_as_they_were(tmp_path: Path, lar
     assert {path: path.read_bytes() for path in planned.folder.glob("*") if path.is_file()} == before
 
 
-def test_a_record_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    completed(tmp_path, passed=True)
+@pytest.mark.parametrize(
+    ("damage", "error", "problem"),
+    [
+        (lambda run: (run / "result.json").write_text("{"), ConfigError, r"result\.json: cannot be read"),
+        (lambda run: shutil.rmtree(run / "checkpoints"), CheckpointError, "its final checkpoint cannot be read"),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named(
+    tmp_path: Path, damage: Callable[[Path], object], error: type[DsEncDecError], problem: str
+) -> None:
+    completed(tmp_path, passed=error is ConfigError)
     config, planned = setup(tmp_path)
-    (planned.folder / "result.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"result\.json: cannot be read"):
+    damage(planned.folder)
+    with pytest.raises(error, match=problem):
         run_phases(config, [planned], launcher="false")
     assert json.loads((planned.folder / "started.json").read_text())["weights_sha256"] is None

@@ -141,27 +141,27 @@ def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "venv.sh").write_text(f"ROOT={tmp_path}; PATH={tmp_path}:$PATH\n")  # the environment is there
     (tmp_path / "ds-encdec").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     (tmp_path / "ds-encdec").chmod(0o755)
-    named = {"PHASE": "validation", "MODEL_PATH": "a b", "DATASET": "builtin", "OUTPUT_DIR": "/data/run"}
-    for variables, arguments, wanted in (
-        (
-            named,
-            ["x=1"],
-            "--only|validation|model.model_name_or_path=a b|data.dataset_name=builtin|infra.output_dir=/data/run|x=1",
-        ),
-        ({"PHASE": "all"}, ["x=1"], "x=1"),
-        (named, *(["--from", "medium", "model_name_or_path=c", "--data.dataset_name", "d", "--output_dir=e"],) * 2),
-    ):
+
+    def script(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", str(tmp_path / "run.sh"), *arguments]
-        said = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60).stdout
-        assert said.split("\n")[3:-1] == (wanted.split("|") if isinstance(wanted, str) else wanted)
-    command = ["bash", str(tmp_path / "run.sh"), str(tmp_path / "hosts"), "x=1"]
+        return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=60)
+
+    named = {"PHASE": "validation", "MODEL_PATH": "a b", "DATASET": "builtin", "OUTPUT_DIR": "/data/run"}
+    own = ["--from", "medium", "model_name_or_path=c", "--data.dataset_name", "d", "--output_dir=e"]
+    paths = ["model.model_name_or_path=a b", "data.dataset_name=builtin", "infra.output_dir=/data/run"]
+    for variables, arguments, wanted in (
+        (named, ["x=1"], ["--only", "validation", *paths, "x=1"]),
+        ({"PHASE": "all"}, ["x=1"], ["x=1"]),
+        (named, own, own),
+    ):
+        assert script(*arguments, **variables).stdout.split("\n")[3:-1] == wanted
+    hosts = tmp_path / "hosts"
     alone = " --no_ssh_check --master_addr 127.0.0.1"
-    for hosts, flags in (("# mine\nlocalhost slots=8\n", alone), ("127.0.0.1 slots=8\nnode1 slots=8\n", " ")):
-        (tmp_path / "hosts").write_text(hosts)
-        said = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60).stdout
-        assert said.endswith(f"deepspeed --hostfile {tmp_path}/hosts{flags}\nx=1\n")
-    (tmp_path / "hosts").write_text("localhost slots=two\n")
-    refused = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=60)
+    for lines, flags in (("# mine\nlocalhost slots=8\n", alone), ("127.0.0.1 slots=8\nnode1 slots=8\n", " ")):
+        hosts.write_text(lines)
+        assert script(str(hosts), "x=1").stdout.endswith(f"deepspeed --hostfile {hosts}{flags}\nx=1\n")
+    hosts.write_text("localhost slots=two\n")
+    refused = script(str(hosts), "x=1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "not `HOST slots=N`" in refused.stderr
 

@@ -44,47 +44,45 @@ def signal_once(ready: Path, number: signal.Signals) -> threading.Thread:
     return thread
 
 
+def run_and_signal(command: list[str], ready: Path, number: signal.Signals) -> int:
+    """The exit code of a command whose parent gets `number` as soon as the command has made the file."""
+    sender = signal_once(ready, number)
+    with SubprocessRun() as started:
+        code = started.run(command)
+        assert started.signal_name == number.name
+    sender.join()
+    return code
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_handed_on(tmp_path: Path, number: signal.Signals) -> None:
     ready, outside = tmp_path / "ready", signal.getsignal(number)
-    sender = signal_once(ready, number)
-    with SubprocessRun() as subprocess_run:
-        code = subprocess_run.run([sys.executable, "-c", SAVES_AND_STOPS, str(ready), str(int(number))])
-        assert (code, subprocess_run.signal_name) == (75, number.name)
-    sender.join()
+    assert run_and_signal([sys.executable, "-c", SAVES_AND_STOPS, str(ready), str(int(number))], ready, number) == 75
     assert signal.getsignal(number) == outside
 
 
 def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher may end at a signal without its ranks, as DeepSpeed's does."""
-    rank = tmp_path / "train.py"
+    rank, launcher, ready = (tmp_path / name for name in ("train.py", "torchrun", "ready"))
     rank.write_text(SAVES_AND_STOPS)
-    monkeypatch.setattr("ds_encdec.commands.phases.subprocess_run.TRAIN_PROGRAM", rank)
-    launcher = tmp_path / "torchrun"
-    launcher.write_text(
-        "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode and 1)\n"
-    )
-    ready = tmp_path / "ready"
-    sender = signal_once(ready, signal.SIGTERM)
-    with SubprocessRun() as subprocess_run:
-        code = subprocess_run.run([sys.executable, str(launcher), str(rank), str(ready), str(int(signal.SIGTERM))])
-    sender.join()
-    assert code == 1  # as launchers do: the rank's 75 is in run.json only
+    monkeypatch.setattr(subprocess_run, "TRAIN_PROGRAM", rank)
+    run_rest = "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode and 1)\n"
+    launcher.write_text(run_rest)
+    command = [sys.executable, str(launcher), str(rank), str(ready), str(int(signal.SIGTERM))]
+    # As launchers do it makes 1 of the rank's 75, which is in run.json only.
+    assert run_and_signal(command, ready, signal.SIGTERM) == 1
     assert not [process for process in psutil.process_iter(["cmdline"]) if str(rank) in (process.info["cmdline"] or [])]
 
 
-def test_srun_is_asked_by_a_signal_that_it_passes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("started_by", ["this process", "a launcher"])
+def test_srun_is_asked_by_a_signal_that_it_passes_on(tmp_path: Path, started_by: str) -> None:
     """At SIGTERM it would kill ranks that still save, and `deepspeed --launcher slurm` leave it behind."""
     srun, ready = tmp_path / "srun", tmp_path / "ready"
     srun.write_text(f"#!/bin/bash\ntrap 'exit 3' USR1\ntouch {ready}\nwhile sleep 0.1; do :; done\n")
     srun.chmod(0o755)
-    starts_it = "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"
-    for command in ([str(srun)], [sys.executable, "-c", starts_it, str(srun)]):
-        ready.unlink(missing_ok=True)
-        sender = signal_once(ready, signal.SIGTERM)
-        with SubprocessRun() as subprocess_run:
-            assert subprocess_run.run(command) == 3
-        sender.join()
+    launcher = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.run(sys.argv[1:]).returncode)"]
+    command = [str(srun)] if started_by == "this process" else [*launcher, str(srun)]
+    assert run_and_signal(command, ready, signal.SIGTERM) == 3
 
 
 def test_ranks_that_start_one_after_the_other_are_all_waited_for(

@@ -6,10 +6,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 VOID = {"meta", "link", "wbr", "input"}
+LINES = {"h1", "h2", "h3", "p", "li", "tr", "dt", "summary", "figcaption", "div", "section"}
+SHOWN_ROWS = 24
 
 
 class Page(HTMLParser):
-    """Parses `path`; raises AssertionError where elements are not properly nested."""
+    """Parses `path`; raises AssertionError where elements are not properly nested.
+
+    `prose`: what is said outside of the drawings, a paragraph or row of a table a line, of tables the first rows.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -17,6 +22,7 @@ class Page(HTMLParser):
         self.tables: dict[str, list[list[str]]] = {}
         self.facts: dict[str, str] = {}
         self.text = ""
+        self._prose = ""
         self._open: list[str] = []
         self._rows: list[list[str]] = []
         self.source = path.read_text(encoding="utf-8")
@@ -24,6 +30,8 @@ class Page(HTMLParser):
         self.close()
         assert self._open == []
         self.text = " ".join(self.text.split())  # as a browser shows it
+        lines = (" ".join(line.split()) for line in self._prose.splitlines())
+        self.prose = "\n".join(line for line in lines if line)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         named = {name: value or "" for name, value in attrs}
@@ -32,8 +40,14 @@ class Page(HTMLParser):
             self._rows = self.tables.setdefault(named["aria-label"], [])
         if tag == "tr":
             self._rows.append([])
+        shown = "tr" not in self._open or len(self._rows) <= SHOWN_ROWS
+        if tag in LINES:
+            self._prose += "\n"
         if tag in ("th", "td"):
             self._rows[-1].append("")
+            self._prose += " | " * shown
+        if tag == "dd":
+            self._prose += ": "
         if tag not in VOID:
             self._open.append(tag)
 
@@ -47,6 +61,8 @@ class Page(HTMLParser):
         if "style" in self._open:
             return
         self.text += data
+        if "svg" not in self._open and ("tr" not in self._open or len(self._rows) <= SHOWN_ROWS):
+            self._prose += data.replace("\n", " ")
         if "dt" in self._open:
             self._name = data
         if "dd" in self._open:

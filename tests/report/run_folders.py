@@ -45,6 +45,11 @@ def write_run(
     return folder
 
 
+def change_status(folder: Path, **values: Any) -> None:
+    status = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps(status | values))
+
+
 def write_config(folder: Path, **settings: Any) -> None:
     values = FullConfig().model_dump(mode="json")
     for name, value in settings.items():
@@ -120,9 +125,7 @@ def write_troubled_run(folder: Path, *, steps: int = 100_000, every: int = 10) -
     ledger.append({"time": TIME, "kind": "stop", "step": steps, "data_step": steps, "exit_code": 7,
                    "message": "diverged after 3 rollbacks"})  # fmt: skip
     write_lines(folder / "ledger.jsonl", ledger)
-    status = json.loads((folder / "run.json").read_text())
-    status |= {"state": "failed", "exit_code": 7, "reason": "step 100000: loss 9 is above 6, after 3 rollbacks"}
-    (folder / "run.json").write_text(json.dumps(status))
+    change_status(folder, state="failed", exit_code=7, reason=f"step {steps}: loss 9 is above 6, after 3 rollbacks")
     return folder
 
 

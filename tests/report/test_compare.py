@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from one_page import Page
 from run_folders import write_checkpoint, write_lines, write_run
 
@@ -19,26 +20,18 @@ from ds_encdec.report.write import difference, distinct_names, incomparable, wri
 LOSSES = ("train/loss", "eval/loss", "train/tokens_seen")
 
 
-def test_curves_over_tokens_and_what_differed_beside_what_came_out(tmp_path: Path) -> None:
+def test_curves_over_tokens_and_what_differed_beside_what_came_out(
+    tmp_path: Path, golden: Callable[[object], None]
+) -> None:
     metrics = (*LOSSES, "train/grad_norm", "perf/tokens_per_sec", "train/learning_rate")
     one = write_run(tmp_path / "one", only=metrics, training__learning_rate=1e-3)
     two = write_run(tmp_path / "two", only=metrics, steps=400, seed=1)
     index, warnings = write_report(one, compare=[two], out=tmp_path / "out")
     page = Page(index)
     assert warnings == []
-    compared = dict(list(page.charts.items())[:6])
-    assert next(iter(compared)) == "Difference of the training losses, nats"
-    assert compared.pop("Difference of the training losses, nats").startswith("last two − one ")
-    assert all("one " in caption and "two " in caption for caption in compared.values())
+    golden(page.prose)
+    assert next(iter(page.charts)) == "Difference of the training losses, nats"
     assert page.source.count(">tokens seen</text>") == 6
-    table = {row[0]: row[1:] for row in page.tables["What came out, and what differed"]}
-    assert table[""] == ["one", "two"]
-    assert table["training.learning_rate"] == ["0.001", "0.0002"]
-    assert [name for name in table if "." in name] == ["training.learning_rate"]
-    assert table["steps"] == ["200", "400"]
-    assert table["tokens seen"] == ["100,000,000", "200,000,000"]
-    assert table["last loss"] == [f"{read_run(run).curve('train/loss').known[-1]:.5g}" for run in (one, two)]
-    assert table["from first start to end"] == ["2.08 days", "2.08 days"]
 
 
 def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None:
@@ -67,12 +60,9 @@ def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pyte
     one = write_run(tmp_path / "one", only=LOSSES)
     two = write_run(tmp_path / "two", only=LOSSES, model__tokenizer_name_or_path="builtin")
     assert cli.main(["report", str(one), "--compare", str(two)]) == 0
-    warning = (
-        "one and two differ in model.tokenizer_name_or_path: losses per token of different tokenizers or vocabularies "
-        "cannot be compared."
-    )
-    assert f"warning: {warning}" in capsys.readouterr().err
-    assert warning in Page(one / "report-compared" / "index.html").text
+    said = capsys.readouterr().err
+    assert "warning: one and two differ in model.tokenizer_name_or_path: losses per token of different" in said
+    assert said.partition("warning: ")[2].strip() in Page(one / "report-compared" / "index.html").text
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["by config", "by checkpoint"])
@@ -88,14 +78,6 @@ def test_other_held_out_examples_are_warned_of(tmp_path: Path, field: str, value
     ]
 
 
-def test_a_field_that_an_earlier_run_did_not_know_had_its_default(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / name, only=LOSSES) for name in ("one", "two")]
-    config = yaml.safe_load((runs[1] / "config.yaml").read_text())
-    del config["data"]["chat_targets"], config["data"]["eval_files"]
-    (runs[1] / "config.yaml").write_text(yaml.safe_dump(config))
-    assert list(incomparable([read_run(run) for run in runs], ["one", "two"])) == []
-
-
 def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", model__tokenizer_name_or_path="a copy")]
     files = [write_checkpoint(run, 200) / "trainer.json" for run in runs]
@@ -107,18 +89,15 @@ def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> 
     ]
 
 
-def test_runs_without_a_common_loss_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("lines", [[], [{"step": 1, "perf/mfu": 0.4, "train/loss": None}]], ids=["none", "other"])
+def test_runs_without_a_common_loss_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[dict[str, Any]]
+) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
-    write_lines(two / "metrics.jsonl", [{"step": 1, "perf/mfu": 0.4, "train/loss": None}])
+    write_lines(two / "metrics.jsonl", lines)
     assert cli.main(["report", str(one), "--compare", str(two)]) == 4
-    assert "neither of train/loss and eval/loss was logged by both" in capsys.readouterr().err
-
-
-def test_a_run_to_compare_without_metrics_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
-    (two / "metrics.jsonl").unlink()
-    assert cli.main(["report", str(one), "--compare", str(two)]) == 4
-    assert f"{two}/metrics.jsonl: no line of metrics" in capsys.readouterr().err
+    problem = "neither of train/loss and eval/loss was logged by both" if lines else "metrics.jsonl: no line of metrics"
+    assert problem in capsys.readouterr().err
     assert not (one / "report").exists()
 
 

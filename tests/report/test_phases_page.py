@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,40 +13,27 @@ from ds_encdec import cli
 from ds_encdec.report.write import write_report
 
 
-def test_the_losses_of_all_phases_stand_behind_each_other(tmp_path: Path) -> None:
+def test_the_losses_of_all_phases_stand_behind_each_other(tmp_path: Path, golden: Callable[[object], None]) -> None:
     root = write_phases(tmp_path / "output", only=("train/loss",))
     page = Page(write_report(root)[0])
+    golden(page.prose)
     assert list(page.charts) == ["Training loss, nats per token, all phases"]
-    assert "lowest 2.96 at step 2,320" in next(iter(page.charts.values()))
     assert all(f">{name}</text>" in page.source for name in ("sanity_check", "validation", "medium"))
-    assert "✗ The gate of medium was not passed: loss fell by 0.6, at least 1 asked for" in page.text
-    assert [row[:2] for row in page.tables["Phases"][1:]] == [
-        ["sanity_check", "✓ passed"],
-        ["validation", "✓ passed"],
-        ["medium", "✗ not passed"],
-    ]
     reports = [link["href"] for link in page.all("a") if link["href"].endswith(".html")]
     assert reports == [f"{name}/index.html" for name in ("sanity_check", "validation", "medium")]
-    medium = Page(root / "report" / "medium" / "index.html")
-    assert "The gate of medium was not passed" in medium.text
-    steps = page.source.split('<ol class="stepper">')[1].split("</ol>")[0]
-    assert re.findall("<b>(.*)</b>", steps) == ["✓ sanity_check", "✓ validation", "✗ medium", "○ full"]
+    assert "The gate of medium was not passed" in Page(root / "report" / "medium" / "index.html").text
 
 
-def test_a_phase_that_logged_nothing_is_told_of(tmp_path: Path) -> None:
-    root = tmp_path / "output"
-    write_run(root / "phases" / "sanity_check", only=("train/loss",))
-    (root / "phases" / "validation").mkdir()
-    page = Page(write_report(root, out=tmp_path / "out")[0])
-    assert "! validation was begun and not judged" in page.text
-    assert "validation is not the folder of a run" in page.text
-    assert [link["href"] for link in page.all("a") if "html" in link["href"]] == ["sanity_check/index.html"]
-
-
-def test_phases_without_any_metrics_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_that_logged_nothing_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines(tmp_path / "phases" / "sanity_check" / "metrics.jsonl", [])
     assert cli.main(["report", str(tmp_path)]) == 4
     assert "none of the phases has logged metrics" in capsys.readouterr().err
+    write_run(tmp_path / "phases" / "sanity_check", only=("train/loss",))
+    (tmp_path / "phases" / "validation").mkdir()
+    page = Page(write_report(tmp_path, out=tmp_path / "out")[0])
+    assert "! validation was begun and not judged" in page.text
+    assert "validation is not the folder of a run" in page.text
+    assert [link["href"] for link in page.all("a") if "html" in link["href"]] == ["sanity_check/index.html"]
 
 
 def test_one_phase_is_compared_and_not_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
