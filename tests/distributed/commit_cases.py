@@ -147,7 +147,7 @@ def train_while_saving(folder: str) -> dict[str, Any]:
     return {
         "total": float(total),
         "before": (visible_before, over_before),
-        "after": (sorted(committed_steps(Path(folder))), outcome.problem, outcome.num_bytes),
+        "after": (sorted(committed_steps(Path(folder))), outcome.problem),
         "seconds": outcome.seconds,
     }
 

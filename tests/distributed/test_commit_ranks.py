@@ -40,8 +40,7 @@ def test_collectives_of_training_go_on_under_a_save(tmp_path: Path) -> None:
     for rank in found:
         assert rank["total"] == 100
         assert rank["before"] == ([], False)
-        assert rank["after"][:2] == ([1], None)
-        assert rank["after"] == found[0]["after"]
+        assert rank["after"] == ([1], None)
         assert rank["seconds"] >= 1.5
 
 

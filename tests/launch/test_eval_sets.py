@@ -89,7 +89,7 @@ def config_with(**fields: Any) -> FullConfig:
         ({"data__eval_sets": "{a: {eval_files: x, eval_split: test}}"}, "files have no splits"),
         ({"data__eval_sets__a__eval_file": "x"}, "did you mean `eval_files`"),
         ({"data__eval_sets": "{a: {eval_split: test}}", "training__eval_samples": 0}, "nothing is evaluated"),
-        ({"training__metric_for_best_model": "a/loss"}, "a/loss is none of the figures of sets"),
+        ({"training__metric_for_best_model": "a/loss"}, "a/loss is no figure of a set"),
     ],
 )
 def test_sets_that_cannot_be(fields: dict[str, Any], message: str) -> None:
