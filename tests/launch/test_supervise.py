@@ -109,7 +109,8 @@ def test_a_killed_rank_costs_a_start_and_no_step(tmp_path: Path) -> None:
     """It is killed once, and the script starts it again; where torchrun's agent does: tests/hosts."""
     folder, killed = tmp_path / "run", tmp_path / "killed"
     program = (
-        "import os, signal, sys; from pathlib import Path; from ds_encdec import train; from ds_encdec.training import trainer\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from ds_encdec import train; from ds_encdec.training import trainer\n"
         f"killed, advance = Path({str(killed)!r}), trainer.advance\n"
         "def and_die(state, *rest):\n"
         "    if not killed.exists() and state.global_step == 4:\n"
