@@ -17,7 +17,7 @@ from local_hub import LocalHub, local_hub
 
 from ds_encdec.base.types import CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig, MixtureSource
-from ds_encdec.data.sources.sources import hub_errors
+from ds_encdec.data.sources import hub_errors
 from ds_encdec.data.sources.tables import ParquetFiles, open_hub_data, resolve_commits
 
 NAME = "someone/texts"

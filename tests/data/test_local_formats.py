@@ -26,8 +26,9 @@ from ds_encdec.base.types import DataError
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import DataConfig, MixtureSource, ModelConfig
 from ds_encdec.data.build import open_sources
+from ds_encdec.data.sources import local_files
 from ds_encdec.data.sources.local_files import INDEXED_BYTES, JsonLines, TextFiles
-from ds_encdec.data.sources.sources import BadRow, local_files
+from ds_encdec.data.sources.sources import BadRow
 from ds_encdec.data.sources.tables import open_hub_data
 
 

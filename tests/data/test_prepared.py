@@ -23,8 +23,8 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import prepare_data
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import count_rows
+from ds_encdec.data.sources import write_prepared as prepare
 from ds_encdec.data.sources.prepared import PreparedSource
-from ds_encdec.data.sources.sources import write_prepared as prepare
 from ds_encdec.data.splits import split_examples
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.run_folder import lock_file

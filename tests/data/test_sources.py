@@ -19,9 +19,10 @@ from data_parts import byte_maker, byte_tokenizer, make_config, texts, write_jso
 from ds_encdec.base.types import DataError, Document
 from ds_encdec.config.schema import DataConfig, MixtureSource
 from ds_encdec.data.build import open_sources
+from ds_encdec.data.sources import builtin_corpus
 from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
 from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
-from ds_encdec.data.sources.sources import BadRow, StreamSource, builtin_corpus
+from ds_encdec.data.sources.sources import BadRow, StreamSource
 from ds_encdec.data.sources.tables import HubStream, HubTable, ParquetFiles, open_hub_data
 from ds_encdec.data.text_tokenizer import TextTokenizer
 
