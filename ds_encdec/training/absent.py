@@ -1,8 +1,6 @@
-"""Finds the files, folders, packages and code that a configuration names and this machine lacks.
-
-A configuration may be made for another machine, so only `validate` and `doctor` look at all of them. A new run looks at
-its model and its files before torch is imported (`refuse_absent`), and at the rest later and more closely.
-"""
+"""Find the files, folders, packages and code that a configuration names and this machine lacks. Only `validate` and
+`doctor` look at all of them, since a configuration may be for another machine. A new run checks its model and files
+before torch is imported (`refuse_absent`), and the rest later."""
 
 from __future__ import annotations
 
@@ -32,26 +30,24 @@ from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, not_installed
 
 
 def look_here(loaded: Loaded) -> None:
-    """Add to the problems of `loaded` what a run of it would lack here, but for what other problems leave open."""
+    """Add to `loaded` a problem for each thing that a run would lack here, unless its fields have other problems."""
     config, checked = loaded.config, loaded.checked
-    finders = (_absent_files, _absent_packages, _absent_folders, _absent_code, _lacking_rows)
+    finders = (_absent_files, _absent_packages, _absent_folders, _absent_code, _row_problems)
     loaded.add(found for find in finders for found in find(config) if checked.knows(found.fields))
     if checked.is_sound_in("data", "model"):
         loaded.add(unusable_rows(config.data, config.model))
 
 
 def require_here(config: FullConfig, *, new: bool) -> None:
-    """Raise ConfigError for an optional package that a run of `config` needs and that is not installed.
-
-    `new`: also for too few rows for the tokenizer; a run that is resumed has its checkpoint's.
-    """
+    """Raise ConfigError for an optional package that a run of `config` needs and that is not installed; for a `new` run
+    also for too few rows for the tokenizer: a resumed one has its checkpoint's."""
     settings = Settings(config.model_dump(mode="json"))
-    found = [*_absent_packages(config), *(_lacking_rows(config) if new else ())]
-    raise_if_any([mention_all(settings, conflict) for conflict in found])
+    conflicts = [*_absent_packages(config), *(_row_problems(config) if new else ())]
+    raise_if_any([mention_all(settings, conflict) for conflict in conflicts])
 
 
 def refuse_absent(config: FullConfig) -> None:
-    """Raise CheckpointError or DataError for a model's folder or a file of the data that a new run would not find."""
+    """Raise CheckpointError for a missing model folder, DataError for a missing data file, of a new run."""
     for conflict in (*_absent_folders(config), *_absent_files(config)):
         field = conflict.fields[0]
         if field.startswith("model."):
@@ -61,7 +57,7 @@ def refuse_absent(config: FullConfig) -> None:
 
 
 def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
-    """The paths and patterns of files that match none here, by the field. Prepared data needs none of them."""
+    """Return by field the paths and patterns that match no file here. Prepared data needs none of them."""
     if data.prepared_dir is not None:
         return {}
     sources = data.sources_by_path().items()
@@ -80,7 +76,7 @@ def _absent_files(config: FullConfig) -> Iterator[Conflict]:
         yield from (Conflict((field,), no_file_matches([pattern])) for pattern in patterns)
     if config.training.num_train_epochs is None or not data.streaming or data.prepared_dir is not None:
         return
-    for at, source in data.sources_by_path().items():  # of streamed data sets only parquet files say their length
+    for at, source in data.sources_by_path().items():  # only streamed parquet files have a known length
         folder = source.dataset_name
         is_counted = local_kind(folder) or os.path.isfile(os.path.join(folder, "state.json"))
         files = (path for pattern in source.data_files or ["**/*"] for path in named_files(pattern, folder))
@@ -117,16 +113,16 @@ def _absent_folders(config: FullConfig) -> Iterator[Conflict]:
     tokenizer = model.tokenizer_name_or_path or model.model_name_or_path
     of_tokenizer = "tokenizer_name_or_path" if model.tokenizer_name_or_path else "model_name_or_path"
     is_logged = config.training.report_to and os.path.isabs(infra.logging_dir)
-    found = {
-        "model.model_name_or_path": _lacking(model.model_name_or_path, "config.json") or _not_trained(config),
-        "infra.output_dir": _unwritable(infra.output_dir),
-        "infra.logging_dir": _unwritable(infra.logging_dir) if is_logged else None,
+    flaws = {
+        "model.model_name_or_path": _folder_problem(model.model_name_or_path, "config.json") or _model_problem(config),
+        "infra.output_dir": _write_problem(infra.output_dir),
+        "infra.logging_dir": _write_problem(infra.logging_dir) if is_logged else None,
     }
-    found[f"model.{of_tokenizer}"] = found.get(f"model.{of_tokenizer}") or _lacking(tokenizer, "tokenizer.json")
+    flaws[f"model.{of_tokenizer}"] = flaws.get(f"model.{of_tokenizer}") or _folder_problem(tokenizer, "tokenizer.json")
     if infra.offload_optimizer == "nvme" and infra.nvme_path:
         is_there = os.path.isdir(_folder(infra.nvme_path))
-        found["infra.nvme_path"] = _unwritable(infra.nvme_path) if is_there else "there is no such folder"
-    yield from (Conflict((field,), wrong) for field, wrong in found.items() if wrong is not None)
+        flaws["infra.nvme_path"] = _write_problem(infra.nvme_path) if is_there else "there is no such folder"
+    yield from (Conflict((field,), problem) for field, problem in flaws.items() if problem is not None)
 
 
 def _absent_code(config: FullConfig) -> Iterator[Conflict]:
@@ -138,7 +134,6 @@ def _absent_code(config: FullConfig) -> Iterator[Conflict]:
 
 
 def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yield the field and the look-up of each of the user's objects that `config` names."""
     data, training = config.data, config.training
     if data.converter is not None:
         yield "data.converter", partial(converter_digest, data.converter)
@@ -168,13 +163,13 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
             yield field, partial(load_plugin, field, name, kind)
 
 
-def _lacking_rows(config: FullConfig) -> Iterator[Conflict]:
+def _row_problems(config: FullConfig) -> Iterator[Conflict]:
     if (wrong := tokenizer_lacks_rows(config)) is not None:
         yield Conflict(("model.architecture.vocab_size", "model.tokenizer_name_or_path"), wrong)
 
 
-def _lacking(name: str | None, needed: str) -> str | None:
-    """Return what is wrong with the folder of a model or a tokenizer. Nothing is asked from the hub or its cache."""
+def _folder_problem(name: str | None, needed: str) -> str | None:
+    """Return the problem of a model's or tokenizer's folder, if any. The hub and its cache are not queried."""
     if name is None or name == "builtin":
         return None
     folder = _folder(name)
@@ -185,8 +180,8 @@ def _lacking(name: str | None, needed: str) -> str | None:
     return variable_in(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
 
 
-def _not_trained(config: FullConfig) -> str | None:
-    """Return why a model in a local folder is refused by its config.json."""
+def _model_problem(config: FullConfig) -> str | None:
+    """Return why the config.json of a local model folder rules the model out, if it does."""
     model, name = config.model, config.model.model_name_or_path
     if name is None or not os.path.isdir(folder := _folder(name)):
         return None
@@ -194,14 +189,14 @@ def _not_trained(config: FullConfig) -> str | None:
         stored = read_stored_model(folder / "config.json")
     except CheckpointError as error:
         return str(error)
-    asked = model.num_sentinel_tokens, len(MODE_TOKENS) * config.data.use_mode_tokens
-    there = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
-    lacks = stored["model_type"] == OF_OUR_OWN and any(wanted > has for wanted, has in zip(asked, there, strict=True))
+    needs = model.num_sentinel_tokens, len(MODE_TOKENS) * config.data.use_mode_tokens
+    owned = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
+    lacks = stored["model_type"] == OF_OUR_OWN and any(wanted > has for wanted, has in zip(needs, owned, strict=True))
     return untrained_rows(name, stored, asks_for_modes=config.data.use_mode_tokens) if lacks and model.lora else None
 
 
-def _unwritable(name: str) -> str | None:
-    """Return why the folder `name`, or a new one of that name, cannot be written to."""
+def _write_problem(name: str) -> str | None:
+    """Return why the folder `name` cannot be written to or created, if it cannot."""
     if name.startswith("~") and not _folder(name).is_absolute():
         return "there is no such user"
     folder = _folder(name).absolute()
@@ -210,7 +205,7 @@ def _unwritable(name: str) -> str | None:
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):
         return f"{there} is no folder"
-    try:  # as root, or on a file system of the kernel's, permissions do not say it
+    try:  # permissions prove nothing for root, or on a file system of the kernel's
         os.rmdir(tempfile.mkdtemp(prefix=".ds-encdec-", dir=there))
     except OSError as error:
         return f"{there} cannot be written to ({error.strerror})"

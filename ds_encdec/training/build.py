@@ -1,8 +1,5 @@
-"""From a FullConfig to a wired Trainer, and from a finished run to a model folder.
-
-The only place that knows everybody. It reads top to bottom in the order in which a run may fail cheaply:
-the machine, the output folder, the data and the model's source, the engine.
-"""
+"""Build a Trainer from a FullConfig, train, and export the finished run: the only module that knows all the others, in
+the order in which a run may fail cheaply."""
 
 import logging
 import os
@@ -69,8 +66,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The arguments of `run_training`."""
-
     config: FullConfig
     stop: StopRequest
     resume: str | None
@@ -88,33 +83,33 @@ def run_training(
     callbacks: Sequence[Callback] = (),
     profile: int = 0,
 ) -> TrainingState:
-    """Train as configured, on whatever ranks the environment says this process is one of.
+    """Train as configured, as the rank that the environment assigns to this process.
 
-    `stop` has been entered; None: signals are answered during the run alone, which needs the main thread. `resume`:
-    None, `auto`, or the path of a checkpoint, of whatever engine and number of ranks. `allow_data_change`: go on from
-    it although this run reads other data. `callbacks`: besides those of `training.callbacks`, the same on every rank.
-    `profile`: the number of steps to look into (profiling.py).
+    `stop` has been entered; with None, signals are handled during the run only, which needs the main thread. `resume`:
+    None, `auto`, or the path of a checkpoint, of any engine and number of ranks. `allow_data_change`: resume although
+    this run reads other data. `callbacks` join those of `training.callbacks`, and are the same on every rank.
+    `profile`: the number of steps to profile (profiling.py).
 
-    Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. How the log looks, and whether
-    it is seen, is the caller's business: it goes to the loggers of `ds_encdec`.
+    Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. The log goes to the loggers of
+    `ds_encdec`, which the caller configures.
     """
-    world = discover(os.environ)  # now: a port that is free, where none is given
+    world = discover(os.environ)  # now, since it picks a free port if none is configured
     grow_segments(os.environ)
     with startup_errors_shared(world):
         require_here(config, new=resume is None)
-        if resume is None:  # a batch that the ranks cannot share out is refused before they meet
+        if resume is None:  # a batch that the ranks cannot share is refused before the rendezvous
             (micro_batch_candidates if is_auto(config) else plan_lanes)(config, world.world_size)
     with StopRequest(world) if stop is None else nullcontext(stop) as watch:
         try:
             return _train_on_ranks(_Request(config, watch, resume, allow_data_change, callbacks, profile), world)
         except BaseException:
-            if world.world_size == 1:  # which waits for nobody, and whose process may train again
+            if world.world_size == 1:  # one rank waits for nobody, and its process may train again
                 shutdown()
             raise
 
 
 def _train_on_ranks(request: _Request, world: World) -> TrainingState:
-    """Join the ranks, take the run's folder, train, and write what a run leaves at its end."""
+    """Join the ranks, claim the run's folder, train, and then export, average and upload."""
     config, stop, resume = request.config, request.stop, request.resume
     context = _meet(config, world, stop)
     world = context.world
@@ -135,15 +130,15 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
     with (
         context.undo,
         Peers(folder, context.collectives) as peers,
-        uploads.awaited_by_all(context.collectives, stop.heartbeat),  # behind the record of the ending, which is copied
+        uploads.awaited_by_all(context.collectives, stop.heartbeat),  # exits after the ending is recorded, to copy it
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
-        # Innermost: left first, it ends a run that hangs before another ending is recorded.
+        # Innermost, so it exits first: it ends a run that hangs before another ending is recorded.
         Watchdog(stop, _hang_minutes(config), folder, context.collectives),
     ):
         context.collectives.on_rank_zero(lambda: uploads.claim(resume))
         profilers = [StepProfiler(request.profile, folder.profile, world.rank)] if request.profile else []
         callbacks = open_callbacks(config, [*request.callbacks, uploads, *profilers], context.collectives)
-        trainer, expected, facts = _wire(request, context, folder, callbacks)
+        trainer, expected, facts = _build_trainer(request, context, folder, callbacks)
         begin(**facts)
         state = _train_and_close(trainer, peers, expected)
         has_stepped = trainer.has_stepped
@@ -161,19 +156,17 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
 
 
 def _hang_minutes(config: FullConfig) -> float | None:
-    """The minutes after which a rank without a step counts as stuck; None for no watch.
-
-    The default is well before a collective would give up; 0 means never.
-    """
-    given, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
-    return (longest * 2 / 3 if given is None else given) or None
+    """Return the minutes without a step after which a rank counts as stuck; None: never. The default is well before a
+    collective would give up."""
+    configured, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
+    return (longest * 2 / 3 if configured is None else configured) or None
 
 
 def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
-    """Join the ranks. Whoever is past this knows that none may leave alone any more. Raises Preempted, ConfigError."""
+    """Join the ranks. Once this returns, no rank may leave alone any more. Raises Preempted and ConfigError."""
     try:
         return join_ranks(config, world, met=stop.ranks_have_met)
-    except (RuntimeError, LostRankError) as error:  # torch's; a launcher stops those whom one has left
+    except (RuntimeError, LostRankError) as error:  # torch's; a launcher stops the ranks that one has left
         if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
             raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
         raise
@@ -182,7 +175,7 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
 def _train_and_close(
     trainer: Trainer, peers: Peers | None = None, expected: ExpectedMemory | None = None
 ) -> TrainingState:
-    """Train and close what the run has opened; `expected` explains an error that memory ran out."""
+    """Train, then close the parts of the run; `expected` explains an error that memory ran out."""
     exit_code, reason = 0, ""
     try:
         with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank):
@@ -199,7 +192,7 @@ def _train_and_close(
     except BaseException as error:
         named = named_error(error, trainer.collectives.rank, peers)
         exit_code, reason = named.exit_code, str(named)
-        if isinstance(named, LostRankError):  # looked for once
+        if isinstance(named, LostRankError):  # `named_error` has looked for the lost rank
             raise named from error
         raise
     finally:
@@ -212,13 +205,11 @@ def _train_and_close(
     return state
 
 
-def _wire(
+def _build_trainer(
     request: _Request, context: RunContext, folder: RunFolder, callbacks: Sequence[Callback]
 ) -> tuple[Trainer, ExpectedMemory | None, dict[str, Any]]:
-    """Everything a run needs, in the order in which it may fail cheaply; the run's own files are touched last.
-
-    Returns also the memory it is expected to take, and facts of the run for `run.json`.
-    """
+    """Build all parts of a run; those that fail cheaply come first, and the run's own files last. Returns the trainer,
+    the expected memory, and facts for `run.json`."""
     collectives, training = context.collectives, request.config.training
     checkpoints = CheckpointManager(
         folder.checkpoints, collectives, engine_name=context.engine, keep=training.save_total_limit
@@ -269,7 +260,7 @@ def _log_start(run: Run, state: TrainingState, job: Job, expected: ExpectedMemor
 
 
 def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str], stop: StopRequest) -> Judge:
-    """Generates and scores texts in evaluations. Raises ConfigError for a model that cannot generate. Collective."""
+    """A collective. Raises ConfigError if the model cannot generate."""
     collectives, model = run.context.collectives, run.model
     collectives.on_every_rank(lambda: check_cache(model.config))
     return Judge(
@@ -285,11 +276,11 @@ def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str],
 
 
 def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
-    """The checkpoint to go on from, if any, the model, and how many micro-batches a step has. Collective."""
+    """Find the checkpoint to resume from, load the model, and plan a step's micro-batches. A collective."""
     collectives, config = context.collectives, request.config
     checkpoint = _find(config, context, folder, request.resume)
     saved = checkpoint.read_json("trainer.json") if checkpoint else None
-    # Once on each machine, whose copy may be another; rank 0 writes it into checkpoints.
+    # Once on each machine, since copies may differ; rank 0 writes its hashes into checkpoints.
     hashes = context.world.is_main or context.world.local_rank == 0
     model = collectives.rank_zero_first(
         lambda: (
@@ -300,7 +291,7 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     )
     if config.model.lora is not None:
         one_base(collectives.gather(model.base))
-    # One rank asks the hub, so that all read the same commit of a data set.
+    # Rank 0 alone queries the hub, so that all read the same commit of a data set.
     saved_commits = saved["data"]["dataset_commits"] if saved else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
     config = resolve_checkpointing(config, context, model.config, checkpoint)
@@ -310,7 +301,7 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
 
 
 def _find(config: FullConfig, context: RunContext, folder: RunFolder, resume: str | None) -> Checkpoint | None:
-    """The checkpoint to go on from, if any. Collective. Raises what makes this run unable to continue it."""
+    """Return the checkpoint to resume from, if any; raise the reason why this run cannot resume it. A collective."""
 
     def accept(checkpoint: Checkpoint) -> None:
         plan_lanes(config, context.world.world_size, checkpoint.read_json("trainer.json")["num_lanes"])
@@ -340,7 +331,6 @@ def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
 
 
 def _first_state(run: Run, data: TrainingData) -> TrainingState:
-    """A new run's state, or that of the checkpoint; `data` is put where it was then."""
     if run.checkpoint is None:
         return TrainingState(best_by=run.config.training.best_by)
     warn_of_another_optimizer(run.checkpoint, run.config.training, is_main=run.context.world.is_main)
@@ -349,10 +339,7 @@ def _first_state(run: Run, data: TrainingData) -> TrainingState:
 
 
 def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine:
-    """The engine with its weights, from the model's source or from the checkpoint. Collective.
-
-    Before that, the disk's room for its checkpoints is checked.
-    """
+    """Check the disk, then build the engine with weights from the model's source or the checkpoint. A collective."""
     run.context.collectives.on_rank_zero(lambda: _check_disk_space(run, job))
     model, context = run.model, run.context
     with out_of_memory_explained(expected, context.device, context.world.rank):
@@ -363,7 +350,6 @@ def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine
 
 
 def _check_disk_space(run: Run, job: Job) -> None:
-    """Warn where the checkpoints to come do not fit; with `infra.require_disk_space` raise DiskRefusedError."""
     folder = run.folder.checkpoints
     if (problem := disk_shortage(folder, len(committed_steps(folder)), run.config, job)) is None:
         return

@@ -1,4 +1,4 @@
-"""A user's code in a run, which the loop calls at three moments."""
+"""Load the user's callbacks, and call them at the loop's three moments."""
 
 import logging
 from collections.abc import Sequence
@@ -13,10 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 def open_callbacks(config: FullConfig, given: Sequence[Callback], collectives: HostCollectives) -> tuple[Callback, ...]:
-    """The callbacks `given` in Python, then those that `training.callbacks` names, each called with the configuration.
-
-    A collective. Raises ConfigError where one cannot be imported or is no `Callback`, and where ranks have others.
-    """
+    """Return the callbacks `given` in Python, then those of `training.callbacks`, called with the configuration. A
+    collective. Raises ConfigError if one cannot be imported or is no `Callback`, or if the ranks' callbacks differ."""
     field = "training.callbacks"
 
     def made() -> tuple[Callback, ...]:
@@ -34,7 +32,7 @@ def open_callbacks(config: FullConfig, given: Sequence[Callback], collectives: H
 
 
 def call(callback: Callback, moment: str, state: TrainingState, fact: object) -> None:
-    """Call the method `moment` with `state` and the moment's own fact. Raises DsEncDecError that names the method."""
+    """Call the method `moment` with `state` and the moment's own `fact`. Raises DsEncDecError that names the method."""
     try:
         getattr(callback, moment)(state, fact)
     except DsEncDecError:

@@ -1,24 +1,18 @@
-"""Python's garbage collector, called by the loop while a run trains.
-
-Left alone it runs whenever enough objects were made, in the middle of a step, on each rank in another one: the others
-wait for it. Inside `manual_gc` it runs in the same step on every rank, and never scans what was there before: the
-program's modules, the model, the engine.
-"""
+"""Run Python's garbage collector in the same step on every rank, never over the modules, the model and the engine. Left
+alone it runs in the middle of a step, on each rank in another one, and the others wait."""
 
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 EVERY_STEPS = 50
-"""Steps between two collections: what has piled up by then is small beside a step's own memory."""
+"""Steps between two collections; their garbage is small beside a step's own memory."""
 
 
 @contextmanager
 def manual_gc() -> Iterator[Callable[[], None]]:
-    """Collect only in the function that this yields, to be called once a step.
-
-    Collects now and freezes the survivors (`gc.freeze`); restores the collector's state on exit.
-    """
+    """Yield a function to call once a step, which alone collects garbage. Collects on entry and freezes the survivors
+    (`gc.freeze`); restores the collector's state on exit."""
     was_enabled, was_frozen, steps = gc.isenabled(), gc.get_freeze_count() > 0, 0
 
     def end_of_step() -> None:
@@ -33,7 +27,7 @@ def manual_gc() -> Iterator[Callable[[], None]]:
     try:
         yield end_of_step
     finally:
-        if not was_frozen:  # whoever froze before wants to keep it so
+        if not was_frozen:  # the caller had frozen objects before
             gc.unfreeze()
         if was_enabled:
             gc.enable()

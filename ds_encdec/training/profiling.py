@@ -5,7 +5,7 @@ RUN/profile/
   rank-0.txt          the shares of the step, and torch's table of the operators that take longest
   rank-0.json         the shares
 
-Profiled steps are slower than others, so shares and counts are what to go by.
+Profiled steps are slower than others, so go by shares and counts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _HOST_WAITS = (
 
 
 class StepProfiler(Callback):
-    """Profiles `steps` steps after a few others, and writes the files above into `folder`."""
+    """Profiles `steps` steps after the warm-up, and writes the files above into `folder`."""
 
     def __init__(self, steps: int, folder: Path, rank: int) -> None:
         self._steps, self._folder, self._rank = steps, folder, rank
@@ -49,7 +49,7 @@ class StepProfiler(Callback):
         self._profile: profile | None = None
 
     def after_step(self, state: TrainingState, result: StepResult) -> None:
-        """Begin behind the last step of the warm-up, end behind the last one that was asked for."""
+        """Start the profile after the warm-up, and end it after the last step to profile."""
         self._seen += 1
         self._last_step = state.global_step
         if self._seen == WARM_UP_STEPS:
@@ -61,7 +61,7 @@ class StepProfiler(Callback):
             self._end()
 
     def finish(self) -> None:
-        """The run has no more steps: write what there is of the profile, or log that there is none."""
+        """Write a profile that the end of the run cut short, or log that there is none."""
         self._end()
         if self._seen <= WARM_UP_STEPS and self._rank == 0:
             logger.warning(
@@ -92,15 +92,13 @@ class StepProfiler(Callback):
 
 
 def summarize(profiled: profile, steps: int, seconds: float) -> dict[str, Any]:
-    """The figures of a finished profile of `steps` steps, which took `seconds`.
-
-    Shares are of that time: `data_wait_share` of waits for the next micro-batches, `communication_share` of the time in
-    which a collective was under way, on the device where there is one, alone or beside something else. `host_waits`: by
-    name, how often a step made the host wait for the device, or read a number of a tensor.
-    """
+    """Return the figures of a finished profile of `steps` steps, which took `seconds`. Shares are of that time.
+    `data_wait_share`: waits for the next micro-batches. `communication_share`: time with a collective under way, alone
+    or beside other work, on the device if there is one. `host_waits`: by name, how often a step made the host wait for
+    the device or read a number of a tensor."""
     events: Any = profiled.events()
     averages: Any = profiled.key_averages()
-    # Annotations, as FSDP2's of its phases, come back as work of the device, too, which they are not.
+    # Annotations, such as FSDP2's of its phases, also come back as work of the device.
     on_device = [event for event in events if event.device_type != DeviceType.CPU and not event.is_user_annotation]
     collectives = _spans(on_device or events, _COMMUNICATION)
     return {
@@ -114,7 +112,7 @@ def summarize(profiled: profile, steps: int, seconds: float) -> dict[str, Any]:
 
 
 def describe(figures: dict[str, Any], profiled: profile) -> str:
-    """The figures of `summarize` in words, above torch's table of the operators of all profiled steps."""
+    """Format the figures of `summarize`, above torch's table of the operators of all profiled steps."""
     waits = ", ".join(f"{name} {count:g}" for name, count in figures["host_waits"].items()) or "none"
     on_cpu = figures["device"] == "cpu"
     lines = [
@@ -132,12 +130,11 @@ def describe(figures: dict[str, Any], profiled: profile) -> str:
 
 
 def _spans(events: Iterable[Any], prefixes: tuple[str, ...]) -> list[tuple[float, float]]:
-    """Begin and end in microseconds of the events whose names begin so."""
     return [(event.time_range.start, event.time_range.end) for event in events if event.name.startswith(prefixes)]
 
 
 def _covered_us(spans: Sequence[tuple[float, float]]) -> float:
-    """The time that lies in at least one of `spans`: nested ones, and those of several threads, count once."""
+    """Return the time inside at least one of `spans`: nested ones, and those of several threads, count once."""
     covered, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, reached))

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: at a run's start, or in its midst by a rollback; those of other models are refused."""
+"""Resume from a checkpoint, at a run's start or by a rollback in its midst; refuse those of other models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TOKENIZER_NAME = "model.tokenizer_name_or_path"
 def with_steps(
     config: FullConfig, pipeline: LanePipeline, checkpoint: Checkpoint | None, collectives: HostCollectives
 ) -> FullConfig:
-    """`config`, with the steps of its epochs if it gives these: those of the checkpoint, or counted now. Collective."""
+    """Return `config` with the steps of its epochs, if any: those of the checkpoint, or counted now. A collective."""
     epochs = config.training.num_train_epochs
     if epochs is None:
         return config
@@ -44,10 +44,8 @@ def with_steps(
 
 
 def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
-    """Raise CheckpointError where `config` trains another model or tokenizer; reads the small files only.
-
-    A moved folder is still the same model: the weights come from the checkpoint.
-    """
+    """Raise CheckpointError if `config` trains another model or tokenizer than `checkpoint`; reads the small files
+    only. A moved folder is still the same model, since the weights come from the checkpoint."""
     theirs, ours = _model_settings(load_saved(checkpoint.path / "config.yaml")), _model_settings(config)
     differing = _differences(theirs, ours)
     if not differing:
@@ -65,7 +63,7 @@ def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
 
 
 def restore_data(checkpoint: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
-    """Put the loader of `data` where the checkpoint was; returns `state`, choosing anew if the data is other."""
+    """Move the loader of `data` to the checkpoint's position; returns `state`, its best reset if the data differs."""
     fingerprint = checkpoint.read_json("trainer.json")["data"]["fingerprint"]
     lanes = usable_records(checkpoint.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
     data.loader.load_state(lanes)
@@ -82,7 +80,7 @@ def restore_data(checkpoint: Checkpoint, data: TrainingData, state: TrainingStat
 
 
 def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:
-    """The saved `state`, without what another `metric_for_best_model` than this run's found to be the best."""
+    """Return the saved `state`, with its best reset if this run has another `metric_for_best_model`."""
     if state.best_by != training.best_by:
         logger.info(
             "%s was saved by a run whose best checkpoint is that of the %s. It is the %s now: the best checkpoint is "
@@ -95,7 +93,7 @@ def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: Train
 
 
 def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
-    """Warn where the states of `checkpoint` are another optimizer's: those of the same name count as this run's."""
+    """Warn if `checkpoint` has another optimizer's states: those of the same names are loaded as this run's."""
     theirs = load_saved(checkpoint.path / "config.yaml").training
     then, now = ((one.optimizer, one.optimizer_args) for one in (theirs, training))
     if is_main and then != now:
@@ -110,22 +108,20 @@ def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, 
 
 
 def load_engine(engine: Engine, checkpoint: Checkpoint, collectives: HostCollectives) -> None:
-    """Fill the engine of every rank from `checkpoint`. Where one rank cannot open its files, all raise its error."""
+    """Fill the engine of every rank. A collective: if one rank cannot open its files, all raise its error."""
     engine.load(collectives.on_every_rank(lambda: open_saved_state(checkpoint.path, verified=True)))
 
 
 def roll_back(
     state: TrainingState, alert: Alert, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
 ) -> TrainingState | None:
-    """Go back to an earlier checkpoint in mid-run, past the data that was read since; returns the state to go on from.
+    """Load an earlier checkpoint in mid-run and skip the data read since. Returns the new state, or None if none fits.
 
-    Weights, optimizer, schedule and the monitor's windows become the checkpoint's; the data loader is left where it is.
-    So the run goes on as one that trained up to that checkpoint and then never saw the data in between. None where no
-    checkpoint is old enough, and the run goes on as it is.
-
-    `alert`: what asks for it. Collective; no save is under way. The caller saves the new state at once: it has the
-    checkpoint's step, and other data behind it. Raises DivergedError where the run has used up its rollbacks,
-    CheckpointError where every checkpoint that is old enough is damaged.
+    Weights, optimizer, schedule and the monitor's windows become the checkpoint's, and the data loader stays where it
+    is: the run goes on as one that trained up to that checkpoint and never saw the data in between. None: no checkpoint
+    is old enough, and the run goes on as it is. A collective, with no save under way. The caller saves the new state at
+    once: it has the checkpoint's step, but other data behind it. Raises DivergedError if the run has used up its
+    rollbacks, CheckpointError if every checkpoint that is old enough is damaged.
     """
     settings, collectives = recorder.settings, recorder.collectives
     if state.rollbacks >= settings.max_rollbacks:
@@ -147,7 +143,7 @@ def roll_back(
     then = checkpoint.training_state().choosing_by(state.best_by)
     load_engine(engine, checkpoint, collectives)
     gone_back = dataclasses.replace(
-        then,  # but for what counts data
+        then,  # except for the counters of data
         data_step=state.data_step,
         skipped_steps=state.data_step - then.global_step,
         epoch=state.epoch,
@@ -177,7 +173,6 @@ def roll_back(
 
 
 def _different_contents(checkpoint: Checkpoint, config: FullConfig) -> list[str]:
-    """The differences, in words, between the model and tokenizer that `config` names and the saved ones."""
     saved = saved_model(config, checkpoint.path, hashes_base=False)
     try:
         named = new_model(config, hashes_base=False)
@@ -197,7 +192,6 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 
 def _model_settings(config: FullConfig) -> dict[str, Any]:
-    """The settings that decide what is trained, by their names in the configuration."""
     section = config.model
     sizes = section.architecture.model_dump() if section.architecture else {}
     return {

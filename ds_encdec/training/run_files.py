@@ -1,4 +1,4 @@
-"""The files of a run beside those of the engine: its configuration, its records, and what a checkpoint holds."""
+"""Write the files of a run beside the engine's: its configuration, its records, and the rest of a checkpoint."""
 
 from __future__ import annotations
 
@@ -35,11 +35,9 @@ from ds_encdec.training.run_model import RunModel
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The facts of a run before its data and engine are built; the batch of its configuration is a number by now.
-
-    `checkpoint`: the one to go on from. `commits`: see `resolve_commits`. `epochs`: the configured ones; `config` has
-    their steps once they are known.
-    """
+    """The facts of a run before its data and engine are built; its `config` has a numeric batch size by now.
+    `checkpoint`: the one to resume from. `commits`: see `resolve_commits`. `epochs`: the configured ones; `config` has
+    their steps once they are known."""
 
     config: FullConfig
     context: RunContext
@@ -59,10 +57,8 @@ def _last_report(run_dir: Path) -> Path:
 
 
 def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
-    """The recorder, with the windows of the checkpoint if there is one, after the event of this start. Collective.
-
-    The run's configuration is written first. Raises DiskRefusedError.
-    """
+    """Write the run's configuration and the event of this start, and return the recorder, with the checkpoint's windows
+    if there is one. A collective. Raises DiskRefusedError."""
     config, folder, sizes = run.config, run.folder, run.model.config
     world, device = run.context.world, run.context.device
 
@@ -109,7 +105,7 @@ def checkpoint_files(
     lanes: list[dict[str, Any]],
     saved: dict[str, Any],
 ) -> Callable[[Path], None]:
-    """Return what writes all that a checkpoint holds beside the engine's files; see docs/checkpoints.md."""
+    """Return a function that writes a checkpoint's files beside the engine's; see docs/checkpoints.md."""
     trainer = {"saved": saved, "state": state.to_dict(), "num_lanes": run.num_lanes}
     trainer |= {"data": data.saved(), "recorder": recorder}
     trainer |= {} if run.epochs is None else {"num_train_epochs": run.epochs}
@@ -134,11 +130,11 @@ def checkpoint_files(
 _ENGINE_FILES: ByEngine[Mapping[str, Callable[[FullConfig, World, torch.device, int], dict[str, Any]]]] = ByEngine(
     deepspeed={"ds_config.json": run_json}, fsdp={}
 )
-"""The JSON files of an engine in the run's folder, by what makes their content of the ranks and the accumulation."""
+"""The JSON files of each engine in the run's folder, and the functions that make their content."""
 
 
 def _write_run_configuration(run: Run) -> None:
-    """Write config.yaml and the files of the engine that runs, and remove those of another one, an earlier start's."""
+    """Write config.yaml and the running engine's files; remove those of another engine, left by an earlier start."""
     world, device = run.context.world, run.context.device
     write_atomically(run.folder.config_yaml, run.config.dump_yaml())
     for row in ENGINES.values():

@@ -1,4 +1,4 @@
-"""The model and tokenizer of a run before it is built: from its configuration, or on resume from its checkpoint."""
+"""Load the model and tokenizer of a run, not built yet: from its configuration, or on resume from its checkpoint."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ MODEL_NAME = "model.model_name_or_path"
 
 @dataclass(frozen=True, slots=True)
 class RunModel:
-    """The model to train, before it is built.
-
-    `weights` is None where a checkpoint will bring them. `base`: what checkpoints say of the base of their adapters,
-    where it was hashed.
-    """
+    """The model to train, before it is built. `weights` is None if a checkpoint has them. `base`: the record of the
+    adapters' base for checkpoints, if it was hashed."""
 
     config: Qwen3Seq2SeqConfig
     tokenizer: PreTrainedTokenizerFast
@@ -38,10 +35,8 @@ class RunModel:
 
 
 def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
-    """The model that `config` names. Raises ConfigError and CheckpointError: see `resolve_model`, `load_tokenizer`.
-
-    `hashes_base`: read all files of the base of adapters.
-    """
+    """Return the model that `config` names. `hashes_base`: read all files of the base of adapters. Raises ConfigError
+    and CheckpointError: see `resolve_model`, `load_tokenizer`."""
     tokenizer, vocabulary = run_tokenizer(config)
     seed = config.training.seed
     source = resolve_model(config.model, vocabulary, seed=seed)
@@ -52,11 +47,9 @@ def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
 
 
 def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = True) -> RunModel:
-    """The model in the folder `checkpoint`, whose source may be gone or have changed; the kernels are `config`'s.
-
-    `hashes_base`: read all files of the base of adapters, and compare them.
-    Raises CheckpointError where `config` wants special tokens that the saved model does not know.
-    """
+    """Return the model in the folder `checkpoint`, whose source may be gone or changed; the kernels are `config`'s.
+    `hashes_base`: read all files of the base of adapters, and compare them. Raises CheckpointError if `config` wants
+    special tokens that the saved model does not know."""
     folder = checkpoint / "model"
     tokenizer, vocabulary = run_tokenizer(config, folder)
     model_config = Qwen3Seq2SeqConfig.from_pretrained(folder)
@@ -77,7 +70,7 @@ def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = Tru
 
 
 def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """The configuration's tokenizer, or the one saved in `folder`."""
+    """Return the configuration's tokenizer, or the one saved in `folder`, and its vocabulary."""
     section = config.model
     if folder is not None:
         section = section.model_copy(update={"tokenizer_name_or_path": str(folder)})

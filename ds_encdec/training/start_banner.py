@@ -1,4 +1,4 @@
-"""Describes a run before its first step in a few lines: what is trained, in what, how much of it, and its memory."""
+"""Describe a run in a few lines before its first step: the model, the engine, the amount of work, and its memory."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ds_encdec.registry.engines import ENGINES
 def start_banner(
     job: Job, context: RunContext, expected: ExpectedMemory | None, *, start_step: int, epochs: float | None
 ) -> list[str]:
-    """Aligned lines about the run that begins behind `start_step`; `epochs` where it is told how many to make."""
+    """Return aligned lines about a run that begins after `start_step`; `epochs` is None if steps were configured."""
     config, world, steps = job.config, context.world, job.config.training.num_train_steps
     lanes = job.gradient_accumulation_steps * world.world_size
     sequences, tokens = config.training.micro_batch_size * lanes, (job.encoder_tokens + job.decoder_tokens) * lanes
     planned = config.infra.num_gpus
-    asked = f" ({epochs:g} epochs)" if epochs is not None else ""
+    epochs_text = f" ({epochs:g} epochs)" if epochs is not None else ""
     parts = {
         "model": f"{config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters, {_trained(job)}",
         "engine": ", ".join([context.engine_spec.title, *_settings(config.infra, config.training)]),
@@ -33,20 +33,20 @@ def start_banner(
         + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
         "attention": attention_kernel(config, context.device, job.sizes.head_dim)[0],
         "a step": f"{count(sequences, 'sequence')} in {count(lanes, 'micro-batch')}, {tokens:,} tokens with padding",
-        "the run": f"steps {start_step:,} to {steps:,}{asked}, {tokens * (steps - start_step):,} tokens, "
+        "the run": f"steps {start_step:,} to {steps:,}{epochs_text}, {tokens * (steps - start_step):,} tokens, "
         f"into {Path(config.infra.output_dir).absolute()}",
         "memory": str(expected) if expected is not None else "not estimated",
     }
     if context.device.type == "cuda" and (lacks := triton_lacks()):
         parts["slower"] = "; ".join(lacks)
-    if context.device.type == "cuda" and (found := _faster(job, device_capacity(context.device).total_bytes)):
-        parts["faster"] = found
+    if context.device.type == "cuda" and (setting := _faster(job, device_capacity(context.device).total_bytes)):
+        parts["faster"] = setting
     width = max(map(len, parts))
     return [f"{label:{width}}  {text}" for label, text in parts.items()]
 
 
 def _faster(job: Job, device_bytes: float) -> str | None:
-    """A setting that fits and is faster, and what it saves where that is known; None where there is none."""
+    """Describe a setting that fits and is faster, and its known saving; None if there is none."""
     row = faster(job, lambda row: row.estimate.peak.total <= device_bytes * (1 - HEADROOM))
     if row is None:
         return None
@@ -67,7 +67,6 @@ def _trained(job: Job) -> str:
 
 
 def _settings(infra: InfraConfig, training: TrainingConfig) -> list[str]:
-    """The settings that decide speed and memory most."""
     offloaded = {"optimizer": infra.offload_optimizer, "parameters": infra.offload_params}
     return [
         infra.sharding_stage,

@@ -1,7 +1,4 @@
-"""The counters of a run: how a step changes them, and what they say is due after it.
-
-Everything here is a function of what all ranks have alike, so that all take the same branches.
-"""
+"""Update a run's counters, and plan from them the actions after a step, by values that are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +11,10 @@ from ds_encdec.config.schema import TrainingConfig
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Sums over all ranks, known before a step's backward pass, from one small exchange between the hosts per step.
-
-    The first three count ranks without a batch: for any reason, for want of data, because a worker was killed.
-    `stop`: ranks that are asked to stop. `save_due`: 1 where the clock asks for a save. `saves_over`: ranks whose save
-    in the background has ended. `epoch` is the lowest.
-    """
+    """Sums over all ranks, known before a step's backward pass, from one small exchange between the hosts per step. The
+    first three count ranks without a batch: for any reason, for lack of data, because a worker was killed. `stop`:
+    ranks that are to stop. `save_due`: 1 if the clock demands a save. `saves_over`: ranks whose background save has
+    ended. `epoch` is the lowest."""
 
     failed: int = 0
     failed_data: int = 0
@@ -34,10 +29,8 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The plan of what follows a step, by the counters. Equal on every rank, because everything that decides it is.
-
-    `log`: close the logging interval, which judges its steps too. `judge`: look for alerts in the steps not yet judged.
-    """
+    """The actions that follow a step, by the counters; equal on every rank. `log`: close the logging interval, which
+    judges its steps too. `judge`: look for alerts in the steps not judged yet."""
 
     log: bool = False
     judge: bool = False
@@ -65,14 +58,14 @@ class StepPlan:
 
 
 def is_over(state: TrainingState, training: TrainingConfig) -> bool:
-    """Return whether all steps have been applied, or evaluations have brought nothing better for too long."""
+    """Return whether all steps have been applied, or evaluations have not improved for too long."""
     patience = training.early_stopping_patience
     stopped_early = patience is not None and state.evaluations_since_leading >= patience
     return stopped_early or state.global_step >= training.num_train_steps
 
 
 def after_evaluation(state: TrainingState, value: float | None, training: TrainingConfig) -> TrainingState:
-    """Count an evaluation, None for none, by its `metric_for_best_model` for early stopping. Returns the state then."""
+    """Return the state with an evaluation's `metric_for_best_model` (None: no figure) counted for early stopping."""
     if value is None:
         return state
     if is_better(value, state.leading_value, training, by=training.early_stopping_threshold):
@@ -81,18 +74,18 @@ def after_evaluation(state: TrainingState, value: float | None, training: Traini
 
 
 def is_best(state: TrainingState, value: float | None, training: TrainingConfig) -> bool:
-    """Return whether an evaluation found a better `metric_for_best_model` than every saved checkpoint has."""
+    """Return whether an evaluation has a better `metric_for_best_model` than every saved checkpoint."""
     return value is not None and is_better(value, state.best_value, training)
 
 
 def is_better(value: float, than: float | None, training: TrainingConfig, *, by: float = 0.0) -> bool:
-    """Return whether `value` is better by more than `by`; a finite one is better than none, and no other is at all."""
+    """Return whether `value` is finite and better by more than `by`; any finite one is better than None."""
     gain = math.inf if than is None else value - than if training.best_is_greatest else than - value
     return math.isfinite(value) and gain > by
 
 
 def advance(state: TrainingState, result: StepResult, totals: StepTotals) -> TrainingState:
-    """The state after one consumed step, applied or not."""
+    """Return the state after one consumed step, applied or not."""
     return replace(
         state,
         global_step=state.global_step + result.applied,

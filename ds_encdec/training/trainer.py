@@ -1,8 +1,5 @@
-"""The loop.
-
-Everything it uses is handed in by build.py. It decides nothing about engines, files or formats: it says when a batch is
-read, when the optimizer steps, when metrics are logged, when the model is evaluated and saved, and when the run ends.
-"""
+"""The training loop, with the parts that build.py supplies. It knows no engines, files or formats: it decides when a
+batch is read, the optimizer steps, metrics are logged, the model is evaluated and saved, and the run ends."""
 
 from __future__ import annotations
 
@@ -49,10 +46,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class NextStep:
-    """This rank's micro-batches of the next step, or why it has none, and the exchange of all ranks' sums, under way.
-
-    `lanes`: the records of the steps before. `last_save`: when the last save was, as it was then.
-    """
+    """This rank's micro-batches of the next step, or its error, and the exchange of all ranks' sums, under way.
+    `lanes`: the records of the steps before. `last_save`: the time of the last save when the exchange began."""
 
     micro_batches: list[Batch]
     error: Exception | None
@@ -62,18 +57,18 @@ class NextStep:
     epoch: Reduction
 
     def totals(self) -> StepTotals:
-        """The sums of all ranks, the same on every one. Waits for them."""
+        """Return the sums of all ranks, the same on every one. Waits for them."""
         return StepTotals(*self.sums.result().tolist(), *self.epoch.result().tolist())
 
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A run, wired. `state` is where it is now, `start` where this process began.
+    """A run with all its parts. `state` is the current one, `start` the one with which this process began.
 
     `eval_sets`: by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files,
-    as it is now (state, recorder's, lanes', facts of the save), and returns what rank 0 calls later to write it.
-    `require_folder` raises where the run's folder is gone. `judge`: figures of texts that the model generates, and some
-    of the texts. `rehearses`: evaluation and saves are tried before the first step, as on accelerators.
+    as it is now (state, records of the recorder and the lanes, facts of the save), and returns a function that rank 0
+    calls later to write it. `require_folder` raises if the run's folder is gone. `judge` returns figures of generated
+    texts, and some of the texts. `rehearses`: try evaluation and saves before the first step, as on accelerators.
     """
 
     config: FullConfig
@@ -110,17 +105,15 @@ class Trainer:
 
     @property
     def lanes(self) -> list[dict[str, Any]]:
-        """The records of this rank's data lanes behind the last step taken, however far the loader has read."""
+        """The records of this rank's data lanes after the last step taken, even if the loader has read further."""
         return self.loader.state() if self.ahead is None else self.ahead.lanes
 
 
 def train(run: Trainer) -> TrainingState:
     """Train until `training.num_train_steps` steps have been applied, or early stopping; returns the final state.
-
-    Raises Preempted after a save when the run was asked to stop; DivergedError when too many steps in a row were
-    skipped, an alert asks for it, or the rollbacks are used up; CheckpointError when the last save of all fails. A
-    save may still be under way then.
-    """
+    Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
+    demands it, or the rollbacks are used up; CheckpointError if the last save of all fails. A save may still be under
+    way then."""
     with manual_gc() as collect_garbage:
         _rehearse(run)
         while not run.is_over:
@@ -162,12 +155,10 @@ def _rehearse(run: Trainer) -> None:
 
 
 def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
-    """Return this rank's micro-batches and the sums of all ranks, by which they take the same branches.
-
-    Raises on every rank the error of one that has no data, or no folder. Where the data fails, or a rank is asked to
-    stop, the steps that were taken are saved first; the latter raises Preempted, and a killed worker is no error then,
-    since whoever ends a run may kill its processes in any order.
-    """
+    """Return this rank's micro-batches and the sums of all ranks, by which they take the same branches. Raises on every
+    rank the error of one that has no data, or no folder. If the data fails or a rank is to stop, the steps taken are
+    saved first; a stop raises Preempted, and a killed worker is no error then, since whoever ends a run may kill its
+    processes in any order."""
     ahead = run.ahead = run.ahead or _begin_next_step(run, run.state.data_step)
     totals = ahead.totals()
     run.recorder.clock.add_exchange(ahead.sums.waited_seconds)
@@ -180,7 +171,7 @@ def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
         excused = totals.stop and totals.failed == totals.killed_workers
         _end_between_steps(run, None if excused else next(filter(None, errors)), next(filter(None, reasons), ""))
     run.ahead = None
-    if ahead.last_save != run.last_save:  # what was known of saves is of before the last one
+    if ahead.last_save != run.last_save:  # the sums about saves are older than the last save
         totals = replace(totals, save_due=0, saves_over=0)
     return ahead.micro_batches, totals
 
@@ -218,11 +209,9 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
 
 
 def _end_between_steps(run: Trainer, error: Exception | None, asked_by: str = "") -> NoReturn:
-    """Save the steps that were taken, if there is no checkpoint of them, and end.
-
-    Raises `error`, the same on every rank, or Preempted where it is None; DivergedError where the steps ask for it.
-    """
-    if error is not None and run.collectives.rank == 0:  # at once, or it is lost where the save ends the process
+    """Save the steps taken, if no checkpoint has them, and raise `error` (the same on every rank), or Preempted if it
+    is None; DivergedError if alerts of the steps demand it."""
+    if error is not None and run.collectives.rank == 0:  # now, since the save may end the process
         logger.error("There is no data for the next step; the steps before it are saved. %s", error)
     actions = _log_or_judge(run, StepPlan(judge=True))
     rolled_back = _roll_back(run, actions)
@@ -245,7 +234,6 @@ def _preempted(run: Trainer, asked_by: str) -> Preempted:
 
 
 def _count_skipped(run: Trainer, result: StepResult) -> None:
-    """Count the steps skipped in a row. Raises DivergedError for too many."""
     skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
     if skipped >= run.training.max_consecutive_skipped_steps:
         raise DivergedError(
@@ -256,7 +244,7 @@ def _count_skipped(run: Trainer, result: StepResult) -> None:
 
 
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
-    """Log or judge the steps; returns what the alerts ask for. Raises DivergedError where one asks to stop."""
+    """Log or judge the steps; returns the actions that alerts demand. Raises DivergedError if one demands to stop."""
     actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
     if (alert := actions.stop) is not None:
         kind = alert["type"]
@@ -265,7 +253,7 @@ def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
 
 
 def _log(run: Trainer) -> Actions:
-    """Close the logging interval. The run ends where more rows than `data.max_bad_rows` could not be read by now."""
+    """Close the logging interval. Ends the run if more rows than `data.max_bad_rows` could not be read by now."""
     actions, rows = run.recorder.log(run.state, count_rows(run.lanes))
     earlier, bad = run.state.bad_rows, max(rows.bad, default=0)
     run.state = replace(run.state, bad_rows=bad, long_rows=max(rows.long, default=0))
@@ -278,10 +266,8 @@ def _log(run: Trainer) -> Actions:
 
 
 def _roll_back(run: Trainer, actions: Actions) -> bool:
-    """Roll back where an alert asks for it and a checkpoint is old enough; returns whether that was done.
-
-    The caller saves at once, in that checkpoint's place: a run that is killed now must not meet the same data again.
-    """
+    """Roll back if an alert demands it and a checkpoint is old enough; returns whether it did. The caller saves at
+    once, in that checkpoint's place: a run that is killed now must not meet the same data again."""
     if actions.rollback is None:
         return False
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
@@ -293,15 +279,15 @@ def _roll_back(run: Trainer, actions: Actions) -> bool:
 
 
 def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
-    """Evaluate if it is due; returns its `metric_for_best_model`, None where no held-out example has a target."""
-    if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # no evaluation in a hurry
+    """Evaluate if it is due; returns its `metric_for_best_model`, or None if no held-out example has a target."""
+    if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # a stop does not wait for this
         return None
     try:
         with run.recorder.clock.spent_on("pause"):
             metrics = evaluate(run.engine, run.eval_sets, run.collectives, run.stop.heartbeat)
-            with run.stop.heartbeat.busy():  # each rank generates as long as its texts are, and waits for the others
+            with run.stop.heartbeat.busy():  # ranks' texts differ in length, so ranks wait for each other
                 figures, samples = run.judge() if run.judge else ({}, [])
-    except ConfigError:  # on all ranks: the user's metric that judges the run has no figure; no step is lost
+    except ConfigError:  # on all ranks: the user's metric that chooses the best has no figure; no step is lost
         _save(run, "stop")
         raise
     metrics |= figures
@@ -317,7 +303,7 @@ def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
 
 
 def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
-    """Call the run's callbacks that have this moment, on every rank. They may take as long as they like."""
+    """Call the callbacks that implement this moment, on every rank. They may take as long as they like."""
     listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
     if listening:
         with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
@@ -328,7 +314,7 @@ def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object
 def _reason_to_save(
     run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
 ) -> str | None:
-    """Why a checkpoint is saved after this step, as the checkpoint says it; None for no save."""
+    """Return the reason to save after this step, as the checkpoint records it; None for no save."""
     reasons = {
         "end": run.is_over,
         "stop": actions.leave is not None,
@@ -340,18 +326,16 @@ def _reason_to_save(
 
 
 def _save(run: Trainer, reason: str, value: float | None = None) -> None:
-    """Save a checkpoint. It becomes `best` when it was evaluated just now, and is better than all saved ones.
-
-    The last one of this process is written at once, and the run fails with it. For any other the run learns later
-    (at once after a rollback) whether it was written, and goes on if not.
-    """
+    """Save a checkpoint. It becomes `best` if it was evaluated just now and is better than all saved ones. The last
+    save of this process is written at once, and the run fails with it. The outcome of any other is known later (at once
+    after a rollback), and the run goes on if it failed."""
     last = reason in ("end", "stop")
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         run.collectives.on_rank_zero(run.require_folder)
         _collect_save(run)  # at most one under way
         best = is_best(run.state, value, run.training)
         if reason == "best" and not best:
-            return  # the save that was under way has a better one
+            return  # the save that was under way is better
         saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
         records = run.recorder.state_dict()
         lanes = list(chain.from_iterable(run.collectives.gather_to_zero(run.lanes)))
@@ -371,10 +355,8 @@ def _save(run: Trainer, reason: str, value: float | None = None) -> None:
 
 
 def _collect_save(run: Trainer, *, must_succeed: bool = False) -> None:
-    """Take note of how the save under way, if any, ended; waits for it.
-
-    A failed one changes nothing but the log, unless it `must_succeed`: then CheckpointError is raised.
-    """
+    """Wait for the save under way, if any, and record its outcome. A failed one changes nothing but the log, unless it
+    `must_succeed`: then CheckpointError is raised."""
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         outcome = run.checkpoints.collect()
     if outcome is None:

@@ -1,9 +1,9 @@
-"""A process that makes two real optimizer steps at one micro-batch size and reports their memory; and its rank's side.
+"""Make two real optimizer steps at one micro-batch size in a process beside each rank, and report their memory.
 
-`python -m ds_encdec.training.auto_batch.probe` runs beside every rank of a run, in a world apart: the run's engine
-and configuration, full micro-batches of random tokens, weights of zero, no files. All memory is given back with the
-process. stdin: one line of JSON, a `ProbeTask`; the process ends when it is closed. stdout: one line of JSON, an
-`Outcome`. What libraries print goes to stderr.
+`python -m ds_encdec.training.auto_batch.probe` runs beside every rank of a run, in a process group apart: the run's
+engine and configuration, full micro-batches of random tokens, weights of zero, no files. All memory is freed with the
+process. stdin: one line of JSON, a `ProbeTask`; the process ends when stdin is closed. stdout: one line of JSON, an
+`Outcome`. Output of libraries goes to stderr. `ProbeProcess` is the rank's side.
 """
 
 from __future__ import annotations
@@ -53,18 +53,15 @@ STEPS = 2  # optimizer steps: from the second one on, the optimizer has its stat
 MICRO_BATCHES = 2  # micro-batches of a step, at most: from the second one on, gradients are accumulated
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 PROBE = (sys.executable, "-m", "ds_encdec.training.auto_batch.probe")
-_LAST_BYTES = 4000  # how much of what a probe has printed is kept
+_LAST_BYTES = 4000  # of a probe's output that are kept
 _NO_STACK = "libgomp: Thread creation failed"  # OpenMP, without memory for the stack of a thread
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a try went, on one rank or on all.
-
-    `peak_bytes`: of the device, libraries included; the highest of all ranks. `message`: what ran out, or why it
-    `failed` for another reason than memory. `of_device`: an accelerator's memory ran out, not the host's.
-    `smaller_may_fit`: smaller micro-batches take less of it.
-    """
+    """The outcome of a try, on one rank or on all. `peak_bytes`: of the device, libraries included; the highest of all
+    ranks. `message`: the memory that ran out, or why the try `failed` for another reason. `of_device`: an accelerator's
+    memory ran out, not the host's. `smaller_may_fit`: smaller micro-batches take less of it."""
 
     fits: bool
     peak_bytes: int = 0
@@ -76,11 +73,9 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
-    """The task of one rank's probe.
-
-    `config` has numbers as its micro-batch size and accumulation. `model`: its configuration as a dict. `number`: of
-    the try, under which its ranks meet. `available_bytes` of the device are free, of which it may take `limit_bytes`.
-    """
+    """The task of one rank's probe. `config` has numbers as its micro-batch size and accumulation. `model`: its
+    configuration as a dict. `number`: of the try, under which its ranks rendezvous. `available_bytes` of the device are
+    free, of which it may take `limit_bytes`."""
 
     config: FullConfig
     model: dict[str, Any]
@@ -96,7 +91,7 @@ TASK = TypeAdapter(ProbeTask)  # writes a task as one line of JSON, and reads it
 
 
 def measure(task: ProbeTask) -> Outcome:
-    """Make the steps, and a micro-batch of an evaluation if the run has any. Collective over all probes."""
+    """Make the steps, and evaluate a micro-batch if the run evaluates. A collective over all probes."""
     config, device = task.config, torch.device(task.device)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
     in_evaluation = False
@@ -130,7 +125,7 @@ def measure(task: ProbeTask) -> Outcome:
 
 
 def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Batch:
-    """A micro-batch of random tokens without padding, in the fewest and so longest examples."""
+    """Return a micro-batch of random tokens without padding, in the fewest and so longest examples."""
     data = config.data
     budgets = token_budgets(data, micro_batch_size, assumed_ratio(data))
     sides = (budgets.encoder_tokens, data.max_encoder_length), (budgets.decoder_tokens, data.max_decoder_length)
@@ -150,7 +145,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:
-    """Norms 1, matrices 0: gradients are finite in every precision, and no step is skipped."""
+    """Return norms of 1 and matrices of 0: gradients are finite in every precision, and no step is skipped."""
     shapes = parameter_shapes(sizes)
 
     def weights(name: str, rows: slice = slice(None), /) -> Tensor:
@@ -163,12 +158,12 @@ def zero_weights(sizes: ModelSizes) -> WeightSource:
 def _limit(device: torch.device, task: ProbeTask) -> None:
     """Make allocations beyond `limit_bytes` fail. Without this, the kernel of a host would kill some process."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)  # the context of this process is taken from `free` already
+        free, total = torch.cuda.mem_get_info(device)  # `free` excludes this process's context already
         usable = max(0, free - (task.available_bytes - task.limit_bytes))
         torch.cuda.set_per_process_memory_fraction(usable / total, device)
         return
     # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
-    torch.zeros(2**22).add_(1)  # starts them
+    torch.zeros(2**22).add_(1)  # starts the threads
     unused = max(0, _own_status("VmData") - _own_status("VmRSS"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = task.limit_bytes + unused
@@ -176,20 +171,20 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
 
 
 def _limit_is_reached() -> bool:
-    """True if this process has mapped nearly all its memory. Some errors, as of threads, do not mention memory."""
+    """Return whether nearly all memory is mapped: some errors, as of threads, do not mention memory."""
     soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
     return soft != resource.RLIM_INFINITY and _own_status("VmData") > 0.97 * soft
 
 
 def _own_status(name: str) -> int:
-    """A figure of this process, in bytes, as Linux keeps it; 0 elsewhere."""
+    """Return a figure of this process, in bytes, from Linux's /proc; 0 elsewhere."""
     status = Path("/proc/self/status")
-    found = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    return int(match[1]) * 1024 if match else 0
 
 
 def _peak_bytes(device: torch.device, available_bytes: int) -> int:
-    """The peak of this process; on a GPU with its context and buffers that torch does not count."""
+    """Return the peak of this process; on a GPU with its context and the buffers that torch does not count."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         uncounted = available_bytes - free - torch.cuda.memory_reserved(device)
@@ -198,14 +193,14 @@ def _peak_bytes(device: torch.device, available_bytes: int) -> int:
 
 
 class ProbeProcess:
-    """One probe. Use as a context manager: the process outlives neither it nor this process."""
+    """One probe. Use as a context manager: the process ends with it, and with this process."""
 
     def __init__(self, task: ProbeTask, command: Sequence[str] = PROBE) -> None:
         self._outcome: Outcome | None = None
         self._on_cpu = task.device == "cpu"
         # In a file: a full pipe would block it.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-        # The agent's store: probes meet in the run's own store, which torch must not start again.
+        # Probes rendezvous in the run's own store, which torch must not start again.
         environment = os.environ | {
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")])),
@@ -239,12 +234,12 @@ class ProbeProcess:
                 stream.close()
 
     def poll(self) -> Outcome | None:
-        """Return how it went, or None while it runs."""
+        """Return the outcome, or None while the probe runs."""
         if self._outcome is None and (code := self._process.poll()) is not None:
-            self._outcome = self._judged(code)
+            self._outcome = self._outcome_of(code)
         return self._outcome
 
-    def _judged(self, code: int) -> Outcome:
+    def _outcome_of(self, code: int) -> Outcome:
         if code == 0:
             assert self._process.stdout is not None
             return Outcome(**json.loads(self._process.stdout.read()))
@@ -252,21 +247,21 @@ class ProbeProcess:
             message = "the kernel killed it, which it does when the machine is out of memory"
             return Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
         printed = self.last_words()
-        if telling := [line for line in printed.splitlines() if says_out_of_memory(line) or _NO_STACK in line]:
-            of_device = not self._on_cpu and is_of_device(RuntimeError(telling[-1]), free_device_bytes=0)
-            return Outcome(fits=False, message=telling[-1], of_device=of_device)
+        if memory_lines := [line for line in printed.splitlines() if says_out_of_memory(line) or _NO_STACK in line]:
+            of_device = not self._on_cpu and is_of_device(RuntimeError(memory_lines[-1]), free_device_bytes=0)
+            return Outcome(fits=False, message=memory_lines[-1], of_device=of_device)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return Outcome(fits=False, message=f"It {how}; its last words:\n{printed}", failed=True)
 
     def last_words(self) -> str:
-        """The end of what it has printed so far."""
+        """Return the end of the probe's output so far."""
         printed = self._printed.fileno()
         start = max(0, os.fstat(printed).st_size - _LAST_BYTES)
         return os.pread(printed, _LAST_BYTES, start).decode(errors="replace")
 
 
 def main() -> None:
-    """Read the task, report, and end at once: other probes may be waiting for this one in a collective."""
+    """Read the task, report, and exit at once: other probes may be waiting for this one in a collective."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     with suppress(OSError):  # no Linux
         Path("/proc/self/oom_score_adj").write_text("1000")  # the first process that the kernel kills for memory

@@ -1,10 +1,10 @@
-"""Finds the micro-batch size of a run, for `auto` the largest that fits, and by the estimate what its layers recompute.
+"""Find a run's micro-batch size (for `auto`, the largest that fits), and by the estimate the layers' recomputation.
 
 1. Candidates are the sizes that divide a rank's share of the global batch, so that the accumulation can keep it.
 2. The estimate names the largest that should fit into the memory that is free now.
-3. Real steps are tried at that size, in processes of their own (probe.py). Where memory runs out on any rank, all ranks
-   try the next candidate of at most half the size.
-4. Where the first try leaves room for the next larger candidate, that is tried too, twice at most.
+3. Processes beside the ranks (probe.py) make real steps at that size. If memory runs out on any rank, all ranks try
+   the next candidate of at most half the size.
+4. If the first try leaves enough memory for the next larger candidate, that is tried too, twice at most.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from ds_encdec.training.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
 
 logger = logging.getLogger(__name__)
 
-LARGER_TRIES = 2  # candidates above the estimate's, where a try has left room for them
+LARGER_TRIES = 2  # candidates above the estimate's that are tried if memory is left
 POLL_SECONDS = 0.2
 LOG_SECONDS = 60.0  # between two lines of the log while probes run
 
@@ -47,12 +47,9 @@ def resolve_batch_size(
     model: Qwen3Seq2SeqConfig,
     resumed_from: Checkpoint | None,
 ) -> FullConfig:
-    """`config` with a number as its micro-batch size, and with the accumulation for it. Collective.
-
-    Raises on every rank: OutOfMemoryError where no size fits, ConfigError for a `training.global_batch_size` that is
-    not that of `resumed_from`, Preempted where a rank is asked to stop, and DsEncDecError where a try fails for another
-    reason than memory.
-    """
+    """Return `config` with a number as its micro-batch size, and with the accumulation for it. A collective. Raises on
+    every rank: OutOfMemoryError if no size fits, ConfigError if `training.global_batch_size` is not that of
+    `resumed_from`, Preempted if a rank is to stop, DsEncDecError if a try fails for another reason than memory."""
     world_size = context.world.world_size
     if resumed_from is not None:
         return _as_saved(config, resumed_from, world_size)
@@ -66,11 +63,9 @@ def resolve_batch_size(
 def resolve_checkpointing(
     config: FullConfig, context: RunContext, model: Qwen3Seq2SeqConfig, resumed_from: Checkpoint | None
 ) -> FullConfig:
-    """`config` with a mode in place of `training.activation_checkpointing: auto`. Collective.
-
-    A resumed run keeps its mode where that still fits. `resolve_batch_size` needs a mode and comes after this, which
-    assumes a size for `auto`.
-    """
+    """Return `config` with a mode instead of `training.activation_checkpointing: auto`, which a resumed run keeps if
+    that still fits. A collective. It assumes a size for `auto`; call it before `resolve_batch_size`, which needs a
+    mode."""
     if not needs_recompute_choice(config):
         return config
     collectives, world_size = context.collectives, context.world.world_size
@@ -90,11 +85,11 @@ def resolve_checkpointing(
 
 
 def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullConfig:
-    """`config` with the batch that the run began with, since its data order depends on it."""
+    """Return `config` with the batch that the run began with, since its data order depends on it."""
     given = config.training.global_batch_size
     if not is_auto(config) and given is None:
         return config
-    # A number given may differ: that is not decided here.
+    # A configured number may differ from the checkpoint's: this function does not judge that.
     from_this = load_saved(saved.path / "config.yaml") if is_auto(config) else config
     size = from_this.training.micro_batch_size
     sequences = size * saved.read_json("trainer.json")["num_lanes"]
@@ -108,27 +103,27 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
 
 
 class _Search:
-    """The search for the largest size that fits. All ranks take the same steps, by figures that they exchange."""
+    """Searches the largest size that fits. All ranks take the same steps, by figures that they exchange."""
 
     def __init__(self, config: FullConfig, context: RunContext, stop: StopRequest, model: Qwen3Seq2SeqConfig) -> None:
-        """Collective."""
+        """A collective."""
         self._config, self._context, self._stop, self._model = config, context, stop, model
         self._tries = 0
         collectives = context.collectives
         free_bytes = device_capacity(context.device).free_bytes
         if context.device.type == "cpu":
-            free_bytes //= context.world.local_world_size  # they share the machine
+            free_bytes //= context.world.local_world_size  # the ranks share the machine
         self._free_bytes = collectives.lowest(free_bytes)[0]
-        # The rest is for fragmentation and whatever else two steps do not show.
+        # The rest is for fragmentation and other needs that two steps do not show.
         self._limit_bytes = int(self._free_bytes * (1 - HEADROOM))
         candidates = micro_batch_candidates(config, context.world.world_size)
         mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
-        # Nodes may differ in their ranks and processors: the most of all counts.
+        # Nodes may differ in their ranks and processors: the largest need counts.
         most = [-negative for negative in collectives.lowest(*(-needed for needed in mine))]
         self._needs = dict(zip(candidates, most, strict=True))
 
     def largest(self) -> FullConfig:
-        """The configuration with the largest size that fits. Raises as `resolve_batch_size` does."""
+        """Return the configuration with the largest size that fits. Raises as `resolve_batch_size` does."""
         size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
         if not outcome.fits:
             device, rank = self._context.device, self._context.world.rank
@@ -159,7 +154,6 @@ class _Search:
         return ExpectedMemory(job, estimate(job))
 
     def _needed_bytes(self, size: int) -> float:
-        """Bytes that a rank needs on its device, or of the host that is its device."""
         expected = self._expected(size)
         on_gpu = self._context.device.type == "cuda"
         return expected.estimate.peak.total if on_gpu else expected.node_bytes / expected.job.ranks_per_node
@@ -196,7 +190,7 @@ def job_here(
     gradient_accumulation_steps: int | None = None,
     ratio: float | None = None,
 ) -> Job:
-    """This rank's share of a step, for the estimate. `gradient_accumulation_steps` and `ratio`: see `make_job`."""
+    """Return this rank's share of a step, for the estimate. `gradient_accumulation_steps`, `ratio`: see `make_job`."""
     some_bf16 = torch.empty(0, dtype=torch.bfloat16, device=context.device)
     return make_job(
         config,
@@ -214,11 +208,8 @@ def job_here(
 def largest_that_fits(
     needed_bytes: Mapping[int, int], limit_bytes: int, try_size: Callable[[int], Outcome]
 ) -> tuple[int, Outcome]:
-    """The largest size that fits and how its try went, or the last size tried where none does.
-
-    `needed_bytes`: each candidate's, as estimated. The first try is the largest that should take at most `limit_bytes`,
-    or the smallest, since the estimate may be wrong.
-    """
+    """Return the largest size that fits and its outcome, or the last size tried. The first try is the largest that
+    should take at most `limit_bytes` by the estimates `needed_bytes`, or the smallest, since they may be wrong."""
     candidates = sorted(needed_bytes, reverse=True)
     first = next((size for size in candidates if needed_bytes[size] <= limit_bytes), candidates[-1])
     size, outcome = first, try_size(first)
@@ -244,14 +235,10 @@ def agreed_outcome(
     timeout_seconds: float,
     grace_seconds: float = 30.0,
 ) -> Outcome:
-    """The common outcome of all ranks' probes, each rank waiting with its own. Collective.
-
-    `grace_seconds`: once a probe has failed, the time for another to report that its memory ran out, which breaks the
-    connections of others.
-
-    Raises on every rank: Preempted where one is asked to stop, DsEncDecError where a probe has failed for another
-    reason than memory, or has not ended after `timeout_seconds`.
-    """
+    """Return the common outcome of all ranks' probes; each rank waits for its own. A collective. `grace_seconds`: once
+    a probe has failed, the time for another to report that its memory ran out, which breaks the connections of others.
+    Raises on every rank: Preempted if one is to stop, DsEncDecError if a probe has failed for another reason than
+    memory, or has not ended after `timeout_seconds`."""
     began = logged = time.monotonic()
     failed_at = math.inf
     while True:
