@@ -1,4 +1,4 @@
-"""How a run's metrics are shown: the line of a step, and the line with the progress bar, which fits any terminal."""
+"""Format a run's metrics: the line of a step, and the line with the progress bar, which fits any terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-# Label, metric, format: what a line shows, in this order, of what it was given.
+# Label, metric and format of all that a line may show, in this order.
 _SHOWN = (
     ("loss", "train/loss", "{:.4f}"),
     ("lr", "train/learning_rate", "{:.2e}"),
@@ -30,10 +30,7 @@ _SEPARATOR = " | "
 
 
 def shown(metrics: Mapping[str, float], best: str = "loss") -> list[str]:
-    """The metrics that a person watches, with their labels, the most important first.
-
-    `best`: the figure of evaluations that chooses the best checkpoint; it stands before all others.
-    """
+    """Return the metrics that a person watches, labelled, the most important first: `best`, then the others."""
     chosen = f"eval/{best}"
     of_sets = [name for name in metrics if name.startswith("eval/") and name.endswith("/loss") and name.count("/") > 1]
     sets = [(f"{name.split('/')[1]} loss", name, "{:.4f}") for name in of_sets]
@@ -48,10 +45,7 @@ def shown(metrics: Mapping[str, float], best: str = "loss") -> list[str]:
 
 
 class ProgressLine:
-    """The line at the bottom of a terminal: step, bar and ETA at any width, and as many `metrics` as there is room for.
-
-    `eta` is empty before the first metrics.
-    """
+    """The line at the bottom of a terminal: step, bar and ETA (empty at first), and as many `metrics` as fit."""
 
     def __init__(self, total_steps: int, step: int) -> None:
         self.total_steps, self.step = total_steps, step
@@ -59,7 +53,7 @@ class ProgressLine:
         self.metrics: Sequence[str] = ("waiting for the first metrics",)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yield one line of the width that there is."""
+        """Yield one line of the available width."""
         words = [f"step {self.step}/{self.total_steps}", *filter(None, [self.eta])]
         free = options.max_width - sum(len(word) + 1 for word in words)
         narrowest, widest = _BAR_WIDTHS

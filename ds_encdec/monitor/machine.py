@@ -1,8 +1,6 @@
-"""Measures speed, memory and waits on every rank once per logging interval, and raises the alerts of the machines.
-
-In synchronous training every rank has the same step time, since the others wait for the slow one inside collectives.
-Ranks differ in how long each waits for the others before a step, and in the time of arithmetic without collectives.
-"""
+"""Measure speed, memory and waits on every rank once per logging interval, and raise the alerts of the machines. In
+synchronous training every rank has the same step time, since the others wait for the slow one inside collectives. Ranks
+differ in how long each waits for the others before a step, and in the time of arithmetic without collectives."""
 
 import math
 import time
@@ -33,10 +31,8 @@ _WARMUP_PRODUCTS = 4
 
 @dataclass(frozen=True, slots=True)
 class Lap:
-    """Seconds of one interval. `training_s` contains the waits for data, and no pauses.
-
-    `exchange_wait_s`: the waits for the last rank in the exchanges before the steps.
-    """
+    """Seconds of one interval. `training_s` contains the waits for data, and no pauses. `exchange_wait_s`: the waits
+    for the last rank in the exchanges before the steps."""
 
     training_s: float
     data_wait_s: float
@@ -44,7 +40,7 @@ class Lap:
 
 
 class IntervalClock:
-    """Monotonic time since the last lap, by what it was spent on. The first lap begins with the first wait for data."""
+    """Monotonic time since the last lap, by its use. The first lap begins with the first wait for data."""
 
     def __init__(self) -> None:
         self._has_begun, self._lap_began, self._seconds = False, time.monotonic(), defaultdict[str, float](float)
@@ -52,9 +48,7 @@ class IntervalClock:
     @contextmanager
     def spent_on(self, what: Literal["data", "pause"]) -> Iterator[None]:
         """Count the time inside as a wait for data, or as a pause (evaluation, checkpoints), which is no training time.
-
-        A pause inside another counts once.
-        """
+        A pause inside another counts once."""
         if what == "data" and not self._has_begun:
             self.lap()
         began, before = time.monotonic(), self._seconds[what]
@@ -87,10 +81,8 @@ def performance_metrics(
     flops: float | None = None,
     peak_flops_per_device: float | None = None,
 ) -> dict[str, float]:
-    """The `perf/` metrics of an interval; `perf/mfu` where FLOPs and the peak are known.
-
-    `tokens` (non-padding, both sides) and `flops` (of the model, without recomputation) are of all ranks.
-    """
+    """Return the `perf/` metrics of an interval; `perf/mfu` only if FLOPs and the peak are known. `tokens`
+    (non-padding, both sides) and `flops` (of the model, without recomputation) are of all ranks."""
     seconds = max(lap.training_s, 1e-9)
     metrics = {
         "perf/tokens_per_sec": tokens / seconds,
@@ -105,19 +97,17 @@ def performance_metrics(
 
 @dataclass(frozen=True, slots=True)
 class RankStats(Lap):
-    """One rank in one logging interval; gathered, so that all ranks judge by the same.
-
-    `arithmetic_s`: `measure_arithmetic`. `memory`, in bytes: `host`, resident now; `device`, allocated on the
-    accelerator now; `peak`, the largest of that so far, or of the host's without an accelerator; `reserved`, by the
-    allocator; and once in a process the engine's tensors by category (engine/protocol.py).
-    """
+    """One rank's figures of one logging interval; gathered, so that all ranks judge by the same. `arithmetic_s`: see
+    `measure_arithmetic`. `memory`, in bytes: `host`, resident now; `device`, allocated on the accelerator now; `peak`,
+    the largest of that so far (of the host's without an accelerator); `reserved`, by the allocator; and once in a
+    process the engine's tensors by category (engine/protocol.py)."""
 
     arithmetic_s: float
     memory: Mapping[str, float]
 
 
 def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, int]) -> RankStats:
-    """This rank's statistics; what is not given is measured now."""
+    """Return this rank's figures of `lap`; memory and arithmetic are measured now."""
     host = psutil.Process().memory_info().rss
     # The kernel brings its peak up to date a little later.
     memory = {"host": host, "peak": max(peak_host_bytes(), host)}
@@ -131,7 +121,7 @@ def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, 
 
 
 def peak_host_bytes() -> int:
-    """The most resident memory that this program has had. Linux's `ru_maxrss` begins with the parent process's."""
+    """Return the peak of this program's resident memory. Linux's `ru_maxrss` begins with the parent process's."""
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("VmHWM:"):
@@ -142,11 +132,9 @@ def peak_host_bytes() -> int:
 
 
 def measure_arithmetic(device: torch.device) -> float:
-    """Seconds that `device` takes for a fixed number of matrix products; waits for them, about ten milliseconds.
-
-    On a GPU this is the time between two events of its stream, without what was queued before. On a CPU it is
-    wall-clock time: a rank without its core is slow, though its CPU time shows nothing. The operands stay allocated.
-    """
+    """Return the seconds that `device` takes for a fixed number of matrix products; waits for them, about 10 ms. On a
+    GPU this is the time between two events of its stream, without earlier work in the queue. On a CPU it is wall-clock
+    time: a rank without its core is slow, though its CPU time shows nothing. The operands stay allocated."""
     if device.type != "cuda":
         _multiply(cpu := torch.device("cpu"), _WARMUP_PRODUCTS)
         # The shortest of three: another program's turn on the core is noise, a core that is always shared is not.
@@ -169,7 +157,7 @@ def _multiply(device: torch.device, times: int) -> None:
 
 @cache
 def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Two random square matrices (zeros would draw less power) and room for their product."""
+    """Return two random square matrices (zeros would draw less power) and an empty one for their product."""
     # float16 is fast on every GPU with tensor cores; 2,048 wide, a product takes longer than its launch.
     size, dtype = (2048, torch.float16) if device.type == "cuda" else (256, torch.float32)
     generator = torch.Generator(device).manual_seed(0)
@@ -178,26 +166,22 @@ def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class MachineWatch:
-    """Judges the statistics of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`.
-
-    An alert is raised once, and again when it has ended and come back (memory: when it has grown further). The first
-    interval of a process (compilation, workers that start) is left out of throughput.
-    """
+    """Judges the figures of all ranks once per logging interval; its alerts are those of `MACHINE_ALERTS`. An alert is
+    raised once, and again when it has ended and come back (memory: when it has grown further). The first interval of a
+    process (compilation, start of workers) is left out of throughput."""
 
     def __init__(self, settings: MonitorConfig) -> None:
         self._settings = settings
         self._intervals = self._memory_intervals = 0
-        # Tokens per second and rank, comparable after a resume on other ranks. It is saved; the rest is the process's.
+        # Tokens per second and rank, comparable after a resume on other ranks. Checkpoints save this window only.
         self.throughput = MetricWindow(settings.window_size)
         self._streaks: dict[str, int] = {}
         self._memory_levels: dict[str, list[float]] = {}
         self._saved = False
 
     def update(self, step: int, rank_stats: Sequence[RankStats], *, tokens_per_second: float) -> list[dict[str, Any]]:
-        """Add one logging interval and return its new alerts.
-
-        `rank_stats` are in the order of the ranks, `tokens_per_second` of all together, NaN if it was not measured.
-        """
+        """Add one logging interval and return its new alerts. `tokens_per_second` is of all ranks, NaN if it was not
+        measured."""
         self._intervals += 1
         self._memory_intervals += 1
         return [
@@ -213,7 +197,7 @@ class MachineWatch:
 
     @staticmethod
     def metrics(rank_stats: Sequence[RankStats]) -> dict[str, float]:
-        """The largest memory of all ranks, and the slowest and latest of several ranks."""
+        """Return the largest memory of all ranks and, of several ranks, the slowest and the latest."""
         metrics = {
             f"mem/{name}_bytes": largest
             for name in rank_stats[0].memory
@@ -227,10 +211,7 @@ class MachineWatch:
         return metrics
 
     def _judge_persistent(self, step: int, rank_stats: Sequence[RankStats], speed: float) -> list[dict[str, Any]]:
-        """Alerts of what has now been beyond its limit in `PERSISTENT_INTERVALS` intervals in a row.
-
-        `speed`: tokens per second and rank.
-        """
+        """Return the alerts of figures beyond their limits for `PERSISTENT_INTERVALS` in a row; `speed` is per rank."""
         settings, ranks = self._settings, len(rank_stats)
         is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
         least = settings.throughput_drop_threshold * self.throughput.mean if is_compared else 0.0
@@ -272,7 +253,6 @@ class MachineWatch:
         return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
-        """One alert for all ranks whose memory has grown."""
         if self._memory_intervals < MEMORY_BASELINE_INTERVALS.start:
             return []
         levels = self._memory_levels.setdefault(place, list(now))
@@ -296,13 +276,13 @@ class MachineWatch:
 
 
 def _slowness(rank_stats: Sequence[RankStats]) -> list[float]:
-    """Each rank's time for the arithmetic over the median rank's: of two ranks, over the faster one's."""
+    """Return each rank's time for the arithmetic over the median rank's: of two ranks, over the faster one's."""
     median = median_low(rank.arithmetic_s for rank in rank_stats)
     return [rank.arithmetic_s / median for rank in rank_stats]
 
 
 def _latest(rank_stats: Sequence[RankStats]) -> tuple[int, float]:
-    """The rank that the others wait for most, and the share of the interval that they wait."""
+    """Return the rank that the others wait for most, and the share of the interval that they wait."""
     waits = [rank.exchange_wait_s for rank in rank_stats]
     latest = waits.index(min(waits))
     return latest, (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)

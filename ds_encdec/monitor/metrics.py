@@ -1,4 +1,4 @@
-"""Sums of a run's steps: collected on the device, reduced over the ranks once per interval, then floats.
+"""Sum a run's steps on the device, reduce the sums over the ranks once per interval, and turn them into floats.
 
 One optimizer step becomes one `StepRecord`. Recording never waits for the device:
 
@@ -55,7 +55,7 @@ class MetricWindow:
     @property
     def std(self) -> float:
         """Population standard deviation."""
-        mean = self.mean  # statistics.pstdev raises AttributeError for what is not finite
+        mean = self.mean  # statistics.pstdev raises AttributeError for values that are not finite
         return math.sqrt(math.fsum((value - mean) ** 2 for value in self.values) / max(len(self.values), 1))
 
     @property
@@ -69,21 +69,19 @@ class MetricWindow:
         return max(self.values, default=-math.inf)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values, JSON-able."""
+        """Return the values, JSON-able."""
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`'s values; this window's own size holds."""
+        """Restore the values of `state_dict`, at most as many as this window's own size."""
         self.values = deque(state["values"], maxlen=self.window_size)
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One optimizer step, over all micro-batches and all ranks; equal on every rank.
-
-    `loss_sums` (nats) and `target_tokens` are by denoiser, `global_step` and `data_step` those after the step,
-    `grad_norm` the norm before clipping, `extra` the mean of `StepResult.extra` over the ranks.
-    """
+    """One optimizer step, over all micro-batches and all ranks; equal on every rank. `loss_sums` (nats) and
+    `target_tokens` are by denoiser, `global_step` and `data_step` those after the step, `grad_norm` the norm before
+    clipping, `extra` the mean of `StepResult.extra` over the ranks."""
 
     global_step: int
     data_step: int
@@ -107,7 +105,7 @@ class StepRecord:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
-        """Restore exactly what was saved."""
+        """Restore a saved record exactly."""
         parts = {
             part: {name: float(value) for name, value in values[part].items()}
             for part in ("loss_sums", "target_tokens", "extra")
@@ -116,11 +114,9 @@ class StepRecord:
 
 
 class StepAccumulator:
-    """Collects this rank's steps and turns them into `StepRecord`s of all ranks.
-
-    Sums are float64 and added in the order of the ranks: the records of a run that was interrupted between two lines
-    equal an uninterrupted run's to the bit.
-    """
+    """Collects this rank's steps and turns them into `StepRecord`s of all ranks. Sums are float64 and added in the
+    order of the ranks: the records of a run that was interrupted between two lines equal an uninterrupted run's to the
+    bit."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -153,7 +149,7 @@ class StepAccumulator:
         self._begin_step()
 
     def reduce(self) -> list[StepRecord]:
-        """All steps since the last `take`. A collective: every rank calls it after the same steps."""
+        """Return all steps since the last `take`. A collective: every rank calls it after the same steps."""
         pending, self._pending = self._pending, []
         if pending:
             ranks = _gather(torch.cat([row for _, row in pending]))
@@ -162,16 +158,16 @@ class StepAccumulator:
         return list(self._records)
 
     def take(self) -> list[StepRecord]:
-        """`reduce`, and begin a new interval."""
+        """Reduce like `reduce`, and begin a new interval. A collective."""
         records, self._records = self.reduce(), []
         return records
 
     def state_dict(self) -> dict[str, Any]:
-        """The records of the interval so far, JSON-able and equal on all ranks. A collective, like `reduce`."""
+        """Return the records of the interval so far, JSON-able and equal on all ranks. A collective, like `reduce`."""
         return {"records": [strict_json(dataclasses.asdict(record)) for record in self.reduce()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the interval that `state_dict` was taken in."""
+        """Continue the interval that `state_dict` recorded."""
         self._records, self._pending = [StepRecord.from_dict(values) for values in state["records"]], []
 
     def _begin_step(self) -> None:
@@ -181,7 +177,7 @@ class StepAccumulator:
 
 
 def _summed(step: StepRecord, totals: Iterator[float], num_ranks: int) -> StepRecord:
-    """The step with its totals over all ranks, which are taken from `totals`."""
+    """Return the step with its totals over all ranks, the next values of `totals`."""
     loss_sums, target_tokens = (dict(zip(TASKS, totals, strict=False)) for _ in range(2))
     encoder_tokens = int(next(totals))
     grad_norm, *means = (total / num_ranks for total in islice(totals, 1 + len(step.extra)))
@@ -196,7 +192,7 @@ def _summed(step: StepRecord, totals: Iterator[float], num_ranks: int) -> StepRe
 
 
 def _gather(row: Tensor) -> list[Tensor]:
-    """Every rank's `row`, in rank order."""
+    """Return every rank's `row`, in rank order. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [row]
     gathered = [torch.empty_like(row) for _ in range(dist.get_world_size())]
@@ -205,23 +201,23 @@ def _gather(row: Tensor) -> list[Tensor]:
 
 
 def sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
-    """The sum of every rank's tensor. An all-reduce would add in an order that depends on the size of the buffer."""
+    """Return the sum of the ranks' tensors. An all-reduce would add in an order that depends on the buffer's size."""
     return functools.reduce(torch.add, ranks)
 
 
 def by_denoiser(sums: Tensor) -> list[dict[str, float]]:
-    """The rows of [rows, denoisers] by the denoisers' names. Waits for the device."""
+    """Return the rows of [rows, denoisers] as dicts by denoiser. Waits for the device."""
     return [dict(zip(TASKS, row, strict=True)) for row in sums.tolist()]
 
 
 def mean_loss(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> float:
-    """Sum of token losses over the number of target tokens, in nats; NaN where there are none."""
+    """Return the sum of token losses over the number of target tokens, in nats; NaN without target tokens."""
     tokens = sum(target_tokens.values())
     return sum(loss_sums.values()) / tokens if tokens else math.nan
 
 
 def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> dict[str, float]:
-    """`PREFIX/loss` and `PREFIX/loss_R1`… from sums by denoiser; those without tokens are left out."""
+    """Return `PREFIX/loss` and `PREFIX/loss_R1`… from sums by denoiser; those without tokens are left out."""
     losses = {f"{prefix}/loss_{name}": loss_sums[name] / tokens for name, tokens in target_tokens.items() if tokens}
     return {f"{prefix}/loss": mean_loss(loss_sums, target_tokens)} | losses
 
@@ -229,7 +225,7 @@ def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Map
 def eval_metrics(
     loss_sums: Mapping[str, float], target_tokens: Mapping[str, float], eval_set: str = ""
 ) -> dict[str, float]:
-    """`eval/loss`, `eval/perplexity` and both per denoiser (`eval/loss_X1`); `eval/NAME/loss`… of an `eval_set`."""
+    """Return `eval/loss`, `eval/perplexity`, both per denoiser (`eval/loss_X1`); `eval/NAME/loss`… of an `eval_set`."""
     losses = loss_metrics(f"eval/{eval_set}" if eval_set else "eval", loss_sums, target_tokens)
     return losses | {
         "/perplexity".join(name.rsplit("/loss", 1)): math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
@@ -238,11 +234,9 @@ def eval_metrics(
 
 
 def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
-    """The `train/` metrics of an interval of at least one step, and the engine's own (`StepResult.extra`).
-
+    """Return the `train/` metrics of an interval of at least one step, and the engine's own (`StepResult.extra`).
     Losses and the engine's metrics are means over the applied steps (if there are none, over all): a skipped NaN would
-    hide the others. Learning rate and gradient norm are the last step's.
-    """
+    hide the others. Learning rate and gradient norm are the last step's."""
     counted = [record for record in records if record.applied] or records
     loss_sums = _by_name([record.loss_sums for record in counted], sum)
     target_tokens = _by_name([record.target_tokens for record in counted], sum)
@@ -256,5 +250,4 @@ def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def _by_name(rows: Sequence[Mapping[str, float]], combine: Callable[[list[float]], float]) -> dict[str, float]:
-    """The values that the rows have of each name, in their order, combined."""
     return {name: combine([row[name] for row in rows if name in row]) for name in dict.fromkeys(chain(*rows))}

@@ -1,8 +1,6 @@
-"""metrics.jsonl and ledger.jsonl of a run, one strict JSON object a line: written, cut, and read back.
-
-The ledger has the events of the run in the order of time, and is never taken back (docs/recovery.md has the fields).
-What is read may have been written by others, and is believed as little as possible.
-"""
+"""Write, cut and read back a run's metrics.jsonl and ledger.jsonl, one strict JSON object a line. The ledger has the
+events of the run in the order of time, and is never cut (docs/recovery.md has the fields). Lines that are read may come
+from other programs, and are checked."""
 
 import json
 import logging
@@ -25,19 +23,16 @@ logger = logging.getLogger(__name__)
 TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau", "learning_rate_off")
 """Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows."""
 MACHINE_ALERTS = ("throughput_drop", "straggler", "memory_growth", "data_wait")
-"""Alerts about the machines that it runs on: raised by `MachineWatch`."""
+"""Alerts about the machines of the run: raised by `MachineWatch`."""
 PERSISTENT_INTERVALS = 3
-"""Logging intervals in a row in which anything but memory must be seen to be an alert: one is noise."""
+"""Logging intervals in a row with the same fault (but for memory) that make an alert: one is noise."""
 
 Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
 
 
 class StepLines(NamedTuple):
-    """The JSON objects of a file of lines that have a finite `step`.
-
-    `problem`: words about unreadable lines, without a full stop. `is_torn`: the last line is not whole, as after a
-    kill.
-    """
+    """The JSON objects of a file of lines that have a finite `step`. `problem`: words about unreadable lines, without a
+    full stop. `is_torn`: the last line is not whole, as after a kill."""
 
     lines: list[dict[str, Any]]
     problem: str
@@ -45,7 +40,7 @@ class StepLines(NamedTuple):
 
 
 def strict_json(value: Any) -> Any:
-    """`value` for strict JSON, which has no NaN and no infinity: those become strings that `float` reads."""
+    """Return `value` for strict JSON, which has no NaN and no infinity: those become strings that `float` reads."""
     if isinstance(value, Mapping):
         return {name: strict_json(item) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -54,10 +49,8 @@ def strict_json(value: Any) -> Any:
 
 
 def append_line(file: FileIO, values: Mapping[str, Any]) -> None:
-    """Append one line to `file` in one write, so that a killed process leaves at most its last line torn.
-
-    A disk that refuses costs an error in the log, never the run, and leaves no torn line behind.
-    """
+    """Append one line to `file` in one write, so that a killed process leaves at most its last line torn. A disk that
+    refuses costs an error in the log, never the run, and leaves no torn line behind."""
     text, size = json.dumps(values, allow_nan=False).encode() + b"\n", file.seek(0, SEEK_END)
     try:
         if file.write(text) != len(text):
@@ -69,22 +62,20 @@ def append_line(file: FileIO, values: Mapping[str, Any]) -> None:
 
 
 def cut_after(path: Path, step: int, *, aside: Path | None = None, **mark: int) -> None:
-    """Keep the whole lines up to `step` (none at all for 0), by an atomic replacement of the file. Raises OSError.
-
-    The later ones are appended to the file `aside` first, each with `mark`.
-    """
-    found = _step_lines(path.name, path.read_bytes())
-    kept = [line for line in found.lines if 0 < step >= line["step"]]
+    """Keep the whole lines up to `step` (none at all for 0), by an atomic replacement of the file. Raises OSError. The
+    later ones are appended to the file `aside` first, if given, each with `mark`."""
+    content = _step_lines(path.name, path.read_bytes())
+    kept = [line for line in content.lines if 0 < step >= line["step"]]
     if aside is not None:
-        later = [line | mark for line in found.lines if not 0 < step >= line["step"]]
+        later = [line | mark for line in content.lines if not 0 < step >= line["step"]]
         with aside.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in later)
-    if found.problem or found.is_torn or len(kept) < len(found.lines):
+    if content.problem or content.is_torn or len(kept) < len(content.lines):
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_step_lines(path: Path) -> StepLines:
-    """The file at `path`; a missing one has no lines."""
+    """Read the file at `path`; a missing one has no lines."""
     try:
         return _step_lines(path.name, path.read_bytes())
     except FileNotFoundError:
@@ -110,12 +101,12 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True for a finite number. JSON has no NaN: what was not finite is null, but some writers put NaN."""
+    """Return whether `value` is a finite number. JSON has null for others, but some writers put NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def measured_tokens_per_second(run: Path) -> float:
-    """The median throughput of the run in the folder `run`, over all ranks. Raises DataError."""
+    """Return the median throughput of the run in the folder `run`, over all ranks. Raises DataError."""
     metrics = RunFolder(str(run)).metrics
     if not metrics.exists():
         raise DataError(f"{run} has no {metrics.name}: it is not the folder of a run, or the run has logged nothing")
@@ -130,17 +121,17 @@ def measured_tokens_per_second(run: Path) -> float:
 
 
 def make_alert(kind: str, step: int, value: float, threshold: float, message: str) -> dict[str, Any]:
-    """An alert: plain data. `value` is what was seen and `threshold` its limit, in the same unit."""
+    """Return an alert as plain data. `value` is the figure seen and `threshold` its limit, in the same unit."""
     return {"type": kind, "step": step, "value": value, "threshold": threshold, "message": f"step {step}: {message}"}
 
 
 def answer(alert_type: str, settings: MonitorConfig) -> str:
-    """The action that the configuration asks for: `warn`, `skip_step`, `rollback` or `stop`."""
+    """Return the configured action: `warn`, `skip_step`, `rollback` or `stop`."""
     return str(getattr(settings, f"on_{alert_type}"))
 
 
 class EventLog:
-    """Appends to the file; does nothing where `path` is None, as on all ranks but 0."""
+    """Appends to the file; does nothing if `path` is None, as on all ranks but 0."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path

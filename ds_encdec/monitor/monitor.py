@@ -1,4 +1,4 @@
-"""Watches the training: sliding windows, alerts, and the summary that a phase's gate is decided on."""
+"""Watch the training: sliding windows, alerts, and the summary that decides a phase's gate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ds_encdec.monitor.metrics_file import make_alert, strict_json
 MAX_LOSS_SPIKES = 5  # loss spikes that a phase may have and still pass
 
 MAX_ALERTS_OF_A_TYPE = 200
-"""Alerts of each type that are kept, the newest ones: many of one type do not push another's out."""
+"""Alerts of each type that are kept, the newest ones: many of one type do not push out another's."""
 
 MAX_HISTORY = 10_000  # observations that `TrainingMonitor.history` keeps, the newest ones
 
@@ -56,11 +56,9 @@ class TrainingMonitor:
 
     Alerts are dicts with `type` (one of `TRAINING_ALERTS`), `step`, `value`, `threshold` and `message`. Values that are
     not finite or of a step that was not applied stay out of all statistics. `history`: the last `MAX_HISTORY`
-    observations of this process.
-
-    `loss_plateau_steps` None: no alerts of plateaus. `planned_learning_rate`: the rate of the i-th applied update (from
-    0); None: no alerts of rates. `loss_scaling` (float16): a norm that overflows is no alert while the loss is finite.
-    The other arguments are `MonitorConfig`'s.
+    observations of this process. `loss_plateau_steps` None: no alerts of plateaus. `planned_learning_rate`: the rate of
+    the i-th applied update (from 0); None: no alerts of rates. `loss_scaling` (float16): a norm that overflows is no
+    alert while the loss is finite. The other arguments are `MonitorConfig`'s.
     """
 
     window_size: int = 100
@@ -96,7 +94,7 @@ class TrainingMonitor:
 
     @classmethod
     def from_config(cls, config: FullConfig) -> TrainingMonitor:
-        """The monitor of a run. Rates are compared with the schedule, unless raw DeepSpeed JSON has its own."""
+        """Return the monitor of a run. Rates are compared with the schedule, unless raw DeepSpeed JSON has its own."""
         settings = {name: getattr(config.monitor, name) for name in MonitorConfig.model_fields if hasattr(cls, name)}
         schedule = partial(learning_rate, training=config.training)
         planned = None if "scheduler" in config.infra.deepspeed_extra else schedule
@@ -113,11 +111,8 @@ class TrainingMonitor:
         *,
         applied: bool = True,
     ) -> list[dict[str, Any]]:
-        """Add one optimizer step and return its new alerts.
-
-        `step`: applied steps after this one. `loss` in nats per target token, `grad_norm` before clipping,
-        `tokens_per_second` NaN where it was not measured.
-        """
+        """Add one optimizer step and return its new alerts. `step`: applied steps after this one. `loss` in nats per
+        target token, `grad_norm` before clipping, `tokens_per_second` NaN if it was not measured."""
         alerts = self._judge(step, loss, grad_norm)
         if applied and math.isfinite(grad_norm):
             self.grad_norm_window.add(grad_norm)
@@ -139,16 +134,13 @@ class TrainingMonitor:
         return alerts
 
     def refuses(self, loss: float, grad_norm: float) -> set[str]:
-        """The types of alert that `update` would raise for these two by themselves. Records nothing."""
+        """Return the types of alert that `update` would raise for these two by themselves. Records nothing."""
         return {alert["type"] for alert in self._judge(0, loss, grad_norm)}
 
     def get_summary(self) -> dict[str, Any]:
-        """The run in numbers: `loss`, `grad_norm`, `throughput`, `alerts` and `steps`.
-
-        The `current` loss is the mean of its window, and `decrease` its distance below the `initial` one. The other
-        losses are over the whole run (None before the first step), norms and throughput over their windows. `steps`
-        counts those that were not applied too.
-        """
+        """Return the run in numbers. The `current` loss is the mean of its window, and `decrease` its distance below
+        the `initial` one. The other losses are over the whole run (None before the first step), norms and throughput
+        over their windows. `steps` counts those that were not applied too."""
         current = self.loss_window.mean if len(self.loss_window) else None
         decrease = None if self.initial_loss is None or current is None else self.initial_loss - current
         return {
@@ -171,14 +163,12 @@ class TrainingMonitor:
         }
 
     def validate_phase(self, phase_config: PhaseLimits) -> dict[str, Any]:
-        """Judge the run by the phase's gate: `passed`, and `checks` of `name`, `passed`, `message`.
-
-        A loss that was never measured fails its check. Spikes that a rollback took back do not count.
-        """
+        """Judge the run by the phase's gate: `passed`, and `checks` of `name`, `passed`, `message`. A loss that was
+        never measured fails its check. Spikes that a rollback took back do not count."""
         after_warmup, decrease = self.warmup_complete_loss, self.get_summary()["loss"]["decrease"]
-        found = [alert for alert in self.alerts if alert["type"] == "loss_spike"]
-        spikes = sum("rolled_back" not in alert for alert in found)
-        taken_back = f", and {len(found) - spikes} that rollbacks took back" if len(found) > spikes else ""
+        all_spikes = [alert for alert in self.alerts if alert["type"] == "loss_spike"]
+        spikes = sum("rolled_back" not in alert for alert in all_spikes)
+        taken_back = f", and {len(all_spikes) - spikes} that rollbacks took back" if len(all_spikes) > spikes else ""
         limit, least = phase_config.max_loss_after_warmup, phase_config.min_loss_decrease
         checks = [
             ("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
@@ -196,7 +186,7 @@ class TrainingMonitor:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the history, strictly JSON-able."""
+        """Return everything but the history, strictly JSON-able."""
         windows = {name: getattr(self, name).state_dict() for name in _WINDOWS}
         return {
             **{name: getattr(self, name) for name in _SAVED},
@@ -205,7 +195,7 @@ class TrainingMonitor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave."""
+        """Restore a `state_dict`."""
         vars(self).update({name: state[name] for name in _SAVED})
         for name in _WINDOWS:
             getattr(self, name).load_state_dict(state[name])
@@ -223,7 +213,7 @@ class TrainingMonitor:
         ]
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
-        """Alerts of a step by itself, against the window before its loss is in it."""
+        """Return the alerts of a step by itself, against the window before its loss is in it."""
         alerts = []
         if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.loss_scaling):
             message = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
@@ -245,7 +235,7 @@ class TrainingMonitor:
         return alerts
 
     def _judge_plateau(self, step: int) -> list[dict[str, Any]]:
-        """One alert per stretch of steps in which the full window's mean has not fallen by enough."""
+        """Return one alert per stretch of steps in which the full window's mean has not fallen by enough."""
         if self.loss_plateau_steps is None or len(self.loss_window) < self.loss_window.window_size:
             return []
         mean, decrease = self.loss_window.mean, self.loss_plateau_min_decrease
@@ -262,7 +252,7 @@ class TrainingMonitor:
         return [make_alert("loss_plateau", step, mean, self.plateau_mean - decrease, message)]
 
     def _judge_learning_rate(self, step: int, rate: float, *, update_index: int) -> list[dict[str, Any]]:
-        """One alert when the rate leaves its schedule; the next one when it does so after having come back."""
+        """Return one alert when the rate leaves its schedule; the next one only after it has come back."""
         if self.planned_learning_rate is None:
             return []
         planned = self.planned_learning_rate(update_index)
@@ -284,7 +274,6 @@ _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
 
 
 def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`alerts` in their order, the last `MAX_ALERTS_OF_A_TYPE` of each type."""
     kept, numbers = [], Counter[str]()
     for alert in reversed(alerts):
         numbers[alert["type"]] += 1
@@ -298,7 +287,6 @@ def _number(value: float | None, reason: str) -> str:
 
 
 def compute_gradient_norm(model: nn.Module) -> float:
-    """Global L2 norm, in float32, of the gradients in `p.grad` of an unsharded model; 0.0 without any. Waits for the
-    device."""
+    """Return the global L2 norm (float32) of an unsharded model's gradients; 0.0 without any. Waits for the device."""
     gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
     return float(nn.utils.get_total_norm(gradients))

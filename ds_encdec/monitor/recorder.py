@@ -1,4 +1,4 @@
-"""Turns the steps that the loop reports into metrics and into answers to alerts."""
+"""Turn the steps that the loop reports into metrics, and into actions on alerts."""
 
 import logging
 import math
@@ -27,7 +27,7 @@ from ds_encdec.monitor.sinks import Sample, Sink
 
 logger = logging.getLogger(__name__)
 
-# The step of a process in which the engine's tensors are counted, before it is made: the first one has made them all.
+# The engine's tensors are counted before this step of a process: the first step has allocated them all.
 STEPS_TO_HELD = 2
 
 Alert = Mapping[str, Any]  # see `make_alert`
@@ -35,11 +35,8 @@ Alert = Mapping[str, Any]  # see `make_alert`
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """The actions that alerts demand, each with the first such alert; equal on every rank.
-
-    `stop`: end without a save, since training is at fault. `rollback`: go back. `leave`: save, then end, since the
-    machine is at fault.
-    """
+    """The actions that alerts demand, each with the first such alert; equal on every rank. `stop`: end without a save,
+    since training is at fault. `rollback`: go back. `leave`: save, then end, since the machine is at fault."""
 
     stop: Alert | None = None
     rollback: Alert | None = None
@@ -50,9 +47,9 @@ class Actions:
 class Recorder:
     """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
 
-    Figures are gathered from all ranks first, so that all come to the same actions. `state` is the run's when it
-    starts. `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `peak_flops`: of
-    one device, in FLOP/s; None where it is not known. `sinks` is empty and `events` writes nothing except on rank 0.
+    Figures are gathered from all ranks first, so that all take the same actions. `state` is the run's when it starts.
+    `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `peak_flops`: of one
+    device, in FLOP/s; None if unknown. `sinks` is empty and `events` writes nothing except on rank 0.
     `estimated_bytes`: the estimate of the largest `mem/peak_bytes`. `on_long_row`: of the run's data. The loop reports
     waits and pauses to `clock`, and saves to `machine`.
     """
@@ -76,7 +73,7 @@ class Recorder:
         self._steps = StepAccumulator(self.device)
         self.last_loss: float | None = None  # of the last judged step that had targets, over all ranks
         self._flops, self._last = 0.0, state
-        self._judged_steps = self._restored_steps = 0  # of the interval's
+        self._judged_steps = self._restored_steps = 0  # steps of the interval
         self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
         self._steps_to_held = STEPS_TO_HELD
@@ -89,17 +86,15 @@ class Recorder:
         self._flops += self.batch_flops(batch)
 
     def measure_held(self, held_bytes: Callable[[], Mapping[str, int]]) -> None:
-        """Call before each step: once in this process `Engine.held_bytes` goes into the next line of metrics."""
+        """Call before each step: once in this process, `Engine.held_bytes` goes into the next line of metrics."""
         self._steps_to_held -= 1
         if self._steps_to_held == 0:
             self._held_bytes = held_bytes()
 
     @property
     def veto(self) -> Callable[[Tensor], bool] | None:
-        """Decides by its finite gradient norm (float32 scalar) whether to skip a step; the same on all ranks.
-
-        None, and so no wait for the device at each step, unless some alert is answered with `skip_step`.
-        """
+        """A function that decides by a step's finite gradient norm (float32 scalar) whether to skip it; the same on all
+        ranks. None, and so no wait for the device at each step, unless some alert is answered with `skip_step`."""
         return self._refuses if self.judges_every_step else None
 
     @property
@@ -117,10 +112,8 @@ class Recorder:
         return self._answer(self._judge_steps())
 
     def log(self, state: TrainingState, rows: RowCounts = NO_ROWS) -> tuple[Actions, RowCounts]:
-        """Close the interval: judge the rest of it and the machine, and publish. A collective.
-
-        `rows`: what this rank's lanes have passed over; returns those of all ranks too.
-        """
+        """Close the interval: judge the rest of it and the machine, and publish. A collective. `rows`: the rows that
+        this rank's lanes have passed over; returns those of all ranks too."""
         alerts = self._judge_steps()
         records = self._steps.take()
         timed = records[self._restored_steps :]
@@ -177,7 +170,7 @@ class Recorder:
         self._once |= {"ckpt/blocked_s": blocked_seconds, "ckpt/total_s": seconds}
 
     def go_back(self, saved: Mapping[str, Any], state: TrainingState) -> None:
-        """Continue where `saved`, a `state_dict`, was taken; `state` is the one after the rollback."""
+        """Continue from `saved`, a `state_dict`; `state` is the one after the rollback."""
         self._load(saved)
         self.last_loss = None
         self.monitor.go_back(saved["monitor"])
@@ -187,7 +180,7 @@ class Recorder:
             sink.go_back(state.global_step, state.rollbacks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Windows and the judged steps of an unfinished interval; equal on all ranks. A collective."""
+        """Return the windows and the judged steps of an unfinished interval; equal on all ranks. A collective."""
         return {
             "steps": self._steps.state_dict(),
             "monitor": self.monitor.state_dict(),
@@ -195,13 +188,13 @@ class Recorder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken: a resume."""
+        """Resume from a `state_dict`."""
         self._load(state)
         self.monitor.load_state_dict(state["monitor"])
         self.machine.throughput.load_state_dict(state["machine"]["throughput"])
 
     def close(self, exit_code: int, reason: str = "") -> None:
-        """Record why the run stopped early, log how many rows were left out, and close the sinks."""
+        """Record why the run stopped early, log the number of rows left out, and close the sinks."""
         last = self._last
         if exit_code:
             where = {"step": last.global_step, "data_step": last.data_step}
@@ -210,7 +203,7 @@ class Recorder:
             logger.info("%s", self._long_rows_in_words(last.long_rows))
         if last.bad_rows and self.collectives.rank == 0:
             logger.info("%s not readable and left out (data.on_bad_row=skip)", _were(last.bad_rows, "row"))
-        if self._once and exit_code == 0:  # of the last save, which no line follows
+        if self._once and exit_code == 0:  # figures of the last save, which no other line follows
             self.publish(last, self._once)
         for sink in self.sinks:
             sink.close(exit_code)
@@ -224,10 +217,10 @@ class Recorder:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps.load_state_dict(state["steps"])
-        self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # made before this clock ran
+        self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # taken before this clock ran
 
     def _refuses(self, norm: Tensor) -> bool:
-        """Decide on a veto; see `veto`."""
+        """Decide on a veto (see `veto`). A collective."""
         sums = self._steps.sums
         rank_zeros = norm.to(sums) if self.collectives.rank == 0 else sums.new_zeros(())
         *totals, norm_value = self.collectives.sum_tensor(torch.cat([sums.flatten(), rank_zeros.view(1)])).tolist()
@@ -238,7 +231,7 @@ class Recorder:
         return any(name == "non_finite" or answer(name, self.settings) == "skip_step" for name in seen)
 
     def _judge_steps(self) -> list[tuple[Alert, int]]:
-        """New alerts, each with its data step. A step without targets has no loss, and is not judged."""
+        """Return new alerts, each with its data step. A step without targets is not judged. A collective."""
         records = self._steps.reduce()
         new, self._judged_steps = records[self._judged_steps :], len(records)
         with_targets = [record for record in new if any(record.target_tokens.values())]
@@ -272,16 +265,15 @@ class Recorder:
         return Actions(**actions)
 
     def publish(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
-        """Hand metrics to the sinks: those of an interval, or of an evaluation."""
+        """Send the metrics of an interval or of an evaluation to the sinks."""
         for sink in self.sinks:
             sink.log(state.global_step, {"data_step": state.data_step, **metrics})
 
     def show(self, state: TrainingState, samples: Sequence[Sample]) -> None:
-        """Hand texts that the model has generated to the sinks."""
+        """Send texts that the model has generated to the sinks."""
         for sink in self.sinks if samples else ():
             sink.show(state.global_step, samples)
 
 
 def _were(count: int, noun: str) -> str:
-    """`1 row was`, `2 rows were`."""
     return f"{count:,} {noun} was" if count == 1 else f"{count:,} {noun}s were"

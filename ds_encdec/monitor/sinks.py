@@ -1,8 +1,6 @@
-"""The places where metrics go: metrics.jsonl and the console always, TensorBoard and W&B as configured.
-
-A sink sees a step and plain floats; only rank 0 has any. A tracker that fails is dropped with one warning, and the run
-goes on. metrics.jsonl is never dropped: each line that cannot be written is an error in the log.
-"""
+"""Send metrics to metrics.jsonl and the console always, and to TensorBoard and W&B as configured. A sink receives a
+step and plain floats; only rank 0 has any. A tracker that fails is dropped with one warning, and the run goes on.
+metrics.jsonl is never dropped: each line that cannot be written is an error in the log."""
 
 import logging
 import math
@@ -31,7 +29,7 @@ from ds_encdec.monitor.metrics_file import append_line, cut_after
 logger = logging.getLogger(__name__)
 
 WANDB_INIT_TIMEOUT_S = 30.0
-"""Time for W&B's server to answer before the run is kept offline. Training has not begun then."""
+"""Seconds for W&B's server to answer before the run is kept offline. Training has not begun then."""
 
 
 class Sample(NamedTuple):
@@ -52,10 +50,10 @@ class Sink:
         """Write texts that the model has generated in the evaluation at `step`."""
 
     def go_back(self, step: int, rollback: int) -> None:
-        """Take back the steps after `step`, by the run's rollback of this number."""
+        """Take back the steps after `step`; `rollback` is the number of the run's rollback."""
 
     def close(self, exit_code: int = 0) -> None:
-        """Write the rest. `exit_code` is the run's."""
+        """Flush and close. `exit_code` is the run's."""
 
 
 def open_sinks(
@@ -66,11 +64,9 @@ def open_sinks(
     rank: int,
     start_step: int = 0,
 ) -> list[Sink]:
-    """The sinks of a run whose next step is `start_step` + 1. Empty on ranks other than 0.
-
-    `report` writes a page about a run that is complete, for W&B, and returns its path. Later steps of a resumed run are
-    cut from metrics.jsonl and hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened.
-    """
+    """Return the sinks of a run whose next step is `start_step` + 1; none on ranks other than 0. `report` writes a page
+    about a complete run, for W&B, and returns its path. Later steps of a resumed run are cut from metrics.jsonl and
+    hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened."""
     if rank != 0:
         return []
     logging_dir = run_dir / config.infra.logging_dir
@@ -118,22 +114,20 @@ class GuardedSink(Sink):
     close = _guarded("close")
 
     def attempt(self, action: Callable[..., Any], *values: Any) -> Any:
-        """Call `action`; where it raises, drop the sink."""
+        """Call `action`; if it raises, drop the sink."""
         try:
             return action(*values)
         except KeyboardInterrupt:  # the second Ctrl-C
             raise
-        except BaseException as error:  # whatever a tracker raises; rich and wandb know SystemExit, too
+        except BaseException as error:  # whatever a tracker raises: rich and wandb may raise SystemExit
             logger.warning("%s has failed and is dropped, training goes on: %r", self._name, error)
             self.sink = None
 
 
 class JsonlSink(Sink):
-    """metrics.jsonl: one JSON object a line with `step`, then the metrics by name; null for NaN and infinity.
-
-    A torn line and lines of later steps than `start_step` are cut off here. A rollback moves lines to
-    metrics.abandoned.jsonl, with its number.
-    """
+    """Writes metrics.jsonl: one JSON object a line, `step` and the metrics by name; null for NaN and infinity. A torn
+    line and lines of later steps than `start_step` are cut off at the start. A rollback moves lines to
+    metrics.abandoned.jsonl, with its number."""
 
     def __init__(self, path: Path, *, start_step: int = 0) -> None:
         self._path = path
@@ -166,19 +160,19 @@ class JsonlSink(Sink):
 
 
 class SamplesSink(JsonlSink):
-    """samples.jsonl: generated texts, one JSON object for each, with `step`; cut and put aside like metrics.jsonl."""
+    """Writes samples.jsonl: one generated text a line, with `step`; cut and moved like metrics.jsonl."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing: they are in the other file."""
+        """Write nothing: the metrics are in the other file."""
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append a line for each."""
+        """Append a line for each sample."""
         for sample in samples:
             append_line(self._file, {"step": step, **sample._asdict()})
 
 
 class ConsoleSink(Sink):
-    """A progress bar on a terminal, else one line per logging interval. Evaluations are always printed."""
+    """Shows a progress bar on a terminal, else one line per logging interval. Evaluations are always printed."""
 
     def __init__(
         self, total_steps: int, *, start_step: int = 0, best: str = "loss", console: Console | None = None
@@ -190,7 +184,7 @@ class ConsoleSink(Sink):
         if self._console.is_interactive:
             self._live = Live(self._line, console=self._console, refresh_per_second=2)
             self._live.start()
-            self._console.show_cursor()  # a killed process could not
+            self._console.show_cursor()  # a killed process could not restore it
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the most important metrics of `step`."""
@@ -207,7 +201,7 @@ class ConsoleSink(Sink):
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print the first text and its reference, each in one line at most."""
+        """Print the first sample, each of its texts in one line at most."""
         for name, text in zip(Sample._fields, samples[0], strict=True):
             line = f"  {name}: {' '.join(text.split()) or '(nothing)'}"
             width = self._console.width if self._live is not None else 160
@@ -226,10 +220,7 @@ class ConsoleSink(Sink):
 
 
 class TensorBoardSink(Sink):
-    """Event files in `directory`. On resume the steps after `start_step` are hidden (TensorBoard's purge).
-
-    Beside the metrics they hold the configuration as text.
-    """
+    """Writes event files with the metrics and the configuration. On resume the steps after `start_step` are hidden."""
 
     def __init__(self, directory: Path, config: FullConfig, *, start_step: int = 0) -> None:
         # Imported late: it costs half a second.
@@ -247,7 +238,7 @@ class TensorBoardSink(Sink):
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         """Add one table, which TensorBoard shows as text."""
-        lines = [Sample._fields, ["---"] * len(Sample._fields), *(map(_in_a_cell, sample) for sample in samples)]
+        lines = [Sample._fields, ["---"] * len(Sample._fields), *(map(_markdown_cell, sample) for sample in samples)]
         self._writer.add_text("eval/samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
         self._writer.flush()
 
@@ -265,7 +256,7 @@ class WandbSink(Sink):
     """A Weights & Biases run: online after a login, else offline with one warning.
 
     Credentials come from WANDB_API_KEY or netrc; WANDB_MODE, WANDB_DIR and WANDB_RUN_ID are obeyed. The run's id is
-    kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. Our step is the chart's x axis,
+    kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. The chart's x axis is our step,
     since W&B's cannot go back; after a rollback the abandoned branch stays beside the new one. The page that `report`
     writes about a complete run is kept as an artifact.
     """
@@ -273,9 +264,9 @@ class WandbSink(Sink):
     def __init__(self, logging_dir: Path, config: FullConfig, report: Callable[[], Path] | None = None) -> None:
         infra, self._report = config.infra, report
         logging_dir.mkdir(parents=True, exist_ok=True)
-        given, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
-        if given or not id_file.exists():
-            id_file.write_text((given or secrets.token_hex(4)) + "\n")
+        run_id, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
+        if run_id or not id_file.exists():
+            id_file.write_text((run_id or secrets.token_hex(4)) + "\n")
         self._run = _start_wandb(
             project=infra.wandb_project,
             entity=infra.wandb_entity,
@@ -311,8 +302,7 @@ class WandbSink(Sink):
             self._run.finish(exit_code=exit_code)
 
 
-def _in_a_cell(text: str) -> str:
-    """A text as it stands in a cell of a Markdown table."""
+def _markdown_cell(text: str) -> str:
     return escape(text).replace("|", "&#124;").replace("\n", "<br>")
 
 
@@ -329,12 +319,12 @@ def _start_wandb(**arguments: Any) -> Any:
         return wandb.init(settings=settings, **arguments)
     except Exception as error:  # no network, a refused key, a server's answer
         logger.warning("W&B: no connection, this run is kept offline in %s: %s", arguments["dir"], error)
-        wandb.teardown()  # lets go of the run id
+        wandb.teardown()  # frees the run id
         return wandb.init(mode="offline", settings=settings, **arguments)
 
 
 def has_wandb_login(base_url: str = "https://api.wandb.ai") -> bool:
-    """True if W&B finds credentials without a prompt, which would stop an unattended run."""
+    """Return whether W&B finds credentials without a prompt, which would stop an unattended run."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", base_url)).netloc
