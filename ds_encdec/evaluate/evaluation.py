@@ -1,8 +1,5 @@
-"""`ds-encdec evaluate`: what a model generates for the examples of a split, and how it compares with their references.
-
-One process, or N ranks of a launcher, each with its own part of the batches. Batches are planned from the examples'
-lengths alone, so an evaluation that was killed goes on with the batches that it would have made.
-"""
+"""`ds-encdec evaluate`: generate for the examples of a split, and compare the texts with their references. Batches are
+planned from the examples' lengths alone, so an evaluation that was killed goes on with the same batches."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 _TIMEOUT = timedelta(days=2)
-"""How long a rank waits for the slowest one at the end."""
+"""The time that a rank waits for the slowest one at the end."""
 
 
 def evaluate(
@@ -60,12 +57,12 @@ def evaluate(
     device: Literal["cuda", "cpu", "auto"] = "auto",
     dtype: str | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Generate for the examples of `split`, all or the first `max_samples`, into the folder `out`.
+    """Generate for the examples of `split`, all or the first `max_samples`; returns the folder `out` and the figures.
 
-    Returns the folder and the figures of `metrics`, which `check_metrics` has accepted. An unfinished evaluation of the
-    same model, data and settings in `out` is continued; `metrics` and `batch_tokens` may differ. `out` None: the first
-    folder beside the model that has no other evaluation. Called by one process, or by every rank. Raises ConfigError,
-    DataError, CheckpointError and OutOfMemoryError.
+    `check_metrics` has accepted `metrics`. An unfinished evaluation of the same model, data and settings in `out` is
+    continued; `metrics` and `batch_tokens` may differ. `out` None: the first folder beside the model that has no other
+    evaluation. Called by one process, or by every rank. Raises ConfigError, DataError, CheckpointError and
+    OutOfMemoryError.
     """
     if out is not None and out.resolve().is_relative_to(model.resolve()):
         raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
@@ -75,7 +72,7 @@ def evaluate(
     if world.world_size > 1:
         init_process_group(world, place, _TIMEOUT, "fsdp", meeting="evaluation")
     collectives = HostCollectives(_TIMEOUT)
-    # One rank asks the hub, so that all read the same commit of a data set: the one that was trained on.
+    # Rank 0 alone queries the hub, so that all read the same commit of a data set: the one that was trained on.
     trained = collectives.on_rank_zero(lambda: trained_data(model))
     saved_commits = trained.saved["dataset_commits"] if trained else None
     commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
@@ -100,23 +97,20 @@ def evaluate(
             for batch in _with_progress(split, batches, missing, shown=world.is_main):
                 predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
             del loaded
-        collectives.gather(None)  # all have written theirs
+        collectives.gather(None)  # all ranks have written their predictions
         special = special_ids(tokenizer)
-        found = collectives.on_rank_zero(
+        result = collectives.on_rank_zero(
             lambda: _finish(out, examples, metrics, bertscore_model, settings, facts, special)
         )
     shutdown()
-    return out, found
+    return out, result
 
 
 def trained_data(model: Path) -> TrainedData | None:
-    """The data that a model in a run's `export` folder was trained on, as a checkpoint of the run says, or None.
-
-    Raises CheckpointError for a checkpoint that cannot be read.
-    """
+    """Return the data that a model in a run's `export` folder was trained on, or None. Raises CheckpointError."""
     export = model.resolve().parent
-    found = [export.parent / "checkpoints" / name for name in ("final", "best", "latest")]
-    checkpoint = next((one for one in found if (one / "trainer.json").is_file()), None)
+    candidates = [export.parent / "checkpoints" / name for name in ("final", "best", "latest")]
+    checkpoint = next((one for one in candidates if (one / "trainer.json").is_file()), None)
     if export.name != "export" or checkpoint is None:
         return None
     try:
@@ -127,10 +121,8 @@ def trained_data(model: Path) -> TrainedData | None:
 
 
 def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """The model's own tokenizer, with the special tokens that it was trained with.
-
-    Raises CheckpointError, and ConfigError for another model's where examples have sentinels.
-    """
+    """Return the model's own tokenizer, with the special tokens of its training. Raises CheckpointError, and
+    ConfigError for another kind of model if the examples have sentinels."""
     if not is_ours(model):
         if not OBJECTIVES[config.data.objective].takes_records:
             raise ConfigError(
@@ -160,7 +152,6 @@ def _predict(
     batch: Sequence[int],
     settings: GenerationSettings,
 ) -> list[dict[str, Any]]:
-    """The records of a batch of examples. Raises OutOfMemoryError."""
     inputs, special = [example.encoder_ids for example in examples], special_ids(tokenizer)
     targets = [examples[number].decoder_ids for number in batch]
     try:
@@ -198,7 +189,7 @@ def _finish(
     facts: Mapping[str, Any],
     special: set[int],
 ) -> dict[str, Any]:
-    """The figures over the predictions of all ranks; these and the predictions, in order, are written."""
+    """Compute and return the figures over the predictions of all ranks; write them, and the predictions in order."""
     predictions = Predictions(out)
     records = [predictions.records[number] for number in range(len(examples))]
     scorer = rouge_scorer() if "rouge" in metrics else None
@@ -218,17 +209,17 @@ def _finish(
         **score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out),
     }
     longest = sum(record["generated_tokens"] >= (settings.max_new_tokens or math.inf) for record in records)
-    found = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": longest, "evaluation": dict(facts)}
+    result = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": longest, "evaluation": dict(facts)}
     if left_out:
-        found["metrics_left_out"] = left_out
-    predictions.finish(records, found)
-    return found
+        result["metrics_left_out"] = left_out
+    predictions.finish(records, result)
+    return result
 
 
 def _token_accuracy(
     examples: Sequence[TextExample], records: Sequence[Mapping[str, Any]], special: set[int]
 ) -> dict[str, float]:
-    """The share of the targets' tokens of text that the model found the likeliest; empty where there are none."""
+    """Return the percentage of the targets' text tokens that the model rated likeliest; empty if there are none."""
     tokens = sum(token not in special for example in examples for token in example.decoder_ids.tolist())
     right = sum(record["right_tokens"] for record in records)
     return {"token_accuracy": 100 * right / tokens} if tokens else {}

@@ -1,4 +1,4 @@
-"""Generation for many inputs: batches of similar length, by the model's own `generate()` with its cache."""
+"""Generate for many inputs, in batches of similar length, by the model's own `generate()` with its cache."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 def plan_batches(encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> list[list[int]]:
-    """Divide the inputs into batches of similar length, each a list of their numbers. The longest come first.
-
-    It depends on nothing but the lengths and `batch_tokens`, so that ranks and later runs divide them alike.
-    """
+    """Divide the inputs into batches of similar length, each a list of their numbers, the longest first. Nothing but
+    the lengths and the settings counts, so that ranks and later runs divide them alike."""
     order = sorted(range(len(encoder_ids)), key=lambda number: -len(encoder_ids[number]))
     batches: list[list[int]] = []
     for number in order:
@@ -51,13 +49,12 @@ def generate(
     settings: GenerationSettings,
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
-    """The tokens that `model` generates for each input, in their order, without start and end tokens.
+    """Return the tokens that `model` generates for each input, in their order, without start and end tokens.
 
-    Greedy and beam search give each input what it would get alone, in any batch, but for ties within rounding. So does
-    sampling: each input draws from random numbers of its own, keyed by (seed, its number). In bfloat16 and float16
-    rounding is coarse, and other batches (another `batch_tokens`, other inputs) may give another text.
-
-    `stopped` is asked before each batch: once it is true, nothing is generated for the rest.
+    Greedy and beam search give each input the same text alone and in any batch, but for ties within rounding. So does
+    sampling, with random numbers keyed by (seed, the input's number). In bfloat16 and float16 rounding is coarse, and
+    other batches (another `batch_tokens`, other inputs) may give another text. `stopped` is called before each batch:
+    once it returns True, nothing is generated for the rest.
     """
     generated: list[list[int]] = [[] for _ in encoder_ids]
     for batch in plan_batches(encoder_ids, settings):
@@ -76,10 +73,8 @@ def generate_batch(
     settings: GenerationSettings,
     streamer: BaseStreamer | None = None,
 ) -> list[list[int]]:
-    """The tokens for the inputs `numbers` of `encoder_ids`, as one batch; see `generate`.
-
-    `streamer` receives each token of a single row.
-    """
+    """Generate for the inputs `numbers` as one batch; see `generate`. `streamer` receives each token of a single
+    row."""
     if not settings.max_new_tokens:
         return [[] for _ in numbers]
     config = _generation_config(model, settings)
@@ -97,7 +92,7 @@ def generate_batch(
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, ids: TokenIds) -> str:
-    """The text of generated or target tokens, without those that begin, end and fill sequences. Sentinels stay."""
+    """Return the text of tokens, without those that begin, end and fill sequences. Sentinels stay."""
     names = ("bos", "eos", "pad", "cls", "sep")
     marks = {getattr(tokenizer, f"{name}_token_id") for name in names}
     shown = [int(token) for token in ids if token not in marks]
@@ -105,12 +100,12 @@ def text_of(tokenizer: PreTrainedTokenizerFast, ids: TokenIds) -> str:
 
 
 def special_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
-    """The ids that stand for no text: sentinels, mode tokens, and those that begin, end and fill sequences."""
+    """Return the ids that stand for no text: sentinels, mode tokens, and those that begin, end and fill sequences."""
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """int64 [B, longest, at least 1]: the rows filled up with `pad_id` on the right; and a mask, 1 on real tokens."""
+    """Return the rows padded on the right, int64 [B, longest, at least 1], and a mask, 1 on real tokens."""
     ids = torch.full((len(rows), max(1, *map(len, rows))), pad_id)
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
@@ -121,7 +116,7 @@ def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode (no dropout) for the time of the block."""
+    """Put `model` into evaluation mode (no dropout) inside the block."""
     was_training = model.training
     model.eval()
     try:
@@ -131,14 +126,14 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _generation_config(model: PreTrainedModel, settings: GenerationSettings) -> GenerationConfig:
-    """The model's own settings (special tokens, forced ones), with ours in the place of the rest."""
+    """Return the model's own settings (special tokens, forced ones), with `settings` for the rest."""
     config: GenerationConfig = deepcopy(model.generation_config)
     config.update(
         max_new_tokens=settings.max_new_tokens,
         max_length=None,
         num_beams=settings.num_beams,
         repetition_penalty=settings.repetition_penalty,
-        do_sample=False,  # `_SeededSampling` does, where it is asked for
+        do_sample=False,  # `_SeededSampling` samples instead
         temperature=None,
         top_p=None,
         top_k=None,
@@ -149,19 +144,18 @@ def _generation_config(model: PreTrainedModel, settings: GenerationSettings) -> 
 
 
 def pad_id_of(config: GenerationConfig) -> int:
-    """The id that fills rows; masks hide it."""
+    """Return the id that pads rows; masks hide it."""
     if config.pad_token_id is not None:
         return int(config.pad_token_id)
     return int(config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id)
 
 
 def _before(ids: list[int], ends: list[int]) -> list[int]:
-    """`ids` up to the first of `ends`."""
     return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids))]
 
 
 def _sampling(settings: GenerationSettings, numbers: Sequence[int]) -> LogitsProcessorList:
-    """The steps that draw the next tokens of a batch; none where the likeliest are taken."""
+    """Return the processors that draw the next tokens of a batch; none if the likeliest are taken."""
     if settings.temperature == 0:
         return LogitsProcessorList()
     limits: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
@@ -173,10 +167,8 @@ def _sampling(settings: GenerationSettings, numbers: Sequence[int]) -> LogitsPro
 
 
 class _SeededSampling(LogitsProcessor):
-    """Draws the next token of each row by a random number of the row's own, and leaves that token alone to be taken.
-
-    transformers' own sampling draws for all rows of a batch from one generator: a text would depend on the others.
-    """
+    """Draws the next token of each row with the row's own random numbers, and rules out all other tokens. transformers
+    draws for all rows of a batch from one generator, so a text would depend on the others."""
 
     def __init__(self, settings: GenerationSettings, numbers: Sequence[int]) -> None:
         generators = (keyed_generator(settings.seed, "generation", number) for number in numbers)
@@ -184,7 +176,7 @@ class _SeededSampling(LogitsProcessor):
         self._step = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores [B, vocabulary] → the same shape, 0 for the token drawn and -inf for all others."""
+        """Map scores [B, vocabulary] to the same shape: 0 for the drawn token, -inf for all others."""
         cumulative = scores.double().softmax(-1).cumsum(-1)
         draws = torch.from_numpy(self._draws[:, self._step, None]).to(scores.device)
         self._step += 1

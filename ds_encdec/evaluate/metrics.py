@@ -1,8 +1,5 @@
-"""The functions of the rows of `text_metrics.py`; each compares predictions with references, pair by pair.
-
-Figures are on the scale of 0 to 100. `exact_match`, `rouge` and `bertscore` are means over the pairs; `bleu` and `chrf`
-are those of the whole set (sacrebleu's corpus scores).
-"""
+"""Compare predictions with references: the functions of the rows of `text_metrics.py`. Figures are from 0 to 100;
+`bleu` and `chrf` are of the whole set (sacrebleu's corpus scores), the others means over the pairs."""
 
 from __future__ import annotations
 
@@ -26,10 +23,8 @@ ROUGE_TYPES = TEXT_METRICS["rouge"].figures
 
 
 def bertscore_layer(folder: Path) -> int:
-    """The layer, from 1, that BERTScore compares: bert-score's choice for a model of this folder's name, or the last.
-
-    Raises ConfigError for a folder without a model.
-    """
+    """Return the layer, from 1, that BERTScore compares: bert-score's choice for a model of this folder's name, or the
+    last. Raises ConfigError for a folder without a model."""
     try:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError) as error:
@@ -44,10 +39,8 @@ def bertscore_layer(folder: Path) -> int:
 
 
 def check_metrics(names: Iterable[str], bertscore_model: Path | None = None, *, field: str = "--metrics") -> None:
-    """Raise ConfigError where a metric is unknown or cannot be called, or a package or model that it needs is missing.
-
-    `field`: where the user has named it.
-    """
+    """Raise ConfigError if a metric is unknown or cannot be called, or a package or model that it needs is missing.
+    `field`: the setting in which the user has named it."""
     names = list(names)
     rows = {name: row for name in names if (row := text_metric(name)) is not None}
     if unknown := [name for name in names if name not in rows]:
@@ -71,11 +64,8 @@ def score_texts(
     bertscore_model: Path | None = None,
     left_out: dict[str, str] | None = None,
 ) -> dict[str, float]:
-    """All figures of the metrics `names` over the pairs of texts, of which there must be one at least.
-
-    A user's own metric that raises, or returns no finite number, is named in `left_out` with the error and its place;
-    without that the error is raised. `check_metrics` has accepted the names.
-    """
+    """Return the figures of the metrics `names`, which `check_metrics` has accepted. If a user's metric raises or
+    returns no finite number, `left_out` gets the error and its place; without `left_out` the error is raised."""
     figures: dict[str, float] = {}
     for name in names:
         if name not in TEXT_METRICS:
@@ -92,24 +82,24 @@ def score_texts(
 
 
 def _finite(figure: object) -> float:
-    """Raise ValueError for what is not finite, by which nothing can be judged."""
+    """Return `figure` as a float. Raises ValueError if it is not finite, since nothing can be judged by it."""
     if not math.isfinite(value := float(figure)):  # type: ignore[arg-type]
         raise ValueError(f"it returned {value}")
     return value
 
 
 def same_words(prediction: str, reference: str) -> bool:
-    """Return whether the texts are equal but for white space: at the ends none counts, within any run is one blank."""
+    """Return whether the texts are equal, with white space ignored at the ends and as one blank within."""
     return prediction.split() == reference.split()
 
 
 def exact_match(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """The share of predictions that are their reference but for white space. Case and punctuation count."""
+    """Return the share of predictions that equal their reference but for white space. Case and punctuation count."""
     return {"exact_match": 100 * fmean(map(same_words, predictions, references))}
 
 
 def rouge_scorer() -> RougeScorer:
-    """ROUGE-1, -2 and -L of Google's package, with Porter's stemmer. It knows words of a to z and digits only."""
+    """Return Google's ROUGE-1, -2 and -L with Porter's stemmer. It knows words of a to z and digits only."""
     from rouge_score.rouge_scorer import RougeScorer
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # it names its tokenizer each time
@@ -117,7 +107,7 @@ def rouge_scorer() -> RougeScorer:
 
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Mean F1 of common words, pairs of words, and the longest common sequence of words."""
+    """Return mean F1 of common words, pairs of words, and the longest common sequence of words."""
     scorer = rouge_scorer()
     scores: list[Mapping[str, Any]] = [
         scorer.score(reference, prediction) for prediction, reference in zip(predictions, references, strict=True)
@@ -126,21 +116,21 @@ def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, fl
 
 
 def chrf(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """chrF2: F-score of character n-grams up to 6. Good for languages that ROUGE and BLEU cannot divide into words."""
+    """Return chrF2, the F-score of character n-grams up to 6, which needs no division into words."""
     from sacrebleu import corpus_chrf
 
     return {"chrf": corpus_chrf(predictions, [references]).score}
 
 
 def bleu(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """sacrebleu's BLEU with its default tokenizer (13a) and smoothing (exp)."""
+    """Return sacrebleu's BLEU with its default tokenizer (13a) and smoothing (exp)."""
     from sacrebleu import corpus_bleu
 
     return {"bleu": corpus_bleu(predictions, [references]).score}
 
 
 def bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscore_model: Path) -> dict[str, float]:
-    """Mean precision, recall and F1 of the tokens' best cosines, without rescaling. A text without words scores 0."""
+    """Return mean precision, recall and F1 of the tokens' best cosines, not rescaled. A text without words scores 0."""
     from bert_score import score
     from transformers.utils.logging import disable_progress_bar
 
@@ -152,7 +142,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscor
     folder, layer = str(bertscore_model), bertscore_layer(bertscore_model)
     try:
         parts = score(*zip(*pairs, strict=True), model_type=folder, num_layers=layer)
-    except OverflowError as error:  # bert-score hands model_max_length on, which is 1e30 where a tokenizer has none
+    except OverflowError as error:  # bert-score passes on model_max_length, which is 1e30 if a tokenizer has none
         raise ConfigError(
             f"--bertscore-model: the tokenizer in {folder} does not say how long a text may be; add "
             '"model_max_length" (such as 512) to its tokenizer_config.json'

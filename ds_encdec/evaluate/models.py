@@ -1,7 +1,5 @@
-"""The model folder that is judged: what kind of model it holds, and the model and tokenizer in it.
-
-Torch and transformers are imported once a model is opened, so that wrong folders are refused at once.
-"""
+"""Check the folder of the model to judge, and open the model and tokenizer in it. Torch and transformers are imported
+only when a model is opened, so that wrong folders are refused at once."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def require_model_folder(folder: Path) -> None:
-    """Raise CheckpointError where `folder` holds no model by itself; it says where one may be."""
+    """Raise CheckpointError if `folder` holds no model by itself; the message suggests where one may be."""
     for name, what in (("manifest.json", "a checkpoint"), ("adapter_config.json", "an adapter without its model")):
         if (folder / name).exists():
             raise CheckpointError(f"--model: {folder} is {what}; make it a model with ds-encdec export CHECKPOINT OUT")
@@ -33,7 +31,7 @@ def require_model_folder(folder: Path) -> None:
 
 
 def is_ours(folder: Path) -> bool:
-    """True for a model of our own kind. Raises CheckpointError where `folder` holds no encoder-decoder's export."""
+    """Return whether the model is of our kind. Raises CheckpointError if `folder` has no encoder-decoder's export."""
     require_model_folder(folder)
     try:
         stored = read_json(folder / "config.json", None)
@@ -48,23 +46,20 @@ def is_ours(folder: Path) -> bool:
 
 
 def require_ours(folder: Path) -> None:
-    """Raise CheckpointError where `folder` holds no model of our own kind."""
+    """Raise CheckpointError if `folder` holds no model of our own kind."""
     if not is_ours(folder):
         raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
 
 
 class Inputs(NamedTuple):
-    """The inputs that a fine-tuned model was taught to read: `template`, None where it was conversations alone.
-
-    `has_chat`: there were conversations.
-    """
+    """The inputs of a fine-tuned model's training; `template` is None for conversations alone."""
 
     template: str | None
     has_chat: bool
 
 
 def taught_inputs(folder: Path) -> Inputs | None:
-    """The inputs of a fine-tuned model's training, as its card says; None for any other model."""
+    """Return the inputs of a fine-tuned model's training, from its card; None for any other model."""
     try:
         card = (folder / "README.md").read_text("utf-8")
         row = re.search(r"^\| input_template \| `(.+)` \|$", card, re.MULTILINE)
@@ -76,7 +71,7 @@ def taught_inputs(folder: Path) -> Inputs | None:
 
 
 def open_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer of a model folder. Raises CheckpointError."""
+    """Return the tokenizer of a model folder. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
     from ds_encdec.tokenizer.load import pretrained_tokenizer
@@ -87,12 +82,10 @@ def open_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
-    """The model of a folder on `device`, in evaluation mode. No code out of the folder is run. Raises CheckpointError.
-
-    It is one of ours, or another encoder-decoder that transformers can load by itself. `dtype`: a name of torch's; None
-    is the stored one on a GPU, and float32 on a CPU, where it is as fast or faster. Raises ConfigError where the
-    installed transformers generates otherwise with a cache than without.
-    """
+    """Load the model of a folder onto `device`, in evaluation mode. No code from the folder is run. It is one of ours,
+    or another encoder-decoder that transformers can load by itself. `dtype`: a name of torch's; None is the stored one
+    on a GPU, and float32 on a CPU, where it is as fast or faster. Raises CheckpointError, and ConfigError if the
+    installed transformers generates otherwise with a cache than without."""
     import torch
     from transformers import AutoModelForSeq2SeqLM
     from transformers.utils.logging import disable_progress_bar
@@ -103,7 +96,7 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
 
     disable_progress_bar()
     if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run: `launch.process_group.choose_device` says why
+        torch.backends.cuda.enable_cudnn_sdp(False)  # as in a run: see `launch.process_group.choose_device`
     wanted = getattr(torch, dtype) if dtype else ("auto" if device.type == "cuda" else torch.float32)
     kind = Qwen3ForSeq2SeqLM if is_ours(folder) else AutoModelForSeq2SeqLM
     try:
@@ -115,7 +108,7 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
 
 
 def default_outs(model: Path, split: str) -> Iterator[Path]:
-    """The folders beside the model's that its evaluations are written to: MODEL-SPLIT, MODEL-SPLIT-2, …"""
+    """Yield the folders beside the model's for its evaluations: MODEL-SPLIT, MODEL-SPLIT-2, …"""
     model = model.resolve()
     first = model.with_name(f"{model.name}-{split}")
     yield first
@@ -123,11 +116,11 @@ def default_outs(model: Path, split: str) -> Iterator[Path]:
 
 
 def run_config(model: Path) -> Path:
-    """The configuration of the run in whose `export` folder a model lies. Raises ConfigError where there is none."""
+    """Return the configuration of the run in whose `export` folder a model lies. Raises ConfigError without one."""
     export = model.resolve().parent
-    if export.name != "export" or not (found := export.parent / "config.yaml").is_file():
+    if export.name != "export" or not (saved := export.parent / "config.yaml").is_file():
         raise ConfigError(
             f"--config: {model} does not lie in a run's export folder, so it is not known what data to evaluate "
             "on; name the configuration that says it"
         )
-    return found
+    return saved

@@ -1,4 +1,4 @@
-"""`ds-encdec generate`: one text, whose sentinels an exported model fills, or which it continues."""
+"""`ds-encdec generate`: fill the sentinels of one text, or continue it, by an exported model."""
 
 from __future__ import annotations
 
@@ -31,20 +31,19 @@ _SENTINEL = re.compile(r"<extra_id_\d+>")
 def generate_text(
     folder: Path, text: str, settings: GenerationSettings, *, raw: bool = False, stream: bool = False
 ) -> str | None:
-    """`text` with its sentinels (`<extra_id_0>`…) filled in; or, if it has none, `text` and its continuation.
+    """Return `text` with its sentinels (`<extra_id_0>`…) filled in or, if it has none, `text` and its continuation.
 
-    `folder`: an exported one or one of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
-    text. What is filled in has blanks for its runs of white space, and a continuation has no sentinels and one empty
-    line at most where there are several; standard error says where this changed anything. `raw`: what the model writes,
-    and nothing else, as is always shown of a fine-tuned one. What a model of conversations reads is `text` as the
-    user's turn of its chat template, unless `raw`; standard error says so, and where the input is not of the form that
-    another one was trained on. `stream`: print that while it is made; None where there is nothing more to show. Raises
-    CheckpointError for a folder that is not such a model.
+    `folder`: an export, or a folder of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
+    text. Fillings have blanks for runs of white space; a continuation has no sentinels, and one empty line at most
+    instead of several; stderr reports if this changed anything. `raw`: return the model's output alone, as always for a
+    fine-tuned model. Unless `raw`, a model of conversations reads `text` as the user's turn of its chat template, which
+    stderr reports, like an input of another form than the model was trained on. `stream`: print the output while it is
+    made; returns None if nothing more is to be shown. Raises CheckpointError for a folder without such a model.
     """
     require_ours(folder)
     tokenizer = open_tokenizer(folder)
     if (taught := taught_inputs(folder)) is not None:
-        text, note = _as_taught(text, taught, tokenizer, is_raw=raw)
+        text, note = _prepare_input(text, taught, tokenizer, is_raw=raw)
         raw = True
         if note:
             print(note, file=sys.stderr)
@@ -69,22 +68,21 @@ def generate_text(
     return fill_sentinels(text, shown)
 
 
-def _as_taught(text: str, taught: Inputs, tokenizer: PreTrainedTokenizerFast, *, is_raw: bool) -> tuple[str, str]:
-    """Return what the model reads for `text`, and a note where there is one to print. Raises CheckpointError."""
+def _prepare_input(text: str, taught: Inputs, tokenizer: PreTrainedTokenizerFast, *, is_raw: bool) -> tuple[str, str]:
+    """Return the model's input for `text`, and a note to print, which may be empty. Raises CheckpointError."""
     chat = ChatTemplate.of(tokenizer)
     if chat is not None and _is_rendered(text, chat, tokenizer):
         return text, ""
     if taught.template is None and chat is not None and not is_raw:
-        return _of_user(text, chat), "The text is the user's turn in the model's chat template (--raw: it is all)."
-    if taught.template is not None and _is_of(text, taught.template):
+        return _user_turn(text, chat), "The text is the user's turn in the model's chat template (--raw: it is all)."
+    if taught.template is not None and _matches_template(text, taught.template):
         return text, ""
     forms = [] if taught.template is None else [json.dumps(taught.template)]
     forms += ["conversations in its chat template"] * taught.has_chat
     return text, f"The model was fine-tuned on inputs of another form: {', or '.join(forms)}"
 
 
-def _of_user(text: str, chat: ChatTemplate) -> str:
-    """The prompt of a conversation in which the user has said `text`."""
+def _user_turn(text: str, chat: ChatTemplate) -> str:
     try:
         return chat.render([{"role": "user", "content": text}], None, is_prompt=True)
     except ValueError as error:
@@ -92,26 +90,26 @@ def _of_user(text: str, chat: ChatTemplate) -> str:
 
 
 def _is_rendered(text: str, chat: ChatTemplate, tokenizer: PreTrainedTokenizerFast) -> bool:
-    """Return whether `text` has special tokens that are no sentinels: those that begin and end turns."""
+    """Return whether `text` has special tokens of a chat template, which begin and end turns."""
     marks = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return any(mark in text and any(mark in one for one in chat.templates.values()) for mark in marks)
 
 
-def _is_of(text: str, template: str) -> bool:
-    """Return whether the parts of a template that are no fields are in `text`."""
+def _matches_template(text: str, template: str) -> bool:
+    """Return whether `text` has the parts of a template that are no fields, in their order."""
     words = (part.strip() for part, _ in template_parts(template))
     return re.search(".*".join(map(re.escape, words)), text, re.DOTALL) is not None
 
 
 def readable(target: str, continues: bool) -> str:
-    """The model's `target` as people read it: spans on one line; or a continuation, without sentinels."""
+    """Return the model's `target` for people: spans on one line; or a continuation, without sentinels."""
     if continues:
         return re.sub(r"\n\s*\n\s*\n", "\n\n", _SENTINEL.sub("", target)).rstrip()
     return re.sub(r"\s+", " ", target).rstrip()
 
 
 class _Streamer(TextStreamer):
-    """Prints what `text_of` shows."""
+    """Prints the tokens that `text_of` keeps."""
 
     def put(self, value: Tensor) -> None:
         if self.next_tokens_are_prompt or text_of(self.tokenizer, value.tolist()):
@@ -119,13 +117,13 @@ class _Streamer(TextStreamer):
 
 
 def fill_sentinels(text: str, target: str) -> str:
-    """Put the spans of `target` ("<extra_id_0> span <extra_id_1> span …") in the place of the sentinels of `text`."""
+    """Replace the sentinels of `text` by the spans of `target` ("<extra_id_0> span <extra_id_1> span …")."""
     spans = dict(zip(_SENTINEL.findall(target), _SENTINEL.split(target)[1:], strict=True))
     return _SENTINEL.sub(lambda match: spans.get(match.group(), match.group()), text)
 
 
 def _encoder_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """The text's ids, behind the mode token of a model that was trained with them."""
+    """Return the text's ids, after a mode token if the model was trained with them."""
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if model.config.mode_token_ids:
         has_spans = _SENTINEL.search(text) is not None

@@ -1,6 +1,6 @@
-"""The folder of an evaluation: what it is of, the predictions made so far, and the figures at its end.
+"""The folder of an evaluation: its facts, the predictions so far, and the figures at its end.
 
-evaluation.json        what decides the predictions; an evaluation goes on only where all of it is the same
+evaluation.json        all that decides the predictions; an evaluation is continued only if all of it is the same
 predictions.jsonl      a line for each example, appended as they are made; in the order of the split at the end
 predictions.rank1.jsonl  …  those of other ranks, until the end
 metrics.json           the figures, at the end
@@ -25,7 +25,7 @@ _FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "
 
 
 def model_digest(folder: Path) -> str:
-    """A SHA-256 over the files of a model that decide what it generates."""
+    """Return a SHA-256 over the files of a model that decide its output."""
     digest = hashlib.sha256()
     for path in sorted(path for pattern in _FILES_OF_A_MODEL for path in folder.glob(pattern)):
         with path.open("rb") as file:
@@ -34,10 +34,8 @@ def model_digest(folder: Path) -> str:
 
 
 class Predictions:
-    """The predictions in `folder`, by the number of their example; each rank appends to a file of its own.
-
-    A line that a kill has cut is dropped: its example is missing, and done again.
-    """
+    """The predictions in `folder`, by the number of their example; each rank appends to its own file. A line that a
+    kill has cut is dropped, and its example is generated again."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self._folder = folder
@@ -51,7 +49,7 @@ class Predictions:
                 os.truncate(path, path.stat().st_size - len(torn))
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write records, each with its `number`, behind those that are there; they are on the disk on return."""
+        """Append records, each with its `number`; they are on the disk on return."""
         with self._writing.refusals_told(), self._path.open("ab") as file:
             file.write("".join(map(_line, records)).encode())
             file.flush()
@@ -59,7 +57,7 @@ class Predictions:
         self.records |= {record["number"]: dict(record) for record in records}
 
     def finish(self, records: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> None:
-        """Leave `records`, those of all ranks in order, as the one file of predictions, and write the figures."""
+        """Write `records`, those of all ranks in order, as the one file of predictions, and write the figures."""
         with self._writing.refusals_told():
             write_atomically(self._folder / "predictions.jsonl", "".join(map(_line, records)))
             write_atomically(self._folder / "metrics.json", json.dumps(strict_json(metrics), indent=2) + "\n")
@@ -72,11 +70,9 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:
-    """Begin an evaluation in `folder`, or go on with the one in it; it is this process's until the file is closed.
-
-    Raises ConfigError where it has an evaluation that differs from `facts`, naming in what, and OutputLockedError where
-    another process is writing into it.
-    """
+    """Begin an evaluation in `folder`, or continue the one in it; it is this process's until the returned file is
+    closed. Raises ConfigError that names the differences if its evaluation differs from `facts`, and OutputLockedError
+    if another process is writing into it."""
     header = folder / "evaluation.json"
     with Writing(folder, "The evaluation", "Make room, or choose another --out.").refusals_told(), ExitStack() as undo:
         folder.mkdir(parents=True, exist_ok=True)
@@ -111,8 +107,8 @@ def _require_same(header: Path, facts: Mapping[str, Any]) -> None:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--out: {header} cannot be read ({error}); choose another folder, or delete it") from error
     if differing:
-        told = (f"{name} ({earlier.get(name)} there, {facts.get(name)} now)" for name in differing)
+        changes = (f"{name} ({earlier.get(name)} there, {facts.get(name)} now)" for name in differing)
         raise ConfigError(
-            f"--out: {header.parent} has the predictions of another evaluation, which differs in {', '.join(told)}. "
+            f"--out: {header.parent} has the predictions of another evaluation, which differs in {', '.join(changes)}. "
             "Choose another folder, or delete it"
         )

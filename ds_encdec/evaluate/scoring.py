@@ -1,4 +1,4 @@
-"""How likely a model finds given targets: the loss on references."""
+"""Score given targets by a model's loss on them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MOST_LOGITS = 2**27
-"""Logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax."""
+"""The most logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax."""
 
 
 class TargetScore(NamedTuple):
-    """The log-probability of a target given its input, in nats, and whether each of its tokens was the likeliest one.
-
-    For each token, what stands before it in the target is given.
-    """
+    """The log-probability of a target in nats, and whether each token was the likeliest after the input and those
+    before it."""
 
     log_probability: float
     hits: list[bool]
@@ -32,11 +30,8 @@ class TargetScore(NamedTuple):
 def score_targets(
     model: PreTrainedModel, encoder_ids: Sequence[TokenIds], target_ids: Sequence[TokenIds], batch_tokens: int
 ) -> list[TargetScore]:
-    """The score of each target behind its input, in their order; the decoder is given the target itself.
-
-    All tokens of a target count: an end token does where it is one of them. `batch_tokens`: the most of a batch, of
-    both sides together, padding included.
-    """
+    """Return the score of each target after its input; the decoder reads the target. All its tokens count, an end token
+    too. `batch_tokens`: the most of a batch, of both sides together, padding included."""
     scores = [TargetScore(0.0, [])] * len(target_ids)
     order = sorted(range(len(target_ids)), key=lambda number: -len(encoder_ids[number]) - len(target_ids[number]))
     longest, longest_target = max(map(len, encoder_ids)), max(map(len, target_ids))
@@ -44,8 +39,8 @@ def score_targets(
     rows = max(1, min(batch_tokens // (longest + longest_target), most_logits))
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
-        found = _score_batch(model, [encoder_ids[number] for number in batch], [target_ids[number] for number in batch])
-        for number, score in zip(batch, found, strict=True):
+        rated = _score_batch(model, [encoder_ids[number] for number in batch], [target_ids[number] for number in batch])
+        for number, score in zip(batch, rated, strict=True):
             scores[number] = score
     return scores
 
