@@ -1,9 +1,8 @@
-"""A document to its token ids: by tiktoken's BPE where that gives the tokenizer's own, and is several times faster.
+"""Turn documents into token ids, by tiktoken if it gives the tokenizer's own ids: it is several times faster.
 
-It does for byte-level BPE with one of the `PATTERNS`, in Unicode's form NFC or as it comes. tiktoken merges any two
-neighbours that make up a token, in the order of the tokens; tokenizers merges the pairs of a list. Both come to the
-same tokens when each token's pairs stand together in the list, behind those of its parts, and the list gives every
-token back from its bytes. That is looked up once for each tokenizer, and tried on `SAMPLE` whenever one is opened.
+It does for byte-level BPE with one of `PATTERNS` and no normalizer but NFC. tiktoken merges neighbours in the order of
+the tokens, tokenizers by a list of pairs. Both give the same ids if each token's pairs stand together in the list,
+behind those of its parts, and the list leads to every token; this is checked, and tried on `SAMPLE`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTE_LEVEL_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""GPT-2's, which tokenizers' `ByteLevel` has built in."""
+"""GPT-2's pattern, which tokenizers' `ByteLevel` has built in."""
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 PATTERNS = (BYTE_LEVEL_PATTERN, QWEN_PATTERN)
-"""tiktoken and tokenizers cut a text at the same places by these: compared around each of Unicode's characters."""
+"""The patterns by which tiktoken and tokenizers cut a text at the same places, around each of Unicode's characters."""
 
 SAMPLE = (
     "It's what they'll've DONE'S, I'D say: 'ſ we\u212are don't\u2019s\u00a0!? #$%^&*()_+ -- ---...\u2026 <|endoftext|>",
@@ -46,19 +45,18 @@ SAMPLE = (
 """Texts in which implementations could differ: scripts, code, white space, emoji, normal forms, recent characters."""
 
 _WINDOW = 8192
-"""Characters of a text that are looked at together: where they hold no white space, or nothing else behind it, a piece
-may be too long for tiktoken. It takes it time by the square of its length before version 0.14, and a very long run of
-spaces overflows its stack in any."""
+"""Characters of a text that are checked together. If they hold no white space, or nothing behind it, a piece may be too
+long for tiktoken: before version 0.14 its time grows with the square of the length, and in any version a very long run
+of spaces overflows its stack."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """Makes documents token ids, as a fast tokenizer's Rust half does. Worker processes load it without transformers.
+    """Turns documents into token ids as a fast tokenizer's Rust half does, and is loaded without transformers.
 
-    Special tokens in the text are split into ordinary ones (`encode_special_tokens`). So `<extra_id_0>` or
-    `<|endoftext|>` written in a document can neither be taken for a sentinel nor end a sequence.
+    Special tokens in a text are split into ordinary ones, so a document's `<|endoftext|>` ends no sequence.
     """
 
     backend: Tokenizer
@@ -68,11 +66,11 @@ class TextTokenizer:
         object.__setattr__(self, "faster", tiktoken_form(self.backend))
 
     def __call__(self, document: Document) -> np.ndarray:
-        """Token ids of `document`, int32 [n]."""
+        """Return the token ids of `document`, int32 [n]."""
         return self.encode(document.text) if document.token_ids is None else document.token_ids
 
     def encode(self, text: str) -> np.ndarray:
-        """Token ids of `text`, int32 [n]. Half a surrogate pair (JSON can hold it, UTF-8 cannot) is read as `?`."""
+        """Return the token ids of `text`, int32 [n]; half a surrogate pair (JSON can hold it) is read as `?`."""
         if not text.isascii():
             text = text.encode("utf-8", errors="replace").decode("utf-8")
         ids = self.faster.encode(text, self.backend) if self.faster else None
@@ -81,17 +79,14 @@ class TextTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class TiktokenForm:
-    """A tokenizer as an encoding of tiktoken, whose ids are ranks of tokens.
-
-    `ids`: of each rank, int32. `added`: ordinary tokens that the tokenizer finds in a text before it cuts the rest.
-    """
+    """A tokenizer as an encoding of tiktoken, whose ids are ranks of tokens."""
 
     encoding: tiktoken.Encoding
-    ids: np.ndarray
-    added: tuple[str, ...]
+    ids: np.ndarray  # the tokenizer's id of each rank, int32
+    added: tuple[str, ...]  # ordinary tokens that the tokenizer matches before it cuts the rest of a text
 
     def encode(self, text: str, backend: Tokenizer) -> np.ndarray | None:
-        """Token ids of `text`, int32 [n]; None where that is left to `backend`, the tokenizer."""
+        """Return the token ids of `text`, int32 [n]; None if only the tokenizer itself (`backend`) can encode it."""
         normal = text if backend.normalizer is None else _nfc(text, backend)
         windows = (normal[at : at + _WINDOW] for at in range(0, len(normal) - _WINDOW + 1, _WINDOW))
         if any(len(window.split(None, 1)) < 2 for window in windows):
@@ -103,7 +98,7 @@ class TiktokenForm:
 
 
 def slow_ids(backend: Tokenizer, text: str) -> np.ndarray:
-    """The ids that the tokenizer itself gives, int32 [n]."""
+    """Return the ids that the tokenizer itself gives, int32 [n]."""
     before = backend.encode_special_tokens
     backend.encode_special_tokens = True
     try:
@@ -114,7 +109,7 @@ def slow_ids(backend: Tokenizer, text: str) -> np.ndarray:
 
 
 def tiktoken_form(backend: Tokenizer) -> TiktokenForm | None:
-    """The form of a tokenizer for tiktoken; None, with a line in the log, where its ids are not known to be equal."""
+    """Return a tokenizer's form for tiktoken; log why and return None if its ids are not known to be the same."""
     spec: dict[str, Any] = json.loads(backend.to_str())
     pattern = _pattern(spec)
     lacks = (
@@ -139,7 +134,7 @@ def tiktoken_form(backend: Tokenizer) -> TiktokenForm | None:
 
 
 def _form(spec: dict[str, Any], pattern: str) -> TiktokenForm:
-    # Imported here: those who only name a TextTokenizer need none of it.
+    # Imported here: a TextTokenizer without this form does not need it.
     import tiktoken
 
     vocabulary, spelled = spec["model"]["vocab"], _byte_characters()
@@ -159,7 +154,7 @@ def _is_plain_bpe(model: dict[str, Any]) -> bool:
 
 
 def _pattern(spec: dict[str, Any]) -> str | None:
-    """The regular expression by which a text is cut into pieces; None where something else does it."""
+    """Return the regular expression that cuts a text into pieces; None if it is cut in another way."""
     cut = spec["pre_tokenizer"] or {}
     *splits, level = cut.get("pretokenizers", [cut])
     if level.get("type") != "ByteLevel" or level["add_prefix_space"]:
@@ -171,7 +166,7 @@ def _pattern(spec: dict[str, Any]) -> str | None:
 
 
 def _unlike(spec: dict[str, Any]) -> str:
-    """Say why the list of merges may give other tokens than their order alone; empty where it cannot."""
+    """Return why the list of merges may give other tokens than their order alone; empty if it cannot."""
     from tokenizers import Tokenizer
 
     merges: Sequence[tuple[str, str]] = spec["model"]["merges"]
@@ -191,7 +186,7 @@ def _unlike(spec: dict[str, Any]) -> str:
 
 
 def _nfc(text: str, backend: Tokenizer) -> str:
-    """`text` in the form NFC. Python's look is faster, and as good where it knows every character."""
+    """Return `text` in NFC; Python's check is faster, and valid if Python knows every character."""
     if text.isascii() or (text.replace("\n", "").isprintable() and unicodedata.is_normalized("NFC", text)):
         return text
     return backend.normalizer.normalize_str(text)
@@ -202,7 +197,7 @@ def _equal(ids: np.ndarray | None, others: np.ndarray) -> bool:
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in the vocabulary of byte-level BPE: GPT-2's."""
+    """Return the character for each byte in the vocabulary of byte-level BPE, as in GPT-2."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

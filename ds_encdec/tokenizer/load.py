@@ -16,7 +16,7 @@ from ds_encdec.launch.disk import cached
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, Vocabulary, add_sentinels
 
 BUILTIN = "builtin"
-"""Value of `model.tokenizer_name_or_path` that asks for the built-in tokenizer."""
+"""Value of `model.tokenizer_name_or_path` that selects the built-in tokenizer."""
 
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
@@ -27,10 +27,9 @@ BYTES = 256
 def load_tokenizer(
     section: ModelConfig, *, builtin_texts: Callable[[], Iterable[str]], mode_tokens: bool
 ) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """The tokenizer that `section` names, with sentinels (and mode tokens) added, and its special ids.
+    """Return the tokenizer of `section`, with sentinels (and mode tokens) added, and its special ids.
 
-    `builtin_texts` yields the corpus of the built-in tokenizer; it is called only where that is asked for. Raises
-    ConfigError if no tokenizer is named, CheckpointError if the named one cannot be loaded or used.
+    Raises ConfigError if no tokenizer is named, CheckpointError if it cannot be loaded or used.
     """
     name_or_path = section.tokenizer_name_or_path or section.model_name_or_path
     if name_or_path == BUILTIN:
@@ -52,28 +51,23 @@ def load_tokenizer(
 
 
 def pretrained_tokenizer(name_or_path: str, *, field: str) -> PreTrainedTokenizerFast:
-    """The tokenizer in a folder or on the hub, exactly as its `tokenizer.json` defines it.
-
-    Raises CheckpointError naming `field`, the configuration's field that `name_or_path` comes from.
-    """
+    """Load a tokenizer as its `tokenizer.json` defines it. Raises CheckpointError with the configuration's `field`."""
     folder = model_folder(name_or_path, TOKENIZER_FILES, field=field)
     if not (folder / "tokenizer.json").is_file():
         raise CheckpointError(
             f"{field}: {folder} has no tokenizer.json; name a tokenizer in model.tokenizer_name_or_path"
         )
     try:
-        # The generic class, not AutoTokenizer: that would look for a config.json of a model it knows.
+        # The generic class, not AutoTokenizer: AutoTokenizer would need the config.json of a model that it knows.
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"The tokenizer in {folder} could not be loaded: {error}") from error
 
 
 def builtin_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` ids, trained on `texts` once and cached.
+    """Return a lossless byte-level BPE tokenizer of at most `vocab_size` ids, trained on `texts` once and cached.
 
-    Any text survives encoding and decoding unchanged. Training is deterministic. The user's cache
-    (launch/disk.py) is keyed by the texts, the size, and the version of tokenizers.
-    Raises ConfigError if `vocab_size` leaves no room for the bytes and special tokens.
+    The cache is keyed by the texts, the size, and the version of tokenizers. Raises ConfigError below `BYTES + 2` ids.
     """
     if vocab_size < BYTES + 2:
         raise ConfigError(
@@ -101,10 +95,7 @@ def _train(corpus: list[str], vocab_size: int) -> Tokenizer:
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Save `tokenizer` for transformers 4.57 and 5.
-
-    5 names a class that 4.57 does not have, and lists the special tokens under a name by which 4.57 expects a mapping.
-    """
+    """Save `tokenizer` for transformers 4.57 and 5, whose classes and lists of special tokens differ."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     fields: dict[str, Any] = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The special token ids that denoising needs, and adding them to a tokenizer as real tokens."""
+"""The special token ids that denoising needs; they are added to a tokenizer as real tokens."""
 
 from __future__ import annotations
 
@@ -15,28 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The special token ids of a tokenizer, each looked up, none computed from the tokenizer's size.
+    """The special token ids of a tokenizer, all looked up, never computed from the tokenizer's size."""
 
-    `sentinel_ids[i]` is `<extra_id_i>`; `mode_token_ids` follow `DENOISERS`, or are empty. `eos_id` ends a target;
-    `pad_id` fills and is also what the decoder starts from, as in T5 (they may be equal: padding is known by length).
-    `vocab_size` is one past the largest id, added tokens included; a model's embedding may have more rows.
-    """
-
-    sentinel_ids: tuple[int, ...]
-    eos_id: int
-    pad_id: int
-    mode_token_ids: tuple[int, ...]
-    vocab_size: int
+    sentinel_ids: tuple[int, ...]  # item i is `<extra_id_i>`
+    eos_id: int  # ends a target
+    pad_id: int  # also starts the decoder, as in T5; it may be `eos_id`, since padding is known by length
+    mode_token_ids: tuple[int, ...]  # in the order of `DENOISERS`, or empty
+    vocab_size: int  # one past the largest id, added tokens included; an embedding may have more rows
 
 
 def add_sentinels(tokenizer: PreTrainedTokenizerFast, num_sentinels: int, *, mode_tokens: bool) -> Vocabulary:
-    """Add the sentinels, and the mode tokens if asked for, that `tokenizer` lacks, and look all ids up.
+    """Add the sentinels (and mode tokens) that `tokenizer` lacks, and look up all ids.
 
-    New tokens get the ids that follow the largest one in use; for Qwen3's tokenizer these are 151669, 151670, …, the
-    rows that its embedding of 151936 has to spare. Raises CheckpointError for a tokenizer without an end-of-sequence
-    token, or one where a token does not come out as a single id.
+    New tokens get the ids after the largest one: 151669, … in Qwen3's tokenizer, whose embedding has 151936 rows.
+    Raises CheckpointError for a tokenizer without an end-of-sequence token, or that splits one of these.
     """
-    # Imported here: the module is also read for its names alone.
+    # Imported here: other modules need only the names in this one.
     from transformers import AddedToken
 
     wanted = [sentinel(index) for index in range(num_sentinels)] + (list(MODE_TOKENS) if mode_tokens else [])
