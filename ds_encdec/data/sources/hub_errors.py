@@ -1,7 +1,4 @@
-"""Errors of `datasets`, pyarrow and HTTP clients: tried again where the network is at fault, else DataErrors.
-
-These name the data, the reason and a way out.
-"""
+"""Errors of `datasets`, pyarrow and HTTP clients: network errors are retried, others become DataErrors."""
 
 from __future__ import annotations
 
@@ -27,20 +24,20 @@ _LOOSE_FILES = (
 )
 
 RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
-"""Pauses between attempts: two minutes in total, on top of what the libraries below wait by themselves."""
+"""Pauses between attempts: two minutes in total, on top of the waits of the libraries below."""
 
 _REFUSED = {401, 403, 404, 410}
 """HTTP statuses that another attempt does not change."""
 
 _POINTLESS = (FileNotFoundError, PermissionError, ValueError)
-"""Errors of the system's and of HTTP clients' that it does not change either."""
+"""Errors of the system and of HTTP clients that another attempt does not change."""
 
 _HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "http.client", "botocore", "gcsfs")
 
 
 @contextmanager
 def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
-    """Turn what `datasets` raises while opening into DataErrors that name the field and the way out."""
+    """Turn errors of `datasets` while opening into DataErrors that name the field and the way out."""
     is_folder = os.path.isdir(entry.dataset_name)
     try:
         yield
@@ -66,7 +63,7 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
 
 
 def content_error(where: str, error: Exception, files: Sequence[str]) -> DataError:
-    """The error for data that `datasets` cannot read on from `where`; `files`: those of this machine that it may be."""
+    """Return the error for data that `datasets` cannot read beyond `where`, perhaps because of one of `files`."""
     is_parquet = {kind_of_file(path) for path in files if not is_remote(path)} == {"parquet"}
     other = "data.streaming=true" if is_parquet else "data.streaming=false with data.on_bad_row=skip"
     return DataError(
@@ -86,7 +83,7 @@ def no_repeated(path: str, names: Sequence[str]) -> None:
 
 
 def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
-    """Raise DataError for CSV whose rows have more fields than names: pandas takes the first ones for row numbers."""
+    """Raise DataError for CSV rows with more fields than names: pandas takes the first fields for row numbers."""
     if kind == "csv" and "__index_level_0__" in columns:
         raise DataError(
             f"data set {name}: the rows of a CSV file have more fields than its first line names, so `datasets` shifts "
@@ -95,10 +92,7 @@ def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
 
 
 def no_dates(kind: str, name: str, types: Mapping[str, object], read: Collection[str]) -> None:
-    """Raise DataError where `datasets` has made timestamps of JSON's texts in columns that are read.
-
-    `types`: the Arrow types of the columns. What was written is lost: of "2024-01-01" it makes "2024-01-01 00:00:00".
-    """
+    """Raise DataError if `datasets` made timestamps of JSON's texts in columns that are read: the texts are lost."""
     dates = [column for column, one in types.items() if column in read and "timestamp[" in str(one)]
     if kind == "json" and dates:
         raise DataError(
@@ -113,18 +107,16 @@ def is_remote(path: str) -> bool:
 
 
 def is_of_network(error: BaseException) -> bool:
-    """True if `error` is one of the system's or of an HTTP client's: huggingface_hub's changes with its releases.
-
-    So is one that `datasets` has wrapped.
-    """
+    """Return whether `error`, or the one that `datasets` wrapped in it, is the system's or an HTTP client's."""
     is_wrapped = type(error).__module__.startswith("datasets") and error.__cause__ is not None
     if is_wrapped and not isinstance(error, OSError):
         return is_of_network(error.__cause__)  # type: ignore[arg-type]
+    # huggingface_hub changes its HTTP client with its releases.
     return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:
-    """The reason of an error in one line: the cause where `datasets` names none."""
+    """Return the reason of an error in one line, from its cause if `datasets` gives no reason."""
     cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
     named = error if cause is None else cause
     return f"{type(named).__name__}: {' '.join(str(named).split()):.600}"
@@ -133,8 +125,7 @@ def _reason(error: BaseException) -> str:
 def retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str, *, is_local: bool = False) -> Iterator[T]:
     """Yield the rows of `read(first_row)`; after a transient failure `read(row)` continues with the first missing row.
 
-    The pauses grow with the failures in a row. Raises DataError naming `what` once patience is over, and at once where
-    another attempt is pointless: where the data is `is_local`, or it and not the network is at fault.
+    Raises DataError naming `what` after the last attempt, or at once if the data and not the network is at fault.
     """
     row, failures = first_row, 0
     while True:

@@ -1,9 +1,7 @@
-"""Local files as data: which ones a pattern names, their digests, plain copies of them, and the documents in them.
+"""Local files as data: the files of a pattern, their digests, plain copies of them, and the documents in them.
 
-Documents are byte ranges of plain text, of JSON lines, and of what becomes lines (a JSON array, CSV). A document is
-named by its file's path below the files' common folder, so a data set keeps its order and its held-out split when it
-moves. A file that is compressed, or holds rows otherwise than line by line, is copied once on a machine to a plain file
-in the user's cache folder.
+Documents are byte ranges of text, of JSON lines, and of files that become lines (a JSON array, CSV). Their keys use
+paths below the files' common folder, so a data set that moves keeps its order and its held-out split.
 """
 
 import hashlib
@@ -34,15 +32,15 @@ from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
 
 TEXT_PIECE_BYTES = 1 << 16
-"""A larger text file is cut at blank lines into documents of at most this size, so that one long file can be
-shuffled, spread over lanes and held out in part."""
+"""A larger text file is cut at blank lines into documents of at most this size, so that one long file can be shuffled,
+spread over lanes and held out in part."""
 
 _LONGEST_CHARACTER = 4
 """Bytes of a character in UTF-8."""
 
 _SCAN_BYTES = 1 << 24
 INDEXED_BYTES = 1 << 20
-"""From this size on the index of a file's lines is kept; that of a smaller one takes a millisecond."""
+"""From this size on, the index of a file's lines is kept; that of a smaller file takes a millisecond."""
 
 _PEEKED_LINE_BYTES = 1 << 24
 _PEEKED_BYTES = 1 << 16
@@ -51,19 +49,16 @@ _PEEKED_BYTES = 1 << 16
 _DIGESTED_BYTES = 1 << 16
 
 _FORMAT = 2
-"""Raised whenever the code makes another copy or index of the same file, so that an earlier one is not read."""
+"""Raised when the code makes another copy or index of the same file, so that an earlier one is not read."""
 
 _ABANDONED_SECONDS = 86_400
-"""Without a write, after which an unfinished file is taken for a killed process's."""
+"""Seconds without a write after which an unfinished file counts as a killed process's."""
 
 logger = logging.getLogger(__name__)
 
 
 def expand_files(patterns: Sequence[str], field: str = "data.data_files") -> tuple[str, ...]:
-    """The files that paths and glob patterns (`**` included) name, sorted, each once: see `named_files`.
-
-    Raises DataError naming `field` and every pattern in it that matches no file.
-    """
+    """Return the sorted files of paths and glob patterns (`**` included). Raises DataError with the unmatched ones."""
     matches = {pattern: [*named_files(pattern)] for pattern in patterns}
     missing = [pattern for pattern, paths in matches.items() if not paths]
     if missing:
@@ -72,7 +67,7 @@ def expand_files(patterns: Sequence[str], field: str = "data.data_files") -> tup
 
 
 def short_names(files: Sequence[str]) -> list[str]:
-    """Each file's path below the folder that all of them share."""
+    """Return each file's path below their common folder."""
     folder = os.path.commonpath([os.path.dirname(path) for path in files] or [""])
     return [os.path.relpath(path, folder) for path in files]
 
@@ -87,10 +82,9 @@ def local_errors(path: str, what: str = "cannot be read") -> Iterator[None]:
 
 
 def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Size in bytes of each file and a digest of its first and last 64 KiB, by its short name. Raises DataError.
+    """Return each file's size in bytes and a digest of its first and last 64 KiB, by its short name. Raises DataError.
 
-    Cheap for any number of gigabytes. A change in the middle that keeps the size goes unnoticed; a copy, or a
-    newer modification time, is no change.
+    This is cheap for any number of gigabytes. It misses a change in the middle that keeps the size, and ignores times.
     """
     return {name: _file_digest(path) for name, path in zip(names, files, strict=True)}
 
@@ -105,11 +99,10 @@ def _file_digest(path: str) -> str:
 
 
 def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) -> str:
-    """The file that `make(source, file)` writes, in the cache folder as `KIND-DIGEST`.
+    """Return the file `KIND-DIGEST` of the cache folder, which `make(source, file)` writes again if `source` changes.
 
-    It is made again by code of another `_FORMAT`, and when `source` has another path, size or modification time. One
-    process of a machine makes it while the others wait, and it appears whole or not at all, with the permissions of
-    `source`. Raises what `make` raises, and DataError where it cannot be kept.
+    One process of a machine makes it while the others wait; it appears whole or not at all, with the permissions of
+    `source`. Raises the errors of `make`, and DataError if it cannot be kept.
     """
     try:
         status = os.stat(source)
@@ -117,7 +110,7 @@ def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) ->
         path = cache_folder() / f"{kind}-{hashlib.sha256(made_from.encode(errors='surrogateescape')).hexdigest()[:32]}"
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{path}.lock", "a+") as lock:
-            with suppress(ConfigError):  # without locks several may make it, each a file of its own
+            with suppress(ConfigError):  # without locks several processes may make it, each in a separate file
                 lock_file(lock, wait=True)
             if not path.is_file():
                 logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
@@ -133,7 +126,6 @@ def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) ->
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Delete what processes left unfinished that were killed long ago."""
     for left in path.parent.glob(f".{path.name}.*.tmp"):
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
@@ -141,10 +133,7 @@ def _remove_abandoned(path: Path) -> None:
 
 
 def plain_file(path: str) -> str:
-    """`path`, or a plain copy of a compressed file (gzip, bzip2, xz, lzma, zlib, zstd, LZ4: by its first bytes).
-
-    Raises DataError for one that is damaged, cut short or of another kind, and where a copy cannot be kept.
-    """
+    """Return `path`, or a plain copy of a compressed file. Raises DataError if it is damaged or cannot be kept."""
     with local_errors(path):
         opener = packing(path)
     if opener is None:
@@ -166,21 +155,21 @@ def _unpack(opener: Opener, path: str, out: IO[bytes]) -> None:
 
 
 def _next(path: str, blocks: Iterator[bytes]) -> bytes | None:
-    """The next block. An error here is one of `path`; one of writing is of the cache folder."""
+    """Return the next block; an error here is one of `path`, an error of writing one of the cache folder."""
     with local_errors(path, UNPACKABLE):
         return next(blocks, None)
 
 
 def _write_array(name: str, path: str, out: IO[bytes]) -> None:
-    """Write each element of the array that the file is, read into memory whole, as a line. Raises DataError."""
+    """Write each element of the file's array, which is read into memory whole, as a line. Raises DataError."""
     with local_errors(name), open(path, "rb") as file:
         content = file.read()
     out.writelines(row + b"\n" for row in array_rows(content, name))
 
 
 def _write_csv(name: str, path: str, out: IO[bytes]) -> None:
-    """Write the rows of a CSV file as JSON objects, one a line, or a text for one that cannot be read. DataError."""
-    # Bytes that are no UTF-8 go into the copy as they are: the row that has them cannot be read, and no other.
+    """Write the rows of a CSV file as JSON objects, one a line, or a text for an unreadable one. Raises DataError."""
+    # Bytes that are not UTF-8 are copied unchanged, so only the row that has them is unreadable.
     with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         for row in csv_rows(file, name):
             out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
@@ -189,8 +178,7 @@ def _write_csv(name: str, path: str, out: IO[bytes]) -> None:
 class _FileRanges(ABC):
     """Documents that are byte ranges of local files, compressed ones included. A `MapSource`.
 
-    `plain`: for each of `files` the plain file with the same documents. `edges`: where the documents of a plain file
-    start, and the end of the last one; int64 [documents + 1]. Memory-mapped ones stay files when this is pickled.
+    `plain`: the plain files. `edges` returns the starts of one file's documents, and its end; int64 [documents + 1].
     """
 
     def __init__(
@@ -214,12 +202,10 @@ class _FileRanges(ABC):
         self.__dict__.update(state, _edges=edges)
 
     def key(self, index: int) -> str:
-        """`FILE:NUMBER`: the file's name below the files' common folder, and the document's number in it, from 0."""
         file, row = self._locate(index)
         return f"{self._names[file]}:{row}"
 
     def document(self, index: int) -> Row:
-        """Document `index`, read from its file. Raises DataError where the file cannot be read."""
         file, row = self._locate(index)
         start, stop = (int(edge) for edge in self._edges[file][row : row + 2])
         with local_errors(self._plain[file]), open(self._plain[file], "rb") as handle:
@@ -228,20 +214,16 @@ class _FileRanges(ABC):
         return self._parse(content, self.key(index), self._names[file], row)
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """The file's number, and the document's number in that file."""
         file = int(np.searchsorted(self._first, index, side="right")) - 1
         return file, index - self._first[file]
 
     @abstractmethod
     def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
-        """The document of the bytes of number `row` of the file `name`."""
+        """Return the document of the bytes of number `row` of the file `name`."""
 
 
 class TextFiles(_FileRanges):
-    """UTF-8 text files: a small one is a document, a larger one is cut into several.
-
-    Raises DataError for a binary file.
-    """
+    """UTF-8 text files: small ones are documents, larger ones are cut. Raises DataError for a binary file."""
 
     def __init__(self, files: Sequence[str]) -> None:
         super().__init__(files, [plain_file(path) for path in files], _text_edges, kind="text")
@@ -260,10 +242,7 @@ class TextFiles(_FileRanges):
 
 
 class JsonLines(_FileRanges):
-    """Files with one JSON object a line, or with one array, of which an element is a line then.
-
-    `text_column`: the field of an object that is a document; None: all of it is.
-    """
+    """Files with one JSON object a line, or an array of them; `text_column` None: a document is a whole object."""
 
     kind: ClassVar = "json"
     row_word: ClassVar = "line"
@@ -301,7 +280,7 @@ class JsonLines(_FileRanges):
 
 
 class CsvFiles(JsonLines):
-    """CSV files: a row is a line, below that of the names."""
+    """CSV files: each row below the line of the names becomes a line."""
 
     kind = "csv"
     row_word = "row"
@@ -317,11 +296,11 @@ class CsvFiles(JsonLines):
 
 
 def _line_index(path: str) -> np.ndarray:
-    """The start of each line, and the file's end. A large file's index is kept, and memory-mapped."""
+    """Return the start of each line, and the file's end; a large file's index is kept, and memory-mapped."""
     with local_errors(path):
         is_large = os.path.getsize(path) >= INDEXED_BYTES
     if is_large:
-        with suppress(DataError, ValueError, OSError):  # no folder to keep it in, or it is cut short
+        with suppress(DataError, ValueError, OSError):  # there is no cache folder, or the index is cut short
             kept = kept_file(path, "lines", lambda source, out: np.save(out, _line_edges(source)))
             return np.load(kept, mmap_mode="r")
     return _line_edges(path)
@@ -339,7 +318,7 @@ def _line_edges(path: str) -> np.ndarray:
 
 
 def _text_edges(path: str) -> np.ndarray:
-    """The start of each document of a text file, the first behind a byte order mark, and the file's end."""
+    """Return the start of each document of a text file, the first behind a byte order mark, and the file's end."""
     with local_errors(path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(TEXT_PIECE_BYTES)
@@ -366,9 +345,9 @@ def _binary(path: str, sign: str) -> str:
 
 
 def _piece_length(block: bytes) -> int:
-    """The place to cut: behind the last blank line, else the last line, else before the last character; 0: nowhere."""
+    """Return the cut: behind the last blank line, else the last line, else before the last character; 0: nowhere."""
     for separator in (b"\n\n", b"\n"):
         if (cut := block.rfind(separator)) >= 0:
             return cut + len(separator)
     starts = (len(block) - back for back in range(1, _LONGEST_CHARACTER + 1))
-    return next((cut for cut in starts if block[cut] & 0xC0 != 0x80), 0)  # no continuation byte
+    return next((cut for cut in starts if block[cut] & 0xC0 != 0x80), 0)  # not a continuation byte

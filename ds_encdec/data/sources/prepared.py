@@ -1,15 +1,14 @@
-"""Documents that were rendered and tokenized before a run, in arrow files that every rank maps into memory.
+"""Documents that were tokenized before a run, in arrow files that every rank maps into memory.
 
 PREPARED_DIR/                 `data.prepared_dir`
-  .lock                       held by who prepares it
+  .lock                       held while the folder is prepared
   source-0/                   a folder for each source: `data`'s own, or those of `data.mixture` in their order;
-                              `validation` and `test` where these splits have sources of their own
-    index.json                what it is made from, how the work is divided; when it is finished, its shards
+                              `validation` and `test` if these splits have their own sources
+    index.json                the source's facts and parts and, once it is finished, its shards
     0003-00001.arrow          shard 1 of the fourth part: keys, token ids, and the problems of bad rows
-    0003.json                 the shards of that part: written behind them, so a part that has one is whole
+    0003.json                 the shards of that part; it is written last, so a part that has one is complete
 
-A row keeps its key, number and place, bad ones included. So a run sees of a prepared map what it would see of the map
-itself, and may change between the two at any time. A stream becomes a map, which is another order.
+A map's rows keep their places, so a run may switch to its prepared copy. A stream becomes a map, in another order.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from ds_encdec.registry.source_kinds import HUB, local_kind
 
 INDEX = "index.json"
 _FORMAT = 3
-"""The version of the folder, and of what is made of rows: raised where either changes."""
+"""The version of the folder and of the rules that make ids of rows: raised when either changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Facts about a shard. `problem`: of the last of its bad rows."""
+    """Facts about a shard; `problem` is that of its last bad row."""
 
     file: str
     rows: int
@@ -60,7 +59,7 @@ class Shard:
 
 
 class Columns(NamedTuple):
-    """A shard in memory: of row i the pieces `rows[i]` to `rows[i + 1]`, of piece j `ids[pieces[j]:pieces[j + 1]]`."""
+    """A shard in memory: row i has the pieces `rows[i]` to `rows[i + 1]`, piece j is `ids[pieces[j]:pieces[j + 1]]`."""
 
     keys: Any
     problems: Any
@@ -70,10 +69,10 @@ class Columns(NamedTuple):
 
 
 class PreparedSource:
-    """The documents of a finished folder, with their token ids in the place of texts. A `MapSource`."""
+    """The documents of a finished folder, with token ids instead of texts. A `MapSource`."""
 
     def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Raises DataError where the folder is not finished, damaged, or not made from `facts`."""
+        """Raise DataError if the folder is not finished, damaged, or not made from `facts`."""
         index = read_index(folder)
         if index is None or index["shards"] is None:
             raise DataError(
@@ -102,12 +101,12 @@ class PreparedSource:
         return {**self.__dict__, "_columns": {}}
 
     def key(self, index: int) -> str:
-        """The key that the document has in its source."""
+        """Return the document's key in its source."""
         columns, row = self._locate(index)
         return columns.keys[row].as_py()
 
     def document(self, index: int) -> Row:
-        """Document `index`, with its ids as its maker has read them."""
+        """Return document `index`, with the ids that its maker read."""
         columns, row = self._locate(index)
         key, problem = columns.keys[row].as_py(), columns.problems[row].as_py()
         if problem is not None:
@@ -129,12 +128,12 @@ class PreparedSource:
 
 
 def prepared_folder(data: DataConfig) -> Path:
-    """`data.prepared_dir`, which is given."""
+    """Return the path in `data.prepared_dir`, which must be set."""
     return Path(str(data.prepared_dir)).expanduser().absolute()
 
 
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
-    """The facts that decide a source's rows and token ids: JSON-able, by the names of fields where they are some."""
+    """Return the JSON-able facts that decide a source's rows and token ids; those that are fields have their names."""
     objective, vocabulary = OBJECTIVES[data.objective], maker.vocabulary
     facts: dict[str, Any] = {"data.objective": data.objective, "the format of prepared data": _FORMAT}
     facts |= {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
@@ -150,14 +149,11 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
 
 
 def open_prepared(data: DataConfig, name: str, entry: MixtureSource, maker: ExampleMaker, seed: int) -> PreparedSource:
-    """The source `name`, which `entry` names, from `data.prepared_dir`.
-
-    Raises DataError where it is not finished, was made from something else, or has other local files by now.
-    """
+    """Open the prepared source `name`. Raises DataError if it is unfinished, or its facts or local files changed."""
     folder = prepared_folder(data) / name
     source = PreparedSource(folder, made_from(data, entry, maker, seed))
     files: Sequence[str] = ()
-    with suppress(DataError):  # they need not be on this machine any more
+    with suppress(DataError):  # the files may be missing on this machine
         is_local = local_kind(entry.dataset_name) is not None
         is_folder = not is_local and os.path.isdir(entry.dataset_name)
         files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
@@ -167,7 +163,7 @@ def open_prepared(data: DataConfig, name: str, entry: MixtureSource, maker: Exam
 
 
 def require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise DataError naming each fact that differs, with both values."""
+    """Raise DataError with each fact that differs, and both values."""
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
     if names:
         facts = [f"{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(now.get(name))} now" for name in names]
@@ -178,7 +174,7 @@ def require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, 
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:
-    """The index of a folder; None where there is none. Raises DataError for one that is damaged."""
+    """Return the index of a folder; None if it has none. Raises DataError for a damaged one."""
     try:
         return json.loads(read_plain(folder / INDEX, MAX_RECORD_BYTES))
     except FileNotFoundError:
@@ -188,13 +184,13 @@ def read_index(folder: Path) -> dict[str, Any] | None:
 
 
 def is_whole(folder: Path, shard: Shard) -> bool:
-    """Return whether the file of a shard is there, with its size."""
+    """Return whether the file of a shard exists with its size."""
     path = folder / shard.file
     return path.is_file() and path.stat().st_size == shard.num_bytes
 
 
 def verified_shards(prepared_dir: Path) -> Iterator[str]:
-    """Compare all shards with their SHA-256; yields a line for each folder. Raises DataError for one that differs."""
+    """Compare all shards with their SHA-256; yield a line for each folder. Raises DataError for one that differs."""
     for folder in sorted(path.parent for path in prepared_dir.glob(f"*/{INDEX}")):
         shards = [Shard(**facts) for facts in (read_index(folder) or {})["shards"] or ()]
         for shard in shards:
@@ -205,7 +201,7 @@ def verified_shards(prepared_dir: Path) -> Iterator[str]:
 
 
 def finished_shards(folder: Path, part: int) -> list[Shard] | None:
-    """The shards of a part; None where it is not finished, or not all of them are whole."""
+    """Return the shards of a part; None if it is not finished, or a shard is incomplete."""
     try:
         shards = [Shard(**facts) for facts in json.loads((folder / f"{part:04}.json").read_text())]
     except (OSError, ValueError, TypeError):
@@ -214,13 +210,13 @@ def finished_shards(folder: Path, part: int) -> list[Shard] | None:
 
 
 def write_part(folder: Path, part: int, shards: Sequence[Shard]) -> None:
-    """Write down that a part has these shards, and no more. Raises DiskRefusedError."""
+    """Write the complete list of a part's shards. Raises DiskRefusedError."""
     with writing(folder).refusals_told():
         write_atomically(folder / f"{part:04}.json", json.dumps([asdict(shard) for shard in shards]))
 
 
 def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
-    """Write rows, each a key and what a maker has read, as the shard `name`. Raises DiskRefusedError."""
+    """Write rows, each a key and a maker's ids (or a bad row), as the shard `name`. Raises DiskRefusedError."""
     import pyarrow as pa
 
     pieces = [[] if isinstance(ids, BadRow) else _pieces(ids) for _, ids in rows]
@@ -253,7 +249,7 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
 
 
 def writing(folder: Path) -> Writing:
-    """Prepared data that is written into `folder`, for a message where its file system refuses it."""
+    """Return the `Writing` of prepared data into `folder`, for the message if its file system refuses it."""
     return Writing(folder, "The prepared data", "Free space there, and run the same command again.")
 
 
@@ -277,7 +273,6 @@ def read_shard(path: Path) -> Columns:
 
 
 def _pieces(ids: Any) -> list[np.ndarray]:
-    """The arrays in what a maker reads: the ids of a text, or pairs of them."""
     return [ids] if isinstance(ids, np.ndarray) else [side for pair in ids for side in pair]
 
 

@@ -1,8 +1,7 @@
-"""Sources of documents: two protocols, the rows in them, and which of these are held out.
+"""Sources of documents: two protocols, their rows, and the rule that holds documents out.
 
-A source that can hand out document i is a `MapSource`: its order is a permutation. One that can only be read from the
-front of a unit (a row group, a file, a shard) is a `StreamSource`: its order is shuffled in windows. Both are pickled
-into worker processes; the readers keep the positions. An unreadable row comes as a `BadRow` in its document's place.
+A `MapSource` returns document i, so its order is a permutation. A `StreamSource` is read from the front of a unit (a
+row group, a file, a shard), so its order is shuffled in windows. Both are pickled into worker processes.
 """
 
 import reprlib
@@ -26,7 +25,7 @@ SMALL_SOURCE_DOCUMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """Stands in the place of a document that cannot be read. `problem` names the file, the row and the reason."""
+    """Takes the place of an unreadable document; `problem` names the file, the row and the reason."""
 
     key: str
     problem: str
@@ -36,28 +35,28 @@ Row: TypeAlias = Document | BadRow
 
 
 class MapSource(Protocol):
-    """Documents by number. `identity`: JSON-able facts that tell this data from other data."""
+    """Documents by number; `identity` holds JSON-able facts that tell this data from other data."""
 
     identity: dict[str, Any]
 
     def __len__(self) -> int: ...
 
     def key(self, index: int) -> str:
-        """The key of document `index`, without reading the document."""
+        """Return the key of document `index`, without reading the document."""
 
     def document(self, index: int) -> Row:
-        """Document `index`. Raises DataError where the source itself fails, not a row."""
+        """Return document `index`. Raises DataError if the source itself fails, not a row."""
 
 
 @runtime_checkable
 class StreamSource(Protocol):
-    """Documents in units that are read from the front. `identity` as in `MapSource`."""
+    """Documents in units that are read from the front; `identity` as in `MapSource`."""
 
     identity: dict[str, Any]
     num_units: int
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
-        """The documents of `unit` from row `first_row` on; those whose key is `wanted`, if given. Errors as there."""
+        """Yield the (`wanted`) documents of `unit` from `first_row` on. Raises DataError if the source itself fails."""
 
 
 Split = Literal["train", "validation", "test"]
@@ -67,24 +66,21 @@ AnySource: TypeAlias = MapSource | StreamSource
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source as a run uses it: its share of the documents, and the rule that holds documents out.
+    """A source in a run: its share of the documents, and the rule that holds documents out.
 
-    Documents whose key hashes below `held_out_below` are kept for evaluation, and those between it and `test_below` for
-    the test, whatever the seed, the lanes and the order. `number`: unique among the run's sources, whatever was added
-    or removed; the documents' order depends on it. `counts_tokens`: the weight is a share of the tokens, and not of the
-    documents.
+    Keys that hash below `held_out_below` are for evaluation, and from there to `test_below` for the test, in all runs.
     """
 
     source: AnySource
     weight: float
     held_out_below: float
-    number: int
+    number: int  # unique and fixed in a run, whatever is added or removed; the order of documents depends on it
     test_below: float = 0.0
-    counts_tokens: bool = False
+    counts_tokens: bool = False  # the weight is a share of the tokens, not of the documents
 
     @property
     def held_out(self) -> float:
-        """The share of the documents that is not trained on."""
+        """Return the share of the documents that is not trained on."""
         return max(self.held_out_below, self.test_below)
 
     def holds_out(self, key: str) -> bool:
@@ -92,23 +88,23 @@ class OpenSource:
         return held_out_hash(key) < self.held_out
 
     def split_of(self, key: str) -> Split:
-        """The split that the document `key` is in."""
+        """Return the split of the document `key`."""
         place = held_out_hash(key)
         return "train" if place >= self.held_out else "validation" if place < self.held_out_below else "test"
 
     @property
     def size(self) -> int:
-        """Documents, or units of a stream."""
+        """Return the number of documents, or of a stream's units."""
         return self.source.num_units if isinstance(self.source, StreamSource) else len(self.source)
 
 
 def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
-    """The sources that `data` names: those of `data.mixture`, else the only one."""
+    """Return the sources of `data`: those of `data.mixture`, else the only one."""
     return data.mixture or (MixtureSource(weight=1.0, **{name: getattr(data, name) for name in Source.model_fields}),)
 
 
 def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
-    """All sources that `data` names, those of its own validation and test splits too, by names for their folders."""
+    """Return all sources of `data`, those of separate validation and test splits too, by the names of their folders."""
     trained = {source_name(number): entry for number, entry in enumerate(source_entries(data))}
     splits = {split: entry for split in ("validation", "test") if (entry := data.own_split(split))}
     sets = {f"eval-{name}": data.of_eval_set(name).own_split("validation") for name in data.eval_sets}
@@ -116,26 +112,22 @@ def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
 
 
 def source_name(number: int) -> str:
-    """The name of the source with this place in `source_entries`."""
+    """Return the name of the source at this place in `source_entries`."""
     return f"source-{number}"
 
 
 def hub_name(entry: MixtureSource) -> str:
-    """`DATASET@REVISION`: what a commit is looked up by."""
+    """Return `DATASET@REVISION`, the key of a commit."""
     return f"{entry.dataset_name}@{entry.dataset_revision or 'main'}"
 
 
 def held_out_hash(key: str) -> float:
-    """The number in [0, 1) that decides about the document `key`: below the source's threshold it is held out."""
+    """Return the number in [0, 1) of the document `key`, which is held out below the source's threshold."""
     return unit_hash(key, "held out")
 
 
 def held_out_below(source: AnySource, eval_fraction: float) -> float:
-    """The threshold of `source`, for which up to `SMALL_SOURCE_DOCUMENTS` of its keys are read.
-
-    It is `eval_fraction`, raised for a small source until one document is held out. A source of one document
-    holds out nothing, since training needs it.
-    """
+    """Return `eval_fraction`, raised for a small source until one document of two or more is held out."""
     if isinstance(source, StreamSource):
         keys: Iterator[str] = (row.key for row in all_rows(source, "keys"))
     else:
@@ -149,10 +141,7 @@ def held_out_below(source: AnySource, eval_fraction: float) -> float:
 
 
 def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
-    """Every row of a source once; those whose key is `wanted`, if given, and no others are read where it can help it.
-
-    A stream's come in its order, a map's in one of their own for each `purpose`, equal in all runs.
-    """
+    """Yield every (`wanted`) row once: a stream's in its order, a map's in an order that `purpose` alone decides."""
     if isinstance(source, StreamSource):
         for unit in range(source.num_units):
             yield from source.documents(unit, 0, wanted)
@@ -172,7 +161,7 @@ def _unreadable(error: Exception) -> str:
 
 
 def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
-    """The document of the text field that `read` returns: null is an empty text, anything but a string a bad row."""
+    """Return the document of the text that `read` returns: empty for null, a bad row for any other type."""
     try:
         value = read()
     except _UNREADABLE as error:
@@ -184,7 +173,7 @@ def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
 
 
 def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str) -> Row:
-    """The document of the whole row that `read` returns."""
+    """Return the document of the whole row that `read` returns."""
     try:
         return Document(key, "", record=read())
     except _UNREADABLE as error:
@@ -192,7 +181,7 @@ def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str)
 
 
 def field_document(key: str, record: Mapping[str, Any], column: str | None, where: str) -> Row:
-    """The document of the field `column` of a record, or of all of it; a bad row where it has no such field."""
+    """Return the document of a record's field `column` (None: of all of it); a bad row if there is no such field."""
     if column is None:
         return Document(key, "", record=record)
     if column not in record:
@@ -201,13 +190,13 @@ def field_document(key: str, record: Mapping[str, Any], column: str | None, wher
 
 
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
-    """The message for a column that is not there, listing those that are."""
+    """Return the message for a missing column, with the existing ones."""
     has = f"{', '.join(existing) or 'none':.300}: set data.text_column=COLUMN"
     return f"data.text_column={column}: {where} has no such column; it has {has}"
 
 
 def check_bad_rows(found: int, limit: int, last: str) -> None:
-    """Raise DataError where `found` rows, the newest with the problem `last`, are more than `limit`; 0 allows none."""
+    """Raise DataError if `found` bad rows, the newest with the problem `last`, are more than `limit`."""
     if found <= limit:
         return
     if limit == 0:
@@ -219,12 +208,12 @@ def check_bad_rows(found: int, limit: int, last: str) -> None:
 
 
 def shortened_fields(record: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of columns of these Arrow types, with each narrow float as `shortened` gives it."""
+    """Return the record of columns of these Arrow types, with each narrow float `shortened`."""
     return {name: shortened(value, types[name]) if name in types else value for name, value in record.items()}
 
 
 def shortened(value: Any, kind: Any) -> Any:
-    """The value of Arrow type `kind`, in which each narrow float is the shortest number that its bits stand for."""
+    """Return the value of Arrow type `kind`, each narrow float in it as the shortest number with its bits."""
     width = _width(kind)
     if value is None or width is None:
         return value
@@ -239,7 +228,7 @@ def shortened(value: Any, kind: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _width(kind: Any) -> int | None:
-    """Bits of a narrow float; 0 for lists and objects with one in them; None for other types."""
+    """Return the bits of a narrow float; 0 for lists and objects with one in them; None for other types."""
     from pyarrow import types  # 0.2 s
 
     if types.is_float16(kind) or types.is_float32(kind):
@@ -254,15 +243,14 @@ def _width(kind: Any) -> int | None:
 
 
 def reader_digest(name: str) -> str:
-    """A digest of the file of the function that `python:MODULE:FUNCTION` names. Raises ConfigError."""
+    """Return a digest of the file of the function `python:MODULE:FUNCTION`. Raises ConfigError."""
     return code_digest("data.dataset_name", name, load_plugin("data.dataset_name", name))
 
 
 class UserReader:
     """The rows of a user's reader as a `MapSource`: `reader[i]`, of `len(reader)`, is a text or a row by columns.
 
-    It is known by its name, its length, the file of the function, and the JSON-able mapping `reader.identity`, if there
-    is one. Each process calls the function for itself, so that none shares another's open files.
+    The mapping `reader.identity` is part of its identity. Each process calls the function, so no two share open files.
     """
 
     def __init__(self, entry: Source, text_column: str | None) -> None:
@@ -284,11 +272,11 @@ class UserReader:
         return vars(self) | {"_rows": None}
 
     def key(self, index: int) -> str:
-        """The name of the reader, and the row's number."""
+        """Return the name of the reader, and the row's number."""
         return f"{self._name}/{index}"
 
     def document(self, index: int) -> Row:
-        """Row `index`; a bad one where the reader raises."""
+        """Return row `index`; a bad row if the reader raises."""
         key = self.key(index)
         try:
             row = self._reader()[index]

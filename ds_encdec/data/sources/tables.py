@@ -1,9 +1,7 @@
 """Tables as sources: parquet files, local or behind a URL, and data sets of the Hugging Face hub through `datasets`.
 
-A data set that is downloaded (`data.streaming=false`) is a memory-mapped table, read by row. Streamed parquet is read
-by row group by our own reader, so that a resume jumps to where it was. Other formats go through `datasets`' own stream:
-its shards can only be read from their start, so a resume reads the shard again up to its window. The commit of each
-data set on the hub is found once, and kept in a run's checkpoints.
+A downloaded data set is a memory-mapped table, read by row. Our own reader streams parquet by row group, so a resume
+jumps to its place; other formats go through `datasets`' stream, whose shards a resume reads again from their start.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Columns = Callable[[Sequence[str]], Sequence[str]]
-"""Tells which of the columns that a table has are read of its rows."""
+"""A function that returns which of a table's columns are read."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +56,7 @@ logger = logging.getLogger(__name__)
 class ParquetFiles:
     """Parquet files, local or behind an fsspec URL. A `StreamSource`.
 
-    `columns`: those of a file with these columns that a whole row has; None: all. A unit is a file where there are many
-    for each lane, else a row group (whose number only the files' footers tell, and reading thousands of footers over a
-    network takes minutes). Keys do not depend on that choice.
+    A unit is a file if there are many, else a row group: reading thousands of footers over a network takes minutes.
     """
 
     FILES_PER_LANE = 2
@@ -81,7 +77,7 @@ class ParquetFiles:
         self._text_column = text_column
         has_few = len(files) < self.FILES_PER_LANE * num_lanes
         looked_into = range(len(files) if has_few else 1)
-        groups = [next(self._tried_again(partial(self._opened, file), 0, file)).num_row_groups for file in looked_into]
+        groups = [next(self._with_retries(partial(self._opened, file), 0, file)).num_row_groups for file in looked_into]
         self._units: list[tuple[int, int | None]] = (
             [(file, group) for file, count in enumerate(groups) for group in range(count)]
             if has_few
@@ -96,26 +92,21 @@ class ParquetFiles:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of all files, from their footers; None where reading these takes a network."""
+        """Return the rows of all files, from their footers; None if reading these takes a network."""
         return None if self.is_remote else sum(self._open(file).metadata.num_rows for file in range(len(self._files)))
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
-        """The documents of `unit` from row `first_row` on; one row group is in memory at a time.
-
-        Only those whose key is `wanted`, if given; a row group without any is not read. A remote file whose
-        connection breaks is opened again where it was.
-        """
-        rows = self._tried_again(partial(self._rows, unit, wanted), first_row, self._units[unit][0])
+        """Yield the (`wanted`) documents of `unit` from row `first_row` on; one row group is in memory at a time."""
+        rows = self._with_retries(partial(self._rows, unit, wanted), first_row, self._units[unit][0])
         return (document for document in rows if document is not None)
 
     def _rows(self, unit: int, wanted: Callable[[str], bool] | None, first_row: int) -> Iterator[Row | None]:
-        """Every row of `unit` from `first_row` on; None for one that is not wanted."""
         file, only_group = self._units[unit]
         parquet = self._open(file)
         for group in range(parquet.num_row_groups) if only_group is None else [only_group]:
             where = f"{self._names[file]}, row group {group}"
             num_rows = parquet.metadata.row_group(group).num_rows
-            # It alone holds the row group: the next one is read when this one is gone.
+            # It reads the row group for the first wanted row, and alone holds it: one is freed before the next is read.
             rows = cache(partial(self._read, parquet, file, group))
             for row in range(first_row, num_rows):
                 key = f"{self._names[file]}:{group}:{row}"
@@ -136,7 +127,7 @@ class ParquetFiles:
         )
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
-        """The columns of a row group, an Arrow table; for a damaged one of a local file, what is wrong with it."""
+        """Return the Arrow table of a row group's columns, or the problem of a damaged one in a local file."""
         from pyarrow import ArrowException
 
         try:
@@ -144,7 +135,7 @@ class ParquetFiles:
         except (OSError, ArrowException) as error:
             path = self._files[file]
             if is_remote(path):
-                raise  # it is tried again: it may have arrived damaged
+                raise  # for another attempt: it may have arrived damaged
             if isinstance(error, OSError) and error.errno:  # the disk's, not the content's
                 raise DataError(f"{path}: cannot be read (row group {group}: {error})") from error
             return f"cannot be read ({error})"
@@ -154,8 +145,8 @@ class ParquetFiles:
             return [self._text_column]
         return None if self._columns is None else self._columns(existing)
 
-    def _tried_again(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
-        """The rows of `read(first_row)`, with patience where the file is remote."""
+    def _with_retries(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
+        """Yield the rows of `read(first_row)`, with retries if the file is remote."""
         path = self._files[file]
         return retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
 
@@ -179,15 +170,15 @@ class ParquetFiles:
 def open_hub_data(
     entry: MixtureSource, num_lanes: int, *, streaming: bool, columns: Columns | None = None
 ) -> HubTable | HubStream | ParquetFiles | JsonLines:
-    """Open the data set that `entry` names, for its text, or for rows of the `columns` that are read. DataError."""
+    """Open the data set `entry`, for its text or for rows of the `columns` that are read. Raises DataError."""
     # Imported here because it takes a second, and local runs do not need it.
     import datasets
 
     path, column = entry.dataset_name, entry.text_column if columns is None else None
     name = _name(entry)
     with readable_errors(entry, name):
-        builder, files = _found(entry)
-        if os.path.isdir(path):  # known by its files, so that it may move
+        builder, files = _builder_and_files(entry)
+        if os.path.isdir(path):  # identified by its files, so that it may move
             identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
         else:
             identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
@@ -218,13 +209,12 @@ def open_hub_data(
 
 
 def folder_files(entry: MixtureSource) -> list[str]:
-    """The files of a data set that is a folder, as its identity names them. Raises DataError."""
+    """Return the files of a data set that is a folder, as in its identity. Raises DataError."""
     with readable_errors(entry, _name(entry)):
-        return _found(entry)[1]
+        return _builder_and_files(entry)[1]
 
 
-def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
-    """The builder of a data set, and the files of the split, as far as it has some."""
+def _builder_and_files(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
     import datasets
 
     check("datasets")
@@ -241,10 +231,9 @@ def _found(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, list[str]]:
 
 
 def _row_reader(builder: datasets.DatasetBuilder, files: Sequence[str], *, streaming: bool) -> type[JsonLines] | None:
-    """Our reader of the local files of a folder, row by row, where `datasets` would want the same columns of them all.
+    """Return our row-by-row reader of a folder's files; None if its card sets how they are read, and for other kinds.
 
-    None where the folder's card sets how they are read, and for files of other kinds. CSV is never left to `datasets`,
-    which guesses: of rows with more fields than there are names it shifts them.
+    `datasets` needs the same columns in all files, and shifts rows of CSV that have more fields than there are names.
     """
     kind = type(builder).__module__.rpartition(".")[2]
     readers: dict[str, type[JsonLines]] = {"csv": CsvFiles} if streaming else {"json": JsonLines, "csv": CsvFiles}
@@ -261,7 +250,6 @@ def _name(entry: MixtureSource) -> str:
 
 
 def _is_saved(path: str) -> bool:
-    """Return whether `Dataset.save_to_disk` wrote this folder, which is one split then."""
     return os.path.isfile(os.path.join(path, "state.json"))
 
 
@@ -294,11 +282,11 @@ class HubTable:
         return len(self._table)
 
     def key(self, index: int) -> str:
-        """`DATASET/CONFIG/SPLIT:ROW`."""
+        """Return `DATASET/CONFIG/SPLIT:ROW`."""
         return f"{self._name}:{index}"
 
     def document(self, index: int) -> Row:
-        """Row `index`."""
+        """Return row `index`."""
         key, column = self.key(index), self._column
         if column is None:
             return record_document(key, lambda: shortened_fields(self._table[index], self.types), key)
@@ -332,7 +320,7 @@ class HubStream:
             break
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
-        """The documents of a shard from row `first_row` on (those before are read and dropped) that are `wanted`."""
+        """Yield the (`wanted`) documents of a shard from row `first_row` on; rows before it are read and dropped."""
         for row, record in enumerate(self._records(unit, first_row), start=first_row):
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
@@ -346,20 +334,19 @@ class HubStream:
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The commit (a sha) that each hub data set of `data` stands at, by `hub_name`; those in `saved` stay.
+    """Return the commit (a sha) of each hub data set of `data` by its `hub_name`; those in `saved` stay.
 
-    One small request for each new one. A data set that the hub does not show (no network, no such name) is
-    left out: opening it looks into the local cache, and says what is wrong. None of prepared data, which needs none.
+    A data set that the hub does not show is left out: opening it tries the local cache, and reports the problem.
     """
     commits = {
-        hub_name(entry): (saved or {}).get(hub_name(entry)) or _ask_hub(entry.dataset_name, entry.dataset_revision)
+        hub_name(entry): (saved or {}).get(hub_name(entry)) or _hub_commit(entry.dataset_name, entry.dataset_revision)
         for entry in ({} if data.prepared_dir else named_sources(data)).values()
         if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name)
     }
     return {name: commit for name, commit in commits.items() if commit}
 
 
-def _ask_hub(dataset_name: str, revision: str | None) -> str | None:
+def _hub_commit(dataset_name: str, revision: str | None) -> str | None:
     # Imported here because runs on local data do not need it.
     from huggingface_hub import HfApi
 

@@ -1,7 +1,6 @@
-"""`ds-encdec prepare`: makes what `prepared.py` reads, with processes that work on parts of a source side by side.
+"""`ds-encdec prepare`: it writes the files of `prepared.py`, in processes that work on parts of a source side by side.
 
-A part is a range of a map's rows or of a stream's units. It is whole once its list of shards is written; so whatever
-ends this program, the next start makes the parts that are not.
+A part is a range of rows or units. After an interruption the next start makes the parts without a list of shards.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from ds_encdec.launch.disk import write_atomically
 logger = logging.getLogger(__name__)
 
 SHARD_TOKENS, SHARD_ROWS = 1 << 24, 1 << 20
-"""Tokens (64 MiB of them) and rows behind which a shard ends."""
+"""Tokens (64 MiB of them) and rows at which a shard ends."""
 PART_ROWS, MOST_PARTS = 1000, 512
-"""Rows of a map that are worth a part of their own, and the most parts of a source."""
+"""Fewest rows of a map in a part, and the most parts of a source."""
 _LINE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The source that all processes work on, and how. `bad_row_limit`: as in a run."""
+    """The source that all processes work on, with the settings for it."""
 
     source: AnySource
     maker: ExampleMaker
     folder: Path
-    bad_row_limit: int
+    bad_row_limit: int  # as in a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,7 @@ class Part:
 def prepare_source(
     source: AnySource, facts: dict[str, Any], maker: ExampleMaker, folder: Path, bad_row_limit: int, num_proc: int
 ) -> str:
-    """Make the folder of a source, or finish it; return a line about its content.
-
-    `facts`: see `made_from`. Raises DataError for a folder that was made from something else, and for bad rows, and
-    DiskRefusedError.
-    """
+    """Make or finish the folder of a source; return a line about it. Raises DataError and DiskRefusedError."""
     is_stream = isinstance(source, StreamSource)
     size = source.num_units if isinstance(source, StreamSource) else len(source)
     identity = json.loads(json.dumps(source.identity))
@@ -101,13 +96,12 @@ def prepare_source(
 
 
 def _check(shards: Sequence[Shard], bad_row_limit: int) -> None:
-    """Raise DataError where the parts have more bad rows than they may all together."""
     if bad := [shard for shard in shards if shard.bad_rows]:
         check_bad_rows(sum(shard.bad_rows for shard in bad), bad_row_limit, str(bad[-1].problem))
 
 
 def _work_off(work: Work, todo: Sequence[Part], num_proc: int) -> Iterator[Shard]:
-    """Have processes make `todo`; yields each shard once it is written. Raises what a process raised."""
+    """Make the parts `todo` in processes; yield each shard once it is written. Raises a process's error."""
     shares = [todo[number::num_proc] for number in range(min(num_proc, len(todo)))]
     answers: queue.SimpleQueue[Shard | BaseException | None] = queue.SimpleQueue()
 
@@ -140,7 +134,6 @@ def _work_off(work: Work, todo: Sequence[Part], num_proc: int) -> Iterator[Shard
 
 
 def _make(work: Work, parts: Sequence[Part]) -> Iterator[Shard]:
-    """Write parts, one after the other; yields each shard once it is written."""
     for part in parts:
         shards: list[Shard] = []
         rows: list[tuple[str, Any | BadRow]] = []
