@@ -1,19 +1,18 @@
 """Cutting a document's tokens into chunks and denoising each: tokens to Examples.
 
-Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the batches never
-bends the mixture. Chunk k of a document follows from (seed, epoch, document key, k) and the document's length.
+Each chunk draws its denoiser by the configured weights, and only then its length, so that the fill of the batches does
+not change the mixture. Chunk k follows from (seed, epoch, document key, k) and the document's length.
 
 Denoising follows UL2's mixture (arXiv 2205.05131; rows of `denoisers.py`). Span corruption (R and X) is T5's (arXiv
-1910.10683, section 3.1.4): noise and kept tokens are each cut at random into segments, which alternate. T5 always ends
-with noise; here a text may end with a kept segment, so that a span can lie anywhere (see `_kept_lengths`).
+1910.10683, section 3.1.4), except that a text may end with a kept segment, so that a span can lie anywhere. S is a
+prefix language model: the encoder reads the first quarter; the target has EOS only at the document's end.
 
     tokens    a b c d e f g h          spans  [c d] [g]
     encoder   a b <0> e f <1> h        every span becomes one sentinel, no EOS
-    decoder   <0> c d <1> g EOS        what is missing, span by span
-
-S is a prefix language model: the encoder reads the first quarter, the decoder continues. Its target ends with EOS only
-where the document ends.
+    decoder   <0> c d <1> g EOS        the missing tokens, span by span
 """
+
+# ruff: noqa: D102  (protocol.ExampleMaker documents the methods)
 
 from __future__ import annotations
 
@@ -39,25 +38,25 @@ if TYPE_CHECKING:
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 Tokenize = Callable[[Document], np.ndarray]
-"""A document to its token ids, int32 [n], without any special token."""
+"""A function from a document to its token ids, int32 [n], without special tokens."""
 
 MIN_RAW_TOKENS = 2
 """Shortest text that can be denoised: one token for each side."""
 
 MIN_TAIL_TOKENS = 16
-"""A document's last chunk takes this many tokens from the one before rather than be shorter."""
+"""Shortest last chunk of a document: it takes tokens from the chunk before it."""
 
 
 _REPETITIONS = 32
-"""Times each sampled length is cut up, so that the ratio carries hardly any noise of the denoisers' draw."""
+"""Number of times that each sampled length is cut, so that the denoisers' draw adds hardly any noise to the ratio."""
 
 _MAX_CUT_TOKENS = 1 << 24
-"""Tokens cut up at most: these carry little noise, and a document of 10 MB must not take a minute."""
+"""Most tokens to cut: these carry little noise, and a document of 10 MB must not take a minute."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + length) of a document, and what they are denoised by."""
+    """Tokens [start, start + length) of a document, and their denoiser."""
 
     index: int
     start: int
@@ -68,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Chunker:
-    """Turns tokenised documents into examples. `weights`: relative, in the order of `DENOISERS`."""
+    """Cuts token ids into chunks, and denoises these; `weights` are relative, in the order of `DENOISERS`."""
 
     seed: int
     weights: tuple[float, ...]
@@ -77,12 +76,12 @@ class Chunker:
 
     @cached_property
     def _cumulative_shares(self) -> list[float]:
-        # Without the last, which is 1 up to rounding: whatever is drawn above the others is its.
+        # The last one is left out: it is 1 up to rounding, and takes every draw above the others.
         return list(accumulate(weight / sum(self.weights) for weight in self.weights))[:-1]
 
     @classmethod
     def from_config(cls, data: DataConfig, seed: int, vocabulary: Vocabulary) -> Chunker:
-        """The chunker of a run; the configuration's rules have seen to it that its weights can be sampled from."""
+        """Return the chunker of a run; the configuration's rules have checked its weights."""
         bounds = LengthBounds(
             max_raw_tokens=data.max_seq_length,
             max_encoder_tokens=data.max_encoder_length - bool(vocabulary.mode_token_ids),
@@ -92,15 +91,15 @@ class Chunker:
         return cls(seed, data.ul2_task_weights, bounds, vocabulary)
 
     def draw_chunk(self, remaining: int, draw: float) -> tuple[str, int]:
-        """Denoiser and length of the next chunk, with `remaining` tokens to go; `draw` is uniform in [0, 1)."""
+        """Return denoiser and length of the next chunk of `remaining` tokens; `draw` is uniform in [0, 1)."""
         denoiser = list(DENOISERS)[bisect_right(self._cumulative_shares, draw)]
         longest = max_raw_length(denoiser, self.bounds)
-        # The longest chunk that leaves nothing or at least a minimum tail.
+        # The longest chunk leaves nothing, or at least a minimum tail.
         tail = max(MIN_RAW_TOKENS, min(MIN_TAIL_TOKENS, longest // 2))
         return denoiser, remaining if remaining <= longest else min(longest, remaining - tail)
 
     def chunks(self, num_tokens: int, document: str, epoch: int) -> Iterator[Chunk]:
-        """The chunks of a document of `num_tokens`, in order. One that is too short to denoise has none."""
+        """Yield the chunks of a document of `num_tokens`, in order; none if it is too short to denoise."""
         start = index = 0
         while num_tokens - start >= MIN_RAW_TOKENS:
             rng = keyed_generator(self.seed, "denoise", epoch, document, index)
@@ -109,7 +108,7 @@ class Chunker:
             start, index = start + length, index + 1
 
     def example_lengths(self, length: int, denoiser: str, *, document_ends: bool) -> tuple[int, int]:
-        """Encoder and decoder tokens that a chunk of `length` tokens becomes, without denoising it."""
+        """Return the encoder and decoder tokens of a chunk of `length` tokens, without denoising it."""
         lengths = DENOISERS[denoiser].lengths(length)
         lacks_eos = not (lengths.spans or document_ends)
         return lengths.encoder_tokens + bool(self.vocabulary.mode_token_ids), lengths.decoder_tokens - lacks_eos
@@ -128,7 +127,7 @@ class Chunker:
 
 @dataclass(frozen=True)
 class ChunkMaker:
-    """The `ExampleMaker` of pre-training: documents are tokenised, cut and denoised."""
+    """The `ExampleMaker` of pre-training: it tokenizes, cuts and denoises documents."""
 
     tokenize: Tokenize
     chunker: Chunker
@@ -137,47 +136,41 @@ class ChunkMaker:
     def from_config(
         cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
     ) -> ChunkMaker:
-        """The maker of a run."""
         return cls(TextTokenizer(tokenizer.backend_tokenizer), Chunker.from_config(data, seed, vocabulary))
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The special ids."""
         return self.chunker.vocabulary
 
     @property
     def why_empty(self) -> str:
-        """Texts without a token, and those that are not trained on."""
         return "empty, held out or not readable. Check data.data_files, data.text_column and data.eval_fraction"
 
     def read(self, document: Document) -> np.ndarray:
-        """The document's tokens, int32 [n]."""
         return self.tokenize(document)
 
     def form(self, document: Document) -> None:
-        """None: all inputs are texts."""
+        """Return None: all inputs are texts."""
 
     def size(self, ids: np.ndarray) -> int:
-        """Tokens before denoising; 0 for a text that is too short for it."""
+        """Return the tokens before denoising; 0 for a text that is too short for it."""
         return len(ids) if len(ids) >= MIN_RAW_TOKENS else 0
 
     def ratio(self, read: Sequence[np.ndarray]) -> float:
-        """See `documents_ratio`."""
         return documents_ratio([len(ids) for ids in read], self.chunker)
 
     def examples(self, ids: np.ndarray, document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
-        """An example of each chunk."""
         for chunk in self.chunker.chunks(len(ids), document, epoch):
             if chunk.index in wanted:
                 is_last = chunk.start + chunk.length == len(ids)
                 yield Made(chunk.index, self.chunker.example(chunk, ids, document), is_last)
 
     def of_evaluation(self) -> ChunkMaker:
-        """One whose randomness does not depend on the run's seed, so that runs can be compared."""
+        """Return a maker whose randomness does not depend on the run's seed, so that runs can be compared."""
         return replace(self, chunker=replace(self.chunker, seed=0))
 
     def checked(self, ids: np.ndarray, document: str) -> Iterator[tuple[str, bool]]:
-        """The longest example of each denoiser that occurs, and whether it gives back its tokens."""
+        """Yield each weighted denoiser, and whether its longest example gives back its tokens."""
         for denoiser, weight in zip(DENOISERS, self.chunker.weights, strict=False):
             if weight:
                 length = min(len(ids), max_raw_length(denoiser, self.chunker.bounds))
@@ -187,12 +180,11 @@ class ChunkMaker:
                 yield denoiser, bool(np.array_equal(again, ids[:length]))
 
     def facts(self) -> dict[str, Any]:
-        """None: the configuration says it all."""
         return {}
 
 
 def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
-    """Encoder tokens per decoder token that documents of these `lengths` (in tokens) yield after denoising."""
+    """Return the encoder tokens per decoder token, after denoising, of documents of these `lengths` in tokens."""
     draw = keyed_generator(chunker.seed, "survey").random
     encoder_tokens = decoder_tokens = 0
     repetitions = min(_REPETITIONS, max(1, _MAX_CUT_TOKENS // sum(lengths)))
@@ -208,7 +200,7 @@ def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
 
 @dataclass(frozen=True, slots=True)
 class LengthBounds:
-    """The room that one example may occupy, in tokens: before denoising, and on either side after it."""
+    """The most tokens of an example: before denoising, and on either side after it."""
 
     max_raw_tokens: int
     max_encoder_tokens: int
@@ -218,11 +210,7 @@ class LengthBounds:
 
 @lru_cache(maxsize=256)
 def max_raw_length(denoiser: str, bounds: LengthBounds) -> int:
-    """The longest raw text, in tokens, that neither side has to truncate and that has enough sentinels.
-
-    Every shorter text fits as well, because all lengths grow with the raw length. Raises ConfigError where
-    not even three tokens fit.
-    """
+    """Return the longest text, in tokens, that fits, as all shorter ones do. Raises ConfigError below three tokens."""
 
     def too_long(raw_tokens: int) -> bool:
         lengths = DENOISERS[denoiser].lengths(raw_tokens)
@@ -232,6 +220,7 @@ def max_raw_length(denoiser: str, bounds: LengthBounds) -> int:
             or lengths.spans > bounds.num_sentinels
         )
 
+    # All lengths grow with the raw length.
     candidates = range(MIN_RAW_TOKENS, bounds.max_raw_tokens + 1)
     longest = MIN_RAW_TOKENS - 1 + bisect_left(candidates, True, key=too_long)
     if longest <= MIN_RAW_TOKENS:
@@ -248,8 +237,7 @@ def denoise(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each.
 
-    The caller keeps `n` within `max_raw_length` and the sentinels out of `tokens`. `document_ends`: the chunk's last
-    token is its document's (only a prefix language model asks). With mode tokens the encoder starts with one.
+    The caller keeps `n` within `max_raw_length`, and sentinels out of `tokens`. A mode token is the encoder's first.
     """
     lengths = DENOISERS[denoiser].lengths(len(tokens))
     if DENOISERS[denoiser].has_spans:
@@ -284,7 +272,7 @@ def _corrupt_spans(
     decoder_ids[sentinel_slots] = sentinels
     decoder_ids[-1] = vocabulary.eos_id
 
-    # A sentinel overwrites the first token of its span, and only that token of it stays in the encoder.
+    # A sentinel overwrites the first token of its span, and only that token of the span stays in the encoder.
     encoder_source = tokens.copy()
     encoder_source[span_starts] = sentinels
     is_noise[span_starts] = False
@@ -292,11 +280,11 @@ def _corrupt_spans(
 
 
 def _kept_lengths(kept_tokens: int, spans: int, noise_density: float, rng: np.random.Generator) -> np.ndarray:
-    """Lengths of the kept segments around `spans` spans; only the outer two may be 0; int64 [spans + 1].
+    """Draw the lengths of the kept segments around `spans` spans; only the outer two may be 0; int64 [spans + 1].
 
-    With all `spans + 1` alike the ends are corrupted too rarely, the more so the denser the noise; with the outer two
-    as one segment cut in two, sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x
-    density corrupts positions most evenly for all four denoisers.
+    With all segments alike, the ends are corrupted too rarely, above all by dense noise; with the outer two as one
+    segment cut in two, sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x density
+    corrupts positions most evenly for all four denoisers.
     """
     if rng.random() < 1 - 2 * noise_density:
         lengths = _random_partition(kept_tokens + 2, spans + 1, rng)
@@ -308,7 +296,7 @@ def _kept_lengths(kept_tokens: int, spans: int, noise_density: float, rng: np.ra
 
 
 def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
-    """`parts` positive integers that sum to `total`, every such composition equally likely; int64 [parts]."""
+    """Draw `parts` positive integers of the sum `total`, every composition equally likely; int64 [parts]."""
     edges = np.empty(parts + 1, dtype=np.int64)
     edges[0], edges[-1] = 0, total
     edges[1:-1] = rng.choice(total - 1, parts - 1, replace=False, shuffle=False) + 1
@@ -317,11 +305,7 @@ def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.nd
 
 
 def reconstruct(encoder_ids: np.ndarray, decoder_ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
-    """The exact inverse of `denoise`: the original tokens, int32 [n].
-
-    Which denoiser was used shows in the target: span corruption starts it with the first sentinel, S with
-    text. Raises ValueError where encoder and decoder do not name the same sentinels in the same order.
-    """
+    """Invert `denoise`: return the original tokens, int32 [n]. Raises ValueError if the sentinels differ."""
     if vocabulary.mode_token_ids:
         encoder_ids = encoder_ids[1:]
     if decoder_ids[-1] == vocabulary.eos_id:

@@ -1,7 +1,6 @@
-"""Conversations as data sets write them: the turns of a row with their roles, and which of them are to be learnt.
+"""Conversations in a data set's rows: their turns with roles, and which of these are learnt.
 
-Turns are objects with `role` and `content`, or ShareGPT's with `from` and `value`. A turn or a row may have a weight of
-0 or 1. With 0 it is never learnt; a turn is still read by the model. A row's `system` is its first turn.
+Turns have `role` and `content`, or ShareGPT's `from` and `value`; those of weight 0 are read, but never learnt.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any
 from ds_encdec.config.row_values import as_text, present
 
 TURN_WEIGHTS = ("weight", "train", "trainable", "training", "loss", "loss_scale")
-"""The names under which data sets (of OpenAI, axolotl, ms-swift) say of a turn whether it is learnt."""
+"""The fields in which data sets (of OpenAI, axolotl, ms-swift) mark whether a turn is learnt."""
 
 _OTHER_MASKS = ("train_detail", "training_detail", "loss_mask", "mask", "masked")
-"""Fields that say it in another way: of parts of a turn, or of those that are not learnt."""
+"""Fields that mark it in another way: for parts of a turn, or for those that are not learnt."""
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
@@ -28,15 +27,15 @@ _ROLES = {
 """The role of each speaker in ShareGPT's form."""
 
 _WEIGHTS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True, "": True, "none": True}
-"""A weight as it is written, and if what has it is learnt; what has none is."""
+"""Written weights, and whether they mean "learnt"; no weight does."""
 
 
 class UnusableError(ValueError):
-    """An example cannot be made of a record; the message says why."""
+    """An example cannot be made of a record; the message gives the reason."""
 
 
 def is_learnt(weight: Any, what: str) -> bool:
-    """Return whether something of this weight, null for none, is learnt. Raises `UnusableError` naming `what`."""
+    """Return whether an item of this weight (null: no weight) is learnt. Raises `UnusableError` naming `what`."""
     written = str(weight).strip().lower()
     if written not in _WEIGHTS:
         raise UnusableError(f"{what} is {weight!r:.80}; needed is 0 (not learnt) or 1")
@@ -44,13 +43,10 @@ def is_learnt(weight: Any, what: str) -> bool:
 
 
 def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
-    """A turn with a `role`, without weights and fields that hold nothing, and whether it is learnt.
-
-    Raises `UnusableError`.
-    """
-    # Tables fill in null where a message has no such field.
+    """Return a turn with a `role`, without weights and empty fields, and whether it is learnt."""
+    # Tables fill in null if a message lacks a field.
     fields = message.items() if isinstance(message, Mapping) else ()
-    turn = {name: held for name, part in fields if (held := present(part)) is not None}
+    turn = {name: value for name, part in fields if (value := present(part)) is not None}
     if masks := [name for name in _OTHER_MASKS if name in turn]:
         raise UnusableError(f"a turn has `{masks[0]}`, which is not read; write `weight` 0 (not learnt) or 1")
     weights = [is_learnt(turn.pop(name), f"`{name}` of a turn") for name in TURN_WEIGHTS if name in turn]
@@ -67,10 +63,7 @@ def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
 
 
 def read_conversation(messages: Sequence[Any], system: Any) -> list[tuple[dict[str, Any], bool]]:
-    """The turns of `messages` as `read_turn` gives them, behind one of the row's `system`, null or empty for none.
-
-    Raises `UnusableError`, also where both have a system turn and these differ.
-    """
+    """Return all turns, the row's `system` first. Raises `UnusableError`, also if they have another system turn."""
     turns = [read_turn(message) for message in messages]
     if present(system) is None or system == "":
         return turns
@@ -82,15 +75,15 @@ def read_conversation(messages: Sequence[Any], system: Any) -> list[tuple[dict[s
     return turns if own is not None else [({"role": "system", "content": system}, True), *turns]
 
 
-def _from_sharegpt(speaker: str, said: Any) -> dict[str, Any]:
+def _from_sharegpt(speaker: str, content: Any) -> dict[str, Any]:
     role = _ROLES.get(speaker.lower())
     if role is None:
         raise UnusableError(f"a turn is from {speaker!r:.80}; known are {', '.join(_ROLES)}")
     if speaker.lower() == "function_call":
         try:
-            call = json.loads(said)
+            call = json.loads(content)
         except (TypeError, ValueError):
             call = None
         if isinstance(call, dict) and "name" in call:
             return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]}
-    return {"role": role, "content": said}
+    return {"role": role, "content": content}

@@ -1,12 +1,12 @@
-"""Examples for fine-tuning: a record of a data set becomes a text to read and a text to write, both tokenised.
+"""Examples for fine-tuning: a record of a data set becomes an input text and an output text, both tokenized.
 
-A record is filled into two templates, or, where it holds messages, goes through the tokenizer's own chat template. The
-encoder reads the input, without EOS; the decoder's target is the output and EOS.
-
-Special tokens that a template writes become special ids, also those of a chat template. The same characters in a field
-or a message are ordinary text: they are broken up by `_MARK` before the template is filled in, and mended after the
-special tokens were looked for. Between special tokens a text is tokenised as a whole, like a user's at inference.
+Two templates are filled from a record, or its messages go through the tokenizer's chat template. The encoder reads the
+input, without EOS; the decoder's target is the output and EOS. Special tokens in a template become special ids, but in
+a field or a message they are ordinary text: `_MARK` breaks them before the template is filled in, and is removed after
+the search for special tokens. The text between these is tokenized as a whole, like a user's at inference.
 """
+
+# ruff: noqa: D102  (protocol.ExampleMaker documents the methods)
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 """Input and output of an example, int32 each; the output ends with EOS."""
 
 _MARK = "\U000f0000"
-"""A character for private use. It stands behind the first one of a special token that a user has written."""
+"""A private-use character: it follows the first character of a special token that a user has written."""
 
 _TASK = "SFT"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """The chat templates of a tokenizer by their names, and its special tokens, which they may ask for."""
+    """The chat templates of a tokenizer by their names, and the special tokens that they may use."""
 
     templates: Mapping[str, str]
     special_tokens: Mapping[str, Any]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
-        """None for a tokenizer without one."""
-        found: Any = tokenizer.chat_template
-        templates = found if isinstance(found, dict) else {"default": found}
-        return cls(templates, dict(tokenizer.special_tokens_map)) if found else None
+        """Return the chat templates of `tokenizer`, or None if it has none."""
+        chat_template: Any = tokenizer.chat_template
+        templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
+        return cls(templates, dict(tokenizer.special_tokens_map)) if chat_template else None
 
     def render(self, messages: list[Any], tools: list[Any] | None, *, is_prompt: bool) -> str:
-        """The conversation as text; `is_prompt`: up to where the assistant begins to speak. Raises `UnusableError`."""
+        """Return the conversation as text; `is_prompt`: the assistant's turn is begun. Raises `UnusableError`."""
         # Imported here: it takes half a second, and most runs have no chat rows.
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -70,29 +70,28 @@ class ChatTemplate:
             (text,), _ = render_jinja_template(
                 [messages], tools=tools, chat_template=template, add_generation_prompt=is_prompt, **self.special_tokens
             )
-        except Exception as error:  # jinja's, and whatever the template's expressions raise
+        except Exception as error:  # jinja's, or any error in the template's expressions
             raise UnusableError(f"the chat template fails ({type(error).__name__}: {error})") from error
         return text
 
 
 @dataclass(frozen=True)
 class PairMaker:
-    """The `ExampleMaker` of fine-tuning. `special_ids`: of the tokenizer's special tokens by their text."""
+    """The `ExampleMaker` of fine-tuning."""
 
     tokenize: TextTokenizer
     vocabulary: Vocabulary
     data: DataConfig
-    special_ids: Mapping[str, int]
+    special_ids: Mapping[str, int]  # of the tokenizer's special tokens
     chat: ChatTemplate | None
 
     @classmethod
     def from_config(
         cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
     ) -> PairMaker:
-        """The maker of a run. Raises ConfigError for a converter that cannot be imported."""
         backend = tokenizer.backend_tokenizer
         added = backend.get_added_tokens_decoder().items()
-        # A single character cannot be broken up: it stays ordinary text wherever it is.
+        # A single character cannot be broken up, so it is always ordinary text.
         specials = {token.content: number for number, token in added if token.special and len(token.content) > 1}
         if data.converter is not None:
             converter_digest(data.converter)
@@ -100,7 +99,6 @@ class PairMaker:
 
     @property
     def why_empty(self) -> str:
-        """Rows that are left out or bad, and those that are not trained on."""
         data = self.data
         made_nothing = "" if data.converter is None else ", made into nothing by data.converter"
         return (
@@ -111,10 +109,7 @@ class PairMaker:
         )
 
     def read(self, document: Document) -> Sequence[Pair] | BadRow:
-        """The pairs of a record, in order; a bad row where one cannot be made.
-
-        Raises ConfigError for a conversation where the tokenizer has no chat template.
-        """
+        """Return the pairs of a record, or a bad row. Raises ConfigError for a conversation without a chat template."""
         if document.token_ids is not None or document.record is None:
             return document.token_ids or ()
         try:
@@ -124,67 +119,63 @@ class PairMaker:
         if broken := next(filter(None, map(not_unicode, chain.from_iterable(texts))), None):
             return BadRow(document.key, f"{document.key}: {broken}")
         eos = self.vocabulary.eos_id
-        pairs = [(self._encode(given), self._encode(wanted)) for given, wanted in texts]
+        pairs = [(self._encode(source), self._encode(target)) for source, target in texts]
         return [
-            (given, wanted if len(wanted) and wanted[-1] == eos else np.append(wanted, np.int32(eos)))
-            for given, wanted in pairs
+            (source, target if len(target) and target[-1] == eos else np.append(target, np.int32(eos)))
+            for source, target in pairs
         ]
 
     def form(self, document: Document) -> str | None:
-        """The form of a row that `read` has made pairs of; None where it was tokenized earlier."""
         if document.record is None:
             return None
         is_chat = any(self._messages(record)[1] is not None for record in self._converted(document.record))
         return CHAT if is_chat else TEMPLATES
 
     def size(self, ids: Sequence[Pair]) -> int:
-        """Tokens of both sides."""
-        return sum(len(given) + len(wanted) for given, wanted in ids)
+        return sum(len(source) + len(target) for source, target in ids)
 
     def ratio(self, read: Sequence[Sequence[Pair]]) -> float:
-        """Input tokens per output token, long ones counted up to their maximum."""
+        """Return the input tokens per output token, long ones counted up to their maximum."""
         most = (self.data.max_encoder_length, self.data.max_decoder_length)
-        given, wanted = (
+        source, target = (
             sum(min(len(pair[side]), most[side]) for pairs in read for pair in pairs) for side in range(len(most))
         )
-        return given / wanted
+        return source / target
 
     def examples(self, ids: Sequence[Pair], document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
-        """An example of each pair. Raises DataError for one that is too long where that is to stop the run."""
+        """Yield an example of each pair. Raises DataError for a long one if `data.on_long_row` is "stop"."""
         longest, longest_target = self.data.max_encoder_length, self.data.max_decoder_length
-        for number, (given, target) in enumerate(ids):
+        for number, (source, target) in enumerate(ids):
             if number not in wanted:
                 continue
-            is_long = len(given) > longest or len(target) > longest_target
+            is_long = len(source) > longest or len(target) > longest_target
             if is_long and self.data.on_long_row == "stop":
-                input_told = f"the input has {len(given)} tokens, above data.max_encoder_length={longest}"
-                output_told = (
+                input_problem = f"the input has {len(source)} tokens, above data.max_encoder_length={longest}"
+                output_problem = (
                     f"the output has {len(target)}, EOS included, above data.max_decoder_length={longest_target}"
                 )
-                told = [input_told] * (len(given) > longest) + [output_told] * (len(target) > longest_target)
+                problems = [input_problem] * (len(source) > longest) + [output_problem] * (len(target) > longest_target)
                 way_out = "Raise that, or set data.on_long_row=skip or truncate"
-                raise DataError(f"{document}: {'; '.join(told)}. {way_out}")
+                raise DataError(f"{document}: {'; '.join(problems)}. {way_out}")
             is_kept = not is_long or self.data.on_long_row == "truncate"
-            example = Example(given[:longest], target[:longest_target], _TASK, document) if is_kept else None
+            example = Example(source[:longest], target[:longest_target], _TASK, document) if is_kept else None
             yield Made(number, example, number + 1 == len(ids), is_long)
 
     def of_evaluation(self) -> PairMaker:
-        """This one: nothing in it is random."""
         return self
 
     def checked(self, ids: Sequence[Pair], document: str) -> Iterator[tuple[str, bool]]:
-        """Each pair, and whether there is something to read, and something to write that ends."""
-        for given, target in ids:
-            yield _TASK, len(given) > 0 and len(target) > 1 and target[-1] == self.vocabulary.eos_id
+        """Yield for each pair whether its input is not empty, and its output has tokens before EOS."""
+        for source, target in ids:
+            yield _TASK, len(source) > 0 and len(target) > 1 and target[-1] == self.vocabulary.eos_id
 
     def facts(self) -> dict[str, Any]:
-        """The chat template, and the file of the converter, by digests."""
-        found = {}
+        digests = {}
         if self.chat is not None:
-            found["chat template"] = hashlib.sha256(repr(self.chat.templates).encode()).hexdigest()[:12]
+            digests["chat template"] = hashlib.sha256(repr(self.chat.templates).encode()).hexdigest()[:12]
         if self.data.converter is not None:
-            found["converter"] = converter_digest(self.data.converter)
-        return found
+            digests["converter"] = converter_digest(self.data.converter)
+        return digests
 
     @cached_property
     def _templates(self) -> list[list[tuple[str, str | None]]]:
@@ -192,19 +183,17 @@ class PairMaker:
 
     @cached_property
     def _weight_column(self) -> str | None:
-        """The column of the rows' weights; None where a template reads it, which makes it one like any other."""
+        """Return the column of the rows' weights; None if a template uses it, as an ordinary column then."""
         is_field = self.data.weight_column in columns_by_field(self.data).values()
         return None if is_field else self.data.weight_column
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        """Any special token, the longest first; a group, so that `split` keeps them."""
         tokens = sorted(map(re.escape, self.special_ids), key=len, reverse=True)
         return re.compile(f"({'|'.join(tokens) or '(?!)'})")
 
     @cached_property
     def _ending(self) -> re.Pattern[str]:
-        """The special tokens that end a turn, and the white space between and behind them."""
         token = self._special.pattern
         return re.compile(rf"{token}(?:\s*{token})*\s*\Z")
 
@@ -222,20 +211,19 @@ class PairMaker:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def _encode(self, text: str) -> np.ndarray:
-        """The ids of a text in which special tokens that users wrote are broken up, int32 [n]."""
+        """Return the ids of a text in which special tokens that users wrote are broken up, int32 [n]."""
         pieces = self._special.split(text)
         ids = [np.empty(0, dtype=np.int32)]
         for number, piece in enumerate(pieces):
             if number % 2:
                 ids.append(np.array([self.special_ids[piece]], dtype=np.int32))
             elif piece:
-                ids.append(self.tokenize.encode(self._broken.sub(lambda found: found[0].replace(_MARK, "", 1), piece)))
+                ids.append(self.tokenize.encode(self._broken.sub(lambda match: match[0].replace(_MARK, "", 1), piece)))
         return np.concatenate(ids)
 
     def _break(self, value: Any) -> Any:
-        """`value` with the special tokens in its strings broken up."""
         if isinstance(value, str):
-            return self._special.sub(lambda found: found[0][0] + _MARK + found[0][1:], value)
+            return self._special.sub(lambda match: match[0][0] + _MARK + match[0][1:], value)
         if isinstance(value, Mapping):
             return {name: self._break(inner) for name, inner in value.items()}
         return [self._break(inner) for inner in value] if isinstance(value, list | tuple) else value
@@ -255,15 +243,15 @@ class PairMaker:
         return made
 
     def _texts(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Inputs and outputs of a record; none of one whose weight is 0."""
+        """Yield inputs and outputs of a record; none if its weight is 0."""
         weight = None if self._weight_column is None else present(record.get(self._weight_column))
         if weight is not None and not self._is_learnt(weight):
             return
         column, messages = self._messages(record)
         if messages is None:
-            given, wanted = (self._filled(parts, record) for parts in self._templates)
+            source, target = (self._filled(parts, record) for parts in self._templates)
             fields = [self._value(record, name) for _, name in self._templates[1] if name is not None]
-            yield _both(given, wanted if any(field.strip() for field in fields) else "")
+            yield _not_empty(source, target if any(field.strip() for field in fields) else "")
         elif self.chat is None:
             raise ConfigError(
                 f"data.messages_column={column}: the rows are conversations, and the tokenizer has "
@@ -274,7 +262,6 @@ class PairMaker:
             yield from self._turns(self.chat, _list(messages, "messages"), record)
 
     def _messages(self, record: Mapping[str, Any]) -> tuple[str | None, Any]:
-        """The column of the row's conversation, and what it holds; None for rows of fields."""
         column = conversation_column(self.data, record)
         return column, None if column is None else present(record.get(column))
 
@@ -310,43 +297,39 @@ class PairMaker:
             raise UnusableError(f"its field {column} cannot be written as text ({error})") from error
 
     def _turns(self, chat: ChatTemplate, messages: list[Any], record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """The conversation up to the last turn of the assistant that is learnt, or to each, and what that one says.
-
-        Of every turn, one that opens the conversation or is empty is passed over, unless nothing would be left. There
-        are none where no turn is learnt.
-        """
+        """Yield the learnt turns of the assistant (or the last) with prompts; first or empty ones only if alone."""
         tools = record.get(self.data.tools_column)
         tools = None if tools is None else self._break(_list(tools, "tools"))
         read = read_conversation(self._break(messages), self._break(record.get(SYSTEM)))
-        said, learnt = zip(*read, strict=True) if read else ((), ())
-        turns = [number for number, message in enumerate(said) if message["role"] == "assistant"]
+        conversation, learnt = zip(*read, strict=True) if read else ((), ())
+        turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
         if not turns:
-            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in said)) or "there are none"
+            roles = ", ".join(dict.fromkeys(str(message["role"]) for message in conversation)) or "there are none"
             raise UnusableError(f"its messages have no turn of the assistant (role: {roles:.100})")
         turns = [turn for turn in turns if learnt[turn]]
         if not turns:
             return
         pairs = []
         for number in [turn for turn in turns if turn] or turns if self.data.chat_targets == "every" else turns[-1:]:
-            prompt = chat.render([*said[:number]], tools or None, is_prompt=True)
-            whole = chat.render([*said[: number + 1]], tools or None, is_prompt=False)
-            content = said[number].get("content")
+            prompt = chat.render([*conversation[:number]], tools or None, is_prompt=True)
+            whole = chat.render([*conversation[: number + 1]], tools or None, is_prompt=False)
+            content = conversation[number].get("content")
             target = whole.removeprefix(prompt) if whole.startswith(prompt) else content
             pairs.append((prompt, self._ending.sub("", target) if isinstance(target, str) else ""))
-        yield from [pair for pair in pairs if pair[0] and pair[1].strip()] or [_both(*pairs[-1])]
+        yield from [pair for pair in pairs if pair[0] and pair[1].strip()] or [_not_empty(*pairs[-1])]
 
 
-def _both(given: str, wanted: str) -> tuple[str, str]:
-    if not given or not wanted.strip():
-        raise UnusableError(f"its {'output' if given else 'input'} is empty")
-    return given, wanted
+def _not_empty(source: str, target: str) -> tuple[str, str]:
+    if not source or not target.strip():
+        raise UnusableError(f"its {'output' if source else 'input'} is empty")
+    return source, target
 
 
 def _list(value: Any, name: str) -> list[Any]:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        items = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"its {name} are no JSON ({error})") from error
-    if not isinstance(found, list):
-        raise UnusableError(f"its {name} are of type {type(found).__name__}; needed is a list")
-    return found
+    if not isinstance(items, list):
+        raise UnusableError(f"its {name} are of type {type(items).__name__}; needed is a list")
+    return items
