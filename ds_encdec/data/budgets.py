@@ -1,4 +1,4 @@
-"""The tokens of a micro-batch on either side; without numpy, which the memory estimate does not wait for."""
+"""Token budgets of a micro-batch; this module needs no numpy, which would slow the memory estimate down."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ds_encdec.config.schema import DataConfig
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """Tokens of one micro-batch on either side, and the most examples in it."""
+    """Tokens of one micro-batch on each side, and its largest number of examples."""
 
     encoder_tokens: int
     decoder_tokens: int
@@ -16,10 +16,7 @@ class Budgets:
 
 
 def token_budgets(data: DataConfig, micro_batch_size: int, ratio: float) -> Budgets:
-    """The budgets of a micro-batch of `micro_batch_size` x (max_encoder_length + max_decoder_length) tokens.
-
-    `ratio`: encoder tokens per decoder token that the data yields. Each side has room for its longest example.
-    """
+    """Divide a micro-batch by `ratio` (encoder to decoder tokens), so that each side fits its longest example."""
     if ratio <= 0:
         raise ConfigError(f"the ratio of encoder to decoder tokens must be positive, got {ratio}")
     total = micro_batch_size * (data.max_encoder_length + data.max_decoder_length)

@@ -46,31 +46,26 @@ if TYPE_CHECKING:
 
 
 PREPARED_LANES = 8
-"""Lanes for which a source is opened when it is prepared, whatever a run has: streams have units by them."""
+"""Number of lanes for which `prepare` opens a source, whatever a run has: the units of a stream depend on it."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The data of one rank.
-
-    `eval_batches` packs the held-out `eval_examples` at its first call and keeps the batches; so does each of
-    `eval_sets`. `ratio`: encoder tokens per decoder token. `commits`: see `resolve_commits`. `forms`: see
-    `SampleStatistics`. `too_short`: why a run refuses this data, where that was asked for.
-    """
+    """The data of one rank; `eval_batches` and each of `eval_sets` pack their examples once, at the first call."""
 
     loader: LaneLoader
     eval_batches: Callable[[], Sequence[Batch]]
     eval_examples: Callable[[], Sequence[Example]]
     pipeline: LanePipeline
     fingerprint: dict[str, Any]
-    ratio: float
-    commits: Mapping[str, str]
+    ratio: float  # encoder tokens per decoder token
+    commits: Mapping[str, str]  # see `resolve_commits`
     eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
-    forms: Sequence[str] = ()
-    too_short: str | None = None
+    forms: Sequence[str] = ()  # see `SampleStatistics`
+    too_short: str | None = None  # why a run refuses this data; only with `may_be_short`
 
     def saved(self) -> dict[str, Any]:
-        """The facts that a checkpoint keeps for `build_data(saved=...)`, beside the records. Equal on all ranks."""
+        """Return the facts that a checkpoint keeps for `build_data(saved=...)`; they are equal on all ranks."""
         return {
             "fingerprint": self.fingerprint,
             "encoder_decoder_ratio": self.ratio,
@@ -94,15 +89,13 @@ def build_data(
     pin_memory: bool = False,
     may_be_short: bool = False,
 ) -> TrainingData:
-    """Open the sources and wire the loader. Starts no process and reads a few hundred documents at most.
+    """Open the sources and make the loader; starts no process, and reads a few hundred documents at most.
 
-    `saved`: what an earlier `TrainingData.saved()` of the run returned. `commits`: what `resolve_commits` found on one
-    rank for all of them; None: looked up here. `evaluation_cache`: a folder; the evaluation examples are found now
-    and kept in it, or read from it. None: they are found at the first evaluation, by every rank. `pin_memory`: batches
-    are in page-locked memory, for a GPU. `may_be_short`: see `TrainingData.too_short`.
-
-    Raises DataError for sources that are missing, unreadable or too small, ConfigError for lanes that ranks do not
-    divide, and CheckpointError when the data is not that of `saved` (unless `accept_other_data`).
+    `saved`: the run's earlier `TrainingData.saved()`. `commits`: one rank's `resolve_commits`, for all ranks; None:
+    looked up here. `evaluation_cache`: a folder for the evaluation examples, which are then made now; None: every rank
+    makes them at the first evaluation. Raises DataError for sources that are missing, unreadable or too small,
+    ConfigError for lanes that ranks do not divide, and CheckpointError if the data is not that of `saved` (unless
+    `accept_other_data`).
     """
     data, seed = config.data, config.training.seed
     if commits is None:
@@ -137,16 +130,16 @@ def build_data(
 def _survey(
     config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker, num_lanes: int, *, may_be_short: bool
 ) -> tuple[float, tuple[str, ...], str | None]:
-    """The ratio, the forms and `too_short` of the data of a new run; see `TrainingData`."""
-    found = sample_statistics(sources, maker, config.data.bad_row_limit)
-    budgets = token_budgets(config.data, config.training.micro_batch_size, found.ratio)
+    """Return the ratio, the forms and `too_short` of a new run's data; see `TrainingData`."""
+    sample = sample_statistics(sources, maker, config.data.bad_row_limit)
+    budgets = token_budgets(config.data, config.training.micro_batch_size, sample.ratio)
     try:
-        require_one_step(found, num_lanes, budgets)
+        require_one_step(sample, num_lanes, budgets)
     except DataError as error:
         if not may_be_short:
             raise
-        return found.ratio, found.forms, str(error)
-    return found.ratio, found.forms, None
+        return sample.ratio, sample.forms, str(error)
+    return sample.ratio, sample.forms, None
 
 
 def _pipeline(
@@ -177,7 +170,7 @@ def _evaluated(
     pin_memory: bool,
     own: Sequence[OpenSource],
 ) -> tuple[Callable[[], Sequence[Example]], Callable[[], Sequence[Batch]]]:
-    """Two functions: one finds the examples of the sources `own`, or the held-out ones, the other packs this rank's."""
+    """Return two cached functions: of the examples of `own` (or the held-out ones), and of this rank's batches."""
     facts, training = fingerprint(config, pipeline, own), config.training
     find = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, cache_folder, own))
     if cache_folder and training.eval_samples:
@@ -189,7 +182,7 @@ def _evaluated(
 def open_sources(
     data: DataConfig, seed: int, maker: ExampleMaker, num_lanes: int, commits: Mapping[str, str]
 ) -> tuple[OpenSource, ...]:
-    """Open what `data` names, data sets of the hub at `commits` (see `resolve_commits`). Raises DataError."""
+    """Open the sources of `data`, hub data sets at `commits` (see `resolve_commits`). Raises DataError."""
     opened = []
     validation, test = held_out_shares(data).values()
     counts_tokens = data.mixture_weights_count == "tokens"
@@ -202,7 +195,7 @@ def open_sources(
 
 
 def held_out_shares(data: DataConfig) -> dict[Split, float]:
-    """The shares of the training data that are held out for `validation` and, behind it, for `test`."""
+    """Return the shares of the training data that are held out for `validation` and, behind it, for `test`."""
     splits: tuple[Split, Split] = ("validation", "test")
     shares = OBJECTIVES[data.objective].held_out(data)
     return {split: 0.0 if data.own_split(split) else share for split, share in zip(splits, shares, strict=True)}
@@ -214,12 +207,9 @@ def own_split(
     seed: int,
     maker: ExampleMaker,
     commits: Mapping[str, str],
-    eval_set: str | None = None,
+    eval_set: str | None = None,  # the name of the set in `data.eval_sets` that `data` describes
 ) -> tuple[OpenSource, ...]:
-    """The source of a split that has one of its own, all of whose rows are in it; else none. Raises DataError.
-
-    `eval_set`: the name of the set of `data.eval_sets` that `data` is of.
-    """
+    """Open the separate source of a split, all of it in that split; () if it has none. Raises DataError."""
     entry = data.own_split(split)
     if entry is None:
         return ()
@@ -236,17 +226,14 @@ _MAKERS: dict[str, type[ChunkMaker] | type[PairMaker]] = {"ul2": ChunkMaker, "sf
 def example_maker(
     data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> ExampleMaker:
-    """Make what makes examples of the documents of `data`."""
+    """Return the maker of the examples for `data`."""
     return _MAKERS[data.objective].from_config(data, seed, tokenizer, vocabulary)
 
 
 def prepare_data(
     config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, num_proc: int
 ) -> Iterator[str]:
-    """Prepare all that `config` names in `data.prepared_dir`, by `num_proc` processes; yield a line about each.
-
-    Raises ConfigError where the folder cannot be written, OutputLockedError, DataError.
-    """
+    """Prepare all sources; yield a line about each. Raises ConfigError, OutputLockedError and DataError."""
     data, seed = config.data, config.training.seed
     maker = example_maker(data, seed, tokenizer, vocabulary)
     unprepared = data.model_copy(update={"prepared_dir": None})
@@ -268,7 +255,7 @@ def _open(
     commits: Mapping[str, str],
     files_field: str = "data.data_files",
 ) -> AnySource:
-    """The source that `named` names; `name`: that of its folder where it is prepared."""
+    """Open the source `named`; `name` is that of its folder in `data.prepared_dir`."""
     if data.prepared_dir is not None:
         return open_prepared(data, name, named, maker, seed)
     entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
@@ -302,9 +289,9 @@ def inspect_run_data(
     as_json: bool,
     with_ids: bool,
 ) -> str:
-    """The first examples that a run of this configuration will see, with statistics, as text or JSON."""
+    """Return the first examples of a run of this configuration, with statistics, as text or JSON."""
     config = with_assumed_batch_size(config, config.infra.num_gpus)
-    lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks that would have to divide them
+    lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks have to divide them
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes, may_be_short=True)
     try:
         return inspect_data(

@@ -1,8 +1,4 @@
-"""The optimizer steps that passes over the data take (`training.num_train_epochs`), found before the first one.
-
-A step holds what fits into its micro-batches, so nobody can divide. The lanes of a small data set are run ahead
-instead, without a model; of a large one, a sample is packed.
-"""
+"""The optimizer steps of `training.num_train_epochs`: lanes run ahead without a model, or a sample is packed."""
 
 import logging
 import math
@@ -19,8 +15,7 @@ from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources.sources import AnySource, OpenSource, StreamSource
 
 COUNTED_READINGS = 100_000
-"""Readings of a document, in all passes, up to which the lanes are run ahead: lanes that share a stream's units read it
-once each."""
+"""Readings of a document, in all passes, up to which the lanes run ahead."""
 
 SAMPLE_DOCUMENTS = 4000
 
@@ -28,10 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
-    """The configuration of a run whose epochs take `steps` steps.
-
-    Raises ConfigError where its other fields do not go with them.
-    """
+    """Return the configuration with `steps` for its epochs. Raises ConfigError if its other fields do not fit them."""
     training = config.training
     epochs, ratio, warmup_steps = training.num_train_epochs, training.warmup_ratio, training.warmup_steps
     if ratio is not None:
@@ -48,16 +40,16 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
 
 
 def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
-    """Optimizer steps after which every lane has handed out all examples of `epochs` passes over its data.
+    """Return the optimizer steps in which every lane returns all examples of `epochs` passes over its data.
 
-    Of a mixture, it is passes over the source that is furthest behind. A part of a pass is taken to be as large a part
-    of its steps; of many passes a few are counted. Raises DataError for a stream whose length nobody knows.
+    Passes over a mixture are those over its slowest source. Raises DataError for a stream of unknown length.
     """
     rows = [_rows(opened.source) for opened in pipeline.sources]
     readings = sum(
         count * (pipeline.num_lanes if isinstance(opened.source, StreamSource) else 1)
         for count, opened in zip(rows, pipeline.sources, strict=True)
     )
+    # Of many passes a few are counted; a part of a pass counts as the same part of its steps.
     counted = min(epochs, COUNTED_READINGS // max(1, readings))
     if counted:
         longest = max(_batches(Lane(pipeline, number), counted) for number in range(pipeline.num_lanes))
@@ -82,7 +74,6 @@ def _rows(source: AnySource) -> int:
 
 
 def _batches(lane: Lane, epochs: float) -> float:
-    """Micro-batches of a lane until `epochs` passes are handed out; between two whole ones, in proportion."""
     ends = [0]
     batches = 0
     while len(ends) <= math.ceil(epochs):
@@ -94,7 +85,7 @@ def _batches(lane: Lane, epochs: float) -> float:
 
 
 def _mean_size(opened: OpenSource, pipeline: LanePipeline) -> float:
-    """The mean size of a source's documents, from a sample, in the unit of the weights (`weighed_size`)."""
+    """Return the mean size of a source's documents, from a sample, in the unit of the weights (`weighed_size`)."""
     if not opened.counts_tokens:
         return 1.0
     rows = islice(split_rows([opened], "train", pipeline.maker), SAMPLE_DOCUMENTS)
@@ -103,7 +94,7 @@ def _mean_size(opened: OpenSource, pipeline: LanePipeline) -> float:
 
 
 def _batches_per_size(pipeline: LanePipeline) -> float:
-    """Micro-batches that a sample of the documents fills, per document or per token, as the weights count."""
+    """Return the micro-batches that a sample fills, per document or per token, in the unit of the weights."""
     maker = pipeline.maker
     rows = split_rows(pipeline.sources, "train", maker)
     sample = list(islice(usable_documents(rows, pipeline.bad_row_limit), SAMPLE_DOCUMENTS))

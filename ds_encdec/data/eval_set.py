@@ -1,8 +1,4 @@
-"""The evaluation split: the first examples of the held-out documents, the same at every evaluation and world size.
-
-Finding them takes a look at the keys of about `eval_samples / eval_fraction` documents, so it is done once, and
-the examples are kept in a small file.
-"""
+"""The evaluation split: the first held-out examples, the same at every evaluation and world size."""
 
 import json
 import logging
@@ -25,7 +21,7 @@ from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_r
 from ds_encdec.launch.disk import write_atomically
 
 _FORMAT = 3
-"""The version of the kept files, and of what examples are made of rows: raised where either changes."""
+"""The version of the cached files and of the rules that make examples of rows: raised when either changes."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +30,10 @@ def evaluation_examples(
     pipeline: LanePipeline,
     num_examples: int,
     facts: Facts,
-    cache_folder: Path | None,
-    own: Sequence[OpenSource] = (),
+    cache_folder: Path | None,  # keeps the examples under a digest of everything they depend on
+    own: Sequence[OpenSource] = (),  # sources for evaluation only
 ) -> list[Example]:
-    """The first `num_examples` held-out examples, or all if there are fewer. Raises DataError without any.
-
-    `own`: the sources to evaluate on where these are no part of the training data. The examples are kept in
-    `cache_folder`, named by all that they depend on, and read from it if they are there.
-    """
+    """Return the first `num_examples` held-out examples, or all. Raises DataError if there are none."""
     kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.json"
     if kept and kept.exists():
         return _read_examples(kept)
@@ -63,11 +55,7 @@ def evaluation_examples(
 def pack_examples(
     examples: Sequence[Example], pipeline: LanePipeline, budgets: Budgets, rank: int, world_size: int, pin_memory: bool
 ) -> list[Batch]:
-    """Rank `rank`'s part of `examples`.
-
-    All ranks pack the same batches; batch j goes to rank j mod world_size, and empty batches make the ranks'
-    lists equally long.
-    """
+    """Return rank `rank`'s batches; all ranks pack the same ones, and empty ones make their lists equally long."""
     packer: Packer[Example] = Packer(
         budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
     )
@@ -79,10 +67,7 @@ def pack_examples(
 
 
 def held_out_examples(pipeline: LanePipeline, own: Sequence[OpenSource] = ()) -> Iterator[Example]:
-    """Every held-out example once, denoised alike in all runs; documents come from the sources by weight.
-
-    Raises DataError where more of the rows read than the run's limit cannot be read.
-    """
+    """Yield every held-out example once, the same in all runs. Raises DataError for too many bad rows."""
     maker, sources = pipeline.maker.of_evaluation(), own or pipeline.sources
     return (example for _, example in keyed_examples(sources, "validation", maker, pipeline.bad_row_limit))
 
@@ -90,10 +75,7 @@ def held_out_examples(pipeline: LanePipeline, own: Sequence[OpenSource] = ()) ->
 def keyed_examples(
     sources: Sequence[OpenSource], split: Split, maker: ExampleMaker, bad_row_limit: int
 ) -> Iterator[tuple[str, Example]]:
-    """Every example of a split once, with the key of its document, and its number there where that is not 0.
-
-    `maker`: that of evaluations. Raises DataError where more of the rows read than `bad_row_limit` cannot be read.
-    """
+    """Yield every example of a split once with its document's key, and `#NUMBER` if it is not that document's first."""
     for document, ids in usable_documents(split_rows(sources, split, maker), bad_row_limit):
         for made in maker.examples(ids, document.key, 0):
             if made.example is not None:
@@ -101,9 +83,9 @@ def keyed_examples(
 
 
 def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker) -> Iterator[tuple[Row, Any | BadRow]]:
-    """The rows of a split `with_ids`, in turns that keep every prefix in proportion to the weights, in their unit.
+    """Yield the rows of a split `with_ids`; every prefix is in proportion to the weights, in their unit.
 
-    The next one is of the source that is furthest behind its share. A source that has no more drops out.
+    The next row is of the source that is furthest behind its share; a source drops out at its end.
     """
 
     def is_wanted(opened: OpenSource, key: str) -> bool:
@@ -126,7 +108,7 @@ def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker)
 
 
 def weighed_size(opened: OpenSource, maker: ExampleMaker, ids: Any | BadRow) -> int:
-    """How much of its source a row of these ids is, in the unit of the weights: 1 document, or its tokens."""
+    """Return the size of a row with these ids in the unit of the weights: 1 document, or its tokens."""
     return 1 if isinstance(ids, BadRow) or not opened.counts_tokens else 1 + maker.size(ids)
 
 
@@ -137,7 +119,6 @@ def _write_examples(path: Path, examples: Sequence[Example]) -> None:
 
 
 def _read_examples(path: Path) -> list[Example]:
-    """Read what `_write_examples` wrote. Raises DataError for a damaged file."""
     try:
         rows = json.loads(path.read_bytes())
         return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]

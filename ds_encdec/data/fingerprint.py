@@ -1,8 +1,6 @@
-"""The facts that a run's data order depends on, which can be saved, compared and named.
+"""The facts that a run's data order depends on: they are saved, compared, and named by a digest.
 
-A run continues on the same data, and refuses other data. With `--allow-data-change` the sources that are the same keep
-the lanes' places in them, and all others begin at their start. A source has facts (JSON-able): its `number`, its `size`
-(documents; units of a stream), and its identity, by which it is the same or another one.
+With `--allow-data-change` the lanes keep their places in unchanged sources, and begin all others at their start.
 """
 
 import dataclasses
@@ -24,18 +22,17 @@ Facts = dict[str, Any]
 _PROBE = "The quick brown fox, 1234567890 — jumps\n\tover: naïve {dogs}; 日本語 <extra_id_0>."
 
 _POSITION_FACTS = ("data.num_lanes", "data.shuffle_buffer_size", "training.seed")
-"""The facts that decide, beside a source itself, which of its documents comes when."""
+"""The facts that, beside a source itself, decide the order of its documents."""
 
 _CHOICE_FACTS = ("sources", "mixture weights", "mixture weights count", "evaluation sources")
-"""The facts that may differ without a difference in how a document is cut and packed."""
+"""The facts that do not affect how a document is cut and packed."""
 
 
 def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequence[OpenSource] = ()) -> Facts:
-    """JSON-able facts; two runs whose facts are equal see the same examples in the same order.
+    """Return JSON-able facts; two runs with equal facts see the same examples in the same order.
 
-    `own_evaluation`: sources that are evaluated on and not trained on. Fields carry their configuration names; those
-    that only another objective reads are left out. The tokenizer is known by what it makes of a fixed text, sources by
-    commit (hub), content (built-in corpus), or names, sizes, beginnings and ends of their files (local).
+    The tokenizer is identified by its ids of a fixed text, sources by commit (hub), content (built-in corpus), or
+    names, sizes, beginnings and ends of their files (local).
     """
     maker, vocabulary = pipeline.maker, pipeline.maker.vocabulary
     mine = OBJECTIVES[config.data.objective]
@@ -65,10 +62,8 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
 
 
 def differing(saved: Facts, now: Facts) -> list[str]:
-    """The facts that differ, each with both values.
-
-    A run that a long row would have stopped has met none, so it may continue with another answer to long rows.
-    """
+    """Return the facts that differ, each with both values."""
+    # A run that a long row would have stopped has met none, so it may continue with any `data.on_long_row`.
     return [
         f"{name}: {_in_words(name, saved)} there, {_in_words(name, now)} now"
         for name in {**saved, **now}
@@ -77,7 +72,7 @@ def differing(saved: Facts, now: Facts) -> list[str]:
 
 
 def require_same(saved: Facts, now: Facts) -> None:
-    """Raise CheckpointError naming every fact that differs, and both fingerprints."""
+    """Raise CheckpointError with every fact that differs, and both fingerprints."""
     if differences := differing(saved, now):
         raise CheckpointError(
             f"the checkpoint was made on other data than this run reads:{listed(differences)}\nRestore this, start a "
@@ -87,7 +82,7 @@ def require_same(saved: Facts, now: Facts) -> None:
 
 
 def changes(saved: Facts, now: Facts) -> str:
-    """Say which sources a run that continues on the data `now` continues, and which it begins."""
+    """Return which sources a run that goes on with the data `now` continues, and which it begins."""
     kept = _kept(saved, now)
     continued = [_words(facts) for facts in now["sources"] if facts["number"] in kept]
     begun = [_words(facts) for facts in now["sources"] if facts["number"] not in kept]
@@ -96,11 +91,7 @@ def changes(saved: Facts, now: Facts) -> str:
 
 
 def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> list[dict[str, Any]]:
-    """The part of the lanes' saved `records` that holds for data of the fingerprint `now`.
-
-    That is all of it if nothing differs. Otherwise it is the places in the sources that are the same, with their
-    waiting examples if documents are cut by the same rules; nothing if no source is the same.
-    """
+    """Return the lanes' saved `records`, with only the places and waiting examples that are valid for `now`."""
     if not differing(saved, now):
         return records
     kept = _kept(saved, now)
@@ -121,13 +112,13 @@ def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> l
 
 
 def digest(value: Any) -> str:
-    """A short name for a JSON-able value."""
+    """Return a short name for a JSON-able value."""
     text = json.dumps(value, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
 
 def source_facts(sources: Iterable[OpenSource]) -> list[Facts]:
-    """The facts of each source."""
+    """Return the facts of each source."""
     return [
         {"number": opened.number, "size": opened.size, **json.loads(json.dumps(opened.source.identity))}
         for opened in sources
@@ -135,13 +126,13 @@ def source_facts(sources: Iterable[OpenSource]) -> list[Facts]:
 
 
 def unknown_sources(saved: Facts, now: Sequence[Facts]) -> list[str]:
-    """The sources of `now`, in words, that are not in the fingerprint `saved`, or have other content there."""
+    """Describe the sources of `now` that the fingerprint `saved` lacks, or has with other content."""
     known = [_identity(facts) for facts in saved["sources"]]
     return [_words(facts) for facts in now if _identity(facts) not in known]
 
 
 def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:
-    """`sources` with the numbers that the same ones have in `saved`; others get numbers that none of those has."""
+    """Give `sources` the numbers that they have in `saved`, and others numbers that are not used there."""
     left = list(saved)
     unused = count(max(facts["number"] for facts in saved) + 1)
     result = []
@@ -154,11 +145,11 @@ def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[Ope
 
 
 def _kept(saved: Facts, now: Facts) -> set[int]:
-    """The numbers of the sources that are the same, unless a setting gives all of them another order."""
+    """Return the numbers of the unchanged sources; none if a setting changes the order within all of them."""
     if any(saved.get(name) != now[name] for name in _POSITION_FACTS):
         return set()
-    there = {facts["number"]: _identity(facts) for facts in saved["sources"]}
-    return {facts["number"] for facts in now["sources"] if there.get(facts["number"]) == _identity(facts)}
+    then = {facts["number"]: _identity(facts) for facts in saved["sources"]}
+    return {facts["number"] for facts in now["sources"] if then.get(facts["number"]) == _identity(facts)}
 
 
 def _identity(facts: Facts) -> Facts:
@@ -166,12 +157,11 @@ def _identity(facts: Facts) -> Facts:
 
 
 def _in_words(name: str, facts: Facts) -> Any:
-    found = facts.get(name)
-    return "; ".join(map(_words, found)) if found and name.endswith("sources") else found
+    value = facts.get(name)
+    return "; ".join(map(_words, value)) if value and name.endswith("sources") else value
 
 
 def _words(facts: Facts) -> str:
-    """The number, kind, name and first file of a source, its size, and its version."""
     first, *others = facts.get("files") or [None]
     files = f"{first} and {len(others)} more" if others else first
     words = " ".join(filter(None, [facts["kind"], facts.get("name"), files]))

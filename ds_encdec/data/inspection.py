@@ -1,4 +1,4 @@
-"""Looking at the data: how much there is, its split between the sides, and a run's examples."""
+"""A look at the data: its size, its division between the sides, and a run's first examples."""
 
 from __future__ import annotations
 
@@ -27,29 +27,21 @@ if TYPE_CHECKING:
 _SIDES = ("encoder", "decoder")
 
 SAMPLE_DOCUMENTS = 256
-"""Documents looked at, over all sources."""
+"""Documents in the sample of all sources together."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleStatistics:
-    """Facts about the training documents, from a sample of them.
+    """Facts about the training documents, from a sample of them."""
 
-    `ratio`: encoder tokens per decoder token after denoising. `documents` and `tokens`: in the whole training
-    split, before denoising (tokens extrapolated from the sample); infinite where a stream is longer than the sample.
-    `forms`: those that the maker gives to the documents' inputs, sorted.
-    """
-
-    ratio: float
-    documents: float
-    tokens: float
-    forms: tuple[str, ...] = ()
+    ratio: float  # encoder tokens per decoder token after denoising
+    documents: float  # in the whole training split; infinite if a stream is longer than the sample
+    tokens: float  # before denoising, extrapolated from the sample
+    forms: tuple[str, ...] = ()  # sorted forms of the inputs, from `ExampleMaker.form`
 
 
 def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_row_limit: int = 0) -> SampleStatistics:
-    """Sample the sources in proportion to their weights. Raises DataError when there is no text at all.
-
-    Of each source up to `bad_row_limit` rows that cannot be read are passed over.
-    """
+    """Sample the sources in proportion to their weights. Raises DataError if there is no text at all."""
     total_weight = sum(opened.weight for opened in sources)
     all_read: list[Any] = []
     documents = tokens = 0.0
@@ -60,13 +52,13 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
         read = list(islice(usable_documents(rows, bad_row_limit), count + 1))
         forms |= {maker.form(document) for document, ids in read[:count] if maker.size(ids)}
         trained = [ids for document, ids in read[:count] if not opened.holds_out(document.key)]
-        there: float = len(trained)
+        size: float = len(trained)
         if len(read) > count:
             is_stream = isinstance(opened.source, StreamSource)
-            there = math.inf if is_stream else round(opened.size * (1 - opened.held_out))
+            size = math.inf if is_stream else round(opened.size * (1 - opened.held_out))
         all_read += trained
-        documents += there
-        tokens += math.inf if there == math.inf else there * sum(map(maker.size, trained)) / max(1, len(trained))
+        documents += size
+        tokens += math.inf if size == math.inf else size * sum(map(maker.size, trained)) / max(1, len(trained))
     if sources[0].counts_tokens:
         rows = split_rows(sources, "train", maker)
         all_read = [ids for _, ids in islice(usable_documents(rows, bad_row_limit), SAMPLE_DOCUMENTS)]
@@ -83,20 +75,20 @@ def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_ro
     return SampleStatistics(maker.ratio(usable), documents, tokens, tuple(sorted(filter(None, forms))))
 
 
-def require_one_step(found: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:
-    """Raise DataError when the training split is smaller than what one optimizer step consumes."""
-    if found.documents < num_lanes:
+def require_one_step(sample: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:
+    """Raise DataError if the training split is smaller than one optimizer step."""
+    if sample.documents < num_lanes:
         raise DataError(
-            f"{count(found.documents, 'document')} to train on: too few for {num_lanes} lanes. Each lane (a "
+            f"{count(sample.documents, 'document')} to train on: too few for {num_lanes} lanes. Each lane (a "
             "micro-batch of every optimizer step) reads documents of its own. Set data.num_lanes="
-            f"{max(1, found.documents):.0f}{' or less' if found.documents > 1 else ''}, give more files or "
+            f"{max(1, sample.documents):.0f}{' or less' if sample.documents > 1 else ''}, give more files or "
             "lines, or cut long ones"
         )
     per_batch = budgets.encoder_tokens + budgets.decoder_tokens
-    if found.tokens < num_lanes * per_batch:
+    if sample.tokens < num_lanes * per_batch:
         raise DataError(
-            f"the corpus is shorter than one batch: about {found.tokens:,.0f} tokens in "
-            f"{count(found.documents, 'document')} to train on, but one optimizer step of "
+            f"the corpus is shorter than one batch: about {sample.tokens:,.0f} tokens in "
+            f"{count(sample.documents, 'document')} to train on, but one optimizer step of "
             f"{count(num_lanes, 'micro-batch')} x {per_batch:,} tokens needs "
             f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
             "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
@@ -113,11 +105,10 @@ def inspect_data(
     with_ids: bool = False,
     too_short: str | None = None,
 ) -> str:
-    """The first `num_examples` examples of the run, in the order of its lanes, as text, also of the ids, or as JSON.
+    """Return the run's first `num_examples` examples, in the order of its lanes, as text or JSON. Raises DataError.
 
-    `weights`: of the pipeline's tasks, as configured. Statistics are over the micro-batches that were made for them.
-    Lanes are read one after the other, and only as many as are needed. `too_short`: why a run of this data refuses it;
-    then one lane reads all of it, once at most. Raises DataError.
+    Statistics are of all micro-batches made for them. `weights`: those of the tasks. `too_short`: why a run refuses
+    this data; one lane then reads at most all of it.
     """
     if too_short:
         pipeline = dataclasses.replace(pipeline, num_lanes=1)
@@ -158,10 +149,7 @@ def inspect_data(
 def _first_examples(
     pipeline: LanePipeline, num_examples: int, *, one_pass: bool
 ) -> tuple[list[Example], int, dict[str, int]]:
-    """At least `num_examples` examples as the lanes of a run begin, their micro-batches, and what gave no example.
-
-    `one_pass`: not more than one pass over the data.
-    """
+    """Return at least `num_examples` examples, the number of their micro-batches, and counts of other rows."""
     lane = cache(partial(Lane, pipeline))
     made: list[Example] = []
     batches = 0

@@ -1,10 +1,6 @@
 """One lane: an endless, deterministic stream of micro-batches, the small record that resumes it, and its processes.
 
-The record holds the reader's position, the document being cut, and what waits to be packed, all by reference.
-Restoring it reads the documents it refers to once more, and nothing else that was seen.
-
-Worker processes (workers.py) run lanes ahead of the training process. Arrays travel as int32 examples, some 100 kB a
-micro-batch; the training process collates them.
+The record holds only references; restoring it reads the documents behind them again. Worker processes run lanes ahead.
 """
 
 import dataclasses
@@ -23,7 +19,7 @@ from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, check_bad_ro
 from ds_encdec.data.workers import Worker
 
 MAX_EMPTY_DOCUMENTS = 10_000
-"""Documents in a row without a usable one (empty, or held out) after which the data is called empty."""
+"""Consecutive documents without a usable one (empty, or held out) after which the data counts as empty."""
 
 READY_BATCHES_PER_LANE = 2
 """Micro-batches of each lane that a worker prepares in advance."""
@@ -38,34 +34,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LanePipeline:
-    """Everything that the lanes of a run have in common. It is pickled into worker processes.
-
-    `bad_row_limit`: rows that cannot be read and are passed over, in one pass and over all lanes; 0: none may be.
-    `tasks`: the kinds of examples that may occur.
-    """
+    """Everything that the lanes of a run share; it is pickled into worker processes."""
 
     sources: tuple[OpenSource, ...]
     maker: ExampleMaker
-    tasks: tuple[str, ...]
+    tasks: tuple[str, ...]  # the kinds of examples that may occur
     budgets: Budgets
     num_lanes: int
     seed: int
     shuffle_buffer_size: int
     pool_examples: int
     max_wait_batches: int
-    bad_row_limit: int = 0
+    bad_row_limit: int = 0  # unreadable rows that may be skipped in one pass, over all lanes
 
 
 class _Origin(NamedTuple):
-    """The place that an example comes from: enough to make it again."""
-
     reference: Reference
     epoch: int
     chunk: int
 
 
 class _PlacedExample(NamedTuple):
-    """An example, its place, and that of the next one of its document."""
+    """An example, its place, and the place of the next one in its document."""
 
     example: Example
     origin: _Origin
@@ -106,14 +96,14 @@ class Lane:
         self._arrivals = self._read_examples()
 
     def __next__(self) -> list[Example]:
-        """The examples of the next micro-batch. Raises DataError."""
+        """Return the examples of the next micro-batch. Raises DataError."""
         made = self._packer.pack(self._arrivals)
         self._batches += 1
         return [example for example, _, _ in made]
 
     @property
     def record(self) -> dict[str, Any]:
-        """The state that resumes the lane behind the micro-batches handed out so far. JSON-able; a few kilobytes."""
+        """Return the state that resumes the lane behind its last micro-batch: JSON-able, a few kilobytes."""
         return {
             "lane": self._number,
             "epoch": self._reader.epoch,
@@ -129,12 +119,11 @@ class Lane:
 
     @property
     def passes(self) -> int:
-        """Complete passes over the data of which every example has been handed out."""
+        """Return the complete passes over the data whose examples have all been returned."""
         waiting = (entry.item.origin.epoch for entry in self._packer.waiting)
         return min(self._reader.epoch, *waiting, *([self._next_chunk.epoch] if self._next_chunk else []))
 
     def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_PlacedExample]]:
-        """The entries of the pool that a record holds as `waiting`; each document is read once."""
         origins = [_origin(place) for *place, _ in waiting]
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
@@ -152,16 +141,13 @@ class Lane:
         ]
 
     def _read_examples(self) -> Iterator[Waiting[_PlacedExample]]:
-        """Examples in the order of reading, endlessly; `_next_chunk` points behind the last one.
-
-        They are of documents that are not held out and have text. Raises DataError when there seems to be none.
-        """
+        """Yield examples in reading order, endlessly. Raises DataError if no document seems to have text."""
         if self._next_chunk:
             reference, epoch, chunk = self._next_chunk
             for entry in self._cut(*self._fetch(reference, epoch), ALL[chunk:]):
                 self._next_chunk = entry.item.next
                 yield entry
-        # A look that meets more bad rows than two passes may have has gone over all documents.
+        # A search that meets more bad rows than two passes may have has read all documents.
         most = MAX_EMPTY_DOCUMENTS + 2 * self._pipeline.bad_row_limit
         empty = 0
         while empty < most:
@@ -185,12 +171,13 @@ class Lane:
         )
 
     def _pass_over(self, row: BadRow, epoch: int) -> None:
-        """Count a row in its pass, and log it unless an earlier pass must have logged it. Raises DataError."""
+        """Count a bad row in its pass, and log it unless an earlier pass must have logged it. Raises DataError."""
         self._bad_rows += [0] * (epoch + 1 - len(self._bad_rows))
         is_new = self._bad_rows[epoch] >= max(self._bad_rows[:epoch], default=0)
         self._bad_rows[epoch] += 1
         check_bad_rows(self._bad_rows[epoch], self._pipeline.bad_row_limit, row.problem)
-        same = self._last_bad_row is not None and row.problem == self._last_bad_row[1]  # as a damaged row group's are
+        # All rows of a damaged row group have the same problem.
+        same = self._last_bad_row is not None and row.problem == self._last_bad_row[1]
         if is_new and not same:
             logger.warning("passed over: %s", row.problem)
         self._last_bad_row = [self._batches, row.problem]
@@ -199,7 +186,6 @@ class Lane:
         return row if isinstance(row, BadRow) else self._pipeline.maker.read(row)
 
     def _fetch(self, reference: Reference, epoch: int) -> tuple[Located, Any]:
-        """A document again, and its ids."""
         document = self._reader.fetch(reference)
         ids = self._read(document)
         if isinstance(ids, BadRow):
@@ -209,10 +195,7 @@ class Lane:
     def _cut(
         self, located: Located, ids: Any, wanted: Container[int] = ALL, *, again: bool = False
     ) -> Iterator[Waiting[_PlacedExample]]:
-        """The `wanted` examples of a document, for the packer. One without text has none.
-
-        Those that are too long are counted, unless they are made `again`.
-        """
+        """Yield the `wanted` examples of a document; long ones are counted unless they are made `again`."""
         document, reference, epoch = located
         for number, example, is_last, is_long in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
             if is_long and not again:
@@ -237,11 +220,7 @@ class LaneBatch(NamedTuple):
 
 
 class WorkerLanes:
-    """Lanes that run in `num_workers` processes; lane number k of the list runs in worker k mod num_workers.
-
-    `take` must ask for the lanes in the order of the list, over and over. Without workers, lanes run in this process,
-    each when it is asked.
-    """
+    """Lanes in `num_workers` processes (0: in this one); lane k of the list runs in worker k mod num_workers."""
 
     def __init__(
         self, pipeline: LanePipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
@@ -258,7 +237,7 @@ class WorkerLanes:
             self._batches = dict.fromkeys(lanes, lane_batches(pipeline, lanes, records))
 
     def take(self, lane: int) -> LaneBatch:
-        """The next micro-batch of `lane`. Raises what the worker raised, or DataError when it is gone."""
+        """Return the next micro-batch of `lane`, in the order of the lanes. Raises the worker's error, or DataError."""
         return next(self._batches[lane])
 
     def close(self) -> None:
@@ -270,7 +249,7 @@ class WorkerLanes:
 def lane_batches(
     pipeline: LanePipeline, numbers: Sequence[int], records: Mapping[int, dict[str, Any]]
 ) -> Iterator[LaneBatch]:
-    """The micro-batches of the lanes `numbers` of one process, in turns, endlessly."""
+    """Yield the micro-batches of one process's lanes, in turns, endlessly."""
     lanes = [Lane(pipeline, number, records.get(number)) for number in numbers]
     while True:
         for lane in lanes:

@@ -1,15 +1,14 @@
 """The data pipeline of a rank, from documents to the micro-batches of one optimizer step.
 
-1. read      sources.py         a document of the lane's share    keeps: epoch and position in each source
-2. tokenize  text_tokenizer.py  its token ids                     keeps: nothing
-3. denoise   chunks.py          one chunk as an Example           keeps: the next chunk of the open document
-4. pack      packing.py         Examples that fill a micro-batch  keeps: references of what waits, and for how long
-5. collate   below              a Batch of tensors                keeps: nothing
+1. read      readers.py         a document of the lane's share    state: epoch and position in each source
+2. tokenize  text_tokenizer.py  its token ids                     state: none
+3. denoise   chunks.py          one chunk as an Example           state: the next chunk of the open document
+4. pack      packing.py         Examples that fill a micro-batch  state: references of waiting examples, and their waits
+5. collate   below              a Batch of tensors                state: none
 
-An optimizer step consumes one micro-batch of each of `num_lanes` lanes; rank r of W serves lanes r, r + W, .... Steps 1
-to 4 of a lane depend on nothing but the seed, the configuration and the data (`lane.py`), so a step holds the same
-examples for every W and every number of workers. Each micro-batch comes with its lane's record: the saved state is that
-of the micro-batches handed out, however far ahead the workers are.
+A step consumes one micro-batch of each of `num_lanes` lanes; rank r of W serves lanes r, r + W, .... Steps 1 to 4 of a
+lane depend only on the seed, the configuration and the data, so a step has the same examples for every W and every
+number of workers. The saved state is that of the returned micro-batches, however far ahead the workers are.
 """
 
 import atexit
@@ -30,15 +29,12 @@ from ds_encdec.registry.objectives import TASKS
 
 
 class LaneLoader:
-    """Optimizer steps without end, each by `next`: this rank's micro-batches, in the order of its lanes."""
+    """An endless iterator: each `next` returns this rank's micro-batches of a step, in the order of its lanes."""
 
     def __init__(
         self, pipeline: LanePipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
     ) -> None:
-        """Nothing is read, and no worker started, before the first step. Raises ConfigError.
-
-        `pin_memory`: hand out batches in page-locked memory, for a GPU.
-        """
+        """Read nothing and start no worker yet; `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError."""
         per_rank(pipeline.num_lanes, world_size, "data.num_lanes")
         self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
         self._pipeline = pipeline
@@ -48,9 +44,9 @@ class LaneLoader:
         self._running: WorkerLanes | None = None
 
     def __next__(self) -> list[Batch]:
-        """The micro-batches of the next step. Raises DataError, also for what went wrong in a worker."""
+        """Return the micro-batches of the next step. Raises DataError, also for a failure in a worker."""
         if self._running is None:
-            # Workers ignore signals: without this they would live until their next write after a crash.
+            # Workers ignore signals: after a crash they would otherwise live until their next write.
             atexit.register(self.close)
             self._running = WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)
         taken = [self._running.take(lane) for lane in self.lanes]
@@ -67,21 +63,15 @@ class LaneLoader:
 
     @property
     def epoch(self) -> int:
-        """Complete passes over the data of this rank's slowest lane."""
+        """Return the complete passes over the data of this rank's slowest lane."""
         return min((record["epoch"] for record in self._records.values()), default=0)
 
     def state(self) -> list[dict[str, Any]]:
-        """One small JSON-able record for each lane of this rank, behind the last step handed out.
-
-        Lanes that have not begun have none: a run that saves before its first step starts over.
-        """
+        """Return a small JSON-able record of each lane that has begun, right behind the last returned step."""
         return list(self._records.values())
 
     def load_state(self, records: Sequence[dict[str, Any]]) -> None:
-        """Continue behind `records`, which are those of all lanes, whatever ranks saved them.
-
-        Raises CheckpointError where they are not exactly the run's lanes.
-        """
+        """Continue behind `records`: those of all lanes, from any ranks. Raises CheckpointError for other lanes."""
         by_lane = {record["lane"]: record for record in records}
         if by_lane and sorted(by_lane) != list(range(self._pipeline.num_lanes)):
             raise CheckpointError(
@@ -92,7 +82,7 @@ class LaneLoader:
         self._records = {lane: by_lane[lane] for lane in self.lanes if by_lane}
 
     def close(self) -> None:
-        """End the workers. The next step would start them again behind the last one handed out."""
+        """End the workers; the next step starts them again behind the last returned step."""
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -100,7 +90,7 @@ class LaneLoader:
 
 
 def count_rows(records: Iterable[Mapping[str, Any]]) -> RowCounts:
-    """Count what the lanes of these records have passed over."""
+    """Sum the bad and long rows in these records."""
     return RowCounts.summed(
         RowCounts(
             record["bad_rows"],
@@ -112,11 +102,9 @@ def count_rows(records: Iterable[Mapping[str, Any]]) -> RowCounts:
 
 
 def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_memory: bool = False) -> Batch:
-    """One micro-batch: examples concatenated, with boundaries, padded at the end to the budgets; see `Batch`.
+    """Concatenate examples into one micro-batch, with boundaries, padded at the end to the budgets; see `Batch`.
 
-    The decoder's input is each target sequence shifted right behind `pad_id`, as in T5. No examples at all give a batch
-    without weight. `pin_memory`: the batch is in page-locked memory (needs CUDA). Raises ValueError for examples that
-    exceed the budgets.
+    The decoder's input is each target shifted right behind `pad_id`, as in T5. Raises ValueError beyond the budgets.
     """
     if len(examples) > budgets.max_examples:
         raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
@@ -146,7 +134,7 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
 
 
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
-    """`pieces` one behind the other, then `fill` up to `size`; int64 [size]."""
+    """Concatenate `pieces` and fill up to `size`; int64 [size]."""
     joined = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
     if len(joined) > size:
         raise ValueError(f"{len(joined)} tokens in a buffer of {size}")
@@ -154,15 +142,14 @@ def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
 
 
 def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
-    """Cumulative lengths from 0, the last repeated; int32 [max_examples + 1]."""
+    """Return cumulative lengths from 0, the last one repeated; int32 [max_examples + 1]."""
     return torch.from_numpy(np.cumsum([0, *lengths, *[0] * (max_examples - len(lengths))], dtype=np.int32))
 
 
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """The batches on `device`, each copied on a side stream as soon as the one before it has been handed out.
+    """Yield the batches on `device`; each is copied on a side stream as soon as the one before it is yielded.
 
-    Copies of page-locked memory then run beside the device's work, and the host waits for none. At most two batches are
-    on the device. Without a GPU the batches are handed on as they are.
+    Copies of page-locked memory then run beside the device's work, and at most two batches are on the device.
     """
     if device.type != "cuda":
         yield from batches
@@ -170,23 +157,23 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
     side = _side_stream(device)
     ahead: list[tuple[Batch, torch.cuda.Event]] = []
     for batch in batches:
-        # Not behind the work that is queued: the memory of these copies is the side stream's own.
+        # These copies need not wait for the queued work: their memory belongs to the side stream.
         with torch.cuda.stream(side):
             ahead.append((batch.to(device), side.record_event()))
         if len(ahead) == 2:
-            yield _taken(*ahead.pop(0), device)
+            yield _for_current_stream(*ahead.pop(0), device)
     if ahead:
-        yield _taken(*ahead.pop(), device)
+        yield _for_current_stream(*ahead.pop(), device)
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all steps: memory that a stream has used serves no other."""
+    """Return one stream for all steps: memory that one stream has used cannot serve another."""
     return torch.cuda.Stream(device)
 
 
-def _taken(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """The batch for the current stream, which waits for the copies; their memory is kept until it has done with it."""
+def _for_current_stream(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
+    """Make the current stream wait for the copies, and keep their memory until it has used them."""
     using = torch.cuda.current_stream(device)
     using.wait_event(copied)
     for tensor in _tensors(batch).values():

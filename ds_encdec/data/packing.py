@@ -1,8 +1,6 @@
-"""Packing examples into micro-batches with two token budgets, one for each side.
+"""Packing of examples into micro-batches with two token budgets, one for each side.
 
-A packer keeps a small pool of waiting examples and fills micro-batches from it: first in order of arrival, then by best
-fit. The pool never holds more than could be drained in order of arrival within `max_wait_batches`, and a batch is
-filled in order of arrival as soon as another delay would break that promise.
+Examples wait in a small pool, which can always be drained in order of arrival within `max_wait_batches`.
 """
 
 from collections.abc import Iterator
@@ -16,12 +14,12 @@ from ds_encdec.data.budgets import Budgets
 Item = TypeVar("Item")
 
 BEST_FIT_BELOW = 0.5
-"""Free share of either side below which a batch is filled by best fit instead of by order of arrival."""
+"""Free share of either side below which best fit, and no longer the order of arrival, fills a batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Generic[Item]):
-    """An item in the pool, the tokens it needs on either side, and the batches that went by without it."""
+    """An item in the pool, its tokens on each side, and the number of batches packed without it."""
 
     item: Item
     encoder_tokens: int
@@ -30,10 +28,9 @@ class Waiting(Generic[Item]):
 
 
 class _Plan(NamedTuple):
-    """The room left in the last batch if batches are filled strictly in order of arrival (next fit).
+    """The space left in the last batch (number `turn`) if batches are filled strictly in order of arrival (next fit).
 
-    `turn`: that batch's number, counted from the next one. Next fit is monotone: taking examples away never makes a
-    later one leave later. So a plan stays a valid promise while the best-fit rule takes examples out of the middle.
+    Next fit is monotone: removing examples never makes a later one leave later, so best fit keeps a plan's promise.
     """
 
     turn: int
@@ -43,7 +40,7 @@ class _Plan(NamedTuple):
 
 
 class Packer(Generic[Item]):
-    """Fills micro-batches from a pool. What it does depends on the pool and on what arrives, nothing else."""
+    """Fills micro-batches from a pool; the result depends on the pool and the arrivals alone."""
 
     def __init__(self, budgets: Budgets, *, pool_examples: int, max_wait_batches: int) -> None:
         self._budgets = budgets
@@ -51,10 +48,10 @@ class Packer(Generic[Item]):
         self._pool_examples = pool_examples
         self._max_wait_batches = max_wait_batches
         self.waiting: list[Waiting[Item]] = []
-        """The pool, in order of arrival. Assign to it to restore an earlier state."""
+        """The pool, in order of arrival; assign to it to restore an earlier state."""
 
     def pack(self, arrivals: Iterator[Waiting[Item]]) -> list[Item]:
-        """The next micro-batch. Takes what it needs from `arrivals`; empty once they and the pool are exhausted."""
+        """Return the next micro-batch, taking `arrivals` as needed; empty once they and the pool are exhausted."""
         plan = _Plan(0, self._budgets.encoder_tokens, self._budgets.decoder_tokens, self._budgets.max_examples)
         turns = []
         for entry in self.waiting:
@@ -92,11 +89,10 @@ class Packer(Generic[Item]):
         return _Plan(turn, encoder_room - entry.encoder_tokens, decoder_room - entry.decoder_tokens, examples_room - 1)
 
     def _best_fit(self, room: np.ndarray) -> int | None:
-        """Which waiting example to take next, or None when none fits into `room`.
+        """Return the index of the next waiting example to take, or None if none fits into `room`.
 
-        The first half of a batch is filled in order of arrival, so that the pool keeps examples of all
-        shapes (taking the best fit from the start leaves a pool of leftovers: 96 % fill instead of 98 %).
-        The second half takes the example, or the pair, that leaves the least free share on the worse side.
+        Order of arrival fills the first half of a batch, so that the pool keeps examples of all shapes (best fit from
+        the start: 96 % fill instead of 98 %). Then the example, or the pair, that fills the worse side best is taken.
         """
         sizes = np.array([[entry.encoder_tokens, entry.decoder_tokens] for entry in self.waiting]).reshape(-1, 2).T
         left = room[:, None] - sizes
@@ -114,7 +110,7 @@ class Packer(Generic[Item]):
         return first if single[first] <= single[second] else second
 
     def _worse_side(self, left: np.ndarray) -> np.ndarray:
-        """Free share of the emptier side, [...], of `left` tokens [2, ...]; infinite where a side overflows."""
+        """Return the free share of the emptier side, [...], of `left` tokens [2, ...]; infinite if a side overflows."""
         encoder_left, decoder_left = left
         share = np.maximum(encoder_left / self._capacity[0], decoder_left / self._capacity[1])
         share[(encoder_left < 0) | (decoder_left < 0)] = np.inf

@@ -1,8 +1,7 @@
-"""Randomness that depends on what it is for, never on what was drawn before.
+"""Randomness that depends on its purpose alone, never on earlier draws.
 
-Every random decision of the data pipeline has a name made of a seed, a purpose and integers or keys. The
-name is hashed to the key of a counter-based generator (Philox, Salmon et al., SC 2011), so the decision
-is the same in whichever process, and in whatever order, it is taken.
+Each random decision of the data pipeline is named by a seed, a purpose and keys, whose hash is the key of a
+counter-based generator (Philox, Salmon et al., SC 2011). So every process gets the same result, in any order.
 """
 
 import hashlib
@@ -20,21 +19,17 @@ def _digest(parts: tuple[int | str, ...], num_bytes: int) -> int:
 
 
 def keyed_generator(seed: int, purpose: str, *parts: int | str) -> np.random.Generator:
-    """A generator of its own for the decision named `(seed, purpose, *parts)`. About 15 microseconds."""
+    """Return the generator of the decision `(seed, purpose, *parts)`, in about 15 microseconds."""
     return np.random.Generator(np.random.Philox(key=_digest((seed, purpose, *parts), 16)))
 
 
 def unit_hash(key: str, purpose: str) -> float:
-    """A fixed number in [0, 1) for `key`: uniform over keys, equal on every machine, independent of seeds."""
+    """Return a fixed number in [0, 1) for `key`: uniform over keys, the same on every machine and for every seed."""
     return _digest((purpose, key), 8) / 2**64
 
 
 class Permutation:
-    """A pseudo-random permutation of `range(size)` in constant memory: `permutation[i]`.
-
-    A Feistel network on the smallest even number of bits that holds `size`, walked along its cycles
-    until it lands inside (Black and Rogaway, CT-RSA 2002). A few microseconds an element.
-    """
+    """A pseudo-random permutation of `range(size)` in constant memory; an element takes a few microseconds."""
 
     _ROUNDS = 6
 
@@ -55,6 +50,8 @@ class Permutation:
     def __getitem__(self, index: int) -> int:
         if not 0 <= index < self._size:
             raise IndexError(index)
+        # A Feistel network on the smallest even number of bits, repeated until the result is below `size` (Black and
+        # Rogaway, CT-RSA 2002).
         while True:
             left, right = index >> self._half_bits, index & self._half_mask
             for round_key in self._round_keys:
@@ -65,7 +62,7 @@ class Permutation:
 
 
 def _mix(word: int) -> int:
-    """The 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Apply the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
     return word ^ (word >> 31)

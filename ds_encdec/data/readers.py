@@ -1,7 +1,6 @@
 """Readers: the order in which a lane reads its share of a source, or of a mixture of sources.
 
-Lane i of M reads every document that falls to it once per epoch, in an order keyed by (seed, epoch). A
-position is a small dict of integers. A reference is a tuple of integers with which `fetch` reads one document again.
+A position is a small dict of integers; a reference is a tuple of integers, by which `fetch` reads a document again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ Reference = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class LaneShare:
-    """Which part of the data a reader serves: lane `lane` of `num_lanes`, in the order that `seed` gives."""
+    """The share of the data that a reader serves: lane `lane` of `num_lanes`, in an order that `seed` decides."""
 
     lane: int
     num_lanes: int
@@ -27,7 +26,7 @@ class LaneShare:
     shuffle_buffer_size: int
 
     def nothing_to_read(self, there: str) -> DataError:
-        """The error of a lane to which nothing of a source with `there` falls."""
+        """Return the error for a lane that has no part of a source of the size `there`."""
         return DataError(
             f"lane {self.lane} of {self.num_lanes} has nothing to read: the source has {there}. Lower data.num_lanes "
             "(or training.gradient_accumulation_steps), or add data"
@@ -35,7 +34,7 @@ class LaneShare:
 
 
 def changed_since(what: str) -> DataError:
-    """The error for something that a record refers to and its file does not hold any more."""
+    """Return the error for a reference whose file no longer has the document."""
     return DataError(
         f"{what} is not there any more: the file has changed since the checkpoint was made. Restore the file, or begin "
         "a new run"
@@ -43,7 +42,7 @@ def changed_since(what: str) -> DataError:
 
 
 class Located(NamedTuple):
-    """A document (or a bad row), where it can be found again, and the pass over its source in which it was read."""
+    """A document (or a bad row), its reference, and the pass over its source in which it was read."""
 
     document: Row
     reference: Reference
@@ -51,7 +50,7 @@ class Located(NamedTuple):
 
 
 class MapReader:
-    """Documents lane, lane + num_lanes, ... of the epoch's permutation. Position: epoch and index in it."""
+    """Reads documents lane, lane + num_lanes, ... of the epoch's permutation."""
 
     def __init__(
         self, source: MapSource, source_number: int, share: LaneShare, position: dict[str, Any] | None
@@ -60,7 +59,7 @@ class MapReader:
             raise share.nothing_to_read(count(source, "document"))
         self._source, self._number, self._share = source, source_number, share
         self.position = position or {"epoch": 0, "index": share.lane}
-        """Epoch, and index in the epoch's permutation, of the next document. Replaced, never changed."""
+        """Epoch, and index in the epoch's permutation, of the next document; replaced, never changed."""
         self._order = self._permutation(self.position["epoch"])
 
     def __next__(self) -> Located:
@@ -76,19 +75,16 @@ class MapReader:
         return Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
 
     def fetch(self, reference: Reference) -> Row:
-        """Document number `reference[0]`. Raises DataError where the source has become shorter."""
+        """Return document number `reference[0]`. Raises DataError if the source has become shorter."""
         if reference[0] >= len(self._source):
             raise changed_since(f"document {reference[0]} behind {self._source.key(len(self._source) - 1)}")
         return self._source.document(reference[0])
 
 
 class StreamReader:
-    """The rows of the lane's units, in windows of `shuffle_buffer_size` documents, each permuted.
+    """Reads the rows of the lane's units, in windows of `shuffle_buffer_size` documents, each permuted.
 
-    Units are dealt to the lanes in every epoch. Where there are fewer units than lanes, every lane reads
-    all units and keeps the rows whose number falls to it. Position: where the current window starts (the
-    unit's place in the lane's order, and the row), its number in the epoch, and the documents taken from it.
-    A resumed reader reads the current window again, and nothing before it.
+    With fewer units than lanes, every lane reads all units and keeps its rows. A resume reads the current window again.
     """
 
     def __init__(
@@ -96,13 +92,14 @@ class StreamReader:
     ) -> None:
         self._source, self._number, self._share = source, source_number, share
         self.position = position or {"epoch": 0, "window": 0, "unit": 0, "row": 0, "taken": 0}
-        """See the class. Replaced, never changed."""
+        """The start of the current window (the unit's place in the lane's order, and the row), the window's number in
+        the epoch, and the documents taken from it; replaced, never changed."""
         self._rows = self._read_rows()
         self._window: list[tuple[Reference, Row]] | None = None
 
     def __next__(self) -> Located:
         while self.position["taken"] >= len(window := self._current_window()):
-            # On to the window behind it, in the next epoch if it was the last.
+            # Continue with the next window, in the next epoch if this was the last.
             epoch, number = self.position["epoch"], self.position["window"]
             if len(window) == self._share.shuffle_buffer_size:
                 unit, row = self._next_start
@@ -118,16 +115,15 @@ class StreamReader:
         return Located(document, reference, self.position["epoch"])
 
     def fetch(self, reference: Reference) -> Row:
-        """Row `reference[1]` of unit `reference[0]`. Raises DataError where the unit has become shorter."""
-        held, (unit, row) = dict(self._current_window()), reference
-        found = held.get(reference) or next(self._source.documents(unit, row), None)
-        if found is None:
+        """Return row `reference[1]` of unit `reference[0]`. Raises DataError if the unit has become shorter."""
+        window, (unit, row) = dict(self._current_window()), reference
+        document = window.get(reference) or next(self._source.documents(unit, row), None)
+        if document is None:
             first = next(self._source.documents(unit, 0), None) if unit < self._source.num_units else None
             raise changed_since(f"row {row} of unit {unit} ({'empty' if first is None else f'from {first.key} on'})")
-        return found
+        return document
 
     def _current_window(self) -> list[tuple[Reference, Row]]:
-        """The documents of the current window in its order, read at its first use."""
         if self._window is None:
             window = list(islice(self._rows, self._share.shuffle_buffer_size))
             self._next_start = window[-1][0] if window else (0, 0)
@@ -137,7 +133,7 @@ class StreamReader:
         return self._window
 
     def _read_rows(self) -> Iterator[tuple[tuple[int, int], Reference, Row]]:
-        """(position behind it, reference, document) of each row from the window's start to the epoch's end."""
+        """Yield (position behind it, reference, document) of each row from the window's start to the epoch's end."""
         count, share, first_row = self._source.num_units, self._share, self.position["row"]
         shares_units = count < share.num_lanes
         order = Permutation(max(1, count), share.seed, "units", self._number, self.position["epoch"])
@@ -150,16 +146,14 @@ class StreamReader:
 
 
 TYPICAL_TOKENS = 1000
-"""Tokens of a document of which nothing is known yet."""
+"""Tokens assumed for a document before any is read."""
 
 
 class MixtureReader:
-    """Draws each document from one of several sources, by weight. References start with the source's number.
+    """Draws each document from one of several sources, by weight; references start with the source's number.
 
-    Where weights count documents, the choice is keyed by the lane and the number of the draw. Where they count tokens,
-    the next document is of the source that has had the fewest for its weight; each begins with a random part of a
-    document. Either way lanes do not draw a rare source in step. A position holds that of each source by its number,
-    and the tokens that it has had over its weight; a source that is not in it begins at its beginning.
+    If weights count documents, a draw is keyed by its lane and number. If they count tokens, the source with the fewest
+    for its weight is next, each after a random start. Either way the lanes do not draw a rare source in step.
     """
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
@@ -184,12 +178,12 @@ class MixtureReader:
 
     @property
     def epoch(self) -> int:
-        """Complete passes over the source that is furthest behind."""
+        """Return the complete passes over the slowest source."""
         return min(reader.position["epoch"] for reader in self._readers.values())
 
     @property
     def position(self) -> dict[str, Any]:
-        """The position in each source, and the draws made. JSON-able."""
+        """Return the JSON-able position in each source by its number, the draws, and the tokens over the weights."""
         return {
             "draws": self._draws,
             "sources": {str(number): reader.position for number, reader in self._readers.items()},
@@ -197,7 +191,7 @@ class MixtureReader:
         }
 
     def took(self, number: int, tokens: int) -> None:
-        """Count the tokens of a document that was drawn from the source `number`."""
+        """Count the tokens of a document from the source `number`."""
         if self._had:
             self._had[number] += tokens / self._weights[number]
 
@@ -209,7 +203,7 @@ class MixtureReader:
         (number, *others) = self.sources
         if self._had:
             number = min(self._had, key=self._had.__getitem__)
-            self.took(number, 1)  # so that one without text, or all held out, has its turns, too
+            self.took(number, 1)  # so that other sources have their turns if this one has no text
         elif others:
             rng = keyed_generator(self._share.seed, "mixture", self._share.lane, self._draws)
             number = [number, *others][rng.choice(len(self.sources), p=[*self._weights.values()])]
@@ -218,5 +212,5 @@ class MixtureReader:
         return located._replace(reference=(number, *located.reference))
 
     def fetch(self, reference: Reference) -> Row:
-        """The document of the source with number `reference[0]`."""
+        """Read a document of the source with number `reference[0]` again."""
         return self._readers[reference[0]].fetch(reference[1:])

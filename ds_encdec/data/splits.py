@@ -1,4 +1,4 @@
-"""The examples of a split with their texts: what generation is judged by."""
+"""The examples of a split with their texts, from which generated texts are scored."""
 
 from __future__ import annotations
 
@@ -26,20 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TextExample:
-    """An example, and the text that its input's ids stand for.
+    """An example, and the text of its input ids."""
 
-    `key`: of its document, and its number in it where that is not 0. The ids are int32; `decoder_ids` end with EOS.
-    """
-
-    key: str
+    key: str  # of its document, with `#NUMBER` if it is not that document's first example
     input_text: str
-    encoder_ids: np.ndarray
-    decoder_ids: np.ndarray
+    encoder_ids: np.ndarray  # int32
+    decoder_ids: np.ndarray  # int32, with EOS at the end
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedData:
-    """The data of a run: what its configuration says of it, and the `TrainingData.saved()` of its checkpoints."""
+    """The data that a model was trained on: its configuration, and the `TrainingData.saved()` of its checkpoints."""
 
     data: DataConfig
     saved: Mapping[str, Any]
@@ -54,11 +51,10 @@ def split_examples(
     commits: Mapping[str, str] | None = None,
     trained: TrainedData | None = None,
 ) -> list[TextExample]:
-    """The first `max_samples` examples of a split in a fixed order, which is that of an evaluation; None: all of them.
+    """Return the first `max_samples` (None: all) examples of a split, in the fixed order of an evaluation.
 
-    They are those that a run evaluates on. `commits`: see `build_data`; None: looked up here. `trained`: what a model
-    was trained on, of which none of them may be. Raises DataError for a split that is empty, or more rows that cannot
-    be used than the run's limit, and ConfigError where the split is another one than that of the training.
+    `commits`: see `build_data`. `trained`: a model's training data, which must have held them out. Raises DataError for
+    an empty split or too many bad rows, and ConfigError if the training had another split.
     """
     data, seed = config.data, config.training.seed
     commits = resolve_commits(data) if commits is None else commits
@@ -68,7 +64,7 @@ def split_examples(
     if trained is not None and split != "train" and not own:
         _require_held_out(split, data, sources, trained)
     examples = keyed_examples(sources, split, maker, data.bad_row_limit)
-    found = [
+    result = [
         TextExample(
             key,
             tokenizer.decode(example.encoder_ids.tolist(), clean_up_tokenization_spaces=False),
@@ -77,7 +73,7 @@ def split_examples(
         )
         for key, example in islice(examples, max_samples)
     ]
-    if not found:
+    if not result:
         fields = ", ".join(f"data.{name}" for name in OBJECTIVES[data.objective].split_fields)
         named = {"validation": ", data.eval_files, data.eval_split", "test": ", data.test_files, data.test_split"}
         for_validation, for_test = OBJECTIVES[data.objective].held_out(data)
@@ -87,16 +83,16 @@ def split_examples(
             f"the split {split} is empty{instead if has_other else ''}: see {fields}{named.get(split, '')}, or add "
             "documents"
         )
-    return found
+    return result
 
 
 def _require_held_out(split: Split, data: DataConfig, sources: Sequence[OpenSource], trained: TrainedData) -> None:
-    """Raise ConfigError where other sources, or other shares of them, were held out: keys are numbers of rows."""
-    there, now = (list(held_out_shares(section).items()) for section in (trained.data, data))
+    """Raise ConfigError if the training held out other sources or shares: keys are numbers of rows."""
+    then, now = (list(held_out_shares(section).items()) for section in (trained.data, data))
     sizes = slice(1 if split == "validation" else 2)  # the test split begins where the other one ends
     differing = [
         f"{share:g} of the rows were for {name}, {ours:g} are now"
-        for (name, share), (_, ours) in zip(there[sizes], now[sizes], strict=True)
+        for (name, share), (_, ours) in zip(then[sizes], now[sizes], strict=True)
         if share != ours
     ]
     others = unknown_sources(trained.saved["fingerprint"], source_facts(sources))

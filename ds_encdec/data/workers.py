@@ -1,13 +1,9 @@
-"""Processes that make data for this one: each runs a generator function and hands over what that yields.
+"""Processes that make data for this one: each runs a generator function and sends back the items.
 
-A worker is a fresh Python that gets its function and arguments pickled through stdin, and writes pickled items to a
-pipe. It imports neither torch nor transformers (0.3 s and about 100 MB instead of seconds and several hundred), does
-not run the program's `__main__` again, uses no shared memory (which containers keep small), and is safe to start after
-threads and process groups exist.
-
-A worker dies with its parent: its next write fails. From its first moment on it leaves signals to the parent, because
-launchers, schedulers and terminals signal every process of a job, and the parent may still want to finish its step and
-save.
+A worker is a fresh Python process that imports neither torch nor transformers (0.3 s and 100 MB instead of seconds and
+several hundred), does not run `__main__` again, uses no shared memory (containers have little), and can start safely
+after threads and process groups exist. It ends with its parent, when its next write fails, and ignores signals:
+launchers and terminals signal every process of a job, and the parent may still want to finish its step and save.
 """
 
 import os
@@ -32,14 +28,11 @@ _BOOTSTRAP = (
 
 
 class WorkerKilledError(DataError):
-    """A signal has ended a data worker: the kernel's, for want of memory, or that of whoever ends the run."""
+    """A signal ended a data worker: the kernel's, for lack of memory, or that of whoever ends the run."""
 
 
 class Worker:
-    """An iterator over what `function(*arguments)` yields in a process of its own, at most `ahead` items in advance.
-
-    `advice`: what to do where the machine has too little memory for it.
-    """
+    """An iterator over the items of `function(*arguments)` in another process, at most `ahead` in advance."""
 
     def __init__(self, function: Callable[..., Iterator[Any]], *arguments: Any, ahead: int, advice: str) -> None:
         self._advice = advice
@@ -55,7 +48,7 @@ class Worker:
         return self
 
     def __next__(self) -> Any:
-        """The next item. Raises what the function raised, or DataError where the process is gone."""
+        """Return the next item. Raises the function's error, or DataError if the process is gone."""
         try:
             item = pickle.load(cast(IO[bytes], self.process.stdout))
         except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
@@ -65,7 +58,7 @@ class Worker:
         return item
 
     def close(self) -> None:
-        """End the process. It holds nothing that would have to be saved."""
+        """Kill the process, which has no state to save."""
         self.process.kill()
         self.process.wait()
         cast(IO[bytes], self.process.stdout).close()
@@ -80,7 +73,7 @@ class Worker:
 
 
 def start_worker() -> subprocess.Popen[bytes]:
-    """Start a fresh Python in which `serve` works on what is pickled into its stdin, behind this process's path."""
+    """Start a fresh Python that reads this process's path and then a task from stdin, for `serve`."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     with stop_signals_left_to_this_process():
         return subprocess.Popen(
@@ -89,9 +82,9 @@ def start_worker() -> subprocess.Popen[bytes]:
 
 
 def serve(task_stream: IO[bytes]) -> None:
-    """The life of a worker: read the task, then write what it yields until it ends or the parent is gone."""
+    """Run a worker: read the task, then write its items until it ends or the parent is gone."""
     outlive_readers()
-    # The pipe moves away from stdout, so that a library that prints cannot break the stream.
+    # The pipe leaves stdout, so that a library that prints cannot break the stream.
     out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function, arguments, ahead = pickle.load(task_stream)
