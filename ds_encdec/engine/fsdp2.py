@@ -1,7 +1,5 @@
 """The FSDP2 engine: sharded, hybrid and plain data parallel training in torch alone, behind `protocol.Engine`.
 
-One class for all stages, which are meshes:
-
 | stage | mesh | parameters between forward and backward |
 |---|---|---|
 | zero0 (DDP) | replicate W × shard 1 | whole, always |
@@ -9,23 +7,16 @@ One class for all stages, which are meshes:
 | zero3 | shard W | gathered for each layer, twice |
 | zero2_hybrid, zero3_hybrid | replicate W/k × shard k | as zero2, zero3 |
 
-FSDP2 scatters gradients as it reduces them, so zero1 is zero2 here. Each encoder and decoder layer is a unit that is
-gathered at once; the root holds the rest, above all the embedding, which stays whole until its backward pass is over.
+FSDP2 scatters gradients as it reduces them, so zero1 equals zero2. Each layer is one FSDP unit; the root unit holds the
+rest, including the embedding, which stays gathered until its backward pass ends. Trained parameters are float32 master
+weights, frozen ones have the compute dtype; gradients are reduced and accumulated in float32. FSDP2 averages gradients
+over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step. Gradients are reduced
+in a step's last micro-batch alone, unless `infra.fsdp_reduce_every_micro_batch` is set.
 
-Parameters are float32 master weights, frozen ones in the compute dtype; gradients are reduced and accumulated in
-float32. FSDP2 averages them over all ranks, so the loss, a *sum* over tokens, is multiplied by world size / target
-tokens of the whole step. Nothing is communicated between the micro-batches of a step unless
-`infra.fsdp_reduce_every_micro_batch` asks for it.
-
-The state is saved in torch.distributed.checkpoint's files:
-
-CHECKPOINT/
-  engine.json                      what wrote it (protocol.py)
-  dcp/.metadata, __RANK_0.distcp   float32 tensors weight.NAME, exp_avg.NAME, exp_avg_sq.NAME (not of matrices that
-                                   Muon steps); of frozen ones weight.NAME alone, in the compute dtype
-
-Names are canonical ones. Where parameters are replicated, each tensor is written by one replica alone, so all replicas
-share the work, and the host memory of the copies.
+`CHECKPOINT/dcp/` holds torch.distributed.checkpoint's files: float32 tensors weight.NAME, exp_avg.NAME and
+exp_avg_sq.NAME by canonical names (no exp_avg_sq of matrices that Muon steps); of frozen parameters weight.NAME alone,
+in the compute dtype. Of replicated tensors each is written by one replica, so replicas share the work and the host
+memory of the copies.
 """
 
 import errno
@@ -71,11 +62,11 @@ from ds_encdec.model.quantized import detach_frozen, quantize_into, quantized_ma
 from ds_encdec.model.trained import canonical_name
 
 _COPY_AHEAD_BYTES = 10_000_000
-"""Bytes that a writer fetches from the GPU beside what it writes; DCP's default."""
+"""Bytes that a writer copies from the GPU ahead of its writes; DCP's default."""
 
 
 class FSDP2Engine(ShardedEngine):
-    """`protocol.Engine` on `fully_shard`."""
+    """Implements `protocol.Engine` on `fully_shard`."""
 
     def __init__(
         self,
@@ -85,22 +76,19 @@ class FSDP2Engine(ShardedEngine):
         weights: WeightSource | None,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        """Build the model, sharded from the start; every rank reads its own rows of `weights`.
-
-        Without `weights` the parameters hold anything until `load`. `gradient_accumulation_steps` is not used. Raises
-        ConfigError for a hybrid that does not divide the ranks, and on all ranks what any rank's `weights` raise.
-        """
+        """Build the model, sharded from the start; every rank reads its own rows of `weights`. Without `weights` the
+        parameters are uninitialized until `load`. Raises ConfigError for a hybrid that does not divide the ranks, and
+        on all ranks what any rank's `weights` raise."""
         super().__init__(config, context)
         mesh = make_mesh(config.infra, context.world, context.device)
-        # States may be written from a background thread, by the save that has this group.
+        # A save may write states from a background thread, in this group.
         self._writers = context.collectives.background.group
         model = build_sharded_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._shard_group = mesh.get_group(mesh.ndim - 1)
-        # The keys are canonical names; tied parameters appear once. While a module is gathered it shows others; these
-        # stay the shards.
+        # By canonical name; tied parameters appear once. A gathered module shows other tensors; these stay the shards.
         named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
         self._parameters = cast(dict[str, DTensor], named)
         assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
@@ -145,8 +133,8 @@ class FSDP2Engine(ShardedEngine):
         saved = {name: parameter for name, parameter in self._parameters.items() if name in self._shapes}
         tensors = state_tensors(saved, self.optimizer)
         mine = keys_to_write(tensors)
-        # Where there are host copies, also a save at once goes through them: DCP keeps what it has fetched from a GPU
-        # until its file is closed. Host memory may run out on one rank alone.
+        # If there are host copies, a save at once goes through them, too: DCP keeps its copies from a GPU until its
+        # file is closed. Host memory may run out on one rank alone.
         own = {key: tensors[key] for key in mine}
         _, staged = self._collectives.on_every_rank(lambda: self._area.take_all(own, copy=copy))
         tensors |= staged
@@ -178,11 +166,11 @@ class FSDP2Engine(ShardedEngine):
 
     def _continue_from(self, saved: SavedState) -> None:
         for unit in self._units:
-            unit.reshard()  # what an evaluation has left gathered is the old state
+            unit.reshard()  # an evaluation leaves old parameters gathered
         self._applied_steps = saved.applied_steps
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        """Trained shards are the master weights; `weights` are the frozen and the gathered ones."""
+        """Count trained shards as master weights; `weights` are the frozen and the gathered ones."""
         shards = self._parameters.values()
         return {
             "master_weights": [parameter for parameter in shards if parameter.requires_grad],
@@ -200,7 +188,7 @@ _BUILDERS: dict[str, Callable[[list[dict[str, Any]], TrainingConfig, torch.devic
 
 
 def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
-    """The optimizer with its moments in place, zero: the first step allocates nothing, and every state can be saved."""
+    """Build the optimizer with zero moments in place: the first step allocates nothing, every state can be saved."""
     optimizer = _BUILDERS.get(training.optimizer, user_optimizer.build)(groups, training, device)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -210,7 +198,7 @@ def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: t
 
 
 def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceMesh:
-    """The mesh of `mesh_shape`, without the replicating dimension where parameters are sharded over all ranks."""
+    """Return the mesh of `mesh_shape`, without the replicating dimension if all ranks shard the parameters."""
     replicas, shards = mesh_shape(infra, world.world_size, world.local_world_size)
     if replicas == 1 and infra.sharding_stage != "zero0":
         return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
@@ -218,14 +206,13 @@ def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceM
 
 
 def _reshards_after_forward(infra: InfraConfig) -> bool:
-    """Return whether layers let go of their gathered parameters between the forward and the backward pass."""
     return infra.sharding_stage.startswith("zero3")
 
 
 def build_sharded_model(
     config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
 ) -> Qwen3ForSeq2SeqLM:
-    """The model on `mesh`, its shards not yet filled: made without memory, cut, and only then given any."""
+    """Return the model on `mesh`, built without memory, sharded, and only then allocated, unfilled."""
     training, infra = config.training, config.infra
     with torch.device("meta"), no_init_weights():
         model = Qwen3ForSeq2SeqLM(model_config)
@@ -242,7 +229,7 @@ def build_sharded_model(
     shard = partial(
         fully_shard,
         mesh=mesh,
-        # The model casts by itself, and a cast would give each layer a layout, and so masks, of its own.
+        # The model casts by itself, and a cast here would copy the layout, and so its masks, for each layer.
         mp_policy=MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
             reduce_dtype=torch.float32,
@@ -252,14 +239,14 @@ def build_sharded_model(
     )
     for layer in (*model.encoder.layers, *model.decoder.layers):
         shard(layer, reshard_after_forward=_reshards_after_forward(infra))
-    # Backward needs the embedding, which the root holds, first of all: not worth letting go.
+    # The backward pass begins with the embedding, which the root holds: freeing it would gain nothing.
     shard(model, reshard_after_forward=False)
     model.to_empty(device="cpu" if offloaded else device)
     return model
 
 
 def local_rows(parameter: DTensor) -> slice:
-    """Rows of the full parameter that this rank holds; FSDP2 cuts dimension 0."""
+    """Return the rows of the full parameter that this rank holds; FSDP2 shards dimension 0."""
     mesh, height, rows = parameter.device_mesh, len(parameter), len(parameter.to_local())
     most = -(-height // mesh.size(mesh.ndim - 1))  # rows are cut as torch.chunk does
     start = min(mesh.get_local_rank(mesh.ndim - 1) * most, height)
@@ -268,7 +255,6 @@ def local_rows(parameter: DTensor) -> slice:
 
 
 def _shard(name: str, parameter: DTensor) -> Shard:
-    """The part that this rank has of a parameter."""
     local, row_elements = parameter.to_local().detach(), prod(parameter.shape[1:])
     piece = Piece(name, local_rows(parameter).start * row_elements, local.numel())
     return Shard(local, (piece,) if piece.length else ())
@@ -289,15 +275,15 @@ def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
 
 
 def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
-    """`KIND.NAME` → the sharded tensor itself, for every weight, and every moment of trained ones."""
+    """Return every weight, and every moment of trained ones, as the sharded tensor itself, by `KIND.NAME`."""
     weights = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
     states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
     moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items() if kind in state}
-    return cast(dict[str, DTensor], weights | moments)  # what DTensor's operations return is typed as Tensor
+    return cast(dict[str, DTensor], weights | moments)  # DTensor's operations are typed to return Tensor
 
 
 def keys_to_write(tensors: Mapping[str, DTensor]) -> list[str]:
-    """The tensors that this rank's replica writes: each goes to the replica that has the fewest elements by then."""
+    """Return the tensors that this rank's replica writes: each goes to the replica with the fewest elements so far."""
     mesh = next(iter(tensors.values())).device_mesh
     replicas, mine = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
     elements = [0] * replicas
@@ -311,7 +297,7 @@ def keys_to_write(tensors: Mapping[str, DTensor]) -> list[str]:
 
 
 class _DiskWriter(dcp.FileSystemWriter):
-    """DCP's writer, whose errors still say that the disk refused once they have travelled to another rank."""
+    """Writes for DCP; errors still show that the disk refused after DCP has sent them to another rank."""
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -330,12 +316,12 @@ def _write(
     directory: Path,
     group: dist.ProcessGroup | None,
 ) -> list[Path]:
-    """Write `record` and all `tensors` under `directory`, of those `keys` from this rank; all of `group` do."""
+    """Write `record` and, of all `tensors`, this rank's `keys` under `directory`. A collective of `group`."""
     folder, rank = directory / DCP_FOLDER, dist.get_rank()
-    # Copying ahead, as DCP does where there is a GPU, is for tensors there. For copies on the host it would only
-    # make a background thread of every rank open a context on GPU 0, which is that thread's device.
+    # Copy only tensors on a GPU ahead. For copies on the host, DCP's default would only make a background thread of
+    # every rank open a context on GPU 0, which is that thread's device.
     ahead = _COPY_AHEAD_BYTES if any(tensors[key].to_local().is_cuda for key in keys) else 0
-    # Not synced: flushing to disk is the checkpoint manager's, file by file with the hashes.
+    # Not synced: the checkpoint manager flushes each file to disk as it hashes it.
     writer = _DiskWriter(folder, sync_files=False, overwrite=False, per_thread_copy_ahead=ahead)
     try:
         dcp.save(tensors, storage_writer=writer, planner=_PlanOf(keys), process_group=group)
@@ -359,7 +345,8 @@ class _PlanOf(DefaultSavePlanner):
 
 
 def _plain_error(failure: CheckpointException, folder: Path) -> Exception:
-    """The first rank's error, as OSError where the disk refused, and OutOfMemoryError where memory ran out."""
+    """Return the first rank's error: OSError if the disk refused, OutOfMemoryError without memory, or
+    CheckpointError."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or error}", str(folder))

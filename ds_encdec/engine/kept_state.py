@@ -11,11 +11,9 @@ from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 
 def kept_state(training: TrainingConfig, device: torch.device, *, is_matrix: bool = False) -> KeptState:
-    """Return what the optimizer of `training` keeps for a parameter; `device`: where AdamW counts.
-
-    `is_matrix`: for one of a group that has this mark (`optim.parameter_groups`). Raises ConfigError for a user's
-    optimizer that engines cannot have.
-    """
+    """Return the state that the optimizer of `training` keeps for a parameter; AdamW counts its steps on `device`.
+    `is_matrix`: the parameter's group has this mark (`parameter_groups`). Raises ConfigError for a user's optimizer
+    that engines cannot use."""
     if training.optimizer not in OPTIMIZERS:
         return try_optimizer(training.optimizer, training.optimizer_args, device.type)
     row = row_of(training.optimizer)

@@ -1,12 +1,10 @@
-"""Muon: the hidden matrices of a sharded model step by their orthogonalized momentum, everything else by AdamW.
+"""Muon steps hidden matrices of a sharded model by their orthogonalized momentum, all other parameters by AdamW.
 
-Five steps of Newton and Schulz bring all singular values of the momentum near 1 (Keller Jordan,
+Five Newton-Schulz steps bring all singular values of the momentum near 1 (Keller Jordan,
 https://kellerjordan.github.io/posts/muon/). The result is scaled as in "Muon is Scalable for LLM Training" (arXiv
-2502.16982, section 2.2), so that it moves weights about as far as AdamW does, at AdamW's learning rates and weight
-decay. The momentum, `exp_avg`, is the matrix's only state.
-
-That takes whole matrices, of which each rank has some rows. Matrices of one shape are worked on in rounds of as many as
-there are ranks: each rank gathers one, orthogonalizes it, and returns to every rank its rows of the result.
+2502.16982, section 2.2), for AdamW's learning rates and weight decay. Matrices of one shape are stepped in rounds: each
+rank gathers one whole matrix, orthogonalizes it, and returns to every rank its rows. The momentum, `exp_avg`, is a
+matrix's only state.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,20 +23,19 @@ from ds_encdec.model.precision import product_dtype
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-"""The quintic's coefficients, which lift small singular values fastest and leave all between 0.7 and 1.2, and steps."""
+"""Coefficients of the quintic, which lifts small singular values fastest and leaves all in [0.7, 1.2]; its steps."""
 _EPSILON = 1e-7
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's rows of each. Gradients must be off, or each is a node of autograd's graph."""
+    """Return this rank's rows of each. Gradients must be off, or each becomes a node of autograd's graph."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW that steps this rank's rows as plain tensors: DTensor looks at each of a list's, which takes longer."""
+    """Steps this rank's rows as plain tensors: AdamW's operations on lists of DTensors take longer."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """Fill `lists`, of parameters, gradients and states, as AdamW does."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = local_tensors(tensors)
@@ -46,7 +43,7 @@ class LocalAdamW(torch.optim.AdamW):
 
 
 class Muon(LocalAdamW):
-    """AdamW, but for groups with `is_matrix`, whose states have `exp_avg` alone. `dtype`: of products and messages."""
+    """Steps groups marked `is_matrix` by Muon, others by AdamW; products and messages are in `dtype`."""
 
     def __init__(
         self, groups: list[dict[str, Any]], dtype: torch.dtype, device: torch.device, momentum: float, **of_adamw: Any
@@ -57,7 +54,7 @@ class Muon(LocalAdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """See torch.optim.Optimizer. Collective."""
+        """Step all groups; see torch.optim.Optimizer. Collective."""
         groups = self.param_groups
         try:
             self.param_groups = [group for group in groups if not group.get("is_matrix")]
@@ -70,7 +67,7 @@ class Muon(LocalAdamW):
                     self._step_together(matrices, group)
 
     def _step_together(self, matrices: list[DTensor], group: dict[str, Any]) -> None:
-        """One round: as many matrices of one shape as there are ranks, or fewer."""
+        """Step one round: matrices of one shape, at most one for each rank. Collective."""
         directions = [self._direction(matrix) for matrix in matrices]
         updates = orthogonalized_on_ranks(matrices[0], directions)
         # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side); AdamW's updates have about 0.2.
@@ -81,7 +78,7 @@ class Muon(LocalAdamW):
             local.add_(update.to(local.device, local.dtype), alpha=-rate)
 
     def _direction(self, matrix: DTensor) -> Tensor:
-        """Take the gradient into the momentum; returns this rank's rows of Nesterov's look ahead."""
+        """Update the momentum with the gradient; return this rank's rows of Nesterov's look-ahead."""
         gradient = cast(DTensor, matrix.grad).to_local()
         mean = self.state[matrix]["exp_avg"].to_local().lerp_(gradient, 1 - self._momentum)
         return gradient.lerp(mean, self._momentum).to(self._device, self._dtype)
@@ -93,7 +90,7 @@ def adamw(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.
 
 
 def muon(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> LocalAdamW:
-    """Make Muon for sharded parameters, or AdamW where no matrix is trained."""
+    """Make Muon for sharded parameters, or AdamW if no matrix is trained."""
     if not any(group.get("is_matrix") for group in groups):
         return adamw(groups, training, device)
     return Muon(groups, compute_dtype(training), device, training.muon_momentum, **_of_adamw(training))
@@ -105,19 +102,17 @@ def _of_adamw(training: TrainingConfig) -> dict[str, Any]:
 
 
 def _rounds(matrices: Iterable[DTensor]) -> Iterator[list[DTensor]]:
-    """Matrices of one shape, in groups of as many as there are ranks in their mesh."""
+    """Yield groups of matrices of one shape, each with at most one matrix for each rank of their mesh."""
     for _, alike in groupby(sorted(matrices, key=lambda matrix: tuple(matrix.shape)), key=lambda matrix: matrix.shape):
-        found = list(alike)
-        ranks = found[0].device_mesh.size()
-        yield from (found[start : start + ranks] for start in range(0, len(found), ranks))
+        matching = list(alike)
+        ranks = matching[0].device_mesh.size()
+        yield from (matching[start : start + ranks] for start in range(0, len(matching), ranks))
 
 
 def orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Tensor]:
-    """Orthogonalize matrices that are sharded like `like`, each on another rank.
-
-    `directions`: this rank's rows of each, of at most as many as there are ranks. Returns its rows of the results.
-    Collective. Replicas share the matrices out among themselves, then tell each other what became of them.
-    """
+    """Return this rank's rows of matrices sharded like `like`, each orthogonalized on another rank. Collective.
+    `directions`: this rank's rows of each, of at most one matrix for each rank. Replicas divide the matrices among
+    themselves."""
     mesh, rows, (height, width) = like.device_mesh, len(directions[0]), like.shape
     shards, shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
@@ -135,26 +130,26 @@ def orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Ten
         mine = [orthogonalized(mine[0])]
     if replicas == 1:
         return mine
-    held = directions[0].new_zeros(shards, rows, width)
-    for place, update in zip(held, mine, strict=False):
+    local = directions[0].new_zeros(shards, rows, width)
+    for place, update in zip(local, mine, strict=False):
         place.copy_(update)
-    gathered = held.new_empty(replicas * shards, rows, width)
-    dist.all_gather_into_tensor(gathered, held, group=mesh.get_group(0))
+    gathered = local.new_empty(replicas * shards, rows, width)
+    dist.all_gather_into_tensor(gathered, local, group=mesh.get_group(0))
     return list(gathered[: len(directions)])
 
 
-def _exchanged(sent: Tensor, received: list[int], given: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send `given` rows of `sent` to each rank of `group` in turn, and return the rows that they send."""
-    out = sent.new_empty(sum(received), sent.shape[1])
-    dist.all_to_all_single(out, sent.contiguous(), received, given, group=group)
+def _exchanged(rows: Tensor, rows_received: list[int], rows_sent: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send rows to each rank of `group` in turn, and return the rows that they send; counts are by rank."""
+    out = rows.new_empty(sum(rows_received), rows.shape[1])
+    dist.all_to_all_single(out, rows.contiguous(), rows_received, rows_sent, group=group)
     return out
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """The matrix with all singular values near 1, in its dtype; overwrites `matrix` [n, m]."""
+    """Return `matrix` [n, m] with all singular values near 1, in its dtype; overwrites `matrix`."""
     a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.div_(matrix.norm().clamp(min=_EPSILON))  # which is no smaller than the largest singular value
+    x = matrix.div_(matrix.norm().clamp(min=_EPSILON))  # the norm is at least the largest singular value
     x = x.T if is_tall else x
     for _ in range(_STEPS):
         gram = x @ x.T

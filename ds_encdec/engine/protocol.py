@@ -1,6 +1,5 @@
 """The protocol between the training loop and the engines, and the record that an engine leaves in a checkpoint.
 
-`deepspeed_zero.DeepSpeedEngine` and `fsdp2.FSDP2Engine` implement it; the trainer knows nothing else of them.
 `engine.json` in a checkpoint names the engine that wrote its tensors, so that any engine can read them. Nothing here
 imports torch.
 """
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 Veto = Callable[["Tensor"], bool]
 """Called once per step with the global gradient norm (float32 scalar, pre-clip); True skips the step.
 
-It must give the same answer on every rank.
+It must return the same on every rank.
 """
 
 
@@ -32,9 +31,9 @@ It must give the same answer on every rank.
 class StagedSave:
     """One rank's part of a checkpoint, ready to be written.
 
-    `num_bytes`: about the size of its files. `write` writes and returns them, not yet flushed to disk; every file is
-    returned by exactly one rank. It is called once on every rank, maybe from a background thread while training goes
-    on: it uses no collective of the training's groups, and raises OSError where the disk does not take the files.
+    `num_bytes`: approximate size of its files. `write`, called once on every rank, writes and returns them, not yet
+    flushed to disk; exactly one rank returns each file. It may run in a background thread while training goes on, so it
+    uses no collective of the training's groups. It raises OSError if the disk does not take the files.
     """
 
     num_bytes: int
@@ -42,56 +41,45 @@ class StagedSave:
 
 
 class Engine(Protocol):
-    """A sharded model and its optimizer. `backward` accumulates; `step` steps, or is vetoed."""
+    """An engine shards a model and its optimizer. `backward` accumulates gradients; `step` applies or skips them."""
 
     device: torch.device
     model: torch.nn.Module
     """The wrapped model. Parameters may be sharded: do not read them outside the engine."""
 
     def forward(self, batch: Batch) -> LossSum:
-        """Run one micro-batch (already on any device) in training mode."""
+        """Run one micro-batch, from any device, in training mode."""
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
-        """Accumulate the gradient of `loss_sum.total / target_tokens`, summed over ranks.
-
-        `target_tokens` of the whole optimizer step, over all micro-batches and all ranks. `last` marks
-        the step's last micro-batch on this rank.
-        """
+        """Accumulate the gradient of `loss_sum.total / target_tokens`, summed over ranks. `target_tokens` counts all
+        micro-batches of the optimizer step on all ranks. `last` marks the step's last micro-batch."""
 
     def step(self, veto: Veto | None = None) -> StepResult:
-        """Clip, step the optimizer and the schedule, and clear gradients; or skip all three."""
+        """Clip, step the optimizer and the schedule, and clear gradients; a skipped step only clears gradients."""
 
     def evaluate(self, batch: Batch) -> LossSum:
-        """The loss of one micro-batch without gradients, in evaluation mode."""
+        """Return the loss of one micro-batch without gradients, in evaluation mode."""
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        """Prepare to write weights, optimizer state and an `EngineRecord` under `directory`, which exists, shared.
-
-        Collective. With `copy` everything is copied to host memory now, so that training may go on before and while it
-        is written; the buffers are kept for the next save. Without, it must be written before the next step.
-        """
+        """Prepare to write weights, optimizer state and an `EngineRecord` under the existing, shared `directory`.
+        Collective. With `copy` all is copied to host memory now, in buffers kept for the next save, and training may go
+        on before and during the write; without, it must be written before the next step."""
 
     def load(self, saved: SavedState) -> None:
-        """Take over weights, moments and counters, whatever engine saved them; also into an engine that has trained.
-
-        Collective; each rank reads what it holds and no more than one full parameter besides. Settings stay those of
-        this run's configuration: rates, betas, decay, clipping, the schedule and its length. Raises CheckpointError, on
-        every rank, where the state is another model's.
-        """
+        """Load weights, moments and counters that any engine saved, also after training. Collective; each rank reads
+        its shards and at most one full parameter besides. Rates, betas, decay, clipping and schedule stay this run's.
+        Raises CheckpointError, on every rank, if the state is of another model."""
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its canonical name, whole, in the compute dtype on the device; each holds until the next.
-
-        Collective: every rank takes all of them, in this order. One is gathered at a time. Adapters are merged into
-        what they stand beside.
-        """
+        """Yield every unsharded parameter by canonical name, in the compute dtype on the device, with adapters merged.
+        Collective: every rank takes all of them, in this order. One is gathered at a time, and valid until the next."""
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes of the engine's own tensors on this rank now: `weights`, `master_weights`, `gradients`, `optimizer`.
+        """Return the bytes of the engine's own tensors on this rank now. Not a collective.
 
-        `host_states` are held in host memory for an accelerator. Tensors that layers compute with and that the
-        optimizer steps are `weights`. Gradients are there between a step's last backward pass and its `step`. Not a
-        collective.
+        Categories are `weights`, `master_weights`, `gradients`, `optimizer`, and `host_states` in host memory for an
+        accelerator. Tensors that layers compute with and that the optimizer steps are `weights`. Gradients exist
+        between a step's last backward pass and its `step`.
         """
 
     def close(self) -> None:
@@ -109,7 +97,7 @@ class Piece:
 
 
 def end_to_end(numels: Mapping[str, int], paddings: Sequence[int] = ()) -> Iterator[Piece]:
-    """Whole parameters (name → number of elements) laid end to end; `paddings`: elements behind each, where aligned."""
+    """Yield whole parameters (name → number of elements) end to end; `paddings`: elements behind each."""
     offset = 0
     for (name, numel), padding in zip(numels.items(), paddings or [0] * len(numels), strict=True):
         yield Piece(name, 0, numel, offset)
@@ -117,7 +105,7 @@ def end_to_end(numels: Mapping[str, int], paddings: Sequence[int] = ()) -> Itera
 
 
 def own_parts(numels: Mapping[str, int], rank: int, ranks: int) -> Iterator[Piece]:
-    """The pieces of `rank` where each parameter is cut into equal parts, the last ones padded: its own, end to end."""
+    """Yield the pieces of `rank` if each parameter is cut into equal parts, the last ones padded."""
     offset = 0
     for name, numel in numels.items():
         size = -(-numel // ranks)
@@ -128,18 +116,16 @@ def own_parts(numels: Mapping[str, int], rank: int, ranks: int) -> Iterator[Piec
 
 ENGINE_RECORD = "engine.json"
 TAG = "zero"
-"""The folder of DeepSpeed's own files in a checkpoint; its files are named by DeepSpeed."""
+"""The folder of DeepSpeed's own files in a checkpoint, which DeepSpeed names."""
 DCP_FOLDER = "dcp"
 """torch.distributed.checkpoint's files, with float32 tensors `weight.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRecord:
-    """The facts that a reader of a checkpoint's tensors needs.
-
-    `sharding_stage`: zero0 to zero3, or a hybrid. `applied_steps`: AdamW's counter. `groups`: canonical names in each
-    optimizer group, in its order. `loss_scaler`: the state of a dynamic loss scale, which runs in other dtypes pass on.
-    """
+    """The facts that a reader of a checkpoint's tensors needs: `sharding_stage`, zero0 to zero3 or a hybrid;
+    `applied_steps`, AdamW's counter; `groups`, canonical names in each optimizer group, in order; `loss_scaler`, the
+    state of a dynamic loss scale, which runs in other dtypes pass on."""
 
     format: Literal["deepspeed", "dcp"]
     sharding_stage: str
@@ -150,14 +136,14 @@ class EngineRecord:
 
 
 def write_record(record: EngineRecord, directory: Path) -> Path:
-    """Put `record` into the checkpoint `directory`; returns the file."""
+    """Write `record` into the checkpoint `directory` and return the file."""
     path = directory / ENGINE_RECORD
     path.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
     return path
 
 
 def read_record(directory: Path) -> EngineRecord:
-    """The record of the checkpoint `directory`. Raises CheckpointError."""
+    """Return the record of the checkpoint `directory`. Raises CheckpointError."""
     path = directory / ENGINE_RECORD
     try:
         fields = read_json(path)

@@ -1,8 +1,7 @@
-"""Dropout and the loss: settings of a run, given to its model here and saved in no `config.json`.
+"""Dropout and loss settings of a run, which no `config.json` saves.
 
-torch's generators are seeded for each micro-batch with the run's seed, the micro-batch's lane and its number there, and
-restored afterwards: its masks are the same on any number of ranks, in any engine, in a resumed run, and in layers that
-recompute.
+torch's generators are seeded for each micro-batch with the run's seed and the micro-batch's lane and number, and
+restored afterwards: masks are equal on any number of ranks, in any engine, in a resumed run, and in recomputed layers.
 """
 
 from collections.abc import Iterator
@@ -30,21 +29,21 @@ def draws_masks(config: FullConfig) -> bool:
 
 
 def prepare_for_training(model: Qwen3ForSeq2SeqLM, config: FullConfig) -> None:
-    """Let `model` recompute, offload, compile and drop out as configured, before an engine wraps it."""
+    """Set up recomputation, offload, compilation and dropout as configured, before an engine wraps `model`."""
     training = config.training
     apply_activation_checkpointing(
         model,
         training.recomputation,
         every_n=training.activation_checkpointing_every_n,
         offload=training.activation_offload,
-        compile_layers=training.torch_compile is True,  # not while it is undecided
+        compile_layers=training.torch_compile is True,  # not while it is `auto`
         random=draws_masks(config),
     )
     regularize(model, training)
 
 
 def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:
-    """Give `model` the settings that it follows in training mode and in its packed form."""
+    """Set the dropout and loss settings that `model` follows in training mode and in its packed form."""
     model.attention_dropout = training.attention_dropout
     model.lm_head.label_smoothing, model.lm_head.z_loss = training.label_smoothing, training.z_loss
     model.lm_head.own_loss = None if training.loss == CROSS_ENTROPY else load_loss(training.loss)
@@ -54,7 +53,7 @@ def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:
 
 @contextmanager
 def masks_of(batch: Batch, seed: int) -> Iterator[None]:
-    """Inside, torch draws for `batch` on the CPU and on its device what a run of `seed` always draws for it."""
+    """Seed torch for `batch` on the CPU and on its device, always alike in runs of `seed`; then restore it."""
     device = batch.labels.device
     key = keyed_seed(seed, f"dropout:{batch.lane}:{batch.number}")
     on_cpu = device.type == "cpu"

@@ -1,4 +1,4 @@
-"""Which engine runs, and how the ranks of a run come together for it."""
+"""The choice of the engine, and the rendezvous of a run's ranks for it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UNMISSED = {"stage3_param_persistence_threshold"}
-"""Keys of `zero_optimization` that another engine has no use for: it shards every parameter, small ones too."""
+"""Keys of `zero_optimization` without use under another engine: it shards every parameter, small ones too."""
 
 
 def resolve_engine(config: FullConfig) -> EngineName:
-    """The engine that `infra.distributed_type` means on this machine, as far as can be seen without importing one.
-
-    `auto` is DeepSpeed where it is installed and can do what is asked, else FSDP2. Raises ConfigError where DeepSpeed
-    is needed and not installed.
-    """
+    """Return the engine that `infra.distributed_type` means on this machine, without importing one: for `auto`
+    DeepSpeed if it is installed and supports the configuration, else FSDP2. Raises ConfigError if a needed DeepSpeed is
+    not installed."""
     candidates = engine_candidates(config)
     if installed := [row for row in candidates if _is_installed(row)]:
         return installed[0].name
@@ -55,12 +53,12 @@ def resolve_engine(config: FullConfig) -> EngineName:
 
 
 def fallback_engine(config: FullConfig) -> EngineName | None:
-    """The engine, torch's own, that replaces one that cannot be imported, if `auto` leaves the choice; or None."""
+    """Return torch's own engine if `auto` may use it in place of one that cannot be imported; else None."""
     return next((row.name for row in engine_candidates(config)[1:] if row.package is None), None)
 
 
 def check_engine(engine: EngineName, config: FullConfig, world: World, device: torch.device) -> None:
-    """Raise ConfigError for what `engine` cannot do on these ranks: before any time is spent on data."""
+    """Raise ConfigError for settings that `engine` refuses on these ranks, before any time is spent on data."""
     _CHECKS[engine](config, world, device)
 
 
@@ -72,15 +70,12 @@ def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
 _CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], None]] = ByEngine(
     deepspeed=check_deepspeed, fsdp=check_mesh
 )
-"""Raises ConfigError for what these ranks cannot do under an engine, before they meet."""
+"""Functions that raise ConfigError, before the ranks meet, for settings that an engine refuses on them."""
 
 
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
-    """Choose engine and device, and make the process group; `met` is called once it is there. Collective.
-
-    Raises ConfigError on all ranks for what a machine cannot do, or where ranks differ, and LostRankError for ranks
-    that do not join.
-    """
+    """Choose engine and device, make the process group, then call `met`. Collective. Raises ConfigError on all ranks if
+    a machine cannot run the configuration or ranks differ, and LostRankError for ranks that do not join."""
     before = ProcessSettings.now()
     with startup_errors_shared(world):
         engine, device = resolve_engine(config), choose_device(config.infra.device, world)
@@ -108,7 +103,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     check_nodes(config, machines, ranks_there)
     counted = with_counted_nodes(world, machines)
     if counted != world:
-        check_engine(engine, config, counted, device)  # which is the same on all ranks
+        check_engine(engine, config, counted, device)  # with the same result on all ranks
     context = RunContext(counted, device, engine, opened[0])
     context.undo.callback(before.restore, ProcessSettings.now())
     return context
@@ -119,7 +114,7 @@ def check_nodes(config: FullConfig, machines: Sequence[str], ranks_there: Sequen
     infra = config.infra
     if not infra.sharding_stage.endswith("_hybrid") or infra.hybrid_shard_size:
         return
-    is_one_node = set(ranks_there) == {len(ranks_there)}  # for a launcher that does not know of nodes
+    is_one_node = set(ranks_there) == {len(ranks_there)}  # also if the launcher does not know of nodes
     sizes = [machines.count(name) for name in machines] if is_one_node else ranks_there
     if len(set(sizes)) > 1:
         raise ConfigError(
@@ -130,7 +125,7 @@ def check_nodes(config: FullConfig, machines: Sequence[str], ranks_there: Sequen
 
 
 def with_counted_nodes(world: World, machines: Sequence[str]) -> World:
-    """The place of this rank; nodes are counted by `machines` of ranks where its launcher does not know of them."""
+    """Return this rank's place, with nodes counted by `machines` of ranks if its launcher does not know them."""
     nodes = list(dict.fromkeys(machines))
     sizes = {machines.count(node) for node in nodes}
     if world.num_nodes > 1 or len(nodes) == 1 or len(sizes) > 1:
@@ -146,11 +141,9 @@ def create_engine(
     weights: WeightSource | None,
     gradient_accumulation_steps: int,
 ) -> Engine:
-    """Build the model and the context's engine for it. Collective.
-
-    `weights`: of the model itself; new adapters are drawn beside them. None: all is loaded from a checkpoint later.
-    Raises ConfigError for ranks that do not fit the sharding, CheckpointError for weights that cannot be read.
-    """
+    """Build the model and the context's engine for it. Collective. `weights` are the model's own, beside which new
+    adapters are drawn; None: a checkpoint is loaded later. Raises ConfigError for ranks that do not fit the sharding,
+    CheckpointError for weights that cannot be read."""
     if context.world.is_main:
         kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim)
         if is_slow:
@@ -180,7 +173,7 @@ def _deepspeed(
     weights: WeightSource | None,
     gradient_accumulation_steps: int,
 ) -> Engine:
-    from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine  # which may not be installed
+    from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine  # DeepSpeed may not be installed
 
     return DeepSpeedEngine(config, context, model_config, weights, gradient_accumulation_steps)
 
@@ -192,22 +185,19 @@ def _fsdp2(
     weights: WeightSource | None,
     gradient_accumulation_steps: int,
 ) -> Engine:
-    from ds_encdec.engine.fsdp2 import FSDP2Engine  # takes a moment
+    from ds_encdec.engine.fsdp2 import FSDP2Engine  # the import takes a moment
 
     return FSDP2Engine(config, context, model_config, weights, gradient_accumulation_steps)
 
 
 BUILDERS = ByEngine(deepspeed=_deepspeed, fsdp=_fsdp2)
-"""Builds an engine; see `make_engine`."""
+"""Functions that build the engines; see `create_engine`."""
 
 
 def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullConfig:
-    """`config` with true or false in place of `training.torch_compile: auto`.
-
-    `auto` is true on GPUs for what the engine can compile, except for ZeRO-3, whose layers are compiled between its
-    hooks: that has run on CPUs alone. Layers that cannot be compiled then run as they are, with torch's warning; where
-    `true` was asked for, the first step raises torch's error.
-    """
+    """Return `config` with true or false in place of `training.torch_compile: auto`. `auto` is true on GPUs if the
+    engine can compile the layers, except for ZeRO-3, whose layers are compiled between its hooks: that has run on CPUs
+    alone. Under `auto`, layers that fail to compile run as they are; under `true`, they raise."""
     if config.training.torch_compile == "auto":
         by_hooks = context.engine_spec.gathers_by_hooks and config.infra.sharding_stage.startswith("zero3")
         compiles = context.device.type == "cuda" and not by_hooks
@@ -231,7 +221,7 @@ def _is_installed(engine: EngineSpec) -> bool:
 
 
 def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) -> tuple[str, bool]:
-    """Describe the kernel of attention, and why better ones are passed over; and return whether it is much slower."""
+    """Describe the kernel of attention and why better ones are passed over; return also whether it is much slower."""
     if not config.model.use_flash_attention:
         return "one call per document (model.use_flash_attention=false)", False
     from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
@@ -244,7 +234,7 @@ def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) ->
 
 
 def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
-    """Raise ConfigError where attention would run in a kernel without dropout. No kernel is tried yet."""
+    """Raise ConfigError if attention would run in a kernel without dropout. No kernel is tried yet."""
     rate = config.training.attention_dropout
     if rate and config.model.use_flash_attention:
         from ds_encdec.engine.sharded_engine import compute_dtype
@@ -262,7 +252,7 @@ def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
 
 
 def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:
-    """Say why `auto` does not take the engine it prefers, and what has no effect under the one that runs."""
+    """Warn if `auto` passes over its preferred engine, and of settings without effect under the one that runs."""
     preferred = next(iter(ENGINES.values()))
     if engine is preferred:
         return
@@ -278,7 +268,7 @@ def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:
 
 
 def _warn_of_shards_across_nodes(config: FullConfig, context: RunContext) -> None:
-    """Warn of a hybrid whose shards lie on several nodes although one node has as many ranks. Collective."""
+    """Warn of a hybrid whose shards span nodes although one node has enough ranks. Collective."""
     size = config.infra.hybrid_shard_size or context.world.local_world_size
     hosts = context.collectives.gather(socket.gethostname())
     shards = (hosts[start : start + size] for start in range(0, len(hosts), size))

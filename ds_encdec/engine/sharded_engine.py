@@ -1,7 +1,6 @@
 """The common half of the engines: run the model, fill its state from any checkpoint, and count its bytes.
 
-The state is filled by shards, the tensors that a rank's optimizer steps, each with its ranges of parameters. So one
-loop reads a checkpoint for all engines and stages.
+The state is filled by shards, each with its ranges of parameters: one loop reads a checkpoint for all engines.
 """
 
 from abc import ABC, abstractmethod
@@ -41,13 +40,14 @@ HOST_STATES = "host_states"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Frozen weights, or float32 ones that the optimizer steps. Elements that are in no piece are padding."""
+    """Frozen weights, or float32 ones that the optimizer steps. Elements in no piece are padding."""
 
     weights: Tensor
     pieces: tuple[Piece, ...]
 
     def fill(self, target: Tensor, read: Read, *, only: str | None = None) -> None:
-        """Fill `target`, the weights or a moment, with what `read` gives, padding with zeros."""
+        """Fill `target`, the weights or a moment, with the elements that `read` returns: zeros as padding, or with
+        `only` that parameter's alone."""
         flat = target.detach().view(-1)
         if only is None:
             flat.zero_()
@@ -58,7 +58,7 @@ class Shard:
 
 
 class ShardedEngine(ABC):
-    """The common half of the engines. A subclass builds `model`, and `_engine`, which forward passes go through."""
+    """The common half of the engines. A subclass builds `model`, and `_engine`, which runs forward passes."""
 
     model: nn.Module
     _engine: Any
@@ -73,7 +73,9 @@ class ShardedEngine(ABC):
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._lora = config.model.lora
-        self._saves_frozen = self._lora is None  # those beside adapters are the base's, which is named instead
+        self._saves_frozen = (
+            self._lora is None
+        )  # beside adapters they are the base's, which the checkpoint names instead
         self._loss_scaler: Mapping[str, float | int] | None = None
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
@@ -94,11 +96,9 @@ class ShardedEngine(ABC):
             self._engine.train()
 
     def _scaled_loss(self, loss_sum: LossSum, target_tokens: int) -> Tensor:
-        """The scalar to call backward on: the loss, which engines average over ranks, for a mean over `target_tokens`.
-
-        A loss may be infinite with finite gradients: then this one's gradient is NaN, so that all ranks skip the step.
-        Does not wait for the device.
-        """
+        """Return the scalar to call backward on, which engines average over ranks to a mean over `target_tokens`. If
+        the loss is infinite, with gradients that may be finite, its gradient is NaN, so that all ranks skip the step.
+        Does not wait for the device."""
         scale = self._context.world.world_size / max(target_tokens, 1)
         return loss_sum.total * torch.where(torch.isfinite(loss_sum.total.detach()), scale, torch.nan)
 
@@ -108,9 +108,9 @@ class ShardedEngine(ABC):
         self._continue_from(saved)
 
     def held_bytes(self) -> dict[str, int]:
-        """Count storages, not views, each once, in its first category; without the buffers of an engine's library."""
+        """Count each storage once, in its first category; buffers of an engine's library are not counted."""
         categories = self._held()
-        held = dict.fromkeys((*categories, HOST_STATES), 0)
+        num_bytes = dict.fromkeys((*categories, HOST_STATES), 0)
         counted: set[tuple[torch.device, int]] = set()
         for category, items in categories.items():
             for tensor in _local_tensors(items):
@@ -118,8 +118,8 @@ class ShardedEngine(ABC):
                 key = (tensor.device, storage.data_ptr())
                 if storage.nbytes() and key not in counted:
                     counted.add(key)
-                    held[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
-        return held
+                    num_bytes[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
+        return num_bytes
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._iter_full() if self._lora is None else merged_in_turn(self._iter_full(), self._lora)
@@ -130,22 +130,22 @@ class ShardedEngine(ABC):
 
     @abstractmethod
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
-        """Every shard of this rank with its optimizer's state: `step`, and moments; sharded ones may be DTensors."""
+        """Yield this rank's shards with their optimizer states: `step`, and moments, which may be DTensors."""
 
     @abstractmethod
     def _frozen(self) -> Iterator[Shard]:
-        """Every part that this rank has of a parameter that nothing trains."""
+        """Yield this rank's parts of the frozen parameters."""
 
     @abstractmethod
     def _continue_from(self, saved: SavedState) -> None:
-        """Take over the counters of `saved`, whose weights and moments have been filled in. Collective."""
+        """Take over the counters of `saved`, whose weights and moments are filled in already. Collective."""
 
     @abstractmethod
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        """The engine's own tensors by category, in containers of any depth; other objects are skipped."""
+        """Return the engine's own tensors by category, in containers of any depth; other objects are skipped."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
-        """The optimizer's groups of parameters. Keeps their names, and the full shapes of all that checkpoints hold."""
+        """Return the optimizer's groups; keep their names, and the full shapes of all parameters in checkpoints."""
         assert_ties(model)
         apart = row_of(self._training.optimizer).matrix_moments is not None
         groups = parameter_groups(model, self._training.weight_decay, matrices_apart=apart)
@@ -165,7 +165,7 @@ class ShardedEngine(ABC):
         )
 
     def _fill(self, saved: SavedState) -> None:
-        """Read what this rank holds of the saved parameters. Not collective. Raises CheckpointError."""
+        """Read this rank's parts of the saved state. Not collective. Raises CheckpointError."""
         check_same_model(saved, self._shapes)
         for shard in self._frozen() if self._saves_frozen else ():
             shard.fill(shard.weights, partial(saved.read, "weight"))
@@ -179,11 +179,11 @@ class ShardedEngine(ABC):
 
 
 def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
-    """The model in `dtype` on `device`, its parameters not yet filled. Takes nothing from the random generators."""
+    """Return the model, unfilled, in `dtype` on `device`. Leaves the random generators as they are."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with no_init_weights(), device:  # whoever asks for it fills every parameter
+        with no_init_weights(), device:  # the caller fills every parameter
             return Qwen3ForSeq2SeqLM(config)
     finally:
         torch.set_default_dtype(before)
@@ -192,7 +192,7 @@ def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.de
 def unsharded_copy(
     engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
 ) -> Qwen3ForSeq2SeqLM:
-    """A plain model on each rank with the present weights of `engine`, in `dtype`. Collective; OutOfMemoryError."""
+    """Return a plain model with the current weights of `engine`. Collective; raises OutOfMemoryError."""
     model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
     places = dict(model.named_parameters())
     with torch.no_grad():
@@ -202,7 +202,7 @@ def unsharded_copy(
 
 
 def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
-    """The loss of `batch` (on the device). `model`: a Qwen3ForSeq2SeqLM, or an engine's wrapper of one."""
+    """Return the loss of `batch` (on the device) by a Qwen3ForSeq2SeqLM, or an engine's wrapper of one."""
     output = model(
         input_ids=batch.encoder_ids,
         decoder_input_ids=batch.decoder_input_ids,
@@ -213,7 +213,7 @@ def packed_forward(model: nn.Module, batch: Batch) -> LossSum:
 
 
 def layout_of(batch: Batch) -> PackedLayout:
-    """The places of the documents of `batch`, for the model."""
+    """Return the packed layout of the documents of `batch`."""
     return PackedLayout.build(
         batch.encoder_cu_seqlens,
         batch.decoder_cu_seqlens,
@@ -236,12 +236,12 @@ def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> Loss
 
 
 def compute_dtype(training: TrainingConfig) -> torch.dtype:
-    """The dtype of activations, and of the parameters that layers compute with."""
+    """Return the dtype of activations, and of the parameters that layers compute with."""
     return torch.bfloat16 if training.bf16 else torch.float16 if training.fp16 else torch.float32
 
 
 def set_step(state: dict[str, Any], applied_steps: int) -> None:
-    """Put a shard's own counter, where it has one, to `applied_steps`."""
+    """Set a shard's own step counter, if it has one, to `applied_steps`."""
     counter = state.get("step")
     if isinstance(counter, Tensor):
         counter.fill_(applied_steps)
@@ -250,7 +250,7 @@ def set_step(state: dict[str, Any], applied_steps: int) -> None:
 
 
 def full_shape(parameter: nn.Parameter) -> torch.Size:
-    """The shape of a parameter, also where ZeRO-3 has taken it apart and left [0]."""
+    """Return the full shape of a parameter, also if ZeRO-3 has partitioned it and left [0]."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
@@ -261,14 +261,14 @@ def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
 
 
 def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError, naming a difference, unless `saved` has the parameters `shapes` and no others."""
+    """Raise CheckpointError, naming a difference, unless `saved` has exactly the parameters `shapes`."""
     differing = sorted(
         name for name in saved.shapes.keys() | shapes.keys() if saved.shapes.get(name) != shapes.get(name)
     )
     if differing:
         there, here = (
-            "no counterpart" if (shape := found.get(differing[0])) is None else f"shape {list(shape)}"
-            for found in (saved.shapes, shapes)
+            "no counterpart" if (shape := side.get(differing[0])) is None else f"shape {list(shape)}"
+            for side in (saved.shapes, shapes)
         )
         raise CheckpointError(
             f"the checkpoint is of another model: {differing[0]} has {there} there and {here} in this run's model "
@@ -277,7 +277,6 @@ def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def _local_tensors(item: Any) -> list[Tensor]:
-    """The tensors in nested containers, of sharded ones this rank's part."""
     if isinstance(item, Tensor):
         return [item.to_local() if isinstance(item, DTensor) else item.detach()]
     inner = item.values() if isinstance(item, Mapping) else item

@@ -1,4 +1,4 @@
-"""Host memory that saves are copied into, so that training goes on while they are written."""
+"""Host memory for the copies of saves, so that training goes on while they are written."""
 
 import copy
 import logging
@@ -13,10 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 class StagingArea:
-    """Holds the state to save, and keeps its copies' memory for the next save. Shared storages stay shared."""
+    """Copies the state to save, and keeps the copies' memory for the next save. Shared storages stay shared."""
 
     def __init__(self, *, pin_memory: bool) -> None:
-        """`pin_memory`: an accelerator then copies several times faster."""
         self._pin_memory = pin_memory
         self._kept: list[torch.UntypedStorage] = []
         self._copies = False
@@ -24,11 +23,9 @@ class StagingArea:
 
     @torch.no_grad()
     def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
-        """The bytes of the tensors in `item`, and `item` with them copied to the host or, without `copy`, referred to.
-
-        What an earlier call has copied is overwritten. Once there is memory for copies, all calls use it: a save at
-        once would otherwise take as much host memory again beside it. Waits for the device once.
-        """
+        """Return the bytes of the tensors in `item`, and `item` with them copied to the host, over earlier copies, or
+        referred to without `copy`. Once there is memory for copies, all calls use it: a save at once would otherwise
+        take as much host memory again. Waits for the device once."""
         self._copies, self._storages = copy or bool(self._kept), {}
         taken = self._take(item)
         if self._copies and any(device.type == "cuda" for device, _ in self._storages):
@@ -37,7 +34,6 @@ class StagingArea:
         return num_bytes, taken
 
     def _take(self, item: Any) -> Any:
-        """`item` (nested containers) with its tensors copied or referred to, and all else copied."""
         if isinstance(item, Tensor):
             return self._take_tensor(item.detach())
         if isinstance(item, dict):
@@ -62,14 +58,14 @@ class StagingArea:
         return taken
 
     def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """The content of `source` in the next buffer, which is replaced where it has another size."""
+        """Copy `source` into the next buffer, which is replaced if it has another size."""
         index = len(self._storages)
         if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
             self._kept[index : index + 1] = [self._allocate(source.nbytes()).untyped_storage()]
         return self._kept[index].copy_(source, non_blocking=True)
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        """Page-locked memory or, where the system allows no more of that, pageable memory from now on."""
+        """Return page-locked memory or, once the system allows no more of that, pageable memory."""
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
         except (RuntimeError, MemoryError) as error:

@@ -1,8 +1,8 @@
-"""The user's loss, `training.loss: module:name`: what is optimised for each target token, in training alone.
+"""The user's loss, `training.loss: module:name`, which training alone optimises, for each target token.
 
-It is called with logits, float32 [N, vocabulary], and labels, int64 [N], and returns float32 [N], each by its own row
-alone: how many tokens are given at a time, and which, depends on the packing and on what fits into memory. Its gradient
-is autograd's. It is tried on six rows before the model is built.
+It maps logits, float32 [N, vocabulary], and labels, int64 [N], to float32 [N], each by its own row alone: packing and
+memory decide which tokens, and how many, one call gets. Autograd computes its gradient. It is tried on six rows before
+the model is built.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FIELD = "training.loss"
 
 @cache
 def load_loss(name: str) -> OwnLoss:
-    """Import the loss `name` and try it, once in a process. Raises ConfigError where it fails, or is no loss."""
+    """Import the loss `name` and try it, once per process. Raises ConfigError if it fails, or is no loss."""
     loss = load_plugin(_FIELD, name, "losses")
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(6, 11, generator=generator), torch.arange(6)
@@ -37,17 +37,17 @@ def load_loss(name: str) -> OwnLoss:
 
 
 def _tried(name: str, loss: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    """The losses of these rows, and their gradients."""
+    """Return the losses of these rows beside their gradients, [N, 1 + vocabulary]."""
     leaf = logits.clone().requires_grad_()
     try:
-        found = loss(leaf, labels)
+        losses = loss(leaf, labels)
     except Exception as error:  # whatever the user's code raises
         raise ConfigError(f"{_FIELD}={name} fails: {whose_fault(error)}") from error
-    if not isinstance(found, Tensor) or found.shape != labels.shape or not found.requires_grad:
-        shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(losses, Tensor) or losses.shape != labels.shape or not losses.requires_grad:
+        shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         raise ConfigError(
             f"{_FIELD}={name} returns {shape} for {len(labels)} tokens. Return one number for each, [{len(labels)}], "
             "with its gradient to the logits"
         )
-    (gradient,) = torch.autograd.grad(found.sum(), leaf)
-    return torch.cat([found.detach().float()[:, None], gradient], dim=1)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    return torch.cat([losses.detach().float()[:, None], gradient], dim=1)

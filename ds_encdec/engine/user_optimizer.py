@@ -1,13 +1,10 @@
-"""The user's optimizer, `training.optimizer: module:name`.
+"""The user's optimizer, `training.optimizer: module:name`: a `torch.optim.Optimizer`, or a function that returns one.
 
-It is a subclass of `torch.optim.Optimizer`, or a function that returns one, and is called with the groups of
-parameters, `lr`, and what `training.optimizer_args` names; each group has its own `weight_decay`. Engines cut
-parameters anywhere, so each number must be stepped by its own gradient and state alone, as AdamW, Lion and SGD do it,
-and Muon, LAMB and Adafactor do not. Of what it keeps for a parameter, checkpoints hold `exp_avg` and `exp_avg_sq`,
-shaped as the parameter and zero at first, and a counter, `step`; it may do without any of them, and keeps nothing else,
-also outside of its states.
-
-All of this is tried on six numbers before the model is built.
+It is called with the parameter groups, each with its own `weight_decay`, `lr`, and `training.optimizer_args`. Engines
+cut parameters anywhere, so it must step each number by that number's gradient and state alone, as AdamW, Lion and SGD
+do, and Muon, LAMB and Adafactor do not. Checkpoints hold `exp_avg` and `exp_avg_sq`, shaped as the parameter and zero
+at first, and a counter, `step`; it may lack any of them, and keeps nothing else, also outside its states. All of this
+is tried on six numbers before the model is built.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ _tried: dict[tuple[str, str, str], KeptState] = {}
 
 @dataclass(frozen=True, slots=True)
 class KeptState:
-    """`moments`: their names. `counter`: `step` before the first step, a number or a tensor of one, if any."""
+    """The state of a parameter: names of its `moments`, and `counter`, `step` before the first step, if any."""
 
     moments: tuple[StateKind, ...]
     counter: Any
@@ -38,22 +35,19 @@ class KeptState:
         """Make the state of `weights` before the first step."""
         state: dict[str, Any] = {}
         if self.counter is not None:
-            # Not a copy: that of a real tensor is refused where the tensors have no numbers (memory/trace.py).
+            # Not a copy: torch's fake tensors (memory/trace.py) refuse copies of a real one.
             counter, is_tensor = self.counter, isinstance(self.counter, Tensor)
             state["step"] = torch.zeros((), dtype=counter.dtype, device=counter.device) if is_tensor else counter
         return state | {kind: torch.zeros_like(weights, requires_grad=False) for kind in self.moments}
 
 
 def build(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Make the optimizer of `groups`. Raises ConfigError where it is not one, or fails."""
+    """Make the optimizer of `groups`. Raises ConfigError if it is not one, or fails."""
     return _make(groups, training.optimizer, {"lr": training.learning_rate, **training.optimizer_args})
 
 
 def try_optimizer(name: str, arguments: Mapping[str, Any], device: str = "cpu") -> KeptState:
-    """Return what the optimizer `name` keeps on `device`, and try it once in a process.
-
-    Raises ConfigError for one that engines cannot have.
-    """
+    """Return the state that optimizer `name` keeps, tried once per process. ConfigError if engines cannot use it."""
     key = (name, repr(sorted(arguments.items())), device)
     if key not in _tried:
         _tried[key] = _try(name, arguments, device)
@@ -93,17 +87,15 @@ def _same(found: Tensor, expected: Tensor) -> bool:
 def _stepped(
     name: str, arguments: Mapping[str, Any], numbers: Sequence[Tensor], resumed_with: KeptState | None = None
 ) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """Step each of `numbers`, a parameter, twice; `resumed_with`: by a new optimizer each time, with these states.
-
-    Those are also made of other parameters than they step.
-    """
+    """Step each of `numbers`, a parameter, twice. With `resumed_with`, a new optimizer steps each time, from these
+    states, and is made of other parameters than it steps."""
     parameters = [nn.Parameter(part.clone()) for part in numbers]
 
     def new() -> torch.optim.Optimizer:
         first = [nn.Parameter(part.clone()) for part in numbers] if resumed_with is not None else parameters
         made = _make([{"params": first, "weight_decay": 0.1}], name, {"lr": 1e-3, **arguments})
         now = dict(zip(first, parameters, strict=True))
-        for group in made.param_groups:  # DeepSpeed, too, puts others into the groups of an optimizer that it is given
+        for group in made.param_groups:  # DeepSpeed, too, puts other parameters into the groups
             group["params"] = [now[parameter] for parameter in group["params"]]
         return made
 
@@ -133,7 +125,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _kept(name: str, optimizer: torch.optim.Optimizer) -> KeptState:
-    """Return what `optimizer` keeps for its first parameter. Raises ConfigError for what checkpoints cannot hold."""
+    """Return the state that `optimizer` keeps for its first parameter. ConfigError if checkpoints cannot hold it."""
     parameter = optimizer.param_groups[0]["params"][0]
     state = dict(optimizer.state[parameter])
     counter = state.pop("step", None)
@@ -152,8 +144,8 @@ def _make(groups: list[dict[str, Any]], name: str, arguments: Mapping[str, Any])
     try:
         made = factory(groups, **arguments)
     except Exception as error:  # whatever the user's code raises
-        given = ", ".join(["groups", *arguments])
-        raise ConfigError(f"{_FIELD}={name} cannot be made of ({given}): {whose_fault(error)}") from error
+        passed = ", ".join(["groups", *arguments])
+        raise ConfigError(f"{_FIELD}={name} cannot be made of ({passed}): {whose_fault(error)}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"{_FIELD}={name} makes no torch.optim.Optimizer but a {type(made).__name__}")
     return made

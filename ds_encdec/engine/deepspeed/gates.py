@@ -1,16 +1,13 @@
 """Guarded steps of DeepSpeed 0.19.8, and a host that does not wait for its device in them.
 
-DeepSpeed computes the global gradient norm in the middle of its step and goes straight on to clip and update. It also
-has a path that drops a step, for overflow: gradients cleared, parameters, moments and schedule untouched,
-`skipped_steps` counted. A gate shows the norm to the caller's veto and, on refusal or when it is not finite, sends
-DeepSpeed down that path: every later step is bit-identical to a run in which the step never happened.
+DeepSpeed computes the global gradient norm in the middle of its step. A gate shows it to the caller's veto and, on
+refusal or if it is not finite, sends DeepSpeed down its path for overflow: gradients cleared, parameters, moments and
+schedule untouched, `skipped_steps` counted. Every later step is bit-identical to a run without the skipped one.
 
 The norm is computed once, on the device, in float32 and with one reduction, and the host reads it once: its only wait
-in a step. DeepSpeed's own code reads the device up to twice for each parameter; here it gets the norm as a number, and
-its checks for overflow are answered by it: a sum of squares is finite only if all that is summed is. For streams of an
-accelerator the device waits instead of the host (`wait_on_the_device`).
-
-All of these are private places (foreign_places.py).
+in a step, where DeepSpeed's own code reads the device up to twice for each parameter. The norm also answers DeepSpeed's
+checks for overflow: a sum of squares is finite only if all its terms are. For an accelerator's streams the device waits
+instead of the host (`wait_on_the_device`). All of these are private places (foreign_places.py).
 """
 
 import math
@@ -39,18 +36,18 @@ from ds_encdec.engine.protocol import Veto
 
 
 def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
-    """Have the device's streams wait for each other where DeepSpeed has the host wait for them; `undo` takes it back.
+    """Make the device's streams wait for each other where DeepSpeed makes the host wait for them; `undo` reverts it.
 
-    DeepSpeed does for each bucket of gradients and after each backward pass; at stage 3 on one rank also for each
-    module's parameters; and with offload for the copies of gradients to the host. The host touches none of it before it
-    has read the norm. Not with optimizer states on NVMe, which the host writes at once.
+    DeepSpeed waits for each bucket of gradients and after each backward pass; at stage 3 on one rank also for each
+    module's parameters; and with offload for copies of gradients to the host. The host touches none of it before it has
+    read the norm. Does nothing with optimizer states on NVMe, which the host writes at once.
     """
     accelerator, optimizer = get_accelerator(), engine.optimizer
     if accelerator.is_synchronized_device() or getattr(optimizer, "swap_optimizer", False):
         return
 
     def ordered(method: str, owner: Any, stream: Any) -> None:
-        """In the optimizer's `method`, `owner.synchronize` makes the current stream wait for `stream` instead."""
+        """Make the current stream wait for `stream` when the optimizer's `method` calls `owner.synchronize`."""
         native = getattr(optimizer, method)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +78,7 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
 
 
 def _without_waiting(native: Callable[..., None]) -> Callable[..., None]:
-    """A handle's `wait` that leaves the copies to its stream, for which the fetching stream waits next."""
+    """Return a handle's `wait` that leaves copies to its stream, for which the fetching stream waits next."""
 
     def wait(self: Any, **kwargs: Any) -> None:
         with replaced(get_accelerator(), "resolves_data_dependency", lambda: True):
@@ -91,7 +88,7 @@ def _without_waiting(native: Callable[..., None]) -> Callable[..., None]:
 
 
 class StepGate:
-    """One guarded step at a time. Subclasses place `_skips_step` where their optimizer has its norm, until `undo`."""
+    """Guards one step at a time. Subclasses put `_skips_step` where their optimizer has its norm, until `undo`."""
 
     def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
         self._engine = engine
@@ -101,7 +98,7 @@ class StepGate:
         self._looked_up = False
 
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
-        """Step; returns whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
+        """Step; return whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
         self._veto, self._norm, self._looked_up = veto, None, False
         applied = self._run()
         if applied and not self._looked_up:
@@ -116,7 +113,7 @@ class StepGate:
         return self._engine.was_step_applied()
 
     def _skips_step(self, norm: Tensor) -> bool:
-        """Record the norm (already free of any loss scale) and decide; the same on every rank."""
+        """Record the norm, free of any loss scale, and return the decision, the same on every rank."""
         self._looked_up = True
         self._read = float(norm)  # the step's one wait for the device
         if not math.isfinite(self._read):
@@ -126,10 +123,10 @@ class StepGate:
 
 
 class ZeroGate(StepGate):
-    """ZeRO 1, 2 and 3: the optimizer asks one of its own methods for the norm, then looks at `overflow`."""
+    """Guards ZeRO 1, 2 and 3, where the optimizer gets the norm from a method, then looks at `overflow`."""
 
     def __init__(self, engine: DeepSpeedEngine, undo: ExitStack, method: str, parameters: str) -> None:
-        """`method`: of the optimizer, gives the norm. `parameters`: its field with this rank's, by group."""
+        """`method` of the optimizer returns the norm; its field `parameters` has this rank's, by group."""
         super().__init__(engine, undo)
         self._parameters = parameters
         self._this_step = ExitStack()
@@ -154,11 +151,11 @@ class ZeroGate(StepGate):
         return self._read * optimizer.loss_scale
 
     def _global_norm(self) -> Tensor:
-        """The norm of all ranks' gradients, times the loss scale; float32 scalar on the device. Collective."""
+        """Return the norm of all ranks' gradients, times the loss scale; float32 scalar on the device. Collective."""
         optimizer = self._engine.optimizer
         norms: list[Tensor] = []
         for index, parameters in enumerate(getattr(optimizer, self._parameters)):
-            # DeepSpeed does not scale the updates of Muon, which it has in the place of gradients.
+            # DeepSpeed does not scale Muon's updates, which take the place of gradients.
             scale = optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(index) else 1.0
             norms += [norm * scale for norm in self._norms_of(index, parameters)]
         total = torch.zeros((), device=self._engine.device)
@@ -168,7 +165,7 @@ class ZeroGate(StepGate):
         return total.sqrt()
 
     def _norms_of(self, index: int, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The norms of this rank's gradients of a group: with offload those noted as they left the device."""
+        """Return the norms of this rank's gradients of a group; with offload, as noted when they left the device."""
         optimizer = self._engine.optimizer
         noted = getattr(optimizer, "norm_for_param_grads", None)
         if noted is not None:
@@ -178,7 +175,7 @@ class ZeroGate(StepGate):
         return torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
 
     def _clip(self, gradients: Any, scaled_norm: float) -> None:
-        """Free gradients of the loss scale and clip them to the norm. Stage 3 names them by their sub-group."""
+        """Divide gradients by the loss scale and clip them. Stage 3 passes the index of their sub-group."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             gradients = [optimizer.fp32_partitioned_groups_flat[gradients].grad]
@@ -193,32 +190,32 @@ class ZeroGate(StepGate):
         with self._this_step, replaced(stage3_module, "combine_grad_norm_groups", lambda norm: norm):
             applied = super()._run()
         if not applied and isinstance(optimizer, DeepSpeedZeroOptimizer) and optimizer.cpu_offload:
-            # DeepSpeed drops the sums of an offloaded optimizer only with a step that is applied: the next step would
-            # be made of the refused one's gradients, too. In place: every parameter knows this very dict.
+            # DeepSpeed drops the sums of an offloaded optimizer only in an applied step: the next one would include
+            # the gradients of a skipped one. In place, since every parameter refers to this dict.
             for group in optimizer.averaged_gradients:
                 optimizer.averaged_gradients[group] = None
         return applied
 
 
 class Bf16Gate(StepGate):
-    """ZeRO 1 in bf16 with float32 accumulation, an optimizer that skips a step by the norm that a function gives."""
+    """Guards ZeRO 1 in bf16 with float32 accumulation, where the norm from a function decides whether to skip."""
 
     def _run(self) -> bool:
         with replaced(bf16_module, "get_global_norm_of_tensors", self._observe):
             return super()._run()
 
     def _observe(self, input_tensors: list[Tensor], **_: Any) -> float:
-        """The norm; infinite if it refuses. Every rank has all gradients by then."""
+        """Return the norm, infinite to skip the step. Every rank has all gradients by then."""
         return math.inf if self._skips_step(_norm(input_tensors)) else self._read
 
 
 class ReplicatedGate(StepGate):
-    """ZeRO 0: every rank holds all gradients, averaged; DeepSpeed reports no norm in float32 and skips nothing."""
+    """Guards ZeRO 0: every rank has all averaged gradients; DeepSpeed in float32 has no norm and skips nothing."""
 
     def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
         super().__init__(engine, undo)
         undo.enter_context(replaced(engine, "clip_fp32_gradients", self._clip))
-        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # which looks when the norm has shown it already
+        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # the norm already shows any overflow
             for method in ("check", "has_overflow"):
                 undo.enter_context(replaced(engine.optimizer.overflow_checker, method, lambda *_, **__: False))
 
@@ -234,14 +231,13 @@ class ReplicatedGate(StepGate):
         return False
 
     def _clip(self) -> None:
-        """In float32, where DeepSpeed has no optimizer of its own."""
+        """Clip in float32, for which DeepSpeed has no optimizer of its own."""
         engine = self._engine
         assert self._norm is not None
         torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), self._norm)
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all `gradients` together; float32 scalar on the device."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
@@ -253,5 +249,5 @@ _GATES: tuple[tuple[type, Callable[[DeepSpeedEngine, ExitStack], StepGate]], ...
 
 
 def step_gate(engine: DeepSpeedEngine, undo: ExitStack) -> StepGate:
-    """The gate that fits the optimizer DeepSpeed has built; `undo` takes it out again."""
+    """Return the gate that fits the optimizer DeepSpeed has built; `undo` removes it."""
     return next((gate for kind, gate in _GATES if isinstance(engine.optimizer, kind)), ReplicatedGate)(engine, undo)

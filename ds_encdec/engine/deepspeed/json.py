@@ -1,7 +1,7 @@
-"""The JSON handed to `deepspeed.initialize`, rendered from the schema; no torch and no deepspeed needed.
+"""The JSON for `deepspeed.initialize`, rendered from the schema without torch and deepspeed.
 
-DeepSpeed checks some of its configuration and ignores the rest in silence, so nothing is left to its defaults
-that matters here, no "auto" remains, and every key is checked against `config.deepspeed_keys` before.
+DeepSpeed ignores some of its configuration in silence, so no default that matters here and no "auto" remains, and the
+rules of the configuration check every key before.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _BUCKET_ELEMENTS = {"cuda": 50_000_000, "cpu": 5_000_000}
 # Parameters smaller than this stay whole on every rank: norms, whose gathering costs more than it saves.
 _PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
 # ZeRO-3 gathers the parameters of each of these modules, the model's layers, at once and with one set of hooks, which
-# halves what hooks cost the host (scripts/bench/host_time.py). Only where all is trained: see `rules.deepspeed_lacks`.
+# halves the host time of hooks (scripts/bench/host_time.py). Only if all is trained: see `engine_rules`.
 _LEAF_MODULES = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
 # Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's 1e9, 2 GB in
 # bf16. A 1 B model is then gathered once a step, which is faster; infra.deepspeed_extra lowers both.
 _LIVE_PARAMETERS = 1_000_000_000
-# Elements of an optimizer on a disk that are read, stepped and written at a time: reads of 100 MB are as fast as a
-# disk is, and a rank holds four such buffers in host memory.
+# Elements of an optimizer on a disk that are read, stepped and written at a time: reads of 100 MB are as fast as
+# the disk allows, and a rank holds four such buffers in host memory.
 _SWAPPED_ELEMENTS = 25_000_000
 SWAP_BUFFERS = 4
 """Buffers of the largest sub-group's size: weights, gradients and both moments."""
@@ -47,14 +47,13 @@ def render_deepspeed_json(
     device: str,
     ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
-    """The complete DeepSpeed configuration of a run.
+    """Return the complete DeepSpeed configuration of a run.
 
     `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step. `device`: "cpu" or an accelerator's
-    name. `ranks_per_node`: the size of zero3_hybrid's secondary partition (hpZ, ZeRO++, arXiv 2306.10209) where
-    `infra.hybrid_shard_size` names none; None: all ranks are on one node. The schedule is part of the JSON only where
-    it is DeepSpeed's own class. Batch sizes are bookkeeping: a "sample" is a packed sequence.
-
-    Raises ConfigError for a JSON file that has not been read, and for ranks that do not divide into hpZ partitions.
+    name. `ranks_per_node` (None: all ranks are on one node): the size of zero3_hybrid's secondary partition (hpZ,
+    ZeRO++, arXiv 2306.10209) unless `infra.hybrid_shard_size` names one. The JSON has a schedule only if it is
+    DeepSpeed's own; batch sizes in it count packed sequences. Raises ConfigError for a JSON file that has not been
+    read, and for ranks that do not divide into hpZ partitions.
     """
     if config.infra.deepspeed_config is not None:
         raise ConfigError("infra.deepspeed_config has not been read: use load_config or FullConfig.from_yaml")
@@ -66,7 +65,7 @@ def render_deepspeed_json(
         "gradient_clipping": training.max_grad_norm,
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},
-        # Parameter groups bring their own weight decay, see `optim.parameter_groups`.
+        # Parameter groups have their own weight decay, see parameter_groups.py.
         "optimizer": {
             "type": "AdamW",
             "params": {
@@ -77,7 +76,7 @@ def render_deepspeed_json(
             },
         },
         "zero_optimization": _zero(config, device, ranks_per_node or world_size),
-        # On by default, and waits for the device in every forward pass; nobody reads it.
+        # On by default, and waits for the device in every forward pass; nothing reads it.
         "timers": {"throughput": {"enabled": False}},
     }
     if training.bf16 and rendered["zero_optimization"]["stage"] >= 2:
@@ -103,10 +102,10 @@ def _set_optimizer(rendered: dict[str, Any], training: TrainingConfig) -> None:
     if training.optimizer in OPTIMIZERS:
         adam = rendered["optimizer"]["params"]
         adam["torch_adam"] = True
-        adam.pop("bias_correction", None)  # torch has no such word, and always corrects
+        adam.pop("bias_correction", None)  # torch has no such argument, and always corrects
         if not adam.keys() & {"fused", "foreach"}:
             adam["fused"] = True  # torch's own choice is a loop over single operations
-    else:  # DeepSpeed gets the optimizer itself, and would refuse what it does not know
+    else:  # DeepSpeed gets the optimizer itself, and by default refuses one that it does not know
         del rendered["optimizer"]
         rendered |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 
@@ -114,7 +113,7 @@ def _set_optimizer(rendered: dict[str, Any], training: TrainingConfig) -> None:
 def run_json(
     config: FullConfig, world: World, device: torch.device, gradient_accumulation_steps: int
 ) -> dict[str, Any]:
-    """The complete DeepSpeed configuration of a run on these ranks, which is also its ds_config.json."""
+    """Return the complete DeepSpeed configuration of a run on these ranks, which is also its ds_config.json."""
     return render_deepspeed_json(
         config,
         world_size=world.world_size,
@@ -125,7 +124,7 @@ def run_json(
 
 
 def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> None:
-    """Raise ConfigError for what DeepSpeed would refuse on these ranks, whatever the batch."""
+    """Raise ConfigError for settings that DeepSpeed would refuse on these ranks, whatever the batch."""
     disk = config.infra.nvme_path or ""
     if config.infra.offload_optimizer == "nvme" and not os.path.isdir(os.path.expanduser(disk)):
         raise ConfigError(f"infra.nvme_path: {disk!r} is no folder on this machine: make it, or name another")
@@ -135,7 +134,7 @@ def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> N
 
 
 def accumulates_in_bf16(rendered: dict[str, Any]) -> bool:
-    """Return whether a run of this JSON adds several micro-batches' gradients up in bfloat16."""
+    """Return whether a run of this JSON adds several micro-batches' gradients in bfloat16."""
     several = rendered["gradient_accumulation_steps"] > 1
     return bool(rendered["bf16"]["enabled"]) and several and not _accumulates_in_float32(rendered)
 
@@ -145,11 +144,8 @@ def _accumulates_in_float32(rendered: dict[str, Any]) -> bool:
 
 
 def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
-    """Return whether bfloat16 gradients are to be summed over ranks as they are over micro-batches.
-
-    A sum over one rank rounds nothing, but where it is of what was accumulated (stage 1). ZeRO++'s quantized sums take
-    16 bits alone.
-    """
+    """Return whether bfloat16 gradients are summed over ranks in float32, as they are over micro-batches. On one rank
+    only stage 1 needs it, which sums accumulated gradients. ZeRO++'s quantized sums take 16 bits alone."""
     zero = rendered["zero_optimization"]
     return (
         bool(rendered["bf16"]["enabled"])
@@ -160,7 +156,7 @@ def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
 
 
 def _scheduler(training: TrainingConfig) -> dict[str, Any]:
-    """One of DeepSpeed's schedules (runtime/lr_schedules.py), each with the parameters its class takes."""
+    """Return one of DeepSpeed's schedules (runtime/lr_schedules.py), with the parameters its class takes."""
     params: dict[str, Any] = {
         "warmup_num_steps": training.warmup_steps,
         "warmup_type": training.warmup_type,  # DeepSpeed's default is a logarithmic warm-up
@@ -216,7 +212,7 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
 
 
 def _merge(rendered: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """`rendered` with the user's `extra` keys, which replace our choices of buffer sizes and the like."""
+    """Return `rendered` with the user's `extra` keys, which replace our choices of buffer sizes and the like."""
     merged = dict(rendered)
     for key, value in extra.items():
         below = merged.get(key)

@@ -1,10 +1,8 @@
-"""Places inside DeepSpeed 0.19.8 that the engine reaches for: the tensors that a rank holds.
+"""Places inside DeepSpeed 0.19.8 that the engine uses: the tensors that a rank holds.
 
-DeepSpeed gives its optimizer a few flat tensors instead of the model's parameters, whose places depend on the ZeRO
-stage. Here all stages look alike: shards, each made of pieces.
-
-All of these are private places (foreign_places.py). The parity tests and those of resumed runs hold them down, and one
-counts what they hold.
+DeepSpeed gives its optimizer a few flat tensors, whose layout depends on the ZeRO stage; here all stages look alike, as
+shards made of pieces. All of these are private places (foreign_places.py), which tests of parity, resumed runs and byte
+counts cover.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -40,13 +38,12 @@ _GRADIENTS_OF_OPTIMIZER = (
 
 
 def _own(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
-    """ZeRO 3: this rank's parts."""
     sizes = {engine.param_names[parameter]: parameter.ds_numel for parameter in group}  # type: ignore[attr-defined]
     return own_parts(sizes, engine.global_rank, engine.dp_world_size)
 
 
 def _linked(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
-    """ZeRO 1 and 2: DeepSpeed links each parameter that this rank has a part of to that part."""
+    """Yield this rank's parts under ZeRO 1 and 2, where DeepSpeed links each parameter to its part here."""
     for parameter in group:
         link = parameter._hp_mapping  # type: ignore[attr-defined]
         if link is not None:
@@ -55,7 +52,6 @@ def _linked(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piec
 
 
 def _whole(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
-    """ZeRO 0: whole parameters."""
     return end_to_end({engine.param_names[parameter]: parameter.numel() for parameter in group})
 
 
@@ -64,26 +60,26 @@ _FLAT = (
     (DeepSpeedZeroOptimizer, "single_partition_of_fp32_groups", "bit16_groups", _linked),
     (BF16_Optimizer, "fp32_groups_flat_partition", "bf16_groups", _linked),
 )
-"""The fields in which each of DeepSpeed's optimizers has its flat float32 weights, by group, and their parameters."""
+"""Each of DeepSpeed's optimizers, and its fields of flat float32 weights and of their parameters, by group."""
 
 
 def shards(engine: DeepSpeedEngine) -> list[Shard]:
-    """All shards of this rank, in the order in which DeepSpeed steps them."""
+    """Return all shards of this rank, in the order in which DeepSpeed steps them."""
     optimizer = engine.optimizer
     for kind, flats, groups, pieces in _FLAT:
         if isinstance(optimizer, kind):
-            found = zip(getattr(optimizer, flats), getattr(optimizer, groups), strict=True)
-            return [Shard(flat, tuple(pieces(group, engine))) for flat, group in found]
+            pairs = zip(getattr(optimizer, flats), getattr(optimizer, groups), strict=True)
+            return [Shard(flat, tuple(pieces(group, engine))) for flat, group in pairs]
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         masters, parameters = (list(chain(*groups)) for groups in (optimizer.fp32_groups, optimizer.fp16_groups))
     else:
         masters = parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    found = zip(masters, parameters, strict=True)
-    return [Shard(master, tuple(_whole([parameter], engine))) for master, parameter in found]
+    pairs = zip(masters, parameters, strict=True)
+    return [Shard(master, tuple(_whole([parameter], engine))) for master, parameter in pairs]
 
 
 def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
-    """The parts that this rank has of the parameters that no optimizer steps, in the dtype that layers compute in."""
+    """Yield this rank's parts of the frozen parameters, in the dtype that layers compute in."""
     for parameter in engine.module.parameters():
         if parameter.requires_grad:
             continue
@@ -92,11 +88,9 @@ def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
 
 
 def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[str]) -> None:
-    """Rewrite DeepSpeed's `state` to canonical names and exactly the parameters `kept`.
-
-    Its exclusion of frozen parameters leaves a tied one's other name, and below stage 2 it saves frozen ones where its
-    zero_to_fp32.py does not look.
-    """
+    """Rewrite DeepSpeed's `state` to canonical names and exactly the parameters `kept`. DeepSpeed's exclusion of frozen
+    parameters leaves a tied one's other name, and below stage 2 it saves frozen ones where its zero_to_fp32.py does not
+    look."""
     module = {canonical_name(name): tensor for name, tensor in state["module"].items()}
     shapes = engine._get_zero_frozen_param_attributes(engine._get_param_shape_func)
     if kept.isdisjoint(shapes):
@@ -108,7 +102,7 @@ def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[st
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training: TrainingConfig) -> dict[str, Any]:
-    """The state of a shard; made, as the optimizer itself would in its first step, where there is none yet."""
+    """Return the state of a shard, made as the optimizer's first step would make it if there is none yet."""
     state: dict[str, Any] = optimizer.state[weights]
     if not state:
         # A GPU's fused kernel counts where the weights are, torch's other forms on the CPU.
@@ -119,14 +113,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training:
 
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
-    """The tensors that layers compute with: under stage 3 this rank's part (with hpZ its node's), and whole ones."""
+    """Yield the tensors that layers use: whole ones and, under stage 3, this rank's parts (hpZ: its node's)."""
     names = ("ds_tensor", "ds_secondary_tensor")
     parts = (getattr(parameter, name, None) for parameter in engine.module.parameters() for name in names)
     return chain(engine.module.parameters(), parts)
 
 
 def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
-    """The gradients that there are now, as tensors, containers of them, or None: of parameters, and of `shards`."""
+    """Yield the current gradients of parameters and `shards`, as tensors, containers of them, or None."""
     return chain(
         (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
         (shard.weights.grad for shard in shards),
@@ -135,20 +129,20 @@ def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:
-    """Undo the step with zero gradients that DeepSpeed makes when it builds stage 0 in 16 bits: it decays weights."""
+    """Undo the step with zero gradients that DeepSpeed makes as it builds stage 0 in 16 bits: it decays weights."""
     if isinstance(engine.optimizer, FP16_UnfusedOptimizer):
         engine.basic_optimizer.state.clear()
         engine.optimizer.refresh_fp32_params()
 
 
 def refresh_parameters(engine: DeepSpeedEngine) -> None:
-    """Give the layers' parameters the values of the float32 weights, as at the end of a step. Collective."""
+    """Copy the float32 weights into the layers' parameters, as at the end of a step. Collective."""
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for parameter in engine.module.parameters():
             if not parameter.requires_grad:
-                write(parameter, ds_secondary_tensor=None)  # the epilogue drops those of what is trained
-        optimizer.checkpoint_event_prologue()  # no parameter is whole
+                write(parameter, ds_secondary_tensor=None)  # the epilogue drops those of trained parameters
+        optimizer.checkpoint_event_prologue()  # partitions all parameters
         for index in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(index)
         optimizer.checkpoint_event_epilogue()  # gathers those that stay whole; hpZ's second copies are dropped
@@ -160,7 +154,7 @@ def refresh_parameters(engine: DeepSpeedEngine) -> None:
 
 
 def loss_scaler_state(engine: DeepSpeedEngine) -> dict[str, float | int] | None:
-    """The state of a dynamic loss scale (float16), or None without one."""
+    """Return the state of a dynamic loss scale (float16), or None without one."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if not isinstance(scaler, DynamicLossScaler):
         return None
@@ -172,7 +166,7 @@ def loss_scaler_state(engine: DeepSpeedEngine) -> dict[str, float | int] | None:
 
 
 def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | int] | None) -> None:
-    """Go on with a loss scale where both this run and the saved one have a dynamic one."""
+    """Restore a loss scale if both this run and the saved one have a dynamic one."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if state is None or not isinstance(scaler, DynamicLossScaler):
         return

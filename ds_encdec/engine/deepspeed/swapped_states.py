@@ -1,8 +1,8 @@
 """Optimizer states on a local disk (`infra.offload_optimizer: nvme`), where DeepSpeed 0.19.8 keeps them between steps.
 
-It writes the float32 weights and both moments of each sub-group into files, leaves empty tensors behind, and reads a
-sub-group back when it steps it. `states_mapped` makes the tensors maps of their files while they are read or written,
-so that saves and resumes need not know. Sub-groups below 1 MiB are never swapped.
+DeepSpeed writes the float32 weights and both moments of each sub-group into files, leaves empty tensors behind, and
+reads a sub-group back to step it. `states_mapped` maps the tensors to their files while they are read or written, so
+that saves and resumes need no other code. Sub-groups below 1 MiB are never swapped.
 """
 
 import os
@@ -28,11 +28,9 @@ SWAPPED_BYTES = 16
 
 
 def prepare_folder(folder: Path, num_parameters: int) -> None:
-    """Check that the states of `num_parameters` can be swapped into `folder`, on this rank's machine.
-
-    Compiles DeepSpeed's asynchronous reading and writing once, which takes minutes. Raises ConfigError for a folder
-    that cannot be written or has too little space, and for a machine without libaio.
-    """
+    """Check that `folder` can take the states of `num_parameters`, and compile DeepSpeed's async I/O, which takes
+    minutes once. Raises ConfigError for a folder that is not writable or too small, and for a machine without
+    libaio."""
     field = "infra.nvme_path"
     try:
         folder.mkdir(exist_ok=True)
@@ -41,10 +39,10 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
     except OSError as error:
         raise ConfigError(f"{field}: {folder} cannot be written: {error.strerror}") from error
     needed, free = SWAPPED_BYTES * num_parameters, free_bytes(folder)
-    held = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # a killed start's, which are written over
-    if free is not None and free + held < needed:
+    reused = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # files of a killed run, which are overwritten
+    if free is not None and free + reused < needed:
         raise ConfigError(
-            f"{field}: {folder} has {disk_size(free + held)} free, but the optimizer's states on this machine take "
+            f"{field}: {folder} has {disk_size(free + reused)} free, but the optimizer's states on this machine take "
             f"{disk_size(needed)}, {SWAPPED_BYTES} bytes for each trained parameter. Name a folder on a larger disk"
         )
     try:
@@ -59,7 +57,7 @@ def prepare_folder(folder: Path, num_parameters: int) -> None:
 
 @contextmanager
 def states_mapped(engine: DeepSpeedEngine, *, of: TrainingConfig | None = None) -> Iterator[None]:
-    """Inside, swapped tensors are maps of their files. `of`: makes moments, zeros, where nothing has stepped."""
+    """Map swapped tensors to their files inside the context. `of`: make missing moments, as zeros."""
     swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
     infos = list(swapper.swap_params_info.values()) if swapper is not None else []
     try:
@@ -68,7 +66,7 @@ def states_mapped(engine: DeepSpeedEngine, *, of: TrainingConfig | None = None) 
             if of is not None and not info.has_state_tensors:
                 weights = info.tensors[0].compute_tensor
                 optimizer_state(engine.basic_optimizer, weights, of)
-                swapper._get_param_swap_info(weights)  # looks whether there are moments by now
+                swapper._get_param_swap_info(weights)  # registers the moments made above
                 aligned = swapper._io_aligned_numel(info.numel()) * weights.element_size()
                 for one in info.tensors[1:]:
                     with open(one.swap_path, "wb") as file:
@@ -88,7 +86,7 @@ def _map(info: Any) -> None:
 
 
 def _flush(path: str) -> None:
-    """Bring what was written through a map to the disk: DeepSpeed reads past the kernel's cache."""
+    """Flush writes through a map to the disk: DeepSpeed reads past the kernel's cache."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -97,7 +95,7 @@ def _flush(path: str) -> None:
 
 
 def remove_states(engine: DeepSpeedEngine) -> None:
-    """Delete the files of this rank, which no other run can use, and the run's folders where it leaves them empty."""
+    """Delete the files of this rank, which no other run can use, and the run's folders if they are then empty."""
     swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
     if swapper is not None:
         shutil.rmtree(swapper.swap_folder, ignore_errors=True)

@@ -1,20 +1,13 @@
 """The DeepSpeed engine: ZeRO 0 to 3 with optimizer and parameter offload, behind `protocol.Engine`.
 
-DeepSpeed averages gradients over ranks and would divide by the accumulation steps. Here a micro-batch's loss is a *sum*
-over tokens, divided by the target tokens of the whole step: it is multiplied by world size / target tokens, and
-`scale_wrt_gas=False` turns the other division off. Micro-batch boundaries are set explicitly.
+DeepSpeed averages gradients over ranks, so the loss *sum* of a micro-batch is multiplied by world size / target tokens
+of the whole step, and `scale_wrt_gas=False` turns DeepSpeed's division by the accumulation steps off. DeepSpeed's own
+checkpoint files are collected inside its `save_checkpoint`, which ends with a barrier, and written later: no rank waits
+for another while it writes.
 
-DeepSpeed's own checkpoint files are collected inside its `save_checkpoint`, which ends with a barrier, and written
-later: so no rank waits for another while it writes.
-
-CHECKPOINT/
-  engine.json        what wrote these files (protocol.py)
-  latest             the tag, for zero_to_fp32.py (stages 1-3)
-  zero_to_fp32.py    DeepSpeed's script: `python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT` (stages 1-3)
-  zero/
-    *mp_rank_00_model_states.pt, *_optim_states.pt
-
-Stage 0 has no zero_to_fp32.py: its weights stand in full in `mp_rank_00_model_states.pt`.
+A checkpoint holds engine.json (protocol.py) and, in `zero/`, *mp_rank_00_model_states.pt and *_optim_states.pt. At
+stages 1-3 it also holds DeepSpeed's script, `python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT`, and `latest`, the tag
+for it; at stage 0 `mp_rank_00_model_states.pt` has the full weights.
 """
 
 import logging
@@ -77,7 +70,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeepSpeedEngine(ShardedEngine):
-    """`protocol.Engine` on `deepspeed.initialize`."""
+    """Implements `protocol.Engine` on `deepspeed.initialize`."""
 
     def __init__(
         self,
@@ -87,11 +80,11 @@ class DeepSpeedEngine(ShardedEngine):
         weights: WeightSource | None,
         gradient_accumulation_steps: int,
     ) -> None:
-        """Build the model from `weights`, which rank 0 reads. Without them parameters hold anything until `load`."""
+        """Build the model from `weights`, which rank 0 reads. Without, parameters are uninitialized until `load`."""
         super().__init__(config, context)
         check("deepspeed")
         training, device = config.training, context.device
-        assert training.activation_checkpointing != "selective"  # the schema leaves that to FSDP2
+        assert training.activation_checkpointing != "selective"  # the schema allows it under FSDP2 alone
         ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
         if context.world.is_main and accumulates_in_bf16(ds_json):
             logger.warning(
@@ -106,7 +99,7 @@ class DeepSpeedEngine(ShardedEngine):
             share = trained * context.world.local_world_size // context.world.world_size
             self._collectives.on_every_rank(lambda: prepare_folder(Path(offload["nvme_path"]), share))
         self._area = StagingArea(pin_memory=config.infra.pin_memory and device.type == "cuda")
-        # ZeRO-3 puts its own in the place of torch's linear layers and leaves it there: here until this engine closes.
+        # ZeRO-3 replaces torch's linear function for good; this restores it when the engine closes.
         self._undo.enter_context(replaced(torch.nn.functional, "linear", torch.nn.functional.linear))
         with _device_as_local_rank(device):
             model = _build_model(config, model_config, ds_json, dtype=compute_dtype(training), device=device)
@@ -119,14 +112,14 @@ class DeepSpeedEngine(ShardedEngine):
                 optimizer=None
                 if training.optimizer in OPTIMIZERS
                 else lambda groups: user_optimizer.build(groups, training, device),
-                # Our schedules as DeepSpeed wants them. Its own it builds from the JSON.
+                # Our schedules in DeepSpeed's form; it builds its own from the JSON.
                 lr_scheduler=None
                 if training.lr_scheduler_type in NATIVE_SCHEDULES
                 else lambda optimizer: LambdaLR(optimizer, lambda update_index: lr_lambda(update_index, training)),
                 dist_init_required=False,
             )
         assert_ties(model)
-        # By these names it saves parts of parameters.
+        # DeepSpeed saves parts of parameters by these names.
         write(self._engine, param_names={p: canonical_name(name) for name, p in model.named_parameters()})
         undo_first_step(self._engine)
         self.model = self._engine.module
@@ -149,7 +142,7 @@ class DeepSpeedEngine(ShardedEngine):
         engine = self._engine
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
         with states_mapped(engine, of=self._training):
-            for _ in self._states():  # makes them before the first step: a save is as large then as later
+            for _ in self._states():  # makes states before the first step: every save has the same size
                 pass
             files = self._collect(directory)
             # Host memory may run out on one rank alone.
@@ -157,11 +150,11 @@ class DeepSpeedEngine(ShardedEngine):
         return StagedSave(num_bytes, partial(self._write, staged, record, directory))
 
     def _collect(self, directory: Path) -> dict[Path, Any]:
-        """Collect what DeepSpeed would write from this rank, by file; the tensors are the live ones. Collective."""
+        """Return what DeepSpeed would write from this rank, by file, with the live tensors. Collective."""
         engine, collector = self._engine, _Collector()
         with (
             replaced(engine, "checkpoint_engine", collector),
-            # The first of these writes, and the second would make it write.
+            # The first of these writes files, and the second would make DeepSpeed write.
             replaced(engine, "_copy_recovery_script", lambda folder: None),
             replaced(engine, "zero_nvme_offload_optimizer", lambda: False),
         ):
@@ -176,7 +169,7 @@ class DeepSpeedEngine(ShardedEngine):
         """Write this rank's part of a checkpoint. Not collective."""
         (directory / TAG).mkdir(exist_ok=True)
         for path, state in staged.items():
-            with path.open("wb") as file:  # a file, not a path: torch then lets the OSError of a full disk through
+            with path.open("wb") as file:  # a file, not a path: torch then passes on the OSError of a full disk
                 torch.save(state, file)
         written = list(staged)
         if self._context.world.is_main:
@@ -189,7 +182,9 @@ class DeepSpeedEngine(ShardedEngine):
 
     def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, name in self._engine.param_names.items():
-            with deepspeed.zero.GatheredParameters([parameter]):  # does nothing to what ZeRO-3 has not taken apart
+            with deepspeed.zero.GatheredParameters(
+                [parameter]
+            ):  # no effect on parameters that ZeRO-3 has not partitioned
                 yield name, parameter.detach()
 
     def load(self, saved: SavedState) -> None:
@@ -202,26 +197,27 @@ class DeepSpeedEngine(ShardedEngine):
         remove_states(self._engine)
 
     def _take_weights(self, weights: WeightSource) -> None:
-        """Give the optimizer's float32 weights the exact values of `weights`, then the layers' parameters theirs.
-
-        Rank 0 reads each parameter once and broadcasts it. Collective: its errors, CheckpointError for another shape
-        among them, are raised by all ranks after the last broadcast, for which the others wait.
-        """
-        held, error = [*shards(self._engine), *self._frozen()], None
+        """Copy `weights` exactly into the optimizer's float32 weights, then into the layers' parameters. Collective:
+        rank 0 reads and broadcasts each, and all ranks raise its errors, such as CheckpointError for another shape,
+        after the last broadcast, for which the others wait."""
+        local_shards, error = [*shards(self._engine), *self._frozen()], None
         for parameter, name in self._engine.param_names.items():
-            error = self._take_parameter(name, full_shape(parameter), weights if error is None else None, held) or error
+            error = (
+                self._take_parameter(name, full_shape(parameter), weights if error is None else None, local_shards)
+                or error
+            )
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
 
     def _take_parameter(
-        self, name: str, shape: torch.Size, weights: WeightSource | None, held: Iterable[Shard]
+        self, name: str, shape: torch.Size, weights: WeightSource | None, local_shards: Iterable[Shard]
     ) -> Exception | None:
-        """Keep what this rank holds of a parameter of rank 0's `weights`, zeros without; returns rank 0's error."""
+        """Broadcast a parameter of rank 0's `weights`, or zeros, and keep this rank's part; return rank 0's error."""
         full, error = torch.zeros(shape, dtype=torch.float32, device=self.device), None
         if self._context.world.is_main and weights is not None:
             _, error = attempt(partial(_read, weights, name, full))
         dist.broadcast(full, src=0)
-        for shard in held:
+        for shard in local_shards:
             shard.fill(shard.weights, lambda _, start, stop: full.view(-1)[start:stop], only=name)
         return error
 
@@ -246,11 +242,11 @@ class DeepSpeedEngine(ShardedEngine):
         set_applied_steps(engine.lr_scheduler, saved.applied_steps)
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        held = shards(self._engine)
+        own_shards = shards(self._engine)
         return {
             "weights": computing_parameters(self._engine),
-            "master_weights": [shard.weights for shard in held],
-            "gradients": gradients(self._engine, held),
+            "master_weights": [shard.weights for shard in own_shards],
+            "gradients": gradients(self._engine, own_shards),
             "optimizer": self._engine.basic_optimizer.state,
         }
 
@@ -265,7 +261,7 @@ def _read(weights: WeightSource, name: str, out: Tensor) -> None:
 
 @contextmanager
 def _device_as_local_rank(device: torch.device) -> Iterator[None]:
-    """Inside, LOCAL_RANK is the device's number: DeepSpeed takes it for that, and a rank may see one device alone."""
+    """Set LOCAL_RANK to the device's number, as DeepSpeed reads it; a rank may see one device alone."""
     before = {name: os.environ[name] for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ}
     if device.type == "cuda":
         os.environ.update(dict.fromkeys(before, str(device.index)))
@@ -276,7 +272,7 @@ def _device_as_local_rank(device: torch.device) -> Iterator[None]:
 
 
 def set_applied_steps(scheduler: Any, applied: int) -> None:
-    """Put a LambdaLR, or DeepSpeed's schedule, and its optimizer's rates, where they are after `applied` steps."""
+    """Set a LambdaLR or DeepSpeed's schedule, and its optimizer's rates, to their values after `applied` steps."""
     if not isinstance(scheduler, LambdaLR):
         scheduler.step(applied - 1)
         return
@@ -296,7 +292,7 @@ def _build_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Qwen3ForSeq2SeqLM:
-    """The model with its adapters, not yet filled. ZeRO-3 partitions each module as soon as it is made."""
+    """Return the model with its adapters, unfilled. ZeRO-3 partitions each module as soon as it is made."""
     if ds_json["zero_optimization"]["stage"] == 3:
         with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
             model = Qwen3ForSeq2SeqLM(model_config)
@@ -308,14 +304,14 @@ def _build_model(
 
 
 class _Collector(TorchCheckpointEngine):
-    """DeepSpeed's writer of files, which here only notes what it is given."""
+    """Replaces DeepSpeed's writer of files and only collects their content."""
 
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[Path, Any] = {}
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Folders are made when files are written."""
+        """Do nothing: folders are made when files are written."""
 
     def save(self, state_dict: Any, path: str) -> None:
         self.files[Path(path)] = state_dict
