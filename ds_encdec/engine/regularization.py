@@ -53,7 +53,7 @@ def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:
 
 @contextmanager
 def masks_of(batch: Batch, seed: int) -> Iterator[None]:
-    """Seed torch for `batch` on the CPU and on its device, always alike in runs of `seed`; then restore it."""
+    """Seed torch by `seed` and `batch`, on the CPU and on the device of `batch`, and restore both afterwards."""
     device = batch.labels.device
     key = keyed_seed(seed, f"dropout:{batch.lane}:{batch.number}")
     on_cpu = device.type == "cpu"

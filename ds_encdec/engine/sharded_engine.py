@@ -73,9 +73,7 @@ class ShardedEngine(ABC):
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._lora = config.model.lora
-        self._saves_frozen = (
-            self._lora is None
-        )  # beside adapters they are the base's, which the checkpoint names instead
+        self._saves_frozen = self._lora is None  # beside adapters a checkpoint names the base instead
         self._loss_scaler: Mapping[str, float | int] | None = None
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
@@ -192,7 +190,7 @@ def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.de
 def unsharded_copy(
     engine: Engine, config: Qwen3Seq2SeqConfig, dtype: torch.dtype, collectives: HostCollectives
 ) -> Qwen3ForSeq2SeqLM:
-    """Return a plain model with the current weights of `engine`. Collective; raises OutOfMemoryError."""
+    """Return a plain model with the current weights of `engine`, in `dtype`. Collective; OutOfMemoryError."""
     model = collectives.on_every_rank(lambda: empty_model(config, dtype, engine.device))
     places = dict(model.named_parameters())
     with torch.no_grad():

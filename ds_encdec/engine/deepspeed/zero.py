@@ -182,9 +182,7 @@ class DeepSpeedEngine(ShardedEngine):
 
     def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
         for parameter, name in self._engine.param_names.items():
-            with deepspeed.zero.GatheredParameters(
-                [parameter]
-            ):  # no effect on parameters that ZeRO-3 has not partitioned
+            with deepspeed.zero.GatheredParameters([parameter]):  # no effect unless ZeRO-3 has partitioned it
                 yield name, parameter.detach()
 
     def load(self, saved: SavedState) -> None:
@@ -200,24 +198,23 @@ class DeepSpeedEngine(ShardedEngine):
         """Copy `weights` exactly into the optimizer's float32 weights, then into the layers' parameters. Collective:
         rank 0 reads and broadcasts each, and all ranks raise its errors, such as CheckpointError for another shape,
         after the last broadcast, for which the others wait."""
-        local_shards, error = [*shards(self._engine), *self._frozen()], None
+        parts, error = [*shards(self._engine), *self._frozen()], None
         for parameter, name in self._engine.param_names.items():
             error = (
-                self._take_parameter(name, full_shape(parameter), weights if error is None else None, local_shards)
-                or error
+                self._take_parameter(name, full_shape(parameter), weights if error is None else None, parts) or error
             )
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
 
     def _take_parameter(
-        self, name: str, shape: torch.Size, weights: WeightSource | None, local_shards: Iterable[Shard]
+        self, name: str, shape: torch.Size, weights: WeightSource | None, parts: Iterable[Shard]
     ) -> Exception | None:
         """Broadcast a parameter of rank 0's `weights`, or zeros, and keep this rank's part; return rank 0's error."""
         full, error = torch.zeros(shape, dtype=torch.float32, device=self.device), None
         if self._context.world.is_main and weights is not None:
             _, error = attempt(partial(_read, weights, name, full))
         dist.broadcast(full, src=0)
-        for shard in local_shards:
+        for shard in parts:
             shard.fill(shard.weights, lambda _, start, stop: full.view(-1)[start:stop], only=name)
         return error
 
