@@ -1,14 +1,10 @@
-"""Layers that recompute, offload or compile: activation memory for computation, transfers, or fewer kernels.
+"""Recomputation, offload and compilation of layers; losses and gradients are bit-identical in every mode.
 
-Layers are patched in place, on the instance's `forward`, so names stay as they are and the hooks of ZeRO-3 and FSDP2
-around `forward` keep working. Losses and gradients are bit-identical in every mode.
-
-`selective` keeps the outputs of attention and of every second matrix product, and computes the rest again. It needs
-parameters that stay in place while a layer runs, as under FSDP2.
-
-On GPUs torch.compile makes one graph for all encoder layers and one for all decoder layers, in which attention is one
-node (attention_kernels.py). Only documents differ from batch to batch: their boundaries and the longest of them reach a
-graph as sizes that it takes for variables from the start.
+Layers are patched in place, on the instance's `forward`: names stay as they are, and the hooks of ZeRO-3 and FSDP2
+around `forward` keep working. `selective` keeps the outputs of attention and of every second matrix product; it needs
+parameters that stay in place while a layer runs, as under FSDP2. On GPUs torch.compile makes one graph for all encoder
+layers and one for all decoder layers, with attention (attention_kernels.py) as one node. Only the documents' boundaries
+and the longest of them differ from batch to batch, and reach a graph as variable sizes from the start.
 """
 
 from collections.abc import Callable
@@ -44,8 +40,8 @@ _FUSED: dict[str, Any] = {
     "realize_opcount_threshold": 400,
     "realize_acc_reads_threshold": 64,
 }
-"""Inductor computes cheap operations (halves of rotated heads, merged rows) again where they are used, instead of
-writing their results to memory: less traffic (tests/bench/test_bench_scripts.py)."""
+"""Inductor recomputes cheap operations (halves of rotated heads, merged rows) at each use, instead of writing their
+results to memory: less traffic (tests/bench/test_bench_scripts.py)."""
 GRAPHS = 32
 """The most graphs of layers that torch makes: 4 for each pair of buffer sizes, for two kinds of layers, in training and
 in evaluation."""
@@ -62,10 +58,9 @@ def apply_activation_checkpointing(
 ) -> None:
     """Make layers recompute their activations in the backward pass, or keep them in host memory, or both.
 
-    `full`: every layer recomputes; `every_n`: the layers 0, n, 2n, … of either stack; `selective`: every layer, the
-    cheaper half of its operations. `offload`: everything that layers save (with recomputation only their input) waits
-    in host memory. `compile_layers`: each layer runs through torch.compile. `random`: layers drop out. Apply once,
-    before an engine wraps the model.
+    `full`: every layer recomputes; `every_n`: layers 0, n, 2n, … of either stack; `selective`: every layer, the cheaper
+    half of its operations. `offload`: all that layers save (with recomputation their input alone) waits in host memory.
+    `random`: layers drop out. Apply once, before an engine wraps the model.
     """
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
     contexts = _selective_contexts if mode == "selective" else None
@@ -84,7 +79,7 @@ def apply_activation_checkpointing(
 
 
 def _recomputing(forward: Forward, contexts: Callable[[], Contexts] | None, random: bool) -> Forward:
-    """The layer, remembering only `hidden_states`; what else it reads (encoder output, rotary tables) lives anyway."""
+    """Return `forward` saving `hidden_states` alone; its other inputs (encoder output, rotary tables) exist anyway."""
     chosen: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
 
     def recomputing_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
@@ -97,7 +92,7 @@ def _recomputing(forward: Forward, contexts: Callable[[], Contexts] | None, rand
 
 
 def _selective_contexts() -> Contexts:
-    """A new decision for one run of a layer: products are counted from its start, in both passes alike."""
+    """Return contexts for one run of a layer, which count products from its start, in both passes alike."""
     products = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -111,14 +106,14 @@ def _selective_contexts() -> Contexts:
 
 
 def compiled(forward: Forward, *, random: bool) -> Forward:
-    """Return a layer's `forward` compiled. `random`: it draws numbers, which must be those of torch's own operators."""
+    """Return a layer's `forward` compiled. `random`: it draws numbers, as torch's own operators would."""
     known = {name: value for name, value in _FUSED.items() if hasattr(torch._inductor.config, name)}
     run = torch.compile(forward, options={**known, "fallback_random": random})
 
     def compiled_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
         if isinstance(layout := options["layout"], PackedLayout):
             _mark_varying(layout)
-        # A part of a larger buffer, as the first layer of a stack gets, would be compiled for by itself.
+        # A view into a larger buffer, which the first layer of a stack gets, would need a separate graph.
         whole = hidden_states.clone() if hidden_states.storage_offset() else hidden_states
         return run(whole, *shared, **options)
 
@@ -126,7 +121,7 @@ def compiled(forward: Forward, *, random: bool) -> Forward:
 
 
 def _mark_varying(layout: PackedLayout) -> None:
-    """Have compiled code take the number of segments and their largest lengths for variables."""
+    """Make compiled code take the number of segments and their largest lengths for variables."""
     if not hasattr(layout.merged.longest_key, "_dynamo_dynamic_indices"):  # once for all layers
         for segments in (layout.encoder, layout.merged):
             for tensor in segments.varying():

@@ -1,13 +1,10 @@
 """Activations that wait for the backward pass in host memory.
 
-Everything that autograd saves inside a layer is copied to the host behind the layer, and back before its backward pass.
-On a GPU both happen on a second stream while other layers compute: a layer's copies leave while the next layer
-computes, and come back while the backward pass works on the layer behind it. At most two layers' activations are on the
-device.
-
-No memory changes streams by `record_stream`: the host runs ahead, and would allocate again what the device still uses.
+All that autograd saves inside a layer is copied to the host after the layer, and back before its backward pass. On a
+GPU a second stream copies while other layers compute; at most two layers' activations are on the device. Tensors do not
+change streams by `record_stream`: the host runs ahead, and would allocate a second time what the device still uses.
 Instead the computing stream waits for a layer's copies before its tensors are freed, and the copying stream waits for
-what has been computed before it takes memory again.
+all computation so far before it takes memory again.
 """
 
 import dataclasses
@@ -27,7 +24,7 @@ Forward = Callable[..., Tensor]
 
 
 class Streams:
-    """The place where copies run: a second stream of a GPU; elsewhere copies are done when `run` returns."""
+    """Runs copies: on a second stream of a GPU; elsewhere copies are done when `run` returns."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -35,7 +32,7 @@ class Streams:
         """Layers whose tensors stay on the device after their forward pass, so that nothing waits for the copies."""
 
     def run(self, copy: Callable[[], None]) -> Any:
-        """Copy behind what has been computed so far; returns what to `wait` for."""
+        """Copy after all computation so far; return the argument for `wait`."""
         if self._side is None:
             return copy()
         self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -44,14 +41,14 @@ class Streams:
             return self._side.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Have everything that is computed from now on wait."""
+        """Make all later computation wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream(self._device).wait_event(copied)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Saved:
-    """A tensor that autograd has saved `uses` times. `tensor`: on its device, None while it is on the host alone."""
+    """A tensor that autograd has saved `uses` times; `tensor` is None while it is on the host alone."""
 
     tensor: Tensor | None
     device: torch.device
@@ -61,17 +58,17 @@ class _Saved:
 
 @dataclasses.dataclass(eq=False)
 class _Record:
-    """All that one forward pass of one layer has saved, by place and form. It goes with its graph; nothing names it."""
+    """The tensors that one forward pass of one layer has saved, by place and form. It lives as long as its graph."""
 
     before: Callable[[], "_Record | None"]
     saved: dict[Any, _Saved] = dataclasses.field(default_factory=dict)
-    left: Any = None  # what to wait for on the way out, and on the way back
+    left: Any = None  # `wait` for these: the copies to the host, and those back
     arrived: Any = None
     in_use: bool = False
 
 
 class ActivationOffload:
-    """Wraps layers of one model. Their forward passes come in one order, their backward passes in the opposite one."""
+    """Wraps layers of one model, whose backward passes come in the opposite order of their forward passes."""
 
     def __init__(self, streams: Callable[[torch.device], Streams] = Streams) -> None:
         self._new_streams = cache(streams)
@@ -80,11 +77,8 @@ class ActivationOffload:
         self._last: Callable[[], _Record | None] = lambda: None
 
     def around(self, forward: Forward, layer: nn.Module) -> Forward:
-        """The forward pass of `layer`, with what autograd saves inside it kept on the host.
-
-        Parameters stay where they are, and so does everything that layers share (the encoder's output, rotary tables,
-        boundaries).
-        """
+        """Return `forward` of `layer`, with all that autograd saves inside it kept on the host, except parameters and
+        tensors that layers share (the encoder's output, rotary tables, boundaries)."""
 
         def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
             self._streams = self._new_streams(hidden_states.device)
@@ -100,7 +94,7 @@ class ActivationOffload:
         return offloading_forward
 
     def _send(self, record: _Record) -> None:
-        """Begin to copy what the layer has saved to the host."""
+        """Begin to copy the layer's saved tensors to the host."""
         saved = list(record.saved.values())
 
         def copy() -> None:
@@ -128,14 +122,14 @@ class ActivationOffload:
         record, saved = packed
         if not record.in_use:
             record.in_use = True
-            self._leaving.clear()  # the backward pass takes them from here on
+            self._leaving.clear()  # the backward pass frees them from here on
             self._fetch(record)
             self._streams.wait(record.left if record.arrived is None else record.arrived)
             before = record.before()
             if before is not None:
                 self._fetch(before)
         saved.uses -= 1
-        # A graph that is gone through again finds its tensors on the host.
+        # A second backward pass over the graph reads its tensors from the host.
         tensor = saved.host.to(saved.device, non_blocking=True) if saved.tensor is None else saved.tensor
         if saved.uses <= 0:
             saved.tensor = None
@@ -154,7 +148,7 @@ class ActivationOffload:
 
 
 def _pack(record: _Record, staying: set[int], layer: nn.Module, tensor: Tensor) -> Tensor | tuple[_Record, _Saved]:
-    """Note `tensor`, once however often it is saved; those that stay are their own record."""
+    """Record `tensor` once, however often it is saved; return tensors that stay on the device as they are."""
     address = tensor.untyped_storage().data_ptr()
     # Parameters may have been gathered since the layer began.
     of_layer = (parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
@@ -169,12 +163,12 @@ def _pack(record: _Record, staying: set[int], layer: nn.Module, tensor: Tensor) 
 
 
 def _keeps_strides(tensor: Tensor) -> bool:
-    """Return whether a copy lies in memory as `tensor` does: not where that has gaps, or repeats elements."""
+    """Return whether a copy has the strides of `tensor`, which gaps or repeated elements prevent."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, dictionaries, dataclasses and Segments."""
+    """Yield the tensors in nested tuples, dictionaries, dataclasses and Segments."""
     if isinstance(item, Tensor):
         yield item
     elif isinstance(item, tuple | list):

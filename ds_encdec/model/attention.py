@@ -1,15 +1,9 @@
 """Attention of the encoder-decoder, for flat packed buffers and for ordinary padded batches.
 
-A *layout* decides which positions may see which. Layers call both layouts alike:
-
-- `attend_encoder(q, k, v)`: bidirectional self-attention of the encoder.
-- `merged_rows(encoder, decoder)`: the rows of both sides, those of each document as [encoder ; decoder].
-- `attend_merged(q, k, v)`: the decoder's merged attention over such rows (T5Gemma 2, arXiv 2512.14856): one softmax
-  over the encoder's output and the decoder's own past, under a causal mask aligned to the bottom right corner.
-
-Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim].
-
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+A *layout* decides which positions see which; layers call both layouts alike. The decoder's merged attention (T5Gemma 2,
+arXiv 2512.14856) is one softmax over the encoder's output and the decoder's own past, under a causal mask aligned to
+the bottom right corner. Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads,
+head_dim]. This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
 """
 
 from __future__ import annotations
@@ -24,15 +18,15 @@ from torch.nn import functional as F
 from .attention_kernels import BY_DOCUMENT, AttentionKernel, Segments, masked_attention
 
 _SEGMENTS_MULTIPLE = 8
-"""The number of segments is rounded up to a multiple: of few different sizes memory is found again."""
+"""The number of segments is rounded up to a multiple: with few different sizes, memory is reused."""
 
 
 @dataclass(frozen=True)
 class PackedLayout:
     """Documents packed one behind the other into two flat buffers of Te encoder and Td decoder tokens.
 
-    The padding at the end of each buffer is one more document that no real one attends to; no loss reads its states.
-    This also keeps every projection in the autograd graph of a batch without documents: ZeRO-3 needs the same gradients
+    The padding at the end of each buffer is one more document, which no real one attends to and whose states no loss
+    reads. It keeps every projection in the autograd graph of a batch without documents: ZeRO-3 needs the same gradients
     on each rank.
 
     | field | dtype, shape | meaning |
@@ -63,12 +57,9 @@ class PackedLayout:
         encoder_positions: Tensor,
         decoder_positions: Tensor,
     ) -> PackedLayout:
-        """Derive the layout of one micro-batch, without a device synchronisation.
-
-        `*_cu_seqlens`: int32 [max_documents + 1] boundaries, past the last document repeating the last one.
-        `*_lengths`: the same on the host, one entry per document; an encoder length may be 0. `*_positions`: int64
-        [Te] and [Td].
-        """
+        """Derive the layout of one micro-batch, without a device synchronisation. `*_cu_seqlens`: boundaries, int32
+        [max_documents + 1], the last one repeated to the end. `*_lengths`: the same on the host, one entry per
+        document; an encoder length may be 0. `*_positions`: int64 [Te] and [Td]."""
         encoder_tokens, decoder_tokens = encoder_positions.shape[0], decoder_positions.shape[0]
         encoder_tail, decoder_tail = encoder_tokens - sum(encoder_lengths), decoder_tokens - sum(decoder_lengths)
         if len(encoder_lengths) != len(decoder_lengths) or encoder_tail < 0 or decoder_tail < 0:
@@ -94,20 +85,20 @@ class PackedLayout:
         )
 
     def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Self-attention within each document. q: [Te, heads, D]; returns the same shape."""
+        """Attend within each document. q: [Te, heads, D]; returns the same shape."""
         return self.kernel.attend(q, k, v, self.encoder, False, self.dropout)
 
     def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
-        """[Te, ...] and [Td, ...] → [Te + Td, ...], each document's rows together."""
+        """Map [Te, ...] and [Td, ...] to [Te + Td, ...], each document's rows together."""
         return _Permuted.apply(torch.cat([encoder, decoder]), self.merge_index, self.split_index)
 
     def attend_merged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Merged attention within each document. q: [Td, heads, D]; returns the same shape."""
+        """Attend within each document, merged. q: [Td, heads, D]; returns the same shape."""
         return self.kernel.attend(q, k, v, self.merged, True, self.dropout)
 
 
 class _Permuted(torch.autograd.Function):
-    """The rows `index` of a tensor, a permutation: the backward pass gathers, where autograd's own would add up."""
+    """Permutes rows by `index`; the backward pass gathers by `inverse`, where autograd's own would add up."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
@@ -122,11 +113,9 @@ class _Permuted(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class PaddedLayout:
-    """An ordinary batch: [batch, length] and masks.
-
-    `encoder_mask`: bool [B, 1, Le, Le] or None (nothing masked); `merged_mask`: bool [B, 1, Lq, Le + Lk], True where
-    a query may look; Lk counts cached and new decoder tokens, Lq the new ones. Positions: int64 [1, Le], [1 or B, Lq].
-    """
+    """An ordinary batch: [batch, length] and masks. `encoder_mask`: bool [B, 1, Le, Le] or None (nothing masked);
+    `merged_mask`: bool [B, 1, Lq, Le + Lk], True where a query may look; Lk counts cached and new decoder tokens, Lq
+    the new ones. Positions: int64 [1, Le], [1 or B, Lq]."""
 
     encoder_positions: Tensor
     decoder_positions: Tensor
@@ -147,8 +136,8 @@ class PaddedLayout:
         """Derive both masks from Hugging Face's attention masks.
 
         `encoder_valid`: [B, encoder_length], `decoder_valid`: [B, past_length + decoder_length], non-zero on real
-        tokens; None: all are. Raises ValueError for other shapes. A position always sees itself, so that no row of a
-        softmax is empty. Decoder positions count real tokens, so that padding on the left does not shift them.
+        tokens; None: all are. A position always sees itself, so that no row of a softmax is empty. Decoder positions
+        count real tokens, so that padding on the left does not shift them. Raises ValueError for other shapes.
         """
         _check_mask("attention_mask", encoder_valid, encoder_length)
         _check_mask("decoder_attention_mask", decoder_valid, past_length + decoder_length)
@@ -175,17 +164,17 @@ class PaddedLayout:
         )
 
     def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Self-attention of each row. q: [B, Le, heads, D]; returns the same shape."""
+        """Attend within each row. q: [B, Le, heads, D]; returns the same shape."""
         return masked_attention(q, k, v, self.encoder_mask)
 
     def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
-        """[B, Le, ...] and [B, Lk, ...] → [B, Le + Lk, ...]; unwritten rows of a static cache are cut off."""
+        """Map [B, Le, ...] and [B, Lk, ...] to [B, Le + Lk, ...], without unwritten rows of a static cache."""
         encoder_length = self.encoder_positions.shape[1]
         decoder_length = self.merged_mask.shape[-1] - encoder_length
         return torch.cat([encoder[:, :encoder_length], decoder[:, :decoder_length]], dim=1)
 
     def attend_merged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Merged attention of each row. q: [B, Lq, heads, D]; returns the same shape."""
+        """Attend within each row, merged. q: [B, Lq, heads, D]; returns the same shape."""
         return masked_attention(q, k, v, self.merged_mask)
 
 
@@ -202,7 +191,7 @@ def _check_mask(name: str, mask: Tensor | None, length: int) -> None:
 
 
 def _merge_index(encoder_cu: Tensor, decoder_cu: Tensor, encoder_tokens: int, decoder_tokens: int) -> Tensor:
-    """Row of [all encoder ; all decoder] that stands at each row of the per-document [encoder ; decoder] order."""
+    """Return, for each row of the per-document [encoder ; decoder] order, its row in [all encoder ; all decoder]."""
     merged_cu = encoder_cu + decoder_cu
     row = torch.arange(encoder_tokens + decoder_tokens, device=encoder_cu.device)
     # Empty segments end where they start; `right=True` steps over them.

@@ -1,13 +1,10 @@
-"""Attention over packed documents: a table of kernels; the first that fits a device and dtype is taken.
+"""Attention over packed documents: a table of kernels, of which the first that fits a device and dtype is taken.
 
-All rows compute the same: queries of a document see its keys and no others, a causal mask aligned to the bottom right
-where one is asked for. Those of GPUs stand inside a graph of torch.compile that serves batches of any documents: they
-are operators, which the lengths reach as tensors or as sizes of tensors, never as constants. One call per document ends
-a graph.
-
-A device gets a kernel of GPUs after a trial: on a few documents it must agree with one call per document.
-
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+All rows compute the same: queries of a document see its keys and no others, if causal under a mask aligned to the
+bottom right. GPU kernels are operators inside a graph of torch.compile that serves batches of any documents: lengths
+reach them as tensors or as sizes of tensors, never as constants. One call per document ends a graph. A GPU kernel is
+taken only if it agrees with one call per document on a few documents. This module is exported as remote code: it
+imports nothing of ds_encdec outside its folder.
 """
 
 from __future__ import annotations
@@ -38,13 +35,13 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 _JOINED_SCORES = 4096
-"""Documents are attended in one call while all their queries times all their keys are no more: on a CPU a call costs
-about as much as 4,096 masked scores."""
+"""Documents share a call up to this product of all their queries and all their keys: on a CPU a call costs about as
+much as 4,096 masked scores."""
 
 
 @dataclass(frozen=True)
 class MaskedCall:
-    """Documents attended together: tokens, and the mask to add to scores, None for none or a plain causal one."""
+    """Documents attended together: tokens, and the mask to add to scores, None without or if it is plain causal."""
 
     queries: int
     keys: int
@@ -54,7 +51,7 @@ class MaskedCall:
     def of(
         cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device
     ) -> MaskedCall:
-        """Make the call of documents of these queries and keys."""
+        """Make the call of documents with these numbers of queries and keys."""
         queries, keys = (sum(side) for side in zip(*lengths, strict=True))
         if len(lengths) == 1 and (not causal or queries == keys):
             return cls(queries, keys, None)
@@ -62,13 +59,13 @@ class MaskedCall:
         row = column = 0
         for length, width in lengths:
             seen = mask[row : row + length, column : column + width]
-            seen.triu_(width - length + 1 if causal else width)  # what it keeps stays hidden
+            seen.triu_(width - length + 1 if causal else width)  # what triu_ keeps stays hidden
             row, column = row + length, column + width
         return cls(queries, keys, mask)
 
 
 def _neighbours(lengths: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Documents in their order, in groups that share a call."""
+    """Yield the documents in order, in groups that share a call."""
     group: list[tuple[int, int]] = []
     for one in lengths:
         queries, keys = (sum(side) for side in zip(*group, one, strict=True))
@@ -86,9 +83,8 @@ class Segments:
     `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device, over the whole buffers: documents, a few empty
     segments, and the padding tail. `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`,
     `key_tail`: tokens of padding. `longest_query`, `longest_key`: empty tensors [n, 0] for longest segments of n
-    tokens, padding included: to compiled code a size may be a variable, where a number is a constant.
-
-    No dataclass: FSDP2 looks for gradients in each field of one, around every layer.
+    tokens, padding included: to compiled code a size may be a variable, but a number is a constant. Not a dataclass, in
+    each field of which FSDP2 would look for gradients, around every layer.
     """
 
     def __init__(
@@ -104,13 +100,13 @@ class Segments:
         self.query_lengths, self.key_lengths = query_lengths, key_lengths
         self.query_tail, self.key_tail = query_tail, key_tail
         longest = max((*query_lengths, query_tail)), max((*key_lengths, key_tail))
-        # At least 2: compiled code takes sizes of 0 and 1 for constants. A bound may be larger than what is there.
+        # At least 2: compiled code takes sizes of 0 and 1 for constants. The bound may exceed the real length.
         self.longest_query, self.longest_key = (torch.empty(max(tokens, 2), 0) for tokens in longest)
-        # Results of `calls`: the layers of a model, and their recomputations, share their masks.
+        # Results of `calls`: the layers of a model, and their recomputations, share masks.
         self.made: dict[Any, tuple[MaskedCall, ...]] = {}
 
     def calls(self, causal: bool, dtype: torch.dtype, device: torch.device, *, joins: bool) -> tuple[MaskedCall, ...]:
-        """Return in what calls the documents are attended one after the other; `joins`: short neighbours share one."""
+        """Return the calls in which documents are attended in turn; with `joins`, short neighbours share one."""
         key = causal, dtype, device, joins
         if key not in self.made:
             lengths = zip(self.query_lengths, self.key_lengths, strict=True)
@@ -119,18 +115,18 @@ class Segments:
         return self.made[key]
 
     def varying(self) -> tuple[Tensor, ...]:
-        """The tensors whose first dimension differs from batch to batch."""
+        """Return the tensors whose first dimension differs from batch to batch."""
         return self.query_cu_seqlens, self.key_cu_seqlens, self.longest_query, self.longest_key
 
     def kernel_lengths(self) -> tuple[Tensor, Tensor, int, int]:
-        """Both boundaries, and at least the tokens of the longest query and key segment, padding included."""
+        """Return both boundaries, and upper bounds of the longest query and key segment, padding included."""
         longest = self.longest_query.shape[0], self.longest_key.shape[0]
         return self.query_cu_seqlens, self.key_cu_seqlens, *longest
 
 
 @dataclass(frozen=True)
 class KernelQuery:
-    """The tensors that attention is to run on: their device and dtype, the width of a head, and the dropout."""
+    """The tensors that attention runs on: their device and dtype, the width of a head, and the dropout."""
 
     device: torch.device
     dtype: torch.dtype
@@ -144,20 +140,21 @@ Attend = Callable[[Tensor, Tensor, Tensor, Segments, bool, float], Tensor]
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """One row: its name in texts, why it cannot run a query ("" where it may), and the kernel."""
+    """One row: its name in messages, the kernel, and `refusal`, which returns why it cannot run a query, or an empty
+    text."""
 
     name: str
     refusal: Callable[[KernelQuery], str]
     attend: Attend
     is_flash: bool = True
-    """All documents in one call, whose memory grows with their lengths and not with the squares of these."""
+    """It attends all documents in one call, with memory for their lengths and not for the squares of these."""
     implementation: str = ""
-    """Torch's operators run this one after it has been activated; "" for the one that they run anyway."""
+    """The implementation to activate in torch's operators; "" for the one that they run anyway."""
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel that is taken, and why each of those that would have been preferred is not."""
+    """The chosen kernel, and each preferred one that is passed over, with the reason."""
 
     kernel: AttentionKernel
     passed_over: tuple[tuple[AttentionKernel, str], ...]
@@ -171,7 +168,7 @@ class KernelChoice:
 
 
 def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
-    """Take the first row that is right for `wanted`; with `flash=False`, the one that goes by document."""
+    """Return the first row that is correct for `wanted`; with `flash=False`, the one that goes by document."""
     if not flash:
         return KernelChoice(BY_DOCUMENT, ())
     passed_over: list[tuple[AttentionKernel, str]] = []
@@ -186,10 +183,10 @@ def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
 def attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float = 0.0
 ) -> Tensor:
-    """One `scaled_dot_product_attention` for each document: the fastest form on CPUs, and the one every device has.
+    """Call `scaled_dot_product_attention` for each document: the fastest form on CPUs, and one for every device.
 
     Short neighbours share a call, except with dropout. A CPU computes 16 bits in float32, in which torch's kernel takes
-    a quarter of the time for documents of 30 tokens. Of the padding tail only one row is computed, and zeroed: enough
+    a quarter of the time for documents of 30 tokens. Only one row of the padding tail is computed, and zeroed: enough
     to keep q, k and v in the autograd graph.
     """
     dtype = q.dtype
@@ -212,7 +209,7 @@ def attend_by_document(
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
-    """Torch's attention of q [B, Lq, heads, D] over k, v [B, Lk, key_value_heads, D], seen where `mask` is True."""
+    """Attend, in torch, from q [B, Lq, heads, D] to k, v [B, Lk, key_value_heads, D] where `mask` is True."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     if grouped and mask is not None and q.device.type != "cpu":  # the fused kernel that takes masks takes no groups
@@ -223,12 +220,12 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **opt
 
 @torch.compiler.assume_constant_result
 def _needs_enable_gqa() -> bool:
-    """Return whether torch's kernel must be told that heads share their keys, as since 2.12."""
+    """Return whether torch's kernel needs an argument for heads that share their keys, as since 2.12."""
     return "enable_gqa" in inspect.signature(torch_varlen.varlen_attn).parameters
 
 
 def attend_in_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, _dropout: float = 0.0) -> Tensor:
-    """Torch's variable-length attention: FlashAttention 2, or whichever is activated."""
+    """Run torch's variable-length attention: FlashAttention 2, or the activated implementation."""
     attend = torch_varlen.varlen_attn
     options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
     if q.shape[-2] != k.shape[-2] and _needs_enable_gqa():
@@ -244,7 +241,6 @@ def _attend_in_flash_attn(
 
 
 def _flash_refusal(wanted: KernelQuery) -> str:
-    """Return why no flash kernel runs on `wanted`."""
     if wanted.device.type != "cuda":
         return f"there is no flash kernel for {wanted.device.type} devices"
     if wanted.dtype not in (torch.bfloat16, torch.float16):
@@ -279,11 +275,11 @@ def _fa3_refusal(wanted: KernelQuery) -> str:
 
 
 _verdicts: dict[tuple[str, torch.device, torch.dtype, int], str] = {}
-"""Why a kernel fails its trial, "" where it passes; each is tried once in a process."""
+"""The reason why a kernel fails its trial, "" if it passes; each is tried once per process."""
 
 
 def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
-    """Say why `kernel` cannot run on `wanted`, or fails there on a few documents; "" where it is right."""
+    """Return why `kernel` cannot run on `wanted`, or fails its trial there; an empty text if it is correct."""
     if (refusal := kernel.refusal(wanted)) or not kernel.is_flash:
         return refusal
     key = kernel.name, wanted.device, wanted.dtype, wanted.head_dim
@@ -302,7 +298,7 @@ def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
 
 @contextmanager
 def _activated(implementation: str) -> Iterator[None]:
-    """Have torch's operators run this implementation, "" for the one they run; take that back after an error."""
+    """Activate `implementation`, if any, in torch's operators; undo that after an error."""
     if not implementation:
         yield
         return
@@ -326,7 +322,7 @@ _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
-    """Largest difference from `attend_by_document` in float32, over what rounding explains; NaN where any result is."""
+    """Return the largest difference from `attend_by_document` in float32, over what rounding explains, or NaN."""
     cases = ((_TRIAL, True, (3, 8)), (_TRIAL, True, (0, 5)), (((9, 9), (64, 64)), False, (0, 0)))
     return float(torch.stack([_error_of_case(kernel, wanted, *case) for case in cases]).max())
 
@@ -358,8 +354,8 @@ def _error_of_case(
         gradients = torch.autograd.grad((out * weights.to(dtype)).float().sum(), inputs)
         results.append([out.detach() * (weights != 0), *gradients])
     errors = [
-        ((found.float() - expected).abs() / (0.05 + 0.05 * expected.abs())).max()
-        for found, expected in zip(*results, strict=True)
+        ((actual.float() - expected).abs() / (0.05 + 0.05 * expected.abs())).max()
+        for actual, expected in zip(*results, strict=True)
     ]
     return torch.stack(errors).max()
 

@@ -1,7 +1,7 @@
-"""A check that generation with the cache is what it is without, under the libraries that are installed.
+"""A check that generation with the cache equals generation without, under the installed libraries.
 
-transformers fills and hands over the cache, by names and rules that its versions change: with 5.24 models that dropped
-an unknown name generated garbage, and nothing failed.
+transformers fills and passes the cache by names and rules that its versions change: with 5.24 models that dropped an
+unknown name generated garbage, and nothing failed.
 """
 
 from typing import Any
@@ -16,21 +16,21 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
 
 TOKENS = 8
-INPUTS = 8  # short ones: the tokens of a single one may by chance be the same
+INPUTS = 8  # several: tokens of a single one may be the same by chance
 
 
 def check_cache(config: Qwen3Seq2SeqConfig) -> None:
-    """Raise ConfigError where greedy tokens of a tiny random model differ with and without the cache."""
+    """Raise ConfigError if greedy tokens of a tiny random model differ with and without the cache."""
     ids = torch.arange(2, 2 + 6 * INPUTS).view(INPUTS, 6)
     options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
-    options["return_dict_in_generate"] = False  # which a configuration with output_hidden_states sets
+    options["return_dict_in_generate"] = False  # a configuration with output_hidden_states sets it
     try:
         model = _tiny(config)
         with_cache, without = (
             model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=use, **options)[:, 1:].tolist()
             for use in (True, False)
         )
-    except Exception as error:  # whatever another version of transformers does not find
+    except Exception as error:  # whatever another version of transformers raises
         raise ConfigError(f"generate() fails, {_under()}: {type(error).__name__}: {error}") from error
     for cached, plain in zip(with_cache, without, strict=True):
         if cached != plain:
@@ -61,7 +61,7 @@ def _tiny(config: Qwen3Seq2SeqConfig) -> Qwen3ForSeq2SeqLM:
         "use_cache": True,
     }
     tiny = Qwen3Seq2SeqConfig(**fields | sizes)
-    with torch.random.fork_rng(devices=[]):  # training's random numbers are as they would be
+    with torch.random.fork_rng(devices=[]):  # training's random numbers stay the same
         model = Qwen3ForSeq2SeqLM(tiny).float().eval()
     weights = random_weights(tiny, seed=0)
     with torch.no_grad():

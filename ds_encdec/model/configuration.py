@@ -1,6 +1,6 @@
 """The configurations of `Qwen3ForSeq2SeqLM` and of `Qwen3EncoderModel`, as saved in `config.json`.
 
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ from transformers import PretrainedConfig
 
 
 class Qwen3Seq2SeqConfig(PretrainedConfig):
-    """Sizes of a Qwen3 layer, how many of them stand on either side, and the task's token ids.
+    """Sizes of a Qwen3 layer, the number of layers on either side, and the task's token ids; lengths are in tokens.
 
-    All lengths are in tokens. `num_hidden_layers` counts decoder layers (generation and its cache go by that name),
-    `num_encoder_layers` encoder layers; both sides share every other size, and `num_encoder_layers` defaults to the
-    decoder's. `head_dim` is independent of `hidden_size / num_attention_heads`, as in Qwen3.
-
-    `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …; `mode_token_ids` those of the optional
-    tokens that name a denoiser, in the order R1, R2, X1, X2, S.
-
-    `loss_chunk_tokens`: positions whose logits exist at one time in the packed training form.
-    `use_flash_attention`: allow variable-length flash kernels on CUDA devices in the packed form.
+    `num_hidden_layers` counts decoder layers (generation and its cache use that name), `num_encoder_layers` encoder
+    layers, by default as many; both sides share every other size. As in Qwen3, `head_dim` is independent of the other
+    sizes. `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …; `mode_token_ids` those of the optional
+    tokens that name a denoiser, in the order R1, R2, X1, X2, S. `loss_chunk_tokens`: positions whose logits exist at
+    one time in the packed training form. `use_flash_attention`: allow variable-length flash kernels there on CUDA.
     """
 
     model_type = "qwen3_seq2seq"
@@ -96,18 +92,18 @@ def _refuse_impossible(heads: int, key_heads: int, head_dim: int) -> None:
 
 
 def _refuse_other_rotations(rope_parameters: dict[str, Any] | None, others: dict[str, Any]) -> None:
-    """Raise ValueError for a rotary embedding that the model would not compute: it has a base, and nothing else."""
+    """Raise ValueError for a rotary embedding that the model does not compute: it has a base alone."""
     blocks = {"rope_parameters": rope_parameters or {}, "rope_scaling": others.get("rope_scaling") or {}}
     for name, rope in blocks.items():
         if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
             raise ValueError(f"{name} has the rope type {kind!r}, which this model does not compute: remove it")
-    given = [base for base in (others.get("rope_theta"), *(rope.get("rope_theta") for rope in blocks.values())) if base]
-    if any(base != given[0] for base in given):
-        raise ValueError(f"rope_theta, rope_parameters, rope_scaling: bases {given} differ, keep that of the training")
+    bases = [base for base in (others.get("rope_theta"), *(rope.get("rope_theta") for rope in blocks.values())) if base]
+    if any(base != bases[0] for base in bases):
+        raise ValueError(f"rope_theta, rope_parameters, rope_scaling: bases {bases} differ, keep that of the training")
 
 
 class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
-    """The same of an encoder that stands alone: `num_hidden_layers` counts its layers."""
+    """The configuration of an encoder alone: `num_hidden_layers` counts its layers."""
 
     model_type = "qwen3_seq2seq_encoder"
     attribute_map: ClassVar[dict[str, str]] = {"num_encoder_layers": "num_hidden_layers"}
@@ -118,7 +114,7 @@ class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
 
     @classmethod
     def of(cls, config: Qwen3Seq2SeqConfig) -> Qwen3EncoderConfig:
-        """The configuration of the encoder of `config`."""
+        """Return the configuration of the encoder of `config`."""
         fields = config.to_dict()
         for name in ("model_type", "num_encoder_layers"):
             del fields[name]

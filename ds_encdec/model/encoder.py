@@ -1,9 +1,7 @@
-"""`Qwen3EncoderModel`: a stack of Qwen3 layers with bidirectional attention; and all that the decoder shares with it.
+"""`Qwen3EncoderModel`, a stack of Qwen3 layers with bidirectional attention, and all that the decoder shares with it.
 
-Weights are read only inside the forward pass of the module that owns them, and each module is called equally often for
-any packed batch: ZeRO-3 gathers by module.
-
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+Only a module's own forward pass reads its weights, and each module is called equally often for any packed batch: ZeRO-3
+gathers by module. This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
 """
 
 from collections.abc import Collection, Mapping
@@ -42,11 +40,8 @@ def refuse_unknown(module: nn.Module, given: Mapping[str, Any], known: Collectio
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
-    """Cosines and sines of the rotary embedding (Qwen3's: base `rope_theta`, halves turned against each other).
-
-    Computed in float32 from the configuration on each call: a buffer of frequencies would be rounded along with the
-    weights when a model is cast to bfloat16. positions: int64 [..., tokens].
-    """
+    """Return cosines and sines of Qwen3's rotary embedding (base `rope_theta`) for positions, int64 [..., tokens].
+    Computed in float32 on each call: a buffer of frequencies would be rounded when a model is cast to bfloat16."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
     angles = positions[..., None, None].float() * config.rope_parameters["rope_theta"] ** -exponents
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -55,9 +50,7 @@ def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dt
 def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Apply the rotary embedding to x: [..., tokens, heads, head_dim]."""
     cos, sin = rotary
-    if (
-        torch.compiler.is_compiling()
-    ):  # inductor fuses this form with the norm before it, backward, too: 9 % less traffic
+    if torch.compiler.is_compiling():  # inductor fuses this form with the norm, backward, too: 9 % less traffic
         signed = torch.cat((-sin, sin), dim=-1)
         return x * torch.cat((cos, cos), dim=-1) + x.roll(cos.shape[-1], dims=-1) * signed
     first, second = x.chunk(2, dim=-1)
@@ -65,7 +58,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Qwen3Attention(nn.Module):
-    """The projections of Qwen3's attention: grouped-query, RMSNorm on each query and key head."""
+    """The projections of Qwen3's attention: grouped-query, with RMSNorm on each query and key head."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
         super().__init__()
@@ -81,11 +74,11 @@ class Qwen3Attention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
     def queries(self, hidden_states: Tensor, rotary: Rotary) -> Tensor:
-        """Rotated queries, [..., tokens, heads, head_dim]."""
+        """Return rotated queries, [..., tokens, heads, head_dim]."""
         return rotate(self.q_norm(self._heads(self.q_proj(hidden_states))), rotary)
 
     def keys_values(self, hidden_states: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
-        """Keys (rotated if `rotary` is given) and values, [..., tokens, key_value_heads, head_dim]."""
+        """Return keys, rotated by `rotary` if any, and values, [..., tokens, key_value_heads, head_dim]."""
         keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
         return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
 
@@ -103,13 +96,13 @@ class Qwen3EncoderAttention(Qwen3Attention):
     def forward(
         self, hidden_states: Tensor, *, rotary: Rotary, layout: Layout, added_to: Tensor | None = None
     ) -> Tensor:
-        """[..., Te, hidden] → the same shape, plus `added_to`."""
+        """Map [..., Te, hidden] to the same shape, plus `added_to`."""
         keys, values = self.keys_values(hidden_states, rotary)
         return self.output(layout.attend_encoder(self.queries(hidden_states, rotary), keys, values), added_to)
 
 
 class Qwen3MLP(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU block of a layer."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
         super().__init__()
@@ -119,17 +112,14 @@ class Qwen3MLP(nn.Module):
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor, added_to: Tensor | None = None) -> Tensor:
-        """[..., hidden] → [..., hidden], plus `added_to`."""
+        """Map [..., hidden] to the same shape, plus `added_to`."""
         gated = self.activation(self.gate_proj(hidden_states)) * self.up_proj(hidden_states)
         return projected(self.down_proj, gated, added_to)
 
 
 class Qwen3Layer(GradientCheckpointingLayer):
-    """Qwen3's pre-norm layer around either attention, which takes what the layer is called with.
-
-    `residual_dropout`: share of what attention and MLP add to the residual stream that is set to zero in training mode.
-    A setting of a run, in no `config.json`.
-    """
+    """Qwen3's pre-norm layer around either attention. `residual_dropout`, a setting of a run and in no `config.json`,
+    is the share of the outputs of attention and MLP that training mode sets to zero."""
 
     attention: type[Qwen3Attention]
     residual_dropout = 0.0
@@ -142,14 +132,14 @@ class Qwen3Layer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
-        """[..., tokens, hidden], and a decoder's layer [..., Te, hidden] beside it → the shape of the first."""
+        """Map [..., tokens, hidden], beside [..., Te, hidden] in a decoder's layer, to the shape of the first."""
         hidden_states = self._added(
             hidden_states, self.self_attn, self.input_layernorm(hidden_states), *encoder_states, **shared
         )
         return self._added(hidden_states, self.mlp, self.post_attention_layernorm(hidden_states))
 
     def _added(self, stream: Tensor, part: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
-        """`stream` with what `part` makes of its inputs; the product of matrices that ends it adds the two."""
+        """Return `stream` plus the output of `part`, whose last matrix product adds the two."""
         if self.residual_dropout and self.training:
             return stream + nn.functional.dropout(part(*inputs, **shared), self.residual_dropout)
         return part(*inputs, **shared, added_to=stream)
@@ -173,7 +163,7 @@ class Qwen3Stack(nn.Module):
     def _run(
         self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, kept: States, **shared: Any
     ) -> Tensor:
-        """The normed states of the last layer. `kept` gets what each layer starts from, and these."""
+        """Return the normed states of the last layer; `kept` gets each layer's input, and these."""
         rotary = rotary_tables(positions, self.config, hidden_states.dtype)
         for layer in self.layers:
             if kept is not None:
@@ -194,19 +184,19 @@ class Qwen3Encoder(Qwen3Stack):
         super().__init__(config, Qwen3EncoderLayer, config.num_encoder_layers)
 
     def forward(self, inputs_embeds: Tensor, *, layout: Layout, kept: States = None) -> Tensor:
-        """[..., Te, hidden] embeddings → [..., Te, hidden] states."""
+        """Map embeddings [..., Te, hidden] to states [..., Te, hidden]."""
         return self._run(inputs_embeds, positions=layout.encoder_positions, kept=kept, layout=layout)
 
 
 def embedded(embedding: nn.Embedding, ids: Tensor | None, embeds: Tensor | None, side: str = "") -> Tensor:
-    """The given `embeds`, or those of `ids`. `side`: "" or "decoder_", for the error if both are given, or none."""
+    """Return `embeds`, or those of `ids`. Raises ValueError, naming `side`, unless exactly one is given."""
     if (ids is None) == (embeds is None):
         raise ValueError(f"Give either {side}input_ids or {side}inputs_embeds")
     return embedding(ids) if embeds is None else embeds
 
 
 class EmbeddedEncoder(nn.Module):
-    """The encoder from token ids on: the shared embedding in front of it. A view that owns nothing."""
+    """The encoder behind the shared embedding, as a function of token ids. It has no weights besides."""
 
     def __init__(self, shared: nn.Embedding, encoder: Qwen3Encoder) -> None:
         super().__init__()
@@ -222,12 +212,9 @@ class EmbeddedEncoder(nn.Module):
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
     ) -> BaseModelOutput | tuple[Tensor, ...]:
-        """input_ids: int64 [B, Le], or inputs_embeds: [B, Le, hidden]; attention_mask: [B, Le] or None.
-
-        `output_hidden_states`: give the embeddings and the states behind each layer, too, the last ones normed.
-        `return_dict=False`: a tuple. Attention weights are refused. There is no `**kwargs`: with one, generate() hands
-        over all that it has.
-        """
+        """Return the states of input_ids, int64 [B, Le], or inputs_embeds, [B, Le, hidden]. attention_mask: [B, Le] or
+        None. `output_hidden_states`: add the embeddings and the states behind each layer, the last ones normed.
+        Attention weights are refused. There is no `**kwargs`: with it, generate() would pass all that it has."""
         if output_attentions:
             raise NotImplementedError(NO_ATTENTIONS)
         embeds = embedded(self.shared, input_ids, inputs_embeds)
@@ -239,7 +226,7 @@ class EmbeddedEncoder(nn.Module):
 
 
 class Qwen3PreTrainedModel(PreTrainedModel):
-    """The traits that Hugging Face reads of both models."""
+    """The traits of both models that Hugging Face reads."""
 
     base_model_prefix = ""
     _input_embed_layer = "shared"
@@ -248,19 +235,19 @@ class Qwen3PreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _outputs(self, output_hidden_states: bool | None, output_attentions: bool | None) -> dict[str, bool]:
-        """The outputs that a call asks for, or else the configuration. Attention weights are refused."""
+        """Return the outputs that the call, or else the configuration, requests. Attention weights are refused."""
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise NotImplementedError(NO_ATTENTIONS)
-        asked = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return {"output_hidden_states": bool(asked)}
+        requested = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        return {"output_hidden_states": bool(requested)}
 
     def _answer(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """`output`, as a tuple where the call or else the configuration wants that."""
+        """Return `output`, as a tuple if the call or else the configuration requests one."""
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 
 class Qwen3EncoderModel(Qwen3PreTrainedModel):
-    """The bidirectional encoder on its own: contextual states of tokens, to be pooled into embeddings of texts."""
+    """The bidirectional encoder alone: contextual states of tokens, to be pooled into embeddings of texts."""
 
     config_class = Qwen3EncoderConfig
 
@@ -282,6 +269,6 @@ class Qwen3EncoderModel(Qwen3PreTrainedModel):
     ) -> BaseModelOutput | tuple[Tensor, ...]:
         """See `EmbeddedEncoder`; `last_hidden_state` is [B, Le, hidden]."""
         refuse_unknown(self, kwargs)
-        asked = self._outputs(output_hidden_states, output_attentions)
-        output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds, **asked)
+        requested = self._outputs(output_hidden_states, output_attentions)
+        output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds, **requested)
         return self._answer(output, return_dict)

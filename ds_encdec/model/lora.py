@@ -1,9 +1,7 @@
-"""Adapters of low rank: put into the model by peft, drawn, and merged into the matrices that they stand beside.
+"""Adapters of low rank, which peft puts into the model: y = W x + lora_alpha / r · B (A dropout(x)).
 
-    y = W x + scale · B (A dropout(x)),   scale = lora_alpha / r
-
-peft wraps each `Linear` that has an adapter. A is drawn as peft draws it, keyed by (seed, name) like all random weights
-here; B is zero, so that a run begins as the model it starts from.
+A is drawn as peft draws it, keyed by (seed, name) like all random weights; B is zero, so that a run begins as the model
+it starts from.
 """
 
 import importlib.util
@@ -35,17 +33,15 @@ from ds_encdec.model.weights import keyed_generator
 
 
 def require_peft() -> None:
-    """Raise ConfigError where peft is not installed."""
+    """Raise ConfigError if peft is not installed."""
     if importlib.util.find_spec("peft") is None:
         raise ConfigError("model.lora needs peft, which is not installed: pip install 'ds_encdec[lora]'")
 
 
 def choose_trained(model: nn.Module, config: Sections) -> None:
-    """Add the adapters that `config` asks for, and switch the gradients of all that is frozen off.
-
-    `model`: a Qwen3ForSeq2SeqLM that no engine has wrapped yet; its parameters may be anywhere, whole or cut, without
-    values. Raises ConfigError for a pattern that matches nothing.
-    """
+    """Add the adapters of `config`, and switch off the gradients of all frozen parameters. `model`: a Qwen3ForSeq2SeqLM
+    that no engine has wrapped; its parameters may be anywhere, sharded, and without values. Raises ConfigError for a
+    pattern that matches nothing."""
     lora = config.model.lora
     if lora is not None:
         _add_adapters(model, lora)
@@ -56,7 +52,7 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
 
 
 def peft_fields(lora: LoraConfig) -> dict[str, Any]:
-    """The fields of peft's own configuration of these adapters."""
+    """Return these adapters' fields of peft's configuration."""
     return {
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
@@ -78,11 +74,11 @@ def _add_adapters(model: nn.Module, lora: LoraConfig) -> None:
                 raise ConfigError(
                     f"peft {version('peft')} makes {name} a {type(module).__name__} where 0.21 has Linear"
                 )
-            write(module, __class__=Linear)  # computes the same in the precision that is fast
+            write(module, __class__=Linear)  # computes the same in the device's fast precision
 
 
 def with_new_adapters(base: WeightSource, lora: LoraConfig, sizes: ModelSizes, seed: int) -> WeightSource:
-    """The parameters of `base`, and of adapters that are not trained yet, which are float32."""
+    """Return the parameters of `base`, and of new adapters, which are float32."""
     shapes = model_shapes(sizes, lora)
 
     def weights(name: str, rows: slice = slice(None), /) -> Tensor:
@@ -97,12 +93,12 @@ def with_new_adapters(base: WeightSource, lora: LoraConfig, sizes: ModelSizes, s
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, lora: LoraConfig) -> Tensor:
-    """The matrix `weight` (or rows of it, and the same rows of `b`) with its adapter in it; a new tensor, float32."""
+    """Return `weight` (or rows of it, and the same rows of `b`) with its adapter merged, as a new float32 tensor."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=lora.lora_alpha / lora.r)
 
 
 def merged_weights(base: WeightSource, adapters: WeightSource, lora: LoraConfig) -> WeightSource:
-    """The parameters of the model without adapters that computes what `base` with `adapters` does; float32."""
+    """Return the float32 parameters, without adapters, that compute the same as `base` with `adapters`."""
 
     def weights(name: str, rows: slice = slice(None), /) -> Tensor:
         weight = base(name, rows)
@@ -115,7 +111,7 @@ def merged_weights(base: WeightSource, adapters: WeightSource, lora: LoraConfig)
 
 
 def merged_in_turn(parameters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
-    """The `parameters`, each there until the next one, with every adapter merged into the matrix before it."""
+    """Yield `parameters`, each valid until the next, with every adapter merged into the matrix before it."""
     waiting: list[tuple[str, Tensor]] = []  # a matrix, and the first half of its adapter
     for name, parameter in parameters:
         if name.endswith(LORA_B):
@@ -129,5 +125,5 @@ def merged_in_turn(parameters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -
 
 
 def peft_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Name in a peft folder's file → canonical name, of each adapter's matrix in `shapes`."""
+    """Return canonical names by the name in a peft folder's file, for each adapter's matrix in `shapes`."""
     return {f"base_model.model.{name}": name for name in shapes if is_adapter(name)}

@@ -1,17 +1,15 @@
-"""Cross-entropy of a linear head, without ever holding the logits of more than a chunk of tokens.
+"""Cross-entropy of a linear head that never holds the logits of more than a chunk of tokens.
 
-With a vocabulary of 152 k, float32 logits of 8,192 tokens alone are 5 GB. `linear_cross_entropy` walks over chunks of
-tokens and computes, while a chunk's logits exist, its losses *and* its gradients; the backward pass only scales them.
-So no logits are computed twice, and nothing reads the head's weight in the backward pass.
-
-Softmax, losses and sums are float32 whatever the weights are, and the weight's gradient is accumulated in float32. So
-are the logits, but for CPUs with instructions for 16 bits: these round each product's result to 16 bits.
+With a vocabulary of 152 k, float32 logits of 8,192 tokens alone are 5 GB. `linear_cross_entropy` computes, while a
+chunk's logits exist, its losses *and* its gradients; the backward pass only scales them. So no logits are computed
+twice, and nothing reads the head's weight in the backward pass. Softmax, losses, sums and the weight's accumulated
+gradient are float32 whatever the weights are. So are the logits, except on CPUs with instructions for 16 bits, which
+round each product's result to 16 bits.
 
 Training may optimise more than the token losses: label smoothing, (1 - share) * -log p(target) + share * mean(-log p);
 z-loss, its coefficient times the square of the logarithm of the softmax's normaliser (PaLM, arXiv 2204.02311, section
-5); or a user's own loss. The token losses that are reported stay plain cross-entropy.
-
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+5); or a user's own loss. Reported token losses stay plain cross-entropy. This module is exported as remote code: it
+imports nothing of ds_encdec outside its folder.
 """
 
 import logging
@@ -40,14 +38,14 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     own_loss: OwnLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the optimised losses of `hidden @ weight.T` against `labels`, and the token losses.
+    """Return the sum of the optimised losses of `hidden @ weight.T` against `labels`, and the token losses.
 
-    hidden: [T, H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `chunk_tokens`: tokens
-    whose logits exist at one time. `own_loss`: float32 logits [N, V] and labels [N] → float32 [N], optimised instead.
-    Returns a float32 scalar with gradient to hidden and weight, and float32 [T], detached, in nats, 0 where ignored.
+    hidden: [T, H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `own_loss`: float32
+    logits [N, V] and labels [N] → float32 [N], optimised instead. Returns a float32 scalar with gradient to hidden and
+    weight, and float32 [T], detached, in nats, 0 where ignored.
     """
     extras = Extras(label_smoothing, z_loss)
-    with torch.autocast(hidden.device.type, enabled=False):  # which would round logits to 16 bits
+    with torch.autocast(hidden.device.type, enabled=False):  # autocast would round logits to 16 bits
         return _LinearCrossEntropy.apply(
             hidden.to(weight.dtype), weight, labels, chunk_tokens, extras, torch.is_grad_enabled(), own_loss
         )
@@ -66,7 +64,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         own_loss: OwnLoss | None = None,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
-        # In float16 gradients of hidden states wait in float32 for the loss scale that `backward` brings.
+        # In float16, gradients of hidden states stay float32 until `backward` gets the loss scale.
         in_float16 = hidden.dtype == torch.float16
         scale = extras.float16_scale if in_float16 else 1.0
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
@@ -79,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             chunk = slice(start, start + chunk_tokens)
             states = _matmul_operand(hidden[chunk])
             extra = None if extra_losses is None else extra_losses[chunk]
-            # No name holds the logits: they are gone before the products below need memory.
+            # No name refers to the logits: they are freed before the products below need memory.
             logit_grads = _losses_and_gradients(
                 Rows(_matmul(states, matmul_weight.T).float(), labels[chunk], token_losses[chunk], extra),
                 gradients_in,
@@ -91,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _multiply_into(hidden_grad[chunk], logit_grads, matmul_weight)
             if weight_grad is not None and logit_grads is not None:
                 _add_product(weight_grad, logit_grads.T, states)
-            del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would be there
+            del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would exist
         ctx.save_for_backward(hidden_grad, weight_grad)
         ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
         ctx.mark_non_differentiable(token_losses)
@@ -101,17 +99,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Scaled where they lie. A second backward pass over a retained graph would scale again: autograd refuses it.
+        # Scaled in place. A second backward pass over a retained graph would scale again: autograd refuses it.
         hidden_grad, weight_grad = ctx.saved_tensors
         grad = grad / ctx.scale
         gradients = zip((hidden_grad, weight_grad), (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
-        return *(held if held is None else held.mul_(grad).to(dtype) for held, dtype in gradients), *[None] * 5
+        return *(one if one is None else one.mul_(grad).to(dtype) for one, dtype in gradients), *[None] * 5
 
 
 def _losses_and_gradients(
     rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras, own_loss: OwnLoss | None
 ) -> Tensor | None:
-    """See `losses_and_gradients`; with `own_loss` the gradients are its, and the extra losses what it adds."""
+    """Fill `rows` as `losses_and_gradients` does. With `own_loss`, return its gradients; its difference from the plain
+    losses fills the extra losses."""
     if own_loss is None or rows.extra_losses is None:
         return losses_and_gradients(rows, gradients_in, scale, extras)
     has_loss = rows.labels != IGNORE_INDEX
@@ -128,19 +127,18 @@ def _losses_and_gradients(
 
 
 def _matmul_operand(x: Tensor) -> Tensor:
-    """`x` as it is multiplied: a CPU without instructions for its dtype is faster in float32."""
+    """Return `x` as it is multiplied: a CPU without instructions for its dtype is faster in float32."""
     return x.to(product_dtype(x))
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`: float32 where the device gives that of 16-bit operands, else rounded to 16 bits as they are."""
+    """Return `a @ b`: float32 if the device gives that of 16-bit operands, else rounded to 16 bits like them."""
     if a.dtype != torch.float32 and _gives_float32(a):
         return torch.mm(a, b, out_dtype=torch.float32)
     return torch.mm(a, b)
 
 
 def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write `a @ b` into `out`."""
     if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
     else:
@@ -148,7 +146,7 @@ def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total`, which is float32: on a GPU within the product, whatever its operands are."""
+    """Add `a @ b` to the float32 `total`, on a GPU within the product."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     elif _gives_float32(a, adding=True):
@@ -158,7 +156,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gives_float32(x: Tensor, *, adding: bool = False) -> bool:
-    """Return whether products (`adding`: sums with them) of operands like `x` come out in float32, as cuBLAS's do."""
+    """Return whether products (`adding`: sums with them) of operands like `x` are float32, as in cuBLAS."""
     if not x.is_cuda or torch.version.hip is not None:
         return False
     return (x.dtype != torch.bfloat16 or _capability(x.device) >= (8, 0)) and passes_trial(x.device, x.dtype, adding)
@@ -171,19 +169,19 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def passes_trial(device: torch.device, dtype: torch.dtype, adding: bool) -> bool:
-    """Try a product in float32 of operands in `dtype`, laid out as the loss has them; versions of torch differ."""
+    """Return whether a float32 product of operands in `dtype`, laid out as in the loss, is correct in this torch."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(48, n, generator=generator).to(device, dtype) for n in (64, 32))
-    found = torch.ones(64, 32, device=device)
+    result = torch.ones(64, 32, device=device)
     expected = a.double().T @ b.double() + adding
     reason = ""
     try:
         if adding:
-            torch.addmm(found, a.T, b, out_dtype=torch.float32, out=found)
+            torch.addmm(result, a.T, b, out_dtype=torch.float32, out=result)
         else:
-            found = torch.mm(a.T, b, out_dtype=torch.float32)
-        error = float((found - expected).abs().max())
-        if found.dtype != torch.float32 or not error < 1e-3:  # rounded to 16 bits it is off by 0.05 and more
+            result = torch.mm(a.T, b, out_dtype=torch.float32)
+        error = float((result - expected).abs().max())
+        if result.dtype != torch.float32 or not error < 1e-3:  # rounded to 16 bits it is off by 0.05 and more
             reason = f"its results are off by {error:.2g}"
     except Exception as raised:
         reason = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]

@@ -1,11 +1,9 @@
-"""Losses of rows of logits and the gradients of those, as one kernel where it runs and as torch operators elsewhere.
+"""Losses of rows of logits and their gradients, as one Triton kernel where it runs and as torch operators elsewhere.
 
-The operators read and write the logits about twelve times. The kernel, in Triton, reads each row twice: once for its
-maximum and the sum of its exponentials, and once to write the gradients. It computes in float32 like the operators.
-
-A device gets the kernel after a trial: it must compile there, and agree with the operators on a few rows.
-
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+The operators read and write the logits about twelve times; the kernel reads each row twice, for its maximum and the sum
+of its exponentials, and to write the gradients. Both compute in float32. A device gets the kernel only if it compiles
+there and agrees with the operators on a few rows. This module is exported as remote code: it imports nothing of
+ds_encdec outside its folder.
 """
 
 import logging
@@ -33,7 +31,7 @@ _WARPS = 8
 
 
 class Extras(NamedTuple):
-    """Losses that are optimised beside the cross-entropy; false where there are none."""
+    """Losses that are optimised beside the cross-entropy; false if there are none."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -43,16 +41,13 @@ class Extras(NamedTuple):
 
     @property
     def float16_scale(self) -> float:
-        """Gradients of logits, at most 1 + z-loss's derivative, are multiplied by this to fit into float16."""
+        """Return the factor that makes gradients of logits, at most 1 + z-loss's derivative, fit into float16."""
         return 2.0 ** (15 - math.ceil(math.log2(1 + 2 * self.z_loss * 1000)))
 
 
 class Rows(NamedTuple):
-    """Logits, and where their losses go.
-
-    logits: float32 [C, V], contiguous, and overwritten; labels: int64 [C], `IGNORE_INDEX` where there is no loss;
-    `losses` and `extra_losses` (what is optimised beside them, None without extras): float32 [C].
-    """
+    """Logits, float32 [C, V], contiguous, overwritten; labels, int64 [C], `IGNORE_INDEX` for no loss; and, to be
+    filled, float32 [C], `losses` and `extra_losses` (optimised beside them, None without extras)."""
 
     logits: Tensor
     labels: Tensor
@@ -61,17 +56,14 @@ class Rows(NamedTuple):
 
 
 def losses_and_gradients(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras) -> Tensor | None:
-    """Fill the losses of `rows`.
-
-    Returns `scale` times the gradients of the sum of both with respect to the logits, [C, V] in the dtype
-    `gradients_in`, in place of the logits where that is float32; None without a dtype.
-    """
+    """Fill the losses of `rows`. Return `scale` times the gradients of their sum with respect to the logits, [C, V] in
+    `gradients_in`, in place of the logits if that is float32; None without a dtype."""
     fill = _fused if runs_on(rows.logits, gradients_in) else _plain
     return fill(rows, gradients_in, scale, extras)
 
 
 def runs_on(logits: Tensor, gradients_in: torch.dtype | None) -> bool:
-    """Tell if the kernel is there, and right, for the device of `logits` and that dtype of gradients."""
+    """Return whether the kernel exists, and is correct, for the device of `logits` and that dtype of gradients."""
     return logits.is_cuda and triton is not None and _passes_trial(logits.device, gradients_in)
 
 
@@ -197,7 +189,7 @@ if triton is not None:
 
 @cache
 def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> bool:
-    """Compile the kernel for `device` and compare it with the operators, on rows of one block and a part of another."""
+    """Compile the kernel for `device` and compare it with the operators, on rows of one block and part of another."""
     error = math.nan
     try:
         error = trial_error(device, gradients_in)
@@ -215,7 +207,7 @@ def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> boo
 
 
 def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:
-    """Largest difference of the kernel from the operators, over what rounding may explain; NaN where any result is."""
+    """Return the kernel's largest difference from the operators, over what rounding may explain; NaN if any is."""
     generator = torch.Generator().manual_seed(0)
     scale, ratios, epsilon = 8.0, [], torch.finfo(torch.float32).eps
     # Triton compiles another kernel for a number of words that 16 divides.
@@ -229,9 +221,9 @@ def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float
             extra_losses = torch.empty_like(losses) if extras else None
             gradients = fill(Rows(logits.clone(), labels, losses, extra_losses), gradients_in, scale, extras)
             results.append([one for one in (losses, extra_losses, gradients) if one is not None])
-        for found, expected in zip(*results, strict=True):
+        for actual, expected in zip(*results, strict=True):
             size = expected.float().abs()
             rounding = 2 * torch.finfo(expected.dtype).eps * size
             rounding += of_logits * size + 4 * epsilon * scale if expected.dim() == 2 else of_logits
-            ratios.append(((found.float() - expected.float()).abs() / rounding).max())
+            ratios.append(((actual.float() - expected.float()).abs() / rounding).max())
     return float(torch.stack(ratios).max())

@@ -1,14 +1,11 @@
 """`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint.
 
-The encoder (encoder.py) is a stack of Qwen3 layers with bidirectional attention. The decoder's layers have the same
-parameters: their attention takes its queries from the decoder and its keys and values, through the layer's own
-projections, from the encoder's output *and* the decoder's states, under one softmax (merged attention, T5Gemma 2, arXiv
-2512.14856). Decoder queries and keys are rotated (RoPE); keys from the encoder are normalised but not rotated.
-
-Two call forms with equal logits: packed flat buffers (`packing=PackedLayout`, training) and Hugging Face's ordinary
-[batch, length] with masks (`generate`, `from_pretrained`).
-
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+The decoder's layers have parameters like the encoder's (encoder.py). Their attention takes its queries from the decoder
+and its keys and values, through the layer's own projections, from the encoder's output *and* the decoder's states,
+under one softmax (merged attention, T5Gemma 2, arXiv 2512.14856). Decoder queries and keys are rotated (RoPE); keys
+from the encoder are normalised but not rotated. Two call forms have equal logits: packed flat buffers
+(`packing=PackedLayout`, training) and Hugging Face's ordinary [batch, length] with masks (`generate`,
+`from_pretrained`). This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
 """
 
 import inspect
@@ -40,7 +37,7 @@ from .loss import OwnLoss, linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
 from .precision import Linear
 
-_COUNTED = ("cache_position",)  # where new tokens go, of transformers up to 5.3: the cache knows how many it holds
+_COUNTED = ("cache_position",)  # positions of new tokens, in transformers up to 5.3: the cache counts its own
 _CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
 
@@ -58,7 +55,7 @@ class Qwen3MergedAttention(Qwen3Attention):
         generated: Cache = None,
         added_to: Tensor | None = None,
     ) -> Tensor:
-        """[..., Td, hidden] and [..., Te, hidden] → [..., Td, hidden], plus `added_to`."""
+        """Map [..., Td, hidden] and [..., Te, hidden] to [..., Td, hidden], plus `added_to`."""
         queries = self.queries(hidden_states, rotary)
         decoder = self.keys_values(hidden_states, rotary)
         if generated is None:
@@ -74,14 +71,14 @@ class Qwen3MergedAttention(Qwen3Attention):
         return self.output(layout.attend_merged(queries, keys, values), added_to)
 
     def _cached(self, cache: DynamicCache, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """This layer's keys and values in `cache`, to which the `new` ones are added first, if any."""
+        """Return this layer's keys and values in `cache`, after adding the `new` ones, if any."""
         if new is None:
-            held = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+            cached = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         else:
-            # transformers 4 asks where a static cache shall write; 5 counts by itself.
+            # transformers 4 needs the positions that a static cache writes; 5 counts by itself.
             positions = torch.arange(new[0].shape[1], device=new[0].device) + cache.get_seq_length(self.layer_idx)
-            held = cache.update(*(x.transpose(1, 2) for x in new), self.layer_idx, {"cache_position": positions})
-        keys, values = (x.transpose(1, 2) for x in held)
+            cached = cache.update(*(x.transpose(1, 2) for x in new), self.layer_idx, {"cache_position": positions})
+        keys, values = (x.transpose(1, 2) for x in cached)
         return keys, values
 
 
@@ -106,18 +103,15 @@ class Qwen3Decoder(Qwen3Stack):
         generated: Cache = None,
         kept: States = None,
     ) -> Tensor:
-        """[..., Td, hidden] embeddings and [..., Te, hidden] encoder states → [..., Td, hidden] states."""
-        # Not by a name of transformers': before 5.24 its checkpointed layers run in training mode without a cache.
+        """Map embeddings [..., Td, hidden] and encoder states [..., Te, hidden] to [..., Td, hidden] states."""
+        # Not by transformers' names: before 5.24 its checkpointed layers drop the cache in training mode.
         shared = {"layout": layout, "generated": generated}
         return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, kept=kept, **shared)
 
 
 class LanguageModelHead(Linear):
-    """The output layer, and with it the training loss: the only reader of its (usually tied) weight.
-
-    `label_smoothing`, `z_loss`, `own_loss`: of the loss in training mode, see loss.py. Settings of a run, in no
-    `config.json`.
-    """
+    """The output layer, and with it the training loss: the only reader of its (usually tied) weight. Training mode
+    applies `label_smoothing`, `z_loss` and `own_loss` (loss.py), settings of a run and in no `config.json`."""
 
     label_smoothing = 0.0
     z_loss = 0.0
@@ -126,7 +120,7 @@ class LanguageModelHead(Linear):
     def forward(  # type: ignore[override]
         self, hidden_states: Tensor, labels: Tensor | None = None, chunk_tokens: int = 0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits [..., vocab] without labels; else the loss sum and token losses of `linear_cross_entropy`."""
+        """Return logits [..., vocab] without labels; else the sum and token losses of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden_states)
         if not self.training:
@@ -138,22 +132,16 @@ class LanguageModelHead(Linear):
 
 @dataclass
 class PackedLossOutput(ModelOutput):
-    """Loss of one packed micro-batch.
-
-    `loss`: float32 scalar with gradient, the *sum* of what is optimised over tokens, in nats: of the token losses, but
-    for label smoothing and z-loss. `token_losses`: cross-entropy, float32 [Td], detached, 0 where the label is -100.
-    """
+    """Loss of one packed micro-batch: `loss`, float32 scalar with gradient, the *sum* of the optimised losses over
+    tokens, in nats; `token_losses`, plain cross-entropy, float32 [Td], detached, 0 where the label is -100."""
 
     loss: Tensor | None = None
     token_losses: Tensor | None = None
 
 
 class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
-    """The encoder-decoder with its language-model head.
-
-    `attention_dropout`: share of the attention weights that is set to zero in training mode, in the packed form. A
-    setting of a run, in no `config.json`.
-    """
+    """The encoder-decoder with its language-model head. `attention_dropout`, a setting of a run and in no
+    `config.json`, is the share of attention weights that training mode sets to zero, in the packed form."""
 
     attention_dropout = 0.0
 
@@ -175,22 +163,22 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def tie_weights(self, *arguments: Any, **options: Any) -> None:
-        """Tie the output layer to the embedding: early versions 5 of transformers take the two for different ones."""
+        """Tie the output layer to the embedding: early versions 5 of transformers treat them as different."""
         super().tie_weights(*arguments, **options)
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.shared.weight
 
     def get_encoder(self, modality: str | None = None) -> nn.Module:
-        """The encoder as a function of token ids."""
+        """Return the encoder as a function of token ids."""
         return EmbeddedEncoder(self.shared, self.encoder)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-        """The decoder's mask as it is, [B, length]: `generate` would make four dimensions of it for a static cache."""
+        """Return the decoder's mask [B, length] as it is: for a static cache `generate` would make it 4-dimensional."""
         return attention_mask
 
     def _valid_auto_compile_criteria(self, *_: Any, **__: Any) -> bool:
-        """Refuse that `generate` compiles the model for a static cache: masks grow, so each step would be compiled."""
+        """Keep `generate` from compiling for a static cache: masks grow, so each step would be compiled."""
         return False
 
     def forward(
@@ -212,22 +200,21 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         cache: EncoderDecoderCache | None = None,
         **kwargs: Any,
     ) -> PackedLossOutput | Seq2SeqLMOutput | tuple[Tensor, ...]:
-        """Packed, with `packing`: input_ids int64 [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`.
-
-        Ordinary: input_ids int64 [B, Le] (or `inputs_embeds`, `encoder_outputs`), decoder_input_ids int64 [B, Ld] (or
-        `decoder_inputs_embeds`, or labels shifted right), masks [B, length], non-zero on real tokens →
-        `Seq2SeqLMOutput` with logits [B, Ld, vocab] and, given labels (-100: no loss), the mean token loss, which takes
-        `kwargs`. transformers 5.24 calls `past_key_values` `cache`. Raises TypeError for unknown arguments.
-        """
+        """Return the loss of a packed batch, with `packing`, or the logits of an ordinary one. Packed: input_ids int64
+        [Te], decoder_input_ids and labels int64 [Td] → `PackedLossOutput`. Ordinary: input_ids int64 [B, Le] (or
+        `inputs_embeds`, `encoder_outputs`), decoder_input_ids int64 [B, Ld] (or `decoder_inputs_embeds`, or labels
+        shifted right), masks [B, length], non-zero on real tokens → `Seq2SeqLMOutput` with logits [B, Ld, vocab] and,
+        for labels (-100: no loss), the mean token loss, which takes `kwargs`. transformers 5.24 calls `past_key_values`
+        `cache`. Raises TypeError for unknown arguments."""
         for_loss = self._for_loss(kwargs)
         if packing is not None:
             return self._packed_loss(input_ids, decoder_input_ids, labels, packing)
         generated = self._cache_of_call(
             past_key_values, cache, self.config.use_cache if use_cache is None else use_cache
         )
-        asked = self._outputs(output_hidden_states, output_attentions)
+        requested = self._outputs(output_hidden_states, output_attentions)
         if encoder_outputs is None:
-            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **asked)
+            encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **requested)
         encoded = BaseModelOutput(*encoder_outputs) if isinstance(encoder_outputs, tuple) else encoder_outputs
         encoder_states = encoded.last_hidden_state
         if decoder_input_ids is None and decoder_inputs_embeds is None:
@@ -241,7 +228,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             past_length=0 if generated is None else int(generated.get_seq_length()),
             device=encoder_states.device,
         )
-        kept: States = [] if asked["output_hidden_states"] else None
+        kept: States = [] if requested["output_hidden_states"] else None
         hidden_states = self.decoder(decoder_embeds, encoder_states, layout=layout, generated=generated, kept=kept)
         logits, words = self.lm_head(hidden_states), self.config.vocab_size
         output = Seq2SeqLMOutput(
@@ -255,14 +242,14 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return self._answer(output, return_dict)
 
     def _cache_of_call(self, past_key_values: object, cache: object, use_cache: bool) -> Cache:
-        """The cache that a call hands over by either name, or a new one. Raises TypeError for two, or another class."""
-        given = [one for one in (past_key_values, cache) if one is not None]
-        if not given:
+        """Return the cache passed by either name, or a new one. Raises TypeError for two, or another class."""
+        caches = [one for one in (past_key_values, cache) if one is not None]
+        if not caches:
             is_made = use_cache and not self.training
             return EncoderDecoderCache(DynamicCache(), DynamicCache()) if is_made else None
-        found = given[0]
-        if found is not given[-1] or not isinstance(found, EncoderDecoderCache):
-            kinds = " and ".join(type(one).__name__ for one in given)
+        chosen = caches[0]
+        if chosen is not caches[-1] or not isinstance(chosen, EncoderDecoderCache):
+            kinds = " and ".join(type(one).__name__ for one in caches)
             raise TypeError(
                 "past_key_values, cache: needed is one EncoderDecoderCache, such as "
                 f"EncoderDecoderCache(DynamicCache(), DynamicCache()), not {kinds}"
@@ -272,20 +259,20 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
                 "past_key_values: layers that are computed again for gradients would write to the cache twice; call "
                 "eval(), or torch.no_grad(), or gradient_checkpointing_disable()"
             )
-        if found.cross_attention_cache.offloading:
+        if chosen.cross_attention_cache.offloading:
             raise NotImplementedError(
                 "cache_implementation: an offloaded cache keeps the encoder's keys and values in host memory, where "
                 "this model does not fetch them from; use 'dynamic' or 'static'"
             )
-        return found
+        return chosen
 
-    def _for_loss(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The arguments in `given` that the loss takes. Raises TypeError for others."""
-        if not given:
+    def _for_loss(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments that the loss takes. Raises TypeError for others."""
+        if not arguments:
             return {}
         taken = inspect.signature(self.loss_function).parameters.keys() - {"logits", "labels", "vocab_size", "kwargs"}
-        refuse_unknown(self, given, {*_COUNTED, *taken})
-        return {name: value for name, value in given.items() if name in taken}
+        refuse_unknown(self, arguments, {*_COUNTED, *taken})
+        return {name: value for name, value in arguments.items() if name in taken}
 
     def _packed_loss(
         self, input_ids: Tensor | None, decoder_input_ids: Tensor | None, labels: Tensor | None, packing: PackedLayout
@@ -306,7 +293,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return PackedLossOutput(loss=loss, token_losses=token_losses)
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor | None) -> Tensor:
-        """Labels [B, Ld] shifted right behind `decoder_start_token_id`; -100 becomes the pad token."""
+        """Shift labels [B, Ld] right behind `decoder_start_token_id`; -100 becomes the pad token."""
         if labels is None:
             raise ValueError("The decoder needs decoder_input_ids, or labels to make them from")
         shifted = labels.roll(1, dims=-1)

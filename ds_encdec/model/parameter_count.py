@@ -1,9 +1,9 @@
 """Names, shapes and number of the model's parameters, and its operations, from its sizes alone and without torch.
 
-The names are the *canonical names* that checkpoints and weight sources use: those of
-`Qwen3ForSeq2SeqLM.named_parameters()`. Operations are counted for the model-FLOPs utilisation (MFU): matrix products
-forward and backward, of real tokens and visible pairs only (a multiplication and an addition are two operations). Not
-counted: recomputation, normalisation and element-wise work (PaLM, arXiv 2204.02311, appendix B).
+*Canonical names*, which checkpoints and weight sources use, are those of `Qwen3ForSeq2SeqLM.named_parameters()`.
+Operations are counted for the model-FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B): matrix products
+forward and backward, of real tokens and visible pairs only, two operations for each multiplication and addition; not
+recomputation, normalisation and element-wise work.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from itertools import product
 from math import prod
 from typing import Protocol
 
-EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, which matrix kernels like
+EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, for matrix kernels
 
 
 class ModelSizes(Protocol):
-    """The sizes behind the parameters; without `num_encoder_layers` the encoder has as many layers as the decoder."""
+    """The sizes behind the parameters; without `num_encoder_layers`, both sides have equally many layers."""
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102 - the schema documents them
@@ -36,12 +36,12 @@ class ModelSizes(Protocol):
 
 
 def num_encoder_layers(sizes: ModelSizes) -> int:
-    """Layers of the encoder."""
+    """Return the number of encoder layers."""
     return getattr(sizes, "num_encoder_layers", sizes.num_hidden_layers)
 
 
 def parameter_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter by canonical name, in the order of `named_parameters()`. A tied head is not repeated."""
+    """Return all parameters' shapes by canonical name, in the order of `named_parameters()`, without a tied head."""
     embedding = (sizes.vocab_size, sizes.hidden_size)
     shapes: dict[str, tuple[int, ...]] = {"shared.weight": embedding}
     for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
@@ -54,7 +54,7 @@ def parameter_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(sizes: ModelSizes) -> int:
-    """Parameters of the whole model; a tied embedding counts once."""
+    """Return the number of parameters; a tied embedding counts once."""
     return sum(map(prod, parameter_shapes(sizes).values()))
 
 
@@ -79,16 +79,14 @@ def _layer_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
 def training_flops(
     sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int], trained_share: float = 1.0
 ) -> float:
-    """Operations of one forward and backward pass over documents of these lengths (tokens, one entry each).
-
-    The backward pass makes two products of each forward one: for the gradient of the input, and of the weight
-    (Kaplan et al., arXiv 2001.08361, section 2.1). The second is counted for `trained_share` of them.
-    """
+    """Return the operations of a forward and a backward pass over documents of these lengths (tokens). The backward
+    pass makes two products for each forward one, for the gradients of input and weight (Kaplan et al., arXiv
+    2001.08361, section 2.1); `trained_share` of the second are counted."""
     return (2 + trained_share) * forward_flops(sizes, encoder_lengths, decoder_lengths)
 
 
 def forward_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_lengths: Sequence[int]) -> int:
-    """Operations of one forward pass over documents of these lengths (tokens, one entry each)."""
+    """Return the operations of one forward pass over documents of these lengths (tokens)."""
     encoder_tokens, decoder_tokens = sum(encoder_lengths), sum(decoder_lengths)
     query_weights = sizes.hidden_size * sizes.num_attention_heads * sizes.head_dim
     key_weights = sizes.hidden_size * sizes.num_key_value_heads * sizes.head_dim

@@ -1,9 +1,8 @@
-"""Multiplying in the precision that a device multiplies fast.
+"""Products in the precision that a device multiplies fast.
 
 A CPU without bfloat16 instructions emulates them: a bf16 product takes 4.4 times as long there as casting its operands
-to float32, multiplying, and rounding the result (AVX-512 Xeon without avx512_bf16, torch 2.13), for the same numbers.
-
-Part of the exported remote code: it imports nothing of ds_encdec outside its own folder.
+to float32, multiplying, and rounding, for the same numbers (AVX-512 Xeon without avx512_bf16, torch 2.13). This module
+is exported as remote code: it imports nothing of ds_encdec outside its folder.
 """
 
 import platform
@@ -19,25 +18,25 @@ _CPU_HAS: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # fro
 _EMULATED_ON_CPU = frozenset(
     dtype
     for dtype, names in _INSTRUCTIONS.items()
-    # 64-bit Arm since 8.6 has them; torch does not tell.
+    # 64-bit Arm since 8.6 has them; torch does not report it.
     if platform.machine() in ("x86_64", "AMD64") and not any(_CPU_HAS.get(name) for name in names)
 )
 """Dtypes that this machine's CPU has no instructions to multiply in."""
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which to multiply what comes in x's dtype on x's device."""
+    """Return the dtype in which to multiply tensors of x's dtype on x's device."""
     return torch.float32 if x.device.type == "cpu" and x.dtype in _EMULATED_ON_CPU else x.dtype
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias, computed in `product_dtype`; inputs, weight and result keep their dtype."""
+    """Computes `nn.Linear` without bias in `product_dtype`; inputs, weight and result keep their dtype."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor, added_to: Tensor | None = None) -> Tensor:
-        """[..., in_features] → [..., out_features]; with `added_to`, [tokens, out_features], as `projected` has it."""
+        """Map [..., in_features] to [..., out_features], plus `added_to` [tokens, out_features] in one product."""
         if added_to is not None:
             return torch.addmm(added_to, x, self.weight.T)
         dtype = product_dtype(x)
@@ -47,7 +46,7 @@ class Linear(nn.Linear):
 
 
 def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:
-    """`linear(x)` plus `added_to`, if any; compiled code adds it within a plain product, and rounds the sum once."""
+    """Return `linear(x)` plus `added_to`, if any; compiled code adds within a plain product, rounding the sum once."""
     if added_to is None:
         return linear(x)
     fused = torch.compiler.is_compiling() and isinstance(linear, Linear) and x.dim() == 2

@@ -30,7 +30,7 @@ _NOT_COPIED = {"auto_map", "architectures", "dtype"}
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model before it is built: its configuration, where its weights come from, and that in words."""
+    """A model before it is built: its configuration, its weights, and a description of their origin."""
 
     config: Qwen3Seq2SeqConfig
     weights: WeightSource
@@ -38,11 +38,11 @@ class ModelSource:
 
 
 def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> ModelSource:
-    """The model that `section` asks for, for the token ids of `vocabulary`.
+    """Return the model of `section` for the token ids of `vocabulary`.
 
-    Downloads configuration and safetensors of a hub model that is not cached. The names and shapes of its tensors are
-    checked at once, from the files' headers; weights are read when they are asked for.
-    Raises ConfigError for an impossible architecture, CheckpointError for a model that cannot be reached, read or used.
+    Downloads configuration and safetensors of a hub model that is not cached. Checks names and shapes of the tensors at
+    once, from the files' headers; reads weights when they are used. Raises ConfigError for an impossible architecture,
+    CheckpointError for a model that cannot be reached, read or used.
     """
     if (sizes := section.architecture) is not None:
         if wrong := too_few_rows(sizes.vocab_size, vocabulary.vocab_size):
@@ -72,7 +72,7 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
 
 @dataclass(frozen=True)
 class Base:
-    """The model that a run started from: `folder`, None for random weights, and `drawn`, what decides those."""
+    """The model that a run started from: `folder`, None for random weights, and `drawn`, which decides those."""
 
     weights: WeightSource
     folder: Path | None
@@ -80,7 +80,7 @@ class Base:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """All that decides the weights: `drawn`, and the SHA-256 of each file, so that a folder may move."""
+        """Return all that decides the weights: `drawn`, and the SHA-256 of each file, so that a folder may move."""
         if self.folder is None:
             return self.drawn
         paths = sorted(self.folder.glob("*.safetensors"))
@@ -88,7 +88,7 @@ class Base:
 
 
 def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> Base:
-    """Return what `resolve_model` finds for `section` and the vocabulary of `config`. Raises CheckpointError."""
+    """Return the base that `resolve_model` takes for `section` and this vocabulary. Raises CheckpointError."""
     drawn: dict[str, Any] = {"seed": seed, "shapes": {n: list(shape) for n, shape in parameter_shapes(config).items()}}
     if section.model_name_or_path is None:
         drawn["initializer_range"] = config.initializer_range
@@ -104,17 +104,15 @@ def _version(path: Path) -> tuple[int, int]:
 
 @cache
 def _sha256(path: str, _size: int, _mtime_ns: int) -> str:
-    """The hash of a file, which is read once by a process while it keeps its size and time."""
+    """Return the hash of a file, which a process reads once while size and time stay the same."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Vocabulary) -> None:
-    """Log the special tokens that the encoder-decoder lacks. Raise ConfigError for them beside adapters.
-
-    Their rows would be drawn and never trained, and peft, which takes the base as it is, would give other probabilities
-    than the merged model.
-    """
+    """Log the special tokens that the encoder-decoder lacks; beside adapters raise ConfigError for them. Their rows
+    would be drawn and never trained, and peft, on the base as it is, would give other probabilities than the merged
+    model."""
     sentinels, modes = stored.get("sentinel_token_ids", ()), stored.get("mode_token_ids", ())
     lacking = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} - {*sentinels, *modes}
     if lacking and section.lora is None:
@@ -130,7 +128,7 @@ def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Voc
 
 
 def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
-    """The weights of the model `config` from a folder with the `config.json` that holds `stored`."""
+    """Return the weights of the model `config` from a folder whose `config.json` holds `stored`."""
     of_qwen3 = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
     known = () if of_qwen3 else ("sentinel_token_ids", "mode_token_ids")
     trained_ids = {token_id for name in known for token_id in stored.get(name, ())}
@@ -139,12 +137,12 @@ def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a model folder, as `read_stored_model` reads it. Raises CheckpointError as that does."""
+    """Return the `config.json` of a model folder. Raises CheckpointError as `read_stored_model` does."""
     return read_stored_model(folder / "config.json")
 
 
 def _qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Our configuration's fields from a Qwen3's `config.json`. Raises CheckpointError for a field that it lacks."""
+    """Return our configuration's fields from a Qwen3's `config.json`. Raises CheckpointError for a missing field."""
     if missing := [name for name in _COPIED if name not in stored]:
         raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
     return {
@@ -155,12 +153,12 @@ def _qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:
-    """The fields of `config` in which two configurations of one model must agree: not the kernels, not versions."""
+    """Return the fields in which two configurations of one model must agree: not the kernels, not versions."""
     return {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
 
 
 def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary) -> Qwen3Seq2SeqConfig:
-    """The configuration of `fields`, and what `section` and the vocabulary decide. ValueError for impossible sizes."""
+    """Return the configuration of `fields`, `section` and the vocabulary. Raises ValueError for impossible sizes."""
     rows = fields["vocab_size"]
     if vocabulary.vocab_size > rows:
         rows = -(-vocabulary.vocab_size // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE

@@ -1,7 +1,7 @@
-"""The parameters that a run trains and those that it freezes, by name and without torch.
+"""The parameters that a run trains and those that it freezes, by canonical name (parameter_count.py), without torch.
 
-Names are canonical ones (parameter_count.py). A matrix with an adapter keeps its own, although peft calls it
-`….q_proj.base_layer.weight`; its adapter's are `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`.
+A matrix with an adapter keeps its name, although peft calls it `….q_proj.base_layer.weight`; its adapter's are
+`….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`.
 """
 
 from collections.abc import Collection
@@ -23,12 +23,12 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def canonical_name(name: str) -> str:
-    """The canonical name of what `named_parameters()` calls `name`."""
+    """Return the canonical name of a parameter that `named_parameters()` calls `name`."""
     return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether `name` is that of one of an adapter's matrices."""
+    """Return whether `name` is one of an adapter's matrices."""
     return name.endswith((LORA_A, LORA_B))
 
 
@@ -38,7 +38,7 @@ def has_adapter(name: str, lora: LoraConfig) -> bool:
 
 
 def model_shapes(sizes: ModelSizes, lora: LoraConfig | None) -> Shapes:
-    """Shape of every parameter, those of adapters included, by canonical name in the order of `named_parameters()`."""
+    """Return all parameters' shapes, with adapters, by canonical name in the order of `named_parameters()`."""
     shapes: Shapes = {}
     for name, shape in parameter_shapes(sizes).items():
         shapes[name] = shape
@@ -49,27 +49,27 @@ def model_shapes(sizes: ModelSizes, lora: LoraConfig | None) -> Shapes:
 
 
 def trained_shapes(config: Sections, sizes: ModelSizes) -> Shapes:
-    """Shape of every parameter that a run of `config` trains. Raises ConfigError: see `frozen_names`."""
+    """Return the shape of every parameter that `config` trains. Raises ConfigError as `frozen_names` does."""
     shapes = model_shapes(sizes, config.model.lora)
     frozen = frozen_names(config, shapes)
     return {name: shape for name, shape in shapes.items() if name not in frozen}
 
 
 def trained_share(config: Sections, sizes: ModelSizes) -> float:
-    """Parameters that a run of `config` trains, as a share of all."""
+    """Return the parameters that `config` trains, as a share of all."""
     trained, shapes = trained_shapes(config, sizes), model_shapes(sizes, config.model.lora)
     return sum(map(prod, trained.values())) / sum(map(prod, shapes.values()))
 
 
 def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
-    """The `names` that `config` freezes. ConfigError for an unmatched pattern, or where nothing is left to train."""
+    """Return the `names` that `config` freezes. ConfigError for an unmatched pattern, or if nothing is trained."""
     if config.model.lora is not None:
         return frozenset(name for name in names if not is_adapter(name))
     matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in config.training.freeze}
-    for pattern, found in matches.items():
-        if not found:
+    for pattern, matching in matches.items():
+        if not matching:
             raise ConfigError(f"training.freeze: no parameter is called {pattern!r}; {_alike(pattern, names)}")
-    frozen = frozenset(name for found in matches.values() for name in found)
+    frozen = frozenset(name for matching in matches.values() for name in matching)
     if frozen and len(frozen) == len(names):
         raise ConfigError(
             f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters, and nothing would be "
@@ -79,7 +79,7 @@ def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
 
 
 def _alike(pattern: str, names: Collection[str]) -> str:
-    """A pattern that may have been meant; where none is alike, one for each kind of parameter."""
+    """Return a hint: a pattern that may have been meant or, if none is alike, one for each kind of parameter."""
     parts = [name.split(".") for name in names]
     beginnings = (f"{'.'.join(part[:length])}.*" for part in parts for length in range(1, len(part)))
     if guess := closest(pattern, dict.fromkeys([*names, *beginnings])):
@@ -89,5 +89,5 @@ def _alike(pattern: str, names: Collection[str]) -> str:
 
 
 def trained_summary(trained: int, parameters: int) -> str:
-    """A line for logs: the numbers of parameters that are trained, and of all."""
+    """Return a line for logs with the numbers of trained parameters and of all."""
     return f"trainable parameters: {trained:,} of {parameters:,} ({trained / parameters:.2%})".replace("%", " %")

@@ -1,13 +1,10 @@
 """Weights of the encoder-decoder: random, from the folder of a decoder-only Qwen3, or from one of our own.
 
-Random ones have a generator for each parameter, keyed by (seed, name): the same values whatever the number of ranks,
-the order of construction, or the device the model trains on.
-
-From a Qwen3, encoder and decoder layers both copy its layers, its final norm goes to both, and its embedding is shared.
-Rows of the embedding that the vocabulary needs and the source never trained (sentinels, mode tokens, rows beyond its
-size) are drawn from the normal distribution that the trained rows have, dimension by dimension.
-
-Folders of safetensors are read and written one tensor at a time, so that no whole model is ever in memory.
+Random weights have a generator for each parameter, keyed by (seed, name): the same values whatever the number of ranks,
+the order of construction, or the device. From a Qwen3, encoder and decoder layers both copy its layers, its final norm
+goes to both, and its embedding is shared; new rows of the embedding (sentinels, mode tokens, rows beyond its size) are
+drawn from the normal distribution of the trained rows, dimension by dimension. Folders of safetensors are read and
+written one tensor at a time, so that no whole model is ever in memory.
 """
 
 import hashlib
@@ -38,17 +35,17 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 def keyed_seed(seed: int, name: str) -> int:
-    """A seed for torch's generators, for the purpose `name` of the run seeded with `seed`."""
+    """Return a seed for torch's generators, for the purpose `name` of a run seeded with `seed`."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
 
 
 def keyed_generator(seed: int, name: str) -> torch.Generator:
-    """A CPU generator seeded with `keyed_seed`."""
+    """Return a CPU generator seeded with `keyed_seed`."""
     return torch.Generator().manual_seed(keyed_seed(seed, name))
 
 
 def random_weights(config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
-    """Qwen3's initialisation: norms 1, matrices N(0, `initializer_range`); float32."""
+    """Return Qwen3's initialisation: norms 1, matrices N(0, `initializer_range`); float32."""
     shapes = parameter_shapes(config)
 
     def weights(name: str, rows: slice = slice(None), /) -> Tensor:
@@ -71,15 +68,15 @@ def stored_weights(
     seed: int,
     of_qwen3: bool = False,
 ) -> WeightSource:
-    """The parameters of `config`'s model from `folder`, in the dtype stored there.
+    """Return the parameters of `config`'s model from `folder`, in the dtype stored there.
 
-    The folder is one of our own (an export, or `ds-encdec init-model`'s), or `of_qwen3`, a decoder-only one.
+    The folder is one of our own (an export, or `ds-encdec init-model`'s) or, if `of_qwen3`, a decoder-only one.
     `stored_rows`: rows of its embedding (and of an untied head). Rows from there to `vocab_size`, and `added_ids`, are
-    drawn with the mean and standard deviation of the trained ones. Names and shapes of all tensors are checked now
-    (CheckpointError); each tensor is read when it is asked for.
+    drawn with the mean and standard deviation of the trained ones. Checks names and shapes of all tensors now
+    (CheckpointError), and reads each tensor when it is used.
     """
     source, name_of = SafetensorsFolder(folder), _qwen3_name if of_qwen3 else str
-    # The rows below all new ones are the trained ones.
+    # The trained rows are those below all new ones.
     total_rows = max(stored_rows, config.vocab_size)
     added = {row for row in added_ids if row < stored_rows}.union(range(stored_rows, total_rows))
     new_rows = torch.tensor(sorted(added), dtype=torch.int64)
@@ -96,10 +93,10 @@ def stored_weights(
         if name not in VOCABULARY_PARAMETERS or not len(new_rows):
             return stored(name, rows)
         start, stop, _ = rows.indices(total_rows)
-        held = stored(name, slice(min(start, stored_rows), min(stop, stored_rows)))
-        result = held.new_empty(stop - start, held.shape[1])
-        result[: len(held)] = held
-        del held  # the statistics read the rows again: one embedding less at the peak
+        source_rows = stored(name, slice(min(start, stored_rows), min(stop, stored_rows)))
+        result = source_rows.new_empty(stop - start, source_rows.shape[1])
+        result[: len(source_rows)] = source_rows
+        del source_rows  # the statistics read the rows again: one embedding less at the peak
         wanted = (new_rows >= start) & (new_rows < stop)
         if wanted.any():
             mean, std = _row_statistics(stored, name, int(new_rows[0]), result.shape[1])
@@ -111,12 +108,12 @@ def stored_weights(
 
 
 def _qwen3_name(name: str) -> str:
-    """The source's name of one of our parameters."""
+    """Return a Qwen3's name of one of our parameters."""
     return re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
 
 
 def _row_statistics(weights: WeightSource, name: str, count: int, width: int) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation over the first `count` rows, float32 [width] each, summed in float64 by pieces."""
+    """Return mean and standard deviation over the first `count` rows, float32 [width], summed by pieces in float64."""
     starts = range(0, count, _STATISTICS_ROWS)
     pieces = (weights(name, slice(start, min(start + _STATISTICS_ROWS, count))).double() for start in starts)
     sums = (torch.stack((values.sum(0), values.square().sum(0))) for values in pieces)
@@ -125,14 +122,14 @@ def _row_statistics(weights: WeightSource, name: str, count: int, width: int) ->
 
 
 class SafetensorsFolder:
-    """The tensors of a Hugging Face folder, sharded or not, read lazily. CheckpointError for missing shards."""
+    """Reads the tensors of a Hugging Face folder, sharded or not, lazily. CheckpointError for missing shards."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file_of = self._read_index()
 
     def tensor(self, name: str, rows: slice = slice(None), /) -> Tensor:
-        """One tensor (or `rows` of it) on the CPU, as stored. Raises CheckpointError if there is none."""
+        """Return one tensor (or `rows` of it) on the CPU, as stored. Raises CheckpointError if it is missing."""
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder} has no tensor {name}; is it the model its config.json describes?")
         with self._open(self._file_of[name]) as file:
@@ -147,10 +144,10 @@ class SafetensorsFolder:
             )
         for file_name in sorted({self._file_of[name] for name in shapes}):
             with self._open(file_name) as file:
-                held = set(file.keys())
+                names = set(file.keys())
                 where = self._folder / file_name
                 for name in (name for name in shapes if self._file_of[name] == file_name):
-                    if name not in held:
+                    if name not in names:
                         raise CheckpointError(f"{where} has no {name}, which {INDEX_FILE} says is there")
                     part = file.get_slice(name)
                     if (dtype := part.get_dtype()) not in _DTYPE_NAMES.values():
@@ -158,12 +155,12 @@ class SafetensorsFolder:
                             f"{where}: {name} is stored as {dtype}; needed is {', '.join(_DTYPE_NAMES.values())}: take "
                             "the unquantized folder"
                         )
-                    if (found := tuple(part.get_shape())) != shapes[name]:
+                    if (shape := tuple(part.get_shape())) != shapes[name]:
                         wanted = f"but the folder's config.json asks for {shapes[name]}"
-                        raise CheckpointError(f"{where}: {name} has shape {found}, {wanted}")
+                        raise CheckpointError(f"{where}: {name} has shape {shape}, {wanted}")
 
     def _read_index(self) -> dict[str, str]:
-        """The file of each tensor. As in transformers, one whole file goes before an index that lies beside it."""
+        """Return the file of each tensor. As in transformers, one whole file takes precedence over an index."""
         if (self._folder / SINGLE_FILE).is_file():
             with self._open(SINGLE_FILE) as file:
                 return dict.fromkeys(file.keys(), SINGLE_FILE)
@@ -182,7 +179,7 @@ class SafetensorsFolder:
         return file_of
 
     def _open(self, name: str) -> Any:
-        # Anew for each tensor: a file kept open stays mapped, and all of it that was read counts as our memory.
+        # Opened for each tensor: an open file stays mapped, and all pages read count as our memory.
         try:
             return safe_open(self._folder / name, framework="pt")
         except SafetensorError as error:
@@ -197,11 +194,9 @@ def write_safetensors_folder(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write the parameters named in `shapes` to `folder` in `dtype`, in their order, with an index if sharded.
-
-    Tensors are fetched, converted and written one after the other: peak memory is that of the largest one (and of what
-    `weights` needs to make it). A shard holds at most `max_shard_bytes`, unless a single tensor is larger.
-    """
+    """Write the parameters in `shapes` to `folder` in `dtype`, in order, with an index if sharded. Tensors are written
+    in turn: peak memory is that of the largest one (and of what `weights` needs to make it). A shard holds at most
+    `max_shard_bytes`, unless a single tensor is larger."""
     split = split_state_dict_into_shards_factory(
         dict(shapes),
         get_storage_size=lambda shape: dtype.itemsize * prod(shape),
@@ -218,7 +213,7 @@ def write_safetensors_folder(
 def _write_file(
     path: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype
 ) -> None:
-    """One file in the safetensors format, tensor by tensor: safetensors' own writer wants all of them in memory."""
+    """Write one safetensors file tensor by tensor; safetensors' own writer needs all of them in memory."""
     offsets = pairwise(accumulate((dtype.itemsize * prod(shapes[name]) for name in names), initial=0))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
         name: {"dtype": _DTYPE_NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(begin_and_end)}

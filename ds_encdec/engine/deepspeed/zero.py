@@ -198,23 +198,21 @@ class DeepSpeedEngine(ShardedEngine):
         """Copy `weights` exactly into the optimizer's float32 weights, then into the layers' parameters. Collective:
         rank 0 reads and broadcasts each, and all ranks raise its errors, such as CheckpointError for another shape,
         after the last broadcast, for which the others wait."""
-        parts, error = [*shards(self._engine), *self._frozen()], None
+        own, error = [*shards(self._engine), *self._frozen()], None
         for parameter, name in self._engine.param_names.items():
-            error = (
-                self._take_parameter(name, full_shape(parameter), weights if error is None else None, parts) or error
-            )
+            error = self._take_parameter(name, full_shape(parameter), weights if error is None else None, own) or error
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
 
     def _take_parameter(
-        self, name: str, shape: torch.Size, weights: WeightSource | None, parts: Iterable[Shard]
+        self, name: str, shape: torch.Size, weights: WeightSource | None, own: Iterable[Shard]
     ) -> Exception | None:
         """Broadcast a parameter of rank 0's `weights`, or zeros, and keep this rank's part; return rank 0's error."""
         full, error = torch.zeros(shape, dtype=torch.float32, device=self.device), None
         if self._context.world.is_main and weights is not None:
             _, error = attempt(partial(_read, weights, name, full))
         dist.broadcast(full, src=0)
-        for shard in parts:
+        for shard in own:
             shard.fill(shard.weights, lambda _, start, stop: full.view(-1)[start:stop], only=name)
         return error
 
