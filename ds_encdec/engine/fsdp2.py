@@ -3,20 +3,15 @@
 | stage | mesh | parameters between forward and backward |
 |---|---|---|
 | zero0 (DDP) | replicate W × shard 1 | whole, always |
-| zero1, zero2 | shard W | whole from the first forward to the last backward of a step |
+| zero1, zero2 (FSDP2 always scatters gradients) | shard W | whole from a step's first forward to its last backward |
 | zero3 | shard W | gathered for each layer, twice |
 | zero2_hybrid, zero3_hybrid | replicate W/k × shard k | as zero2, zero3 |
 
-FSDP2 scatters gradients as it reduces them, so zero1 equals zero2. Each layer is one FSDP unit; the root unit holds the
-rest, including the embedding, which stays gathered until its backward pass ends. Trained parameters are float32 master
-weights, frozen ones have the compute dtype; gradients are reduced and accumulated in float32. FSDP2 averages gradients
-over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step. Gradients are reduced
-in a step's last micro-batch alone, unless `infra.fsdp_reduce_every_micro_batch` is set.
-
-`CHECKPOINT/dcp/` holds torch.distributed.checkpoint's files: float32 tensors weight.NAME, exp_avg.NAME and
-exp_avg_sq.NAME by canonical names (no exp_avg_sq of matrices that Muon steps); of frozen parameters weight.NAME alone,
-in the compute dtype. Of replicated tensors each is written by one replica, so replicas share the work and the host
-memory of the copies.
+Each layer is one FSDP unit; the root unit holds the rest, including the embedding, which stays gathered until its
+backward pass ends. Trained parameters are float32 master weights, frozen ones have the compute dtype; gradients are
+accumulated in float32, and reduced once a step unless `infra.fsdp_reduce_every_micro_batch` is set. FSDP2 averages them
+over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step. `CHECKPOINT/dcp/` holds
+torch.distributed.checkpoint's files with weight.NAME, exp_avg.NAME and exp_avg_sq.NAME; one replica writes each tensor.
 """
 
 import errno
@@ -76,9 +71,8 @@ class FSDP2Engine(ShardedEngine):
         weights: WeightSource | None,
         gradient_accumulation_steps: int = 1,
     ) -> None:
-        """Build the model, sharded from the start; every rank reads its own rows of `weights`. Without `weights` the
-        parameters are uninitialized until `load`. Raises ConfigError for a hybrid that does not divide the ranks, and
-        on all ranks what any rank's `weights` raise."""
+        """Build the model, sharded from the start; every rank reads its own rows of `weights`. Raises ConfigError for a
+        hybrid that does not divide the ranks, and on all ranks what any rank's `weights` raise."""
         super().__init__(config, context)
         mesh = make_mesh(config.infra, context.world, context.device)
         # A save may write states from a background thread, in this group.
@@ -262,7 +256,6 @@ def _shard(name: str, parameter: DTensor) -> Shard:
 
 @torch.no_grad()
 def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
-    """Copy this rank's rows of `weights` into its shards. Raises CheckpointError for another shape."""
     for name, parameter in parameters.items():
         local, rows = parameter.to_local(), local_rows(parameter)
         source: Tensor = weights(name, rows)
@@ -345,8 +338,7 @@ class _PlanOf(DefaultSavePlanner):
 
 
 def _plain_error(failure: CheckpointException, folder: Path) -> Exception:
-    """Return the first rank's error: OSError if the disk refused, OutOfMemoryError without memory, or
-    CheckpointError."""
+    """Return the first rank's error: OSError if the disk refused, OutOfMemoryError, or CheckpointError."""
     rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or error}", str(folder))

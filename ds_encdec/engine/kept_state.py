@@ -12,8 +12,7 @@ from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 def kept_state(training: TrainingConfig, device: torch.device, *, is_matrix: bool = False) -> KeptState:
     """Return the state that the optimizer of `training` keeps for a parameter; AdamW counts its steps on `device`.
-    `is_matrix`: the parameter's group has this mark (`parameter_groups`). Raises ConfigError for a user's optimizer
-    that engines cannot use."""
+    Raises ConfigError for a user's optimizer that engines cannot use."""
     if training.optimizer not in OPTIMIZERS:
         return try_optimizer(training.optimizer, training.optimizer_args, device.type)
     row = row_of(training.optimizer)

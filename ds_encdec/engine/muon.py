@@ -1,10 +1,9 @@
 """Muon steps hidden matrices of a sharded model by their orthogonalized momentum, all other parameters by AdamW.
 
-Five Newton-Schulz steps bring all singular values of the momentum near 1 (Keller Jordan,
-https://kellerjordan.github.io/posts/muon/). The result is scaled as in "Muon is Scalable for LLM Training" (arXiv
-2502.16982, section 2.2), for AdamW's learning rates and weight decay. Matrices of one shape are stepped in rounds: each
-rank gathers one whole matrix, orthogonalizes it, and returns to every rank its rows. The momentum, `exp_avg`, is a
-matrix's only state.
+Newton-Schulz steps bring all singular values of the momentum, a matrix's only state, near 1 (Keller Jordan,
+https://kellerjordan.github.io/posts/muon/). The result is scaled for AdamW's learning rates and weight decay (arXiv
+2502.16982, section 2.2). In rounds over matrices of one shape, each rank gathers one, orthogonalizes it, and returns to
+every rank its rows.
 """
 
 from collections.abc import Iterable, Iterator
@@ -111,8 +110,7 @@ def _rounds(matrices: Iterable[DTensor]) -> Iterator[list[DTensor]]:
 
 def orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Tensor]:
     """Return this rank's rows of matrices sharded like `like`, each orthogonalized on another rank. Collective.
-    `directions`: this rank's rows of each, of at most one matrix for each rank. Replicas divide the matrices among
-    themselves."""
+    `directions`: this rank's rows of each, of at most one matrix for each rank."""
     mesh, rows, (height, width) = like.device_mesh, len(directions[0]), like.shape
     shards, shard = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
     replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)

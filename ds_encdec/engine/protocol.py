@@ -29,12 +29,9 @@ It must return the same on every rank.
 
 @dataclass(frozen=True, slots=True)
 class StagedSave:
-    """One rank's part of a checkpoint, ready to be written.
-
-    `num_bytes`: approximate size of its files. `write`, called once on every rank, writes and returns them, not yet
-    flushed to disk; exactly one rank returns each file. It may run in a background thread while training goes on, so it
-    uses no collective of the training's groups. It raises OSError if the disk does not take the files.
-    """
+    """One rank's part of a checkpoint: `num_bytes`, about the size of its files, and `write`, which writes and returns
+    them, unflushed, and raises OSError if the disk refuses. Every rank calls `write` once, maybe from a background
+    thread while training goes on, so it uses no collective of the training's groups. One rank returns each file."""
 
     num_bytes: int
     write: Callable[[], list[Path]]
@@ -75,12 +72,9 @@ class Engine(Protocol):
         Collective: every rank takes all of them, in this order. One is gathered at a time, and valid until the next."""
 
     def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of the engine's own tensors on this rank now. Not a collective.
-
-        Categories are `weights`, `master_weights`, `gradients`, `optimizer`, and `host_states` in host memory for an
-        accelerator. Tensors that layers compute with and that the optimizer steps are `weights`. Gradients exist
-        between a step's last backward pass and its `step`.
-        """
+        """Return the bytes of the engine's own tensors on this rank now: `weights`, also if the optimizer steps them
+        directly, `master_weights`, `gradients` (between a step's last backward pass and its `step`), `optimizer`, and
+        `host_states`, in host memory for an accelerator. Not a collective."""
 
     def close(self) -> None:
         """Release the process-wide resources that the engine took."""

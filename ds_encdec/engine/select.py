@@ -252,7 +252,6 @@ def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
 
 
 def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:
-    """Warn if `auto` passes over its preferred engine, and of settings without effect under the one that runs."""
     preferred = next(iter(ENGINES.values()))
     if engine is preferred:
         return

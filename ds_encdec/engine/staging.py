@@ -58,7 +58,6 @@ class StagingArea:
         return taken
 
     def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
-        """Copy `source` into the next buffer, which is replaced if it has another size."""
         index = len(self._storages)
         if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
             self._kept[index : index + 1] = [self._allocate(source.nbytes()).untyped_storage()]

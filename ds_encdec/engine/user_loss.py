@@ -1,8 +1,7 @@
-"""The user's loss, `training.loss: module:name`, which training alone optimises, for each target token.
+"""The user's loss, `training.loss: module:name`, which training alone optimises, tried on six rows before.
 
 It maps logits, float32 [N, vocabulary], and labels, int64 [N], to float32 [N], each by its own row alone: packing and
-memory decide which tokens, and how many, one call gets. Autograd computes its gradient. It is tried on six rows before
-the model is built.
+memory decide which tokens, and how many, one call gets. Autograd computes its gradient.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Recomputation, offload and compilation of layers; losses and gradients are bit-identical in every mode.
 
-Layers are patched in place, on the instance's `forward`: names stay as they are, and the hooks of ZeRO-3 and FSDP2
-around `forward` keep working. `selective` keeps the outputs of attention and of every second matrix product; it needs
-parameters that stay in place while a layer runs, as under FSDP2. On GPUs torch.compile makes one graph for all encoder
-layers and one for all decoder layers, with attention (attention_kernels.py) as one node. Only the documents' boundaries
-and the longest of them differ from batch to batch, and reach a graph as variable sizes from the start.
+Layers are patched in place, on the instance's `forward`, so that the hooks of ZeRO-3 and FSDP2 around it keep working.
+`selective` keeps the outputs of attention and of every second matrix product; it needs parameters that stay in place
+while a layer runs, as under FSDP2. On GPUs all encoder layers share one graph of torch.compile, and all decoder layers
+another: the documents' boundaries and the longest of them reach it as variable sizes.
 """
 
 from collections.abc import Callable
@@ -56,12 +55,9 @@ def apply_activation_checkpointing(
     compile_layers: bool = False,
     random: bool = False,
 ) -> None:
-    """Make layers recompute their activations in the backward pass, or keep them in host memory, or both.
-
-    `full`: every layer recomputes; `every_n`: layers 0, n, 2n, … of either stack; `selective`: every layer, the cheaper
-    half of its operations. `offload`: all that layers save (with recomputation their input alone) waits in host memory.
-    `random`: layers drop out. Apply once, before an engine wraps the model.
-    """
+    """Make layers recompute their activations, keep them in host memory (`offload`), or both; once, before an engine
+    wraps the model. With `full` every layer recomputes, with `every_n` layers 0, n, 2n, … of either stack, with
+    `selective` the cheaper half of every layer's operations. `random`: layers drop out."""
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
     contexts = _selective_contexts if mode == "selective" else None
     offloading = ActivationOffload()
@@ -121,7 +117,6 @@ def compiled(forward: Forward, *, random: bool) -> Forward:
 
 
 def _mark_varying(layout: PackedLayout) -> None:
-    """Make compiled code take the number of segments and their largest lengths for variables."""
     if not hasattr(layout.merged.longest_key, "_dynamo_dynamic_indices"):  # once for all layers
         for segments in (layout.encoder, layout.merged):
             for tensor in segments.varying():

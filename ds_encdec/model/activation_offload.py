@@ -1,10 +1,9 @@
 """Activations that wait for the backward pass in host memory.
 
 All that autograd saves inside a layer is copied to the host after the layer, and back before its backward pass. On a
-GPU a second stream copies while other layers compute; at most two layers' activations are on the device. Tensors do not
-change streams by `record_stream`: the host runs ahead, and would allocate a second time what the device still uses.
-Instead the computing stream waits for a layer's copies before its tensors are freed, and the copying stream waits for
-all computation so far before it takes memory again.
+GPU a second stream copies while other layers compute; at most two layers' activations are on the device. The computing
+stream waits for a layer's copies before its tensors are freed, and the copying stream for all computation before it
+takes memory again. With `record_stream` instead, the host, which runs ahead, would allocate memory twice.
 """
 
 import dataclasses
@@ -94,7 +93,6 @@ class ActivationOffload:
         return offloading_forward
 
     def _send(self, record: _Record) -> None:
-        """Begin to copy the layer's saved tensors to the host."""
         saved = list(record.saved.values())
 
         def copy() -> None:
@@ -136,7 +134,6 @@ class ActivationOffload:
         return tensor
 
     def _fetch(self, record: _Record) -> None:
-        """Begin to copy back the tensors that are only on the host."""
         missing = [one for one in record.saved.values() if one.tensor is None]
         if missing and record.arrived is None:
 
@@ -168,7 +165,6 @@ def _keeps_strides(tensor: Tensor) -> bool:
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, dictionaries, dataclasses and Segments."""
     if isinstance(item, Tensor):
         yield item
     elif isinstance(item, tuple | list):

@@ -133,12 +133,9 @@ class PaddedLayout:
         past_length: int = 0,
         device: torch.device,
     ) -> PaddedLayout:
-        """Derive both masks from Hugging Face's attention masks.
-
-        `encoder_valid`: [B, encoder_length], `decoder_valid`: [B, past_length + decoder_length], non-zero on real
-        tokens; None: all are. A position always sees itself, so that no row of a softmax is empty. Decoder positions
-        count real tokens, so that padding on the left does not shift them. Raises ValueError for other shapes.
-        """
+        """Derive both masks from Hugging Face's, `encoder_valid` [B, encoder_length] and `decoder_valid` [B, past and
+        new length]. A position always sees itself, so that no softmax row is empty; decoder positions count real
+        tokens, so that left padding does not shift them. Raises ValueError for other shapes."""
         _check_mask("attention_mask", encoder_valid, encoder_length)
         _check_mask("decoder_attention_mask", decoder_valid, past_length + decoder_length)
         encoder_positions = torch.arange(encoder_length, device=device)

@@ -1,10 +1,9 @@
 """Attention over packed documents: a table of kernels, of which the first that fits a device and dtype is taken.
 
-All rows compute the same: queries of a document see its keys and no others, if causal under a mask aligned to the
-bottom right. GPU kernels are operators inside a graph of torch.compile that serves batches of any documents: lengths
-reach them as tensors or as sizes of tensors, never as constants. One call per document ends a graph. A GPU kernel is
-taken only if it agrees with one call per document on a few documents. This module is exported as remote code: it
-imports nothing of ds_encdec outside its folder.
+Queries of a document see its keys and no others, if causal under a mask aligned to the bottom right. GPU kernels are
+operators inside a graph of torch.compile, which lengths reach as tensors or as sizes of tensors, never as constants;
+one call per document ends a graph. A GPU kernel is taken only if it agrees with that on a few documents. This module is
+exported as remote code: it imports nothing of ds_encdec outside its folder.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class MaskedCall:
 
 
 def _neighbours(lengths: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield the documents in order, in groups that share a call."""
     group: list[tuple[int, int]] = []
     for one in lengths:
         queries, keys = (sum(side) for side in zip(*group, one, strict=True))
@@ -183,12 +181,9 @@ def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
 def attend_by_document(
     q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float = 0.0
 ) -> Tensor:
-    """Call `scaled_dot_product_attention` for each document: the fastest form on CPUs, and one for every device.
-
-    Short neighbours share a call, except with dropout. A CPU computes 16 bits in float32, in which torch's kernel takes
-    a quarter of the time for documents of 30 tokens. Only one row of the padding tail is computed, and zeroed: enough
-    to keep q, k and v in the autograd graph.
-    """
+    """Call `scaled_dot_product_attention` for each document, or for short neighbours without dropout: the fastest form
+    on CPUs. These compute 16 bits in float32, which takes a quarter of the time for documents of 30 tokens. One row of
+    the padding tail is computed, and zeroed, to keep q, k and v in the autograd graph."""
     dtype = q.dtype
     computed = torch.float32 if q.device.type == "cpu" and dtype.itemsize == 2 else dtype
     calls = segments.calls(causal, computed, q.device, joins=not dropout)

@@ -1,4 +1,4 @@
-"""The configurations of `Qwen3ForSeq2SeqLM` and of `Qwen3EncoderModel`, as saved in `config.json`.
+"""The configurations of both models, as saved in `config.json`.
 
 This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
 """
@@ -92,7 +92,6 @@ def _refuse_impossible(heads: int, key_heads: int, head_dim: int) -> None:
 
 
 def _refuse_other_rotations(rope_parameters: dict[str, Any] | None, others: dict[str, Any]) -> None:
-    """Raise ValueError for a rotary embedding that the model does not compute: it has a base alone."""
     blocks = {"rope_parameters": rope_parameters or {}, "rope_scaling": others.get("rope_scaling") or {}}
     for name, rope in blocks.items():
         if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from .attention import Layout, PaddedLayout
-from .attention_kernels import AttentionKernel  # noqa: F401 - transformers 5.3 copies only what is imported right here
+from .attention_kernels import AttentionKernel  # noqa: F401 - transformers 5.3 copies only modules imported here
 from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from .precision import Linear, projected
 
@@ -242,7 +242,6 @@ class Qwen3PreTrainedModel(PreTrainedModel):
         return {"output_hidden_states": bool(requested)}
 
     def _answer(self, output: ModelOutput, return_dict: bool | None) -> Any:
-        """Return `output`, as a tuple if the call or else the configuration requests one."""
         return output if (self.config.return_dict if return_dict is None else return_dict) else output.to_tuple()
 
 

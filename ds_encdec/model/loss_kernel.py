@@ -17,7 +17,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # builds of torch without CUDA bring none
+except ImportError:  # builds of torch without CUDA lack it
     triton = None
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,6 @@ def _fused(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: E
 
 
 def _launch(rows: Rows, gradients: Tensor | None, scale: float, extras: Extras) -> None:
-    """Start the kernel, a program for each row."""
     logits, labels, losses, extra_losses = rows
     with torch.cuda.device_of(logits):
         softmax_rows[(len(logits),)](

@@ -71,7 +71,6 @@ class Qwen3MergedAttention(Qwen3Attention):
         return self.output(layout.attend_merged(queries, keys, values), added_to)
 
     def _cached(self, cache: DynamicCache, new: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
-        """Return this layer's keys and values in `cache`, after adding the `new` ones, if any."""
         if new is None:
             cached = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         else:
@@ -267,7 +266,6 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return chosen
 
     def _for_loss(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments that the loss takes. Raises TypeError for others."""
         if not arguments:
             return {}
         taken = inspect.signature(self.loss_function).parameters.keys() - {"logits", "labels", "vocab_size", "kwargs"}

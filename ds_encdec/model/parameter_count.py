@@ -1,9 +1,8 @@
 """Names, shapes and number of the model's parameters, and its operations, from its sizes alone and without torch.
 
 *Canonical names*, which checkpoints and weight sources use, are those of `Qwen3ForSeq2SeqLM.named_parameters()`.
-Operations are counted for the model-FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B): matrix products
-forward and backward, of real tokens and visible pairs only, two operations for each multiplication and addition; not
-recomputation, normalisation and element-wise work.
+Operations are counted for the MFU (PaLM, arXiv 2204.02311, appendix B): matrix products of real tokens and visible
+pairs, two for each multiplication and addition; not recomputation, normalisation and element-wise work.
 """
 
 from collections.abc import Sequence

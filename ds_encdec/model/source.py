@@ -38,12 +38,9 @@ class ModelSource:
 
 
 def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> ModelSource:
-    """Return the model of `section` for the token ids of `vocabulary`.
-
-    Downloads configuration and safetensors of a hub model that is not cached. Checks names and shapes of the tensors at
-    once, from the files' headers; reads weights when they are used. Raises ConfigError for an impossible architecture,
-    CheckpointError for a model that cannot be reached, read or used.
-    """
+    """Return the model of `section` for the token ids of `vocabulary`; download a hub model that is not cached.
+    Tensors' names and shapes are checked at once, weights are read later. Raises ConfigError for an impossible
+    architecture, CheckpointError for a model that cannot be reached, read or used."""
     if (sizes := section.architecture) is not None:
         if wrong := too_few_rows(sizes.vocab_size, vocabulary.vocab_size):
             raise ConfigError(f"model.architecture.vocab_size is {sizes.vocab_size}, but {wrong}")
@@ -110,9 +107,8 @@ def _sha256(path: str, _size: int, _mtime_ns: int) -> str:
 
 
 def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Vocabulary) -> None:
-    """Log the special tokens that the encoder-decoder lacks; beside adapters raise ConfigError for them. Their rows
-    would be drawn and never trained, and peft, on the base as it is, would give other probabilities than the merged
-    model."""
+    """Log the special tokens that the encoder-decoder lacks; beside adapters raise ConfigError: their rows would be
+    drawn and never trained, and peft, on the base as it is, would give other probabilities than the merged model."""
     sentinels, modes = stored.get("sentinel_token_ids", ()), stored.get("mode_token_ids", ())
     lacking = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} - {*sentinels, *modes}
     if lacking and section.lora is None:
@@ -128,7 +124,6 @@ def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Voc
 
 
 def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
-    """Return the weights of the model `config` from a folder whose `config.json` holds `stored`."""
     of_qwen3 = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
     known = () if of_qwen3 else ("sentinel_token_ids", "mode_token_ids")
     trained_ids = {token_id for name in known for token_id in stored.get(name, ())}

@@ -1,10 +1,9 @@
 """Weights of the encoder-decoder: random, from the folder of a decoder-only Qwen3, or from one of our own.
 
-Random weights have a generator for each parameter, keyed by (seed, name): the same values whatever the number of ranks,
-the order of construction, or the device. From a Qwen3, encoder and decoder layers both copy its layers, its final norm
-goes to both, and its embedding is shared; new rows of the embedding (sentinels, mode tokens, rows beyond its size) are
-drawn from the normal distribution of the trained rows, dimension by dimension. Folders of safetensors are read and
-written one tensor at a time, so that no whole model is ever in memory.
+Random weights have a generator for each parameter, keyed by (seed, name): they do not depend on ranks, the order of
+construction, or the device. Encoder and decoder layers both copy a Qwen3's layers and final norm, and share its
+embedding, whose new rows (sentinels, mode tokens, rows beyond its size) are drawn from the normal distribution of the
+trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole model is in memory.
 """
 
 import hashlib
@@ -70,10 +69,10 @@ def stored_weights(
 ) -> WeightSource:
     """Return the parameters of `config`'s model from `folder`, in the dtype stored there.
 
-    The folder is one of our own (an export, or `ds-encdec init-model`'s) or, if `of_qwen3`, a decoder-only one.
-    `stored_rows`: rows of its embedding (and of an untied head). Rows from there to `vocab_size`, and `added_ids`, are
-    drawn with the mean and standard deviation of the trained ones. Checks names and shapes of all tensors now
-    (CheckpointError), and reads each tensor when it is used.
+    `stored_rows`: rows of the stored embedding (and of an untied head). Rows from there to `vocab_size`, and
+    `added_ids`, are drawn with the mean and standard deviation of the trained ones. `of_qwen3`: the folder is a
+    decoder-only model's. Checks names and shapes of all tensors now (CheckpointError), and reads each tensor when it is
+    used.
     """
     source, name_of = SafetensorsFolder(folder), _qwen3_name if of_qwen3 else str
     # The trained rows are those below all new ones.
@@ -108,7 +107,6 @@ def stored_weights(
 
 
 def _qwen3_name(name: str) -> str:
-    """Return a Qwen3's name of one of our parameters."""
     return re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
 
 

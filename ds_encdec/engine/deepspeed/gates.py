@@ -1,13 +1,11 @@
 """Guarded steps of DeepSpeed 0.19.8, and a host that does not wait for its device in them.
 
-DeepSpeed computes the global gradient norm in the middle of its step. A gate shows it to the caller's veto and, on
-refusal or if it is not finite, sends DeepSpeed down its path for overflow: gradients cleared, parameters, moments and
-schedule untouched, `skipped_steps` counted. Every later step is bit-identical to a run without the skipped one.
-
-The norm is computed once, on the device, in float32 and with one reduction, and the host reads it once: its only wait
-in a step, where DeepSpeed's own code reads the device up to twice for each parameter. The norm also answers DeepSpeed's
-checks for overflow: a sum of squares is finite only if all its terms are. For an accelerator's streams the device waits
-instead of the host (`wait_on_the_device`). All of these are private places (foreign_places.py).
+A gate shows the global gradient norm to the caller's veto in the middle of DeepSpeed's step and, on refusal or if it is
+not finite, sends DeepSpeed down its path for overflow: gradients cleared, parameters, moments and schedule untouched,
+`skipped_steps` counted. Every later step is bit-identical to a run without the skipped one. The norm is computed on the
+device, in float32 and with one reduction, and read once, the host's only wait in a step; DeepSpeed's own code reads the
+device up to twice for each parameter. A sum of squares is finite only if all its terms are, so the norm also answers
+DeepSpeed's checks for overflow. All of these are private places (foreign_places.py).
 """
 
 import math
@@ -36,12 +34,9 @@ from ds_encdec.engine.protocol import Veto
 
 
 def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
-    """Make the device's streams wait for each other where DeepSpeed makes the host wait for them; `undo` reverts it.
-
-    DeepSpeed waits for each bucket of gradients and after each backward pass; at stage 3 on one rank also for each
-    module's parameters; and with offload for copies of gradients to the host. The host touches none of it before it has
-    read the norm. Does nothing with optimizer states on NVMe, which the host writes at once.
-    """
+    """Make the device's streams wait for each other where DeepSpeed makes the host wait, until `undo`: for buckets of
+    gradients, after backward passes, for modules' parameters (stage 3 on one rank), for offloaded gradients. The host
+    reads none of it before the norm, except states on NVMe, with which this does nothing."""
     accelerator, optimizer = get_accelerator(), engine.optimizer
     if accelerator.is_synchronized_device() or getattr(optimizer, "swap_optimizer", False):
         return
@@ -231,7 +226,6 @@ class ReplicatedGate(StepGate):
         return False
 
     def _clip(self) -> None:
-        """Clip in float32, for which DeepSpeed has no optimizer of its own."""
         engine = self._engine
         assert self._norm is not None
         torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), engine.gradient_clipping(), self._norm)

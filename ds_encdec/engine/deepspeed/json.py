@@ -1,7 +1,6 @@
 """The JSON for `deepspeed.initialize`, rendered from the schema without torch and deepspeed.
 
-DeepSpeed ignores some of its configuration in silence, so no default that matters here and no "auto" remains, and the
-rules of the configuration check every key before.
+DeepSpeed ignores some settings in silence: the configuration's rules check every key, and none stays on "auto".
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ def render_deepspeed_json(
 
     `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step. `device`: "cpu" or an accelerator's
     name. `ranks_per_node` (None: all ranks are on one node): the size of zero3_hybrid's secondary partition (hpZ,
-    ZeRO++, arXiv 2306.10209) unless `infra.hybrid_shard_size` names one. The JSON has a schedule only if it is
-    DeepSpeed's own; batch sizes in it count packed sequences. Raises ConfigError for a JSON file that has not been
-    read, and for ranks that do not divide into hpZ partitions.
+    ZeRO++, arXiv 2306.10209) unless `infra.hybrid_shard_size` names one. Batch sizes in the JSON count packed
+    sequences. Raises ConfigError for a JSON file that has not been read, and for ranks that do not divide into hpZ
+    partitions.
     """
     if config.infra.deepspeed_config is not None:
         raise ConfigError("infra.deepspeed_config has not been read: use load_config or FullConfig.from_yaml")
@@ -156,7 +155,6 @@ def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
 
 
 def _scheduler(training: TrainingConfig) -> dict[str, Any]:
-    """Return one of DeepSpeed's schedules (runtime/lr_schedules.py), with the parameters its class takes."""
     params: dict[str, Any] = {
         "warmup_num_steps": training.warmup_steps,
         "warmup_type": training.warmup_type,  # DeepSpeed's default is a logarithmic warm-up
@@ -212,7 +210,6 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
 
 
 def _merge(rendered: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return `rendered` with the user's `extra` keys, which replace our choices of buffer sizes and the like."""
     merged = dict(rendered)
     for key, value in extra.items():
         below = merged.get(key)

@@ -1,8 +1,7 @@
 """Optimizer states on a local disk (`infra.offload_optimizer: nvme`), where DeepSpeed 0.19.8 keeps them between steps.
 
-DeepSpeed writes the float32 weights and both moments of each sub-group into files, leaves empty tensors behind, and
-reads a sub-group back to step it. `states_mapped` maps the tensors to their files while they are read or written, so
-that saves and resumes need no other code. Sub-groups below 1 MiB are never swapped.
+DeepSpeed writes each sub-group's float32 weights and moments into files, and leaves empty tensors until it steps it.
+`states_mapped` maps tensors to their files, for saves and resumes. Sub-groups below 1 MiB are never swapped.
 """
 
 import os

@@ -1,13 +1,11 @@
 """The DeepSpeed engine: ZeRO 0 to 3 with optimizer and parameter offload, behind `protocol.Engine`.
 
 DeepSpeed averages gradients over ranks, so the loss *sum* of a micro-batch is multiplied by world size / target tokens
-of the whole step, and `scale_wrt_gas=False` turns DeepSpeed's division by the accumulation steps off. DeepSpeed's own
+of the whole step, and `scale_wrt_gas=False` turns DeepSpeed's division by the accumulation steps off. DeepSpeed's
 checkpoint files are collected inside its `save_checkpoint`, which ends with a barrier, and written later: no rank waits
-for another while it writes.
-
-A checkpoint holds engine.json (protocol.py) and, in `zero/`, *mp_rank_00_model_states.pt and *_optim_states.pt. At
-stages 1-3 it also holds DeepSpeed's script, `python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT`, and `latest`, the tag
-for it; at stage 0 `mp_rank_00_model_states.pt` has the full weights.
+for another while it writes. `zero/` holds them; beside it are engine.json (protocol.py) and, at stages 1-3, DeepSpeed's
+script, `python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT`, with its tag in `latest`. At stage 0
+`mp_rank_00_model_states.pt` has the full weights.
 """
 
 import logging
@@ -150,7 +148,7 @@ class DeepSpeedEngine(ShardedEngine):
         return StagedSave(num_bytes, partial(self._write, staged, record, directory))
 
     def _collect(self, directory: Path) -> dict[Path, Any]:
-        """Return what DeepSpeed would write from this rank, by file, with the live tensors. Collective."""
+        """Return the content of this rank's files of DeepSpeed, with the live tensors. Collective."""
         engine, collector = self._engine, _Collector()
         with (
             replaced(engine, "checkpoint_engine", collector),
@@ -247,7 +245,6 @@ class DeepSpeedEngine(ShardedEngine):
 
 
 def _read(weights: WeightSource, name: str, out: Tensor) -> None:
-    """Copy a parameter of `weights` into `out`. Raises CheckpointError for another shape."""
     source = weights(name)
     if source.shape != out.shape:
         raise CheckpointError(f"{name}: the source has shape {list(source.shape)}, the model {list(out.shape)}")
