@@ -11,7 +11,8 @@ Each layer is one FSDP unit; the root unit holds the rest, including the embeddi
 backward pass ends. Trained parameters are float32 master weights, frozen ones have the compute dtype; gradients are
 accumulated in float32, and reduced once a step unless `infra.fsdp_reduce_every_micro_batch` is set. FSDP2 averages them
 over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step. `CHECKPOINT/dcp/` holds
-torch.distributed.checkpoint's files with weight.NAME, exp_avg.NAME and exp_avg_sq.NAME; one replica writes each tensor.
+torch.distributed.checkpoint's files with float32 weight.NAME, exp_avg.NAME and exp_avg_sq.NAME (of frozen parameters
+weight.NAME alone, in the compute dtype); one replica writes each tensor.
 """
 
 import errno

@@ -10,9 +10,9 @@ from ds_encdec.base.types import is_hidden_matrix
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, *, matrices_apart: bool = False) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with and without weight decay and, if `matrices_apart`, of hidden matrices, marked
-    `is_matrix`. A parameter's module and name decide, never its shape: under ZeRO-3 that is [0] until the parameter is
-    gathered. Embeddings decay; frozen parameters and empty groups are left out."""
+    """Return the optimizer's groups: with and without weight decay and, if `matrices_apart`, hidden matrices, marked
+    `is_matrix`. A parameter's module and name decide, never its shape, under ZeRO-3 [0] until it is gathered.
+    Embeddings decay, shared parameters appear once, and frozen ones and empty groups are left out."""
     decays: dict[nn.Parameter, bool] = {}
     hidden: set[nn.Parameter] = set()
     for path, module in model.named_modules():

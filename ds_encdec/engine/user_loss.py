@@ -1,4 +1,4 @@
-"""The user's loss, `training.loss: module:name`, which training alone optimises, tried on six rows before.
+"""The user's loss, `training.loss: module:name`, which training alone optimises, and which is tried on six rows first.
 
 It maps logits, float32 [N, vocabulary], and labels, int64 [N], to float32 [N], each by its own row alone: packing and
 memory decide which tokens, and how many, one call gets. Autograd computes its gradient.

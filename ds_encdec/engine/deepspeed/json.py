@@ -1,6 +1,7 @@
 """The JSON for `deepspeed.initialize`, rendered from the schema without torch and deepspeed.
 
-DeepSpeed ignores some settings in silence: the configuration's rules check every key, and none stays on "auto".
+DeepSpeed ignores some settings in silence: the configuration's rules check every key, nothing that matters here is left
+to its defaults, and no "auto" remains.
 """
 
 from __future__ import annotations
