@@ -1,5 +1,4 @@
-"""The one reader of a command line that has options and settings: `--word value` is a setting wherever no option is so
-called, in every verb that takes settings."""
+"""Read command lines of options and settings: `--word value` is a setting unless an option has that name."""
 
 from __future__ import annotations
 
@@ -16,16 +15,14 @@ if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
 
 _ASSIGNED = re.compile(r"[^/]*=")
-"""How a setting begins. A path may have the sign behind a slash."""
+"""The beginning of a setting. A path may have the sign, but after a slash."""
 
 
 def read_arguments(
     parser: argparse.ArgumentParser, table: Arguments, given: Sequence[str], *, takes_settings: bool = True
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The options in `given`, of which `table` has the verb's own, and the settings, each one argument.
-
-    `takes_settings`: False for a verb that knows none. Raises ConfigError, also for what is then left.
-    """
+    """Return the options, the verb's own by `table`, and the settings. Raises ConfigError, also for any other
+    argument."""
     own, settings = _divided(given, table, takes_settings)
     options, rest = parser.parse_known_args(own)
     if rest and not takes_settings:
@@ -43,7 +40,7 @@ def read_arguments(
 def read_program(
     name: str, description: str | None, example: str, table: Arguments, given: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """The options and settings of a program that has no verbs. Raises ConfigError."""
+    """Parse the options and settings of a program without verbs. Raises ConfigError."""
     parser = Parser(prog=name, description=description)
     add(parser, table)
     add(parser, VERBOSITY)
@@ -51,11 +48,11 @@ def read_program(
     return read_arguments(parser, table, given)
 
 
-def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tuple[list[str], list[str]]:
-    """The arguments for argparse, and the settings. An option may be written with underscores."""
+def _divided(arguments: Sequence[str], table: Arguments, takes_settings: bool) -> tuple[list[str], list[str]]:
+    """Split the arguments into those for argparse and the settings. Options may have underscores for hyphens."""
     named = {name: how for names, how in {**table, **VERBOSITY}.items() for name in names.split()}
     options = {name: how for name, how in named.items() if name.startswith("-")}
-    own, settings, remaining = list[str](), list[str](), list(given)
+    own, settings, remaining = list[str](), list[str](), list(arguments)
     while remaining:
         word = remaining.pop(0)
         name, equals, text = word.partition("=")
@@ -80,12 +77,12 @@ def _divided(given: Sequence[str], table: Arguments, takes_settings: bool) -> tu
 def config_files(
     options: argparse.Namespace, settings: Sequence[str]
 ) -> tuple[Path | None, Sequence[str], Path | None]:
-    """The files and settings of a command line, as `load_config` takes them."""
+    """Return a command line's files and settings as `load_config` takes them."""
     return options.config, settings, getattr(options, "deepspeed_config", None)
 
 
 def load(options: argparse.Namespace, settings: Sequence[str]) -> FullConfig:
-    """The configuration that a command line names. Raises ConfigError."""
+    """Load the configuration that a command line names. Raises ConfigError."""
     from ds_encdec.config.schema import load_config  # not for --help
 
     return load_config(*config_files(options, settings))

@@ -1,4 +1,4 @@
-"""CSV as rows, read strictly and alike by a run and by `ds-encdec validate`."""
+"""Read CSV as rows, by the same strict rules in a run and in `ds-encdec validate`."""
 
 import csv
 import sys
@@ -8,18 +8,15 @@ from itertools import chain, islice
 from ds_encdec.base.types import DataError
 
 _DELIMITERS = ",;\t|"
-"""The one that makes the most of the first line is taken, of equal ones the first."""
+"""Possible delimiters: the one that splits the first line into the most fields is taken, of equal ones the first."""
 
 _FOREIGN_QUOTES = ("''", "``", '""', "“”", "‘’", "„“", "«»")
 
 
 def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Iterator[dict[str, str] | str]:
-    """The rows below the names of the columns; of a row that cannot be read a text says why.
-
-    `lines`: with their ends, as `open(newline="")` gives them. `is_whole`: false where they stop within the file.
-    Empty lines are passed over. Raises DataError for names that are missing, empty or repeated, and for a wrong quote:
-    nothing that follows one can be trusted.
-    """
+    """Yield each row below the column names, or a sentence that says why it cannot be read; skip empty lines. `lines`
+    keep their ends, as with `open(newline="")`; `is_whole` is False if they stop within the file. Raises DataError for
+    missing, empty or repeated names, and for a wrong quote, because nothing after one can be trusted."""
     csv.field_size_limit(sys.maxsize)
     rest, row_lines, names = iter(lines), list[str](), list[str]()
     head = list(islice(rest, 1))
@@ -55,7 +52,7 @@ def _check_names(names: Sequence[str], path: str) -> None:
 
 
 def _wrong_name(name: str, before: Sequence[str]) -> str | None:
-    """Say what is wrong with the name of a column, which stands behind others."""
+    """Return the error in a column's name, or None; `before` are the names to its left."""
     bare = name.strip()
     if not_utf8(name):
         return f"is {not_utf8(name)}"
@@ -70,7 +67,7 @@ def _wrong_name(name: str, before: Sequence[str]) -> str | None:
 
 
 def not_utf8(text: str) -> str | None:
-    """Say that a text, decoded with `surrogateescape`, was no UTF-8; None where it was."""
+    """Return an error message if a text, decoded with `surrogateescape`, was not UTF-8, else None."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -79,7 +76,7 @@ def not_utf8(text: str) -> str | None:
 
 
 def _wrong(row: Sequence[str], names: Sequence[str], lines: Sequence[str], delimiter: str) -> str | None:
-    """Why a row cannot be read, or None."""
+    """Return why a row cannot be read, or None."""
     if len(row) > 1 and [field.removeprefix("\ufeff") for field in row] == names:
         return "the names of the columns once more, as where files were joined; remove that line"
     if len(row) != len(names):
@@ -95,7 +92,7 @@ def _wrong(row: Sequence[str], names: Sequence[str], lines: Sequence[str], delim
 
 
 def _has_late_quote(row: Sequence[str], lines: Sequence[str], delimiter: str) -> bool:
-    """True where a field begins with blanks and a quote that would open it without them."""
+    """Return whether blanks precede the quote of a field, which it would open without them."""
     try:
         late = next(csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True))
     except csv.Error:

@@ -1,4 +1,4 @@
-"""Contradictions between fields of `data`."""
+"""Rules about contradictions between fields of `data`."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -11,11 +11,11 @@ from ds_encdec.registry.objectives import OBJECTIVES, template_parts
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES, local_kind
 
 _FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in kind.endings}
-"""Endings of local files, which are no names of data sets."""
+"""Formats by the endings of local files, which are not names of data sets."""
 
 
 def data_rules(data: DataConfig) -> Iterator[Conflict]:
-    """Yield what contradicts itself in `data`."""
+    """Yield the contradictions within `data`."""
     for at, source in data.sources_by_path().items():
         yield from _source(source, at)
     yield from _mixture(data)
@@ -68,7 +68,7 @@ def _mixture(data: DataConfig) -> Iterator[Conflict]:
 
 
 def _texts(data: DataConfig) -> Iterator[Conflict]:
-    """Yield the fields that only an objective of records reads."""
+    """Yield fields that are set although the objective does not read them."""
     mine = OBJECTIVES[data.objective].own_fields
     for other, row in OBJECTIVES.items():
         for name in data.changed(*(field for field in row.own_fields if field not in mine)):
@@ -77,7 +77,6 @@ def _texts(data: DataConfig) -> Iterator[Conflict]:
 
 
 def _records(data: DataConfig) -> Iterator[Conflict]:
-    """Yield what is wrong where a document is a row with columns."""
     objective, with_columns = OBJECTIVES[data.objective], [n for n, kind in LOCAL_SOURCES.items() if kind.has_columns]
     for at, source in data.sources_by_path().items():
         if (kind := local_kind(source.dataset_name)) and not kind.has_columns:
@@ -104,15 +103,15 @@ def _records(data: DataConfig) -> Iterator[Conflict]:
 
 
 def _split(data: DataConfig, files: str, split: str, at: Callable[[str], str]) -> Iterator[Conflict]:
-    """Yield what is wrong with the split that the fields `files` or `split` name. `at`: the dotted path of a field."""
-    name, given = data.eval_dataset_name, getattr(data, files)
-    is_files, is_split = given is not None, getattr(data, split) is not None
+    """Yield the problems of the split that `files` or `split` name; `at` returns the dotted path of a field."""
+    name, paths = data.eval_dataset_name, getattr(data, files)
+    is_files, is_split = paths is not None, getattr(data, split) is not None
     kind = None if data.mixture and name is None else local_kind(name or data.dataset_name)
     named_by = at("eval_dataset_name") if name or data.mixture else "data.dataset_name"
     field = named_by.rpartition(".")[2]
     return broken(
         (is_files and is_split, f"{at(files)} {at(split)}", "files have no splits: remove one of the two"),
-        (given == (), at(files), "no file is named: name one, or remove the field"),
+        (paths == (), at(files), "no file is named: name one, or remove the field"),
         (
             (is_files or is_split) and data.mixture and name is None,
             f"data.mixture {at(files if is_files else split)} {at('eval_dataset_name')}",
@@ -132,7 +131,6 @@ def _split(data: DataConfig, files: str, split: str, at: Callable[[str], str]) -
 
 
 def _evaluation(data: DataConfig, at: Callable[[str], str]) -> Iterable[Conflict]:
-    """Yield what is wrong with the texts to evaluate on."""
     yield from _split(data, "eval_files", "eval_split", at)
     name = data.eval_dataset_name
     kind = local_kind(name) if name is not None else None

@@ -1,4 +1,4 @@
-"""The sections of a configuration about the data: its sources, how examples are made of it, and how they are packed."""
+"""The sections about data: its sources, the examples made of it, and their packing."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,11 +10,11 @@ from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
-"""Data set names that stand for local files."""
+"""Names of data sets that stand for local files."""
 
 
 def _by_denoiser(value: Any) -> Any:
-    """Read a mapping as the list of its weights in the order of `DENOISERS`; a name that is left out has weight 0."""
+    """Read a mapping as the list of its weights in the order of `DENOISERS`; names that are left out get weight 0."""
     if not isinstance(value, dict):
         return value
     if unknown := [name for name in value if name not in DENOISERS]:
@@ -173,17 +173,17 @@ class DataConfig(Source):
 
     @property
     def bad_row_limit(self) -> int:
-        """Most rows that cannot be read, or used, before the run ends."""
+        """Return the most rows that may be unreadable or unusable before the run ends."""
         return self.max_bad_rows if self.on_bad_row == "skip" else 0
 
     def sources_by_path(self) -> dict[str, Source]:
-        """The sources that are trained on, by the dotted path of the section of each."""
+        """Return the sources that are trained on, by the dotted path of each one's section."""
         if self.mixture is None:
             return {"data": self}
         return {f"data.mixture.{number}": source for number, source in enumerate(self.mixture)}
 
     def own_split(self, split: str) -> MixtureSource | None:
-        """The source of the split `validation` or `test`; None where it is held out of the training data."""
+        """Return the source of the split `validation` or `test`, or None if it is held out of the training data."""
         fields = {"validation": (self.eval_files, self.eval_split), "test": (self.test_files, self.test_split)}
         files, part = fields.get(split, (None, None))
         other = self.eval_dataset_name
@@ -201,5 +201,5 @@ class DataConfig(Source):
         )
 
     def of_eval_set(self, name: str) -> "DataConfig":
-        """This section with the set `name` of `eval_sets` as the only one to evaluate on."""
+        """Return a copy of this section that evaluates on the set `name` of `eval_sets` only."""
         return self.model_copy(update={**dict(self.eval_sets[name]), "eval_sets": {}})

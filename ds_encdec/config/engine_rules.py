@@ -1,4 +1,4 @@
-"""Contradictions between fields of `infra`, and the requests that an engine cannot fulfil."""
+"""Rules about contradictions between fields of `infra`, and about requests that an engine cannot fulfil."""
 
 from collections.abc import Callable, Iterator
 
@@ -15,7 +15,7 @@ _ENGINE, _STAGE, _EXTRA = "infra.distributed_type", "infra.sharding_stage", "inf
 
 
 def infra_rules(infra: InfraConfig) -> Iterator[Conflict]:
-    """Yield what contradicts itself in `infra`, `deepspeed_extra` included."""
+    """Yield the contradictions within `infra`, including `deepspeed_extra`."""
     stage, swaps, hang = infra.sharding_stage, infra.offload_optimizer == "nvme", infra.hang_timeout_minutes or 0
     is_ddp, is_zero3 = infra.distributed_type == "ddp", stage.startswith("zero3")
     yield from broken(
@@ -156,7 +156,7 @@ def _optimizers_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
 
 
 def _keys_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
-    """Yield the keys of its JSON that DeepSpeed, as it runs here, would stop at or lose something by."""
+    """Yield keys of DeepSpeed's JSON at which DeepSpeed, as it runs here, would stop or lose something."""
     infra, extra, zero = config.infra, Settings(config.infra.deepspeed_extra), "zero_optimization"
     bf16 = "bf16_master_weights_and_grads", "bf16_optimizer_states"
     low = [extra.get(f"bf16.{key}") for key in bf16]
@@ -178,7 +178,7 @@ def _keys_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
         if infra.offload_optimizer == "nvme" and extra.get(key) is not None:
             message = "states on a disk are float32, and read and written one sub-group after the other: remove it"
             yield Conflict(("infra.offload_optimizer", f"{_EXTRA}.{key}"), message)
-    # A leaf's gradients are reduced when that of its input is there, and where the input needs none, before all others.
+    # A leaf's gradients are reduced once its input has a gradient; if the input needs none, before all others.
     leaves = ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes")
     for key in (*leaves, "stage3_module_granularity_threshold"):
         if extra.get(f"{zero}.{key}") and (config.training.freeze or config.model.lora is not None):
@@ -207,7 +207,7 @@ def _fsdp_lacks(config: Sections) -> Iterator[Conflict]:
             f"infra.offload_optimizer {_ENGINE}",
             "FSDP2 keeps nothing on a disk: set offload_optimizer=cpu, or distributed_type=deepspeed",
         ),
-        (  # its sharded parameters are the float32 master weights that the optimizer steps, where they are
+        (  # its sharded parameters are the float32 master weights, which the optimizer steps on their device
             infra.offload_params == "cpu" and infra.offload_optimizer == "none",
             "infra.offload_params infra.offload_optimizer",
             "FSDP2 offloads parameters and optimizer together: set offload_optimizer=cpu, or offload_params=none",
@@ -216,4 +216,4 @@ def _fsdp_lacks(config: Sections) -> Iterator[Conflict]:
 
 
 LACKS: ByEngine[Callable[[Sections], Iterator[Conflict]]] = ByEngine(deepspeed=_deepspeed_lacks, fsdp=_fsdp_lacks)
-"""Yields the requests of a configuration that an engine cannot fulfil."""
+"""Functions that yield the requests of a configuration that an engine cannot fulfil."""

@@ -1,4 +1,4 @@
-"""A look at local files, as far as that is cheap: they are there, and the first row has the columns asked for."""
+"""A cheap look at local files: they exist, and the first rows have the required columns."""
 
 import io
 import os
@@ -25,11 +25,9 @@ _LOOKED_AT_ROWS = 100
 
 
 def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
-    """Find what the first file of each source is instead of rows, and what its first rows lack.
-
-    They are read as a run reads them; of a text file only its format is looked at. Rows that may be skipped lack
-    nothing. Also finds files that are mistaken for those in the repository of a data set.
-    """
+    """Yield the problems of each source's first file: a wrong format, unreadable rows, missing columns. Of a text file
+    only the format is checked, and rows that the run may skip are not. Local files are also reported if the run would
+    look for them in the repository of a data set."""
     for field, source in _sources(data):
         is_local = local_kind(source.dataset_name) is not None
         if not (is_local or os.path.isdir(source.dataset_name)) and any(map(os.path.isfile, source.data_files or ())):
@@ -51,7 +49,7 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
 
 
 def _wrong(number: int, row: Mapping[str, Any] | str, source: Source, data: DataConfig) -> str | None:
-    """Say why a row cannot be read, or that it has nothing in a field that a template asks for."""
+    """Return why a row is unusable (it cannot be read, or a field that a template needs is empty), or None."""
     if isinstance(row, str):
         return row
     has_templates = OBJECTIVES[data.objective].takes_records and data.converter is None
@@ -66,7 +64,7 @@ def _wrong(number: int, row: Mapping[str, Any] | str, source: Source, data: Data
 
 
 def _has_no_template(row: Mapping[str, Any], data: DataConfig) -> bool:
-    """True for a conversation, and for a row whose weight may say that it is not learnt."""
+    """Return whether a row is a conversation, or has a weight that may exclude it from training."""
     column = conversation_column(data, row)
     weight = None if data.weight_column is None else present(row.get(data.weight_column))
     return (column is not None and present(row[column]) is not None) or weight not in (None, 1, "1", True)
@@ -75,7 +73,7 @@ def _has_no_template(row: Mapping[str, Any], data: DataConfig) -> bool:
 def _absent_columns(
     field: str, source: Source, columns: Sequence[str], data: DataConfig, model: ModelConfig
 ) -> Iterator[Conflict]:
-    """Find what the first row lacks of columns; a converter's rows lack nothing."""
+    """Yield the conflicts about columns of the first row. Rows for a converter are not checked."""
     if data.converter is not None:
         return
     has = f"it has {', '.join(columns):.300}"
@@ -98,7 +96,7 @@ def _absent_columns(
 
 
 def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
-    """Warn of each field whose files, or whose split of a data set, are also trained on, and name the first of them."""
+    """Yield a warning for each field whose files or split are also trained on, with the first of them."""
     own = [*_own_sources(data)]
     trained = {text for _, source in _training_sources(data) for text in _texts(source)} if own else set()
     for field, source in own:
@@ -109,7 +107,7 @@ def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
 
 
 def _texts(source: Source) -> Iterator[str]:
-    """Yield what identifies the texts of a source: the real paths of local files, or a split of a data set."""
+    """Yield the identity of a source's texts: the real paths of local files, or the split of a data set."""
     if local_kind(source.dataset_name) is not None:
         yield from sorted(map(os.path.realpath, _files(source)))
     elif source.data_files is None:
@@ -118,7 +116,7 @@ def _texts(source: Source) -> Iterator[str]:
 
 
 def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    """Every source of a run that reads them, and the field that names its files."""
+    """Yield every source of a run without `prepared_dir`, with the field that names its files."""
     if data.prepared_dir is None:
         yield from _training_sources(data)
         yield from _own_sources(data)
@@ -130,7 +128,7 @@ def _training_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
 
 
 def _own_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    """The sources that are evaluated or tested on alone."""
+    """Yield the sources that are only evaluated or tested on."""
     for field, split in (("data.eval_files", "validation"), ("data.test_files", "test")):
         if (own := data.own_split(split)) is not None:
             yield field, own
@@ -144,10 +142,8 @@ def _files(source: Source) -> Iterator[str]:
 
 
 def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
-    """The first rows of a file, of a parquet file the columns alone; a text says what is wrong with one.
-
-    Yields nothing of a file that cannot be opened. Raises DataError where rows cannot be told from each other.
-    """
+    """Yield the first rows of a file (of a parquet file the columns only); a string reports an unreadable row. A file
+    that cannot be opened has none. Raises DataError if the rows cannot be told apart."""
     kind = source.dataset_name
     path = next(_files(source), None) if kind in ("json", "csv", "parquet", "text") else None
     if path is None:
@@ -170,7 +166,7 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
 
 
 def _columns_of_parquet(source: Source, path: str) -> dict[str, None]:
-    """The columns of the first file with rows. Raises DataError for repeated ones, and where no file has a row."""
+    """Return the columns of the first file with rows. Raises DataError for repeated columns, or without any row."""
     from pyarrow.parquet import read_metadata  # 0.2 s
 
     filled = next((found for found in map(read_metadata, _files(source)) if found.num_rows), None)
@@ -192,7 +188,7 @@ def _rows_of_json(content: bytes, path: str, *, is_whole: bool) -> Iterator[Mapp
         lines = content.split(b"\n")[: None if is_whole else -1]
     for number, line in enumerate(lines, start=1):
         try:
-            if line.strip():  # else an empty text
+            if line.strip():  # blank lines hold no row
                 yield json_object(line)
         except RowError as error:
             yield f"{path}, line {number}: {error}"

@@ -1,4 +1,4 @@
-"""The settings of generation, wherever texts are generated: their defaults, meanings and limits."""
+"""The settings of text generation: defaults, meanings and limits."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,11 +12,9 @@ def _setting(default: float, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """How texts are generated. Raises ConfigError for values that contradict each other.
-
-    `temperature` 0 searches with `num_beams`. `batch_tokens` counts encoder tokens and new ones of all rows and beams
-    together, padding included (a row by itself may be longer).
-    """
+    """Settings of text generation. Raises ConfigError for contradictions. `temperature` 0 searches with `num_beams`.
+    `batch_tokens` limits a batch's encoder and new tokens over all rows and beams, with padding; a single row may be
+    longer."""
 
     max_new_tokens: int = _setting(512, "new tokens of a text at most; 0: no text")
     num_beams: int = _setting(1, "beams of the search")

@@ -1,8 +1,6 @@
-"""Host files, and the variables for other hosts, as DeepSpeed's launcher reads both (deepspeed/launcher/runner.py).
-
-It stops with a traceback at some mistakes, and goes on without a word at the rest; here they become `problems`.
-For scripts, `python -m ds_encdec.config.hostfile FILE` prints `HOST SLOTS` lines; without FILE, `NAME=value` ones.
-"""
+"""Read host files, and the variables for other hosts, as DeepSpeed's launcher does (deepspeed/launcher/runner.py). The
+launcher stops with a traceback at some mistakes and ignores the rest; here all become `problems`. For scripts, `python
+-m ds_encdec.config.hostfile FILE` prints `HOST SLOTS` lines; without FILE, `NAME=value` lines."""
 
 import os
 import re
@@ -18,7 +16,7 @@ _HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
 
 
 def read_hosts(path: Path, problems: list[Problem]) -> dict[str, int]:
-    """The slots of each host in the file `path`, or in the shipped one of that name."""
+    """Return each host's slots from the file `path`, or from the shipped file of that name."""
     path = find_shipped(path) or path
     text, hosts = read_text(path, problems), dict[str, int]()
     for number, line in enumerate(map(str.strip, (text or "").splitlines()), start=1):
@@ -36,7 +34,7 @@ def read_hosts(path: Path, problems: list[Problem]) -> dict[str, int]:
 
 
 def read_variables(problems: list[Problem]) -> dict[str, str]:
-    """The variables for other hosts, of .deepspeed_env (or DS_ENV_FILE) at home and, which goes before, that here."""
+    """Return the variables for other hosts, from .deepspeed_env (or DS_ENV_FILE) here or, if not set here, at home."""
     name, variables = os.environ.get("DS_ENV_FILE", ".deepspeed_env"), dict[str, str]()
     for path in dict.fromkeys((Path.home().absolute() / name, Path(name).absolute())):
         text = read_text(path, problems) if path.is_file() else None
@@ -51,7 +49,6 @@ def read_variables(problems: list[Problem]) -> dict[str, str]:
 
 
 def _print(hostfile: Path | None) -> int:
-    """Print the hosts, or the variables, for scripts; returns the exit code."""
     problems: list[Problem] = []
     if hostfile is None:
         lines = [f"{name}={value}\n" for name, value in read_variables(problems).items()]

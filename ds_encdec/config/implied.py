@@ -1,7 +1,4 @@
-"""Fields that decide others which are not set, because these can have only one value beside them.
-
-A field that is set stays as it is; rules.py reports where it contradicts.
-"""
+"""Set fields for which others leave only one possible value, if they are not set."""
 
 import math
 from collections.abc import Iterator
@@ -13,24 +10,24 @@ from ds_encdec.config.validation import default_of, mention
 
 
 def imply(settings: Settings) -> list[str]:
-    """Set the fields that others in `settings` decide; return notes about those that nobody would expect."""
+    """Set the fields that others in `settings` decide, and return notes about the unexpected ones."""
     notes = []
     for source, field, value in _decided(settings):
         if settings.get(field) is None:
-            said = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
-            settings.put(field, value, f"{settings.place_of(source)} ({said})")
+            reason = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
+            settings.put(field, value, f"{settings.place_of(source)} ({reason})")
             if source == "training.fp16":  # Hugging Face has neither by default
                 notes.append(f"{mention(settings, source)} sets {field} = {show(value)}, which is true by default")
     return notes
 
 
 def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
-    """Yield the field that decides, the one that it decides, and the value. The later ones see the earlier ones."""
+    """Yield the deciding field, the decided field and its value. Later ones read the values that earlier ones set."""
     if settings.get("infra.distributed_type") == "ddp":
         yield "infra.distributed_type", "infra.sharding_stage", "zero0"
     if settings.get("infra.sharding_stage") == "zero0":
         yield "infra.sharding_stage", "infra.offload_optimizer", "none"
-    if settings.get("infra.offload_optimizer") == "nvme":  # a copy would be what the host has no memory for
+    if settings.get("infra.offload_optimizer") == "nvme":  # the host has no memory for a copy
         yield "infra.offload_optimizer", "training.async_save", False
     if settings.get("training.fp16") is True:
         yield "training.fp16", "training.bf16", False
@@ -50,7 +47,7 @@ def _warmup(settings: Settings) -> Iterator[tuple[str, str, Any]]:
 
 
 def shortened_warmup(steps: float, schedule: str) -> int | None:
-    """The warm-up of a short run that sets none: a tenth of its steps; None where the default has room."""
+    """Return the default warm-up of a short run, a tenth of its steps, or None if the schema's default fits."""
     has_room = steps > default_of("training.warmup_steps") or schedule in ENDLESS_SCHEDULES
     return None if has_room else max(1, int(steps // 10))
 

@@ -1,4 +1,4 @@
-"""The section of a configuration about the folders of a run, and how it is spread over devices."""
+"""The section about the folders of a run, and how it is spread over devices."""
 
 from typing import Any, Literal
 

@@ -1,4 +1,4 @@
-"""JSON as rows, one object each, read strictly and alike by a run and by `ds-encdec validate`."""
+"""Read JSON as rows, one object each, by the same strict rules in a run and in `ds-encdec validate`."""
 
 import json
 import re
@@ -10,15 +10,16 @@ from typing import Any
 from ds_encdec.base.types import DataError
 
 MAX_NESTING = 200
-"""Levels of objects and lists in a line. How deep Python can read depends on its caller, which must decide nothing."""
+"""Most levels of objects and lists in a line. Python's own limit depends on the caller, which must not decide about
+rows."""
 
 _HOLDERS = ("data", "rows", "train", "examples", "instances", "records", "items", "samples", "results")
-"""Names under which files of one object hold their rows."""
+"""Field names under which a file of one object may hold its rows."""
 
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 _OPENING = re.compile(r'\{\s*("(\\.|[^"\\])*"\s*:\s*[\[{]?)?\s*')
-"""The first line of an object that is spread over lines."""
+"""The first line of an object that is spread over several lines."""
 
 
 class RowError(ValueError):
@@ -38,9 +39,9 @@ _LENIENT = json.JSONDecoder()
 
 
 def json_row(content: bytes) -> Any:
-    """The value of a line. Raises RowError."""
+    """Parse a line. Raises RowError."""
     try:
-        # The line's own break may look like a text's. Files that were joined have a mark in their middle.
+        # Without the line's end, which may look like a part of a text. Joined files have a mark in their middle.
         record = _DECODER.decode(content.rstrip(b"\r\n").removeprefix(BOM_UTF8).decode())
     except UnicodeDecodeError as error:
         advice = "Convert the file, for example with `iconv -f latin1 -t utf-8`"
@@ -58,7 +59,7 @@ def json_row(content: bytes) -> Any:
 
 
 def json_object(content: bytes) -> dict[str, Any]:
-    """The object of a line. Raises RowError."""
+    """Parse a line that must be an object. Raises RowError."""
     record = json_row(content)
     if not isinstance(record, dict):
         raise RowError(f"expected one JSON object a line, found {type(record).__name__}")
@@ -74,7 +75,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def is_array(start: bytes) -> bool:
-    """True where a file that begins with `start` is one array, maybe a damaged one; false for lines that are lists."""
+    """Return whether a file that begins with `start` is one array, maybe damaged, and not lines that are lists."""
     text = start.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
     if not text.startswith("["):
         return False
@@ -89,14 +90,12 @@ def is_array(start: bytes) -> bool:
 
 
 def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[bytes]:
-    """Each element of an array as a line, as it is written there. Raises DataError for a damaged array.
-
-    `is_whole`: false where the content stops within the file. Bytes that are no UTF-8 stay in their element.
-    """
+    """Yield each element of an array as a line, as the file writes it. Raises DataError for a damaged array. `is_whole`
+    is False if the content stops within the file. Bytes that are not UTF-8 are kept."""
     text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
     try:
         for start, end in _elements(text):
-            line = text[start:end].replace("\r", " ").replace("\n", " ")  # blanks: a string has no line break as it is
+            line = text[start:end].replace("\r", " ").replace("\n", " ")  # blanks: strings contain no bare line break
             yield line.encode(errors="surrogateescape")
     except json.JSONDecodeError as error:
         if is_whole or (error.pos < len(text) // 2 and not error.msg.startswith("Unterminated")):
@@ -107,7 +106,7 @@ def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[
 
 
 def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """The places where each element of the array `text` starts and ends. Raises JSONDecodeError."""
+    """Yield where each element of the array `text` starts and ends. Raises JSONDecodeError."""
     place = _after_blank(text, _after_blank(text, 0) + 1)
     while text[place : place + 1] != "]":
         _, end = _LENIENT.raw_decode(text, place)
@@ -129,7 +128,7 @@ def _after_blank(text: str, place: int) -> int:
 
 
 def not_lines(start: bytes, *, is_whole: bool) -> str | None:
-    """Say what a file of one object is that holds its rows in a list, or is spread over lines; None for others."""
+    """Return the error for a file whose object holds the rows in a list, or spans several lines; None for others."""
     text = start.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
     line, _, rest = text.partition("\n")
     if not text.startswith("{"):

@@ -1,4 +1,4 @@
-"""Finds what a `name_or_path` names: a local folder, or a snapshot of a repository on the Hugging Face hub."""
+"""Find the folder that a `name_or_path` names: a local one, or a snapshot of a repository on the Hugging Face hub."""
 
 import os
 import re
@@ -8,27 +8,25 @@ from pathlib import Path
 from ds_encdec.base.types import CheckpointError
 
 MODEL_FILES = ("*.json", "*.safetensors")
-"""The files that are fetched of a model: nothing that would have to be unpickled or executed."""
+"""Files downloaded for a model: none that would have to be unpickled or executed."""
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
-"""The files that are fetched of a tokenizer."""
+"""Files downloaded for a tokenizer."""
 
 
 def is_hub_name(name_or_path: str) -> bool:
-    """Return whether this may be a repository on the hub: `OWNER/NAME`."""
+    """Return whether this may be a hub repository, `OWNER/NAME`."""
     return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name_or_path, re.ASCII) is not None
 
 
 def model_folder(name_or_path: str, files: Sequence[str], *, field: str) -> Path:
-    """The folder itself, or a hub repository's snapshot holding `files` (patterns), downloaded unless it is cached.
-
-    Raises CheckpointError naming `field` if there is no such folder, or the repository is neither cached nor reachable.
-    """
+    """Return the local folder, or a hub repository's snapshot with `files` (patterns), downloaded unless it is cached.
+    Raises CheckpointError that names `field` if there is no such folder, or the hub cannot be reached."""
     path = Path(os.path.expanduser(name_or_path))
     if os.path.isdir(path):
         return path
     if not is_hub_name(name_or_path):
         raise CheckpointError(f"{field}: the folder {name_or_path} does not exist")
-    # Imported here: folders need nothing of the hub, and `--help` and `validate` start without it.
+    # Imported here: local folders, `--help` and `validate` do not need it.
     from huggingface_hub import snapshot_download
 
     try:

@@ -1,4 +1,4 @@
-"""The sections of a configuration that say which model is trained: its source, its sizes, and adapters beside it."""
+"""The sections about the model: its source, its sizes, and adapters beside it."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from ds_encdec.config.section_base import Mark, Section, words
 
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""The matrices of a layer."""
+"""The matrices of a layer that can have adapters."""
 
 
 class ArchitectureConfig(Section):
@@ -85,7 +85,7 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _start_from_scratch(cls, values: Any) -> Any:
-        """An `architecture` displaces the default checkpoint, but not one that is named."""
+        """Remove the default checkpoint if `architecture` is set, but not one that is named."""
         if isinstance(values, dict) and values.get("architecture") is not None:
             return {"model_name_or_path": None, **values}
         return values

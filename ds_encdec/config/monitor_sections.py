@@ -1,7 +1,4 @@
-"""The sections of a configuration that say how it is watched, and in which phases.
-
-Thresholds of alerts are fields of `monitor`; `phases` overrides fields of `training`.
-"""
+"""The sections about alerts (`monitor`), and about phases, which override fields of `training`."""
 
 from typing import Literal
 
@@ -10,7 +7,7 @@ from pydantic import Field
 from ds_encdec.config.section_base import Section
 
 LARGEST_LOSS = 20.0
-"""Nats per target token, above what any model starts with: a guess among the 151,936 ids of Qwen3 costs 11.9."""
+"""Nats per target token, above the first loss of any model: a guess among the 151,936 ids of Qwen3 costs 11.9."""
 
 
 class MonitorConfig(Section):

@@ -1,4 +1,4 @@
-"""Formats of files by their first bytes: plain text, compressions that are read, and what is refused."""
+"""Recognize file formats by their first bytes: plain text, compressions that are read, and formats that are refused."""
 
 import bz2
 import lzma
@@ -11,18 +11,18 @@ from typing import Any
 from ds_encdec.base.types import DataError
 
 _BLOCK_BYTES = 1 << 14
-"""Compressed bytes unpacked at once: few, since the best compressions make thousands of bytes of one."""
+"""Compressed bytes unpacked at once: few, since the best compressors pack thousands of bytes into one."""
 
 _LOOKED_AT_BYTES = 512
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18(.{4})", re.DOTALL)
-"""A frame that zstd and LZ4 pass over, and its size: parallel and seekable compressors write them."""
+"""A frame that zstd and LZ4 skip, with its size; parallel and seekable compressors write such frames."""
 
 Opener = Callable[[str], Iterator[bytes]]
-"""Yields the unpacked blocks of the file at a path. Raises OSError, ValueError, EOFError, zlib.error, LZMAError."""
+"""A function that yields a file's unpacked blocks. Raises OSError, ValueError, EOFError, zlib.error, LZMAError."""
 
 
 def _streams(new: Callable[[], Any], magic: bytes, path: str) -> Iterator[bytes]:
-    """The blocks of one compressed stream after another. Zeros between them and at the end are padding."""
+    """Yield the blocks of consecutive compressed streams. Zeros between them and at the end are padding."""
     with open(path, "rb") as file:
         rest = file.read(_BLOCK_BYTES)
         while rest:
@@ -40,7 +40,7 @@ def _streams(new: Callable[[], Any], magic: bytes, path: str) -> Iterator[bytes]
 
 
 def _arrow(codec: str, path: str) -> Iterator[bytes]:
-    # Imported here because it takes 0.2 s, and most runs need none of it.
+    # Imported here because it takes 0.2 s, and most runs do not need it.
     import pyarrow
 
     try:
@@ -73,12 +73,13 @@ _KINDS: tuple[tuple[bytes, Opener | str], ...] = (
     (rb"(.[^\0])*([^\0]\0){4}([^\0].)*", "UTF-16 text: convert it, `iconv -f utf-16le -t utf-8`"),
     (rb"([^\0].)*(\0[^\0]){4}(.[^\0])*", "UTF-16 text: convert it, `iconv -f utf-16be -t utf-8`"),
 )
-"""First bytes of files that are not plain UTF-8 text (patterns), and what unpacks them, or the advice for those that
-are not read. Of UTF-16 without a mark, four Latin characters in a row are known."""
+"""Patterns of the first bytes of files that are not plain UTF-8 text, with the function that unpacks them, or advice if
+they are not read. UTF-16 without a mark is recognized by four Latin characters in a row."""
 
 
 def packing(path: str) -> Opener | None:
-    """The function that unpacks the file; None for a plain one. Raises OSError, and DataError for what is not read."""
+    """Return the function that unpacks the file; None for a plain one. Raises OSError; DataError for a refused
+    format."""
     with open(path, "rb") as file:
         start = file.read(_LOOKED_AT_BYTES)
         skipped = 0
@@ -97,7 +98,7 @@ def _opener(start: bytes, path: str) -> Opener | None:
 
 
 def first_bytes(path: str, size: int) -> tuple[bytes, bool]:
-    """The first `size` bytes of what the file holds, unpacked, and whether that is all. Raises DataError, OSError."""
+    """Return the first `size` bytes of the unpacked file, and whether that is all. Raises DataError, OSError."""
     opener = packing(path)
     if opener is None:
         with open(path, "rb") as file:
@@ -118,4 +119,4 @@ def first_bytes(path: str, size: int) -> tuple[bytes, bool]:
 
 TWICE = "it is compressed twice. Unpack it once, or leave it out of data.data_files"
 UNPACKABLE = "cannot be unpacked: damaged, or cut short"
-"""The complaint about a compressed file, before the reason."""
+"""Message about a compressed file, before the reason."""

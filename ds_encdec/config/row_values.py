@@ -1,4 +1,4 @@
-"""The values of a row's fields, and the text that a template writes of them: JSON's spelling of numbers and truth."""
+"""Read the values of a row's fields, and write them as text: numbers and truth values as in JSON."""
 
 import datetime
 import decimal
@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 _PLAIN = (str, int, float, decimal.Decimal, datetime.date, datetime.time)
-"""Types of values that have a text."""
+"""Types of values that can be written as text."""
 
 
 def field_value(record: Mapping[str, Any], column: str) -> Any:
-    """The value of a column, or of what a path with dots (`answers.text.0`) leads to; None where nothing is there."""
+    """Return the value of a column, or at a dotted path (`answers.text.0`); None if there is no value."""
     if column in record:
         return present(record[column])
     value: Any = record
@@ -23,14 +23,14 @@ def field_value(record: Mapping[str, Any], column: str) -> Any:
 
 
 def present(value: Any) -> Any:
-    """The value, or None for what is not finite: tables write NaN where a value is missing."""
+    """Return the value, or None if it is not finite: tables write NaN for missing values."""
     if isinstance(value, float | decimal.Decimal):
         return value if math.isfinite(value) else None
     return None if isinstance(value, datetime.date) and value != value else value  # pandas' NaT
 
 
 def not_unicode(text: str) -> str | None:
-    """Say where `text` has half of a surrogate pair, which JSON can hold and UTF-8 cannot; None for sound texts."""
+    """Return an error if `text` has half of a surrogate pair, which JSON can hold and UTF-8 cannot, else None."""
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
@@ -40,7 +40,7 @@ def not_unicode(text: str) -> str | None:
 
 
 def as_text(value: Any) -> str:
-    """The text of a value, of numbers and truth values as JSON spells them. Raises TypeError for lists and objects."""
+    """Return a value as text, numbers and truth values as in JSON. Raises TypeError for lists and objects."""
     if not isinstance(value, _PLAIN):
         raise TypeError(type(value).__name__)
     return json.dumps(value) if isinstance(value, bool | float) else str(value)

@@ -1,7 +1,5 @@
-"""The contradictions of a configuration, and the engines that can run it.
-
-A rule names all the fields that it reads, so that the report can give the place of each.
-"""
+"""Rules about contradictions in a configuration. Each names all fields that it reads, so that reports give their
+places."""
 
 import math
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ SMALLEST_VOCABULARY = 258
 
 
 def find_conflicts(config: Sections) -> list[Conflict]:
-    """List everything that contradicts itself in `config`."""
+    """Return all contradictions in `config`."""
     found = [*_model(config), *data_rules(config.data), *training_rules(config), *infra_rules(config.infra)]
     found += [*extra_rules(config), *_monitor(config), *_phases(config)]
     kind = config.infra.distributed_type
@@ -94,7 +92,7 @@ def _monitor(config: Sections) -> Iterator[Conflict]:
 
 
 def _phases(config: Sections) -> Iterator[Conflict]:
-    """Yield the gates that every run would pass, or none; a run would notice them after days."""
+    """Yield gates that every run would pass, or none; a run would notice them after days."""
     shape = config.model.architecture
     first_loss, sizes = (math.log(shape.vocab_size), " model.architecture.vocab_size") if shape else (LARGEST_LOSS, "")
     for phase, numbers in config.phases:
@@ -113,15 +111,13 @@ def _phases(config: Sections) -> Iterator[Conflict]:
 
 
 def engine_conflicts(config: Sections, engine: EngineName) -> list[Conflict]:
-    """List what `config` asks for that `engine` cannot do."""
+    """Return the requests of `config` that `engine` cannot fulfil."""
     return list(LACKS[engine](config))
 
 
 def engine_candidates(config: Sections) -> list[EngineSpec]:
-    """The engines that `infra.distributed_type` leaves the choice of, the preferred one first; never empty.
-
-    `auto` leaves those that can do what `config` asks; the rules refuse a configuration that none can do.
-    """
+    """Return the engines that `infra.distributed_type` allows, the preferred one first; never empty. `auto` allows
+    those that can run `config`; the rules refuse a configuration that no engine can run."""
     rows = list(ENGINES.values())
-    asked = [row for row in rows if config.infra.distributed_type in row.distributed_types]
-    return asked or [row for row in rows if not engine_conflicts(config, row.name)] or rows[-1:]
+    matching = [row for row in rows if config.infra.distributed_type in row.distributed_types]
+    return matching or [row for row in rows if not engine_conflicts(config, row.name)] or rows[-1:]

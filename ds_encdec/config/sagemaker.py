@@ -1,7 +1,5 @@
-"""Amazon SageMaker's container, put into settings: hyperparameters, channels of data, and where checkpoints go.
-
-The names are those of its training toolkit (github.com/aws/sagemaker-training-toolkit, ENVIRONMENT_VARIABLES.md).
-"""
+"""Translate Amazon SageMaker's container into settings: hyperparameters, channels of data, and the checkpoint folder.
+The names are its training toolkit's (github.com/aws/sagemaker-training-toolkit, ENVIRONMENT_VARIABLES.md)."""
 
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -12,7 +10,7 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 
 CHECKPOINTS = "/opt/ml/checkpoints"
-"""SageMaker copies what is written here to the job's `checkpoint_s3_uri`, and back before it starts the job again."""
+"""SageMaker copies this folder to the job's `checkpoint_s3_uri`, and back before it starts the job again."""
 
 _HYPERPARAMETERS = "SM_HPS"
 _FOLDERS = ("infra.output_dir", "output_dir", "output-dir")
@@ -23,23 +21,21 @@ _KIND_OF = {
 
 
 def is_container(environ: Mapping[str, str]) -> bool:
-    """True in a job of SageMaker."""
+    """Return whether this is a SageMaker job."""
     return "SM_TRAINING_ENV" in environ or _HYPERPARAMETERS in environ
 
 
 def container_arguments(environ: Mapping[str, str], given: Sequence[str], options: Container[str]) -> list[str]:
-    """The arguments that the container of `environ` amounts to, and behind them, so that they win, those `given`.
-
-    Hyperparameters that are one of the `options` of `train` are that; others are settings, in whatever words; a channel
-    of files is the data to train or evaluate on, unless a hyperparameter names that. A spot job is started again as it
-    was: it resumes. Raises ConfigError for channels whose files are of no kind, or of several.
-    """
+    """Return the arguments that the container implies, followed by `given`, which take precedence. Hyperparameters
+    named like one of `train`'s `options` become options, others become settings, also in other tools' words. A channel
+    of files becomes the training or evaluation data unless a hyperparameter names that. A restarted spot job resumes.
+    Raises ConfigError for a channel with files of no known kind, or of several."""
     words = []
     for name, value in json.loads(environ.get(_HYPERPARAMETERS, "{}")).items():
         name, text = name.replace("-", "_"), value if isinstance(value, str) else json.dumps(value)
         words.append(f"--{name}={text}" if f"--{name}" in options else f"{name}={text}")
-    everyones = {*words, *given}
-    has_folder = any(word.lstrip("-").partition("=")[0] in _FOLDERS for word in everyones)
+    all_words = {*words, *given}
+    has_folder = any(word.lstrip("-").partition("=")[0] in _FOLDERS for word in all_words)
     folder = [] if has_folder else [f"infra.output_dir={CHECKPOINTS}"]
     return ["--resume=auto", *folder, *_channels(environ), *words, *given]
 
@@ -66,6 +62,6 @@ def _channels(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def _ending(path: Path) -> tuple[str, str]:
-    """The ending of a file's name, and behind it that of its compression."""
+    """Return the ending of a file's name, and that of its compression."""
     packed = path.suffix if path.suffix in _COMPRESSED else ""
     return path.name.removesuffix(packed).rpartition(".")[2], packed

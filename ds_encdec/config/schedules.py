@@ -1,16 +1,12 @@
-"""Which parameters decay, and the learning-rate schedules as pure functions of the update's index.
+"""Learning-rate schedules as pure functions of the update's index.
 
-Matrices decay, norms and biases do not.
+`learning_rate(i, training)` is the rate of the i-th *applied* update (0, 1, 2, …); skipped steps do not count. Six
+schedules are ours, and run through a LambdaLR under DeepSpeed; DeepSpeed builds the other three from its JSON, and
+their rows here give its real sequences (deepspeed/runtime/lr_schedules.py), for FSDP2 and for checking a run:
 
-`learning_rate(i, training)` is the rate of the i-th *applied* update (0, 1, 2, …); skipped steps do not count. A
-schedule is a row: its warm-up, and the shape of its decay. Six are ours, and run through a LambdaLR under DeepSpeed;
-three are classes that DeepSpeed builds from its JSON. The rows of those give their sequences as they really are
-(deepspeed/runtime/lr_schedules.py), for FSDP2 and for checking a run; there are two surprises:
-
-- DeepSpeed's scheduler is stepped after an update, and its step 0 is the minimum rate, as is its state
-  before: updates 0 and 1 both run at the minimum, 0. With warmup 4, total 10, peak 1, linear: 0 0 .25 .5
-  .75 1 .833 .667 .5 .333 .167 0 0: the peak comes at update 5, and 0 is reached at update 11, beyond a
-  run of 10 updates (whose last one is made at .333).
+- DeepSpeed steps its scheduler after an update, and its step 0, like its initial state, is the minimum rate, 0. So
+  updates 0 and 1 both run at 0. With warmup 4, total 10, peak 1, linear: 0 0 .25 .5 .75 1 .833 .667 .5 .333 .167 0 0:
+  the peak is at update 5, and 0 at update 11, beyond a run of 10 updates (whose last rate is .333).
 - WarmupCosineLR begins its cosine one step ahead, so it never reaches its peak.
 """
 
@@ -23,7 +19,7 @@ from ds_encdec.config.schema import TrainingConfig
 
 
 class _Schedule(NamedTuple):
-    """`decay`: the factor when `done` of `steps` updates behind the warm-up are over. `native`: DeepSpeed's."""
+    """A schedule: `decay` returns the factor after `done` of `steps` past the warm-up; `native` marks DeepSpeed's."""
 
     decay: Callable[[int, int, TrainingConfig], float]
     native: bool = False
@@ -35,13 +31,13 @@ def _cosine(done: int, steps: int, training: TrainingConfig) -> float:
 
 
 def _polynomial(done: int, steps: int, training: TrainingConfig) -> float:
-    """transformers' get_polynomial_decay_schedule_with_warmup, whose `lr_end` is `min_lr_ratio` times the peak."""
+    """Follow transformers' get_polynomial_decay_schedule_with_warmup, with `lr_end` = `min_lr_ratio` times the peak."""
     low = training.min_lr_ratio
     return low + (1.0 - low) * (1.0 - done / steps) ** training.lr_scheduler_power
 
 
 def _inverse_sqrt(done: int, steps: int, training: TrainingConfig) -> float:
-    """transformers' get_inverse_sqrt_schedule, which does not know where the run ends."""
+    """Follow transformers' get_inverse_sqrt_schedule, which does not depend on the length of the run."""
     timescale = training.lr_scheduler_timescale or training.warmup_steps or 10_000
     return math.sqrt(timescale / (done + timescale))
 
@@ -60,12 +56,12 @@ _SCHEDULES = {
 
 
 def learning_rate(update_index: int, training: TrainingConfig) -> float:
-    """The learning rate of applied update `update_index` (from 0), of the first parameter group."""
+    """Return the learning rate of applied update `update_index` (from 0) for the first parameter group."""
     return training.learning_rate * lr_lambda(update_index, training)
 
 
 def lr_lambda(update_index: int, training: TrainingConfig) -> float:
-    """`learning_rate` over the peak: what a torch LambdaLR wants."""
+    """Return `learning_rate` divided by the peak, as torch's LambdaLR needs it."""
     kind, end = training.lr_scheduler_type, training.num_train_steps
     if kind not in _SCHEDULES:  # the user's own
         return float(load_plugin("training.lr_scheduler_type", kind, "schedules")(update_index, training))

@@ -1,8 +1,5 @@
-"""The whole configuration of a run, and the one way to it: defaults, then a YAML file, then the command line, agreed
-with a DeepSpeed JSON.
-
-A configuration may be made for another machine, so loading one looks at no file that it names: absent.py does.
-"""
+"""Load the configuration of a run: defaults, then a YAML file, then the command line, in agreement with a DeepSpeed
+JSON. It may be for another machine, so loading looks at no file that it names: training/absent.py does."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.json_schema import GenerateJsonSchema
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.data_sections import DataConfig, MixtureSource, Source  # noqa: F401  also found here
+from ds_encdec.config.data_sections import DataConfig, MixtureSource, Source  # noqa: F401  also importable from here
 from ds_encdec.config.first_rows import evaluated_and_trained_on
 from ds_encdec.config.hostfile import read_hosts, read_variables
 from ds_encdec.config.implied import imply
@@ -55,7 +52,7 @@ class FullConfig(Sections):
     @model_validator(mode="before")
     @classmethod
     def _imply(cls, values: Any) -> Any:
-        """Read words of other tools, and let the set fields decide others, in a configuration built in Python too."""
+        """Translate other tools' words and set implied fields, also in a configuration built in Python."""
         if not isinstance(values, dict):
             return values
         plain = {
@@ -71,22 +68,22 @@ class FullConfig(Sections):
 
     @model_validator(mode="after")
     def _reject_contradictions(self, info: ValidationInfo) -> FullConfig:
-        was_judged = (info.context or {}).get("was_judged", False)  # or is not to be
+        was_judged = (info.context or {}).get("was_judged", False)  # True also if it must not be judged
         if not was_judged and (conflicts := find_conflicts(self)):
             raise ValueError("; ".join(f"{', '.join(c.fields)}: {c.message}" for c in conflicts))
         return self
 
     @classmethod
     def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> FullConfig:
-        """The configuration in a YAML file; see `load_config`. Raises ConfigError."""
+        """Load a YAML file; see `load_config`. Raises ConfigError."""
         return load_config(Path(path), overrides)
 
     def to_yaml(self, path: str | Path) -> None:
-        """Write every field to `path`; `from_yaml` reads an equal object back."""
+        """Write every field to `path`; `from_yaml` reads back an equal object."""
         Path(path).write_text(self.dump_yaml(), encoding="utf-8")
 
     def dump_yaml(self) -> str:
-        """Every field as YAML text: steps that epochs are still to be counted in as null."""
+        """Return every field as YAML text. Steps that are still to be counted from epochs are null."""
         values = self.model_dump(mode="json")
         if self.training.num_train_epochs is not None:
             counted = {"num_train_steps", "warmup_steps"} - self.training.model_fields_set
@@ -95,21 +92,19 @@ class FullConfig(Sections):
 
 
 def editor_schema() -> str:
-    """The JSON schema of the configuration for editors: every field with its description, bounds and choices."""
+    """Return the configuration's JSON schema for editors: every field with its description, bounds and choices."""
     schema = FullConfig.model_json_schema()
     for section in schema["$defs"].values():
         for titled in (section, *section["properties"].values()):
-            titled.pop("title", None)  # made of the names ("Learning Rate"); some editors show it, and no description
+            titled.pop("title", None)  # made from the name ("Learning Rate"); some editors show only that
     address = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID}
     return json.dumps({**address, **schema, "title": "ds_encdec configuration"}, indent=1) + "\n"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration as far as it could be read, and everything that is wrong with it.
-
-    `translated`: how words of other tools were read, and which fields decide others unexpectedly.
-    """
+    """A configuration and its problems. `translated`: how words were read, and fields that others decide
+    unexpectedly."""
 
     settings: Settings
     checked: Checked
@@ -118,8 +113,8 @@ class Loaded:
 
     @cached_property
     def config(self) -> FullConfig:
-        """The configuration, which is right only as far as `checked` says."""
-        # A second validation would take a schema that takes its time to build.
+        """Return the configuration, which is right only if `checked` says so."""
+        # A second validation would have to build a schema, which takes time.
         return FullConfig.model_construct(None, **dict(self.checked.sections))
 
     def add(self, conflicts: Iterable[Conflict]) -> None:
@@ -127,7 +122,7 @@ class Loaded:
         self.problems.extend(mention_all(self.settings, conflict) for conflict in conflicts)
 
     def check_hosts(self, hostfile: str | Path) -> None:
-        """Add what keeps a run from starting on the hosts of `hostfile`, which may be the name of a shipped one."""
+        """Add the problems that prevent a start on the hosts of `hostfile`, a path or the name of a shipped file."""
         path = find_shipped(hostfile) or Path(hostfile)
         hosts = read_hosts(path, self.problems)
         if len(hosts) > 1:
@@ -137,12 +132,12 @@ class Loaded:
             self.problems.append(file_problem(path, wrong))
 
     def valid(self) -> FullConfig:
-        """The configuration. Raises ConfigError that lists every problem."""
+        """Return the configuration. Raises ConfigError that lists every problem."""
         raise_if_any(self.problems)
         return self.config
 
     def notes(self) -> list[str]:
-        """List what was read as what, and warnings, about a configuration that is valid."""
+        """Return notes on how words were read, and warnings. Raises ConfigError if the configuration is not valid."""
         return [*self.translated, *evaluated_and_trained_on(self.valid().data)]
 
 
@@ -153,10 +148,8 @@ def read_config(
     *,
     unread: Sequence[str] = (),
 ) -> Loaded:
-    """Read the configuration of a run, and find its problems; see `load_config`.
-
-    `unread`: sections or fields whose contradictions do not matter.
-    """
+    """Read a configuration and find its problems; see `load_config`. Contradictions in `unread` sections or fields are
+    ignored."""
     problems: list[Problem] = []
     path, deepspeed_config = map(find_shipped, (path, deepspeed_config))
     settings, translated = read_yaml(path, problems) if path is not None else Settings(), list[str]()
@@ -179,23 +172,19 @@ def read_config(
 def load_config(
     path: str | Path | None, overrides: Sequence[str] = (), deepspeed_config: str | Path | None = None
 ) -> FullConfig:
-    """The validated configuration of a run.
+    """Return the validated configuration of a run. Raises ConfigError that lists every problem.
 
-    `path`: YAML file, or a shipped one's name; None leaves the schema's defaults. `overrides`: settings of the command
-    line as `read_overrides` takes them, which replace the file's. `deepspeed_config`: a raw DeepSpeed JSON; it replaces
-    `infra.deepspeed_config` where that is not set. The settings of the JSON must agree with the others.
-
-    The result stands on its own: `infra.deepspeed_config` is None, and the JSON's entries are in the fields that stand
-    for them, the rest in `infra.deepspeed_extra`. Raises ConfigError that lists every problem in all of them.
+    `path`: a YAML file or a shipped one's name; None keeps the schema's defaults. `overrides`: settings of the command
+    line for `read_overrides`, which replace the file's. `deepspeed_config`: a raw DeepSpeed JSON in place of an unset
+    `infra.deepspeed_config`, which is None in the result: the JSON's entries, which must agree with the other settings,
+    are in the fields that stand for them or in `infra.deepspeed_extra`.
     """
     return read_config(path, overrides, deepspeed_config).valid()
 
 
 def load_saved(path: Path) -> FullConfig:
-    """The configuration that a run has written beside what it saved: it is not judged again.
-
-    Rules that have come since are no reason to lose a run. Raises ConfigError for what is no configuration.
-    """
+    """Return the configuration that a run saved, without judging it again: newer rules are no reason to lose a run.
+    Raises ConfigError if the file is not a configuration."""
     problems: list[Problem] = []
     settings = read_yaml(path, problems)
     read_words(settings, problems, [])
@@ -209,10 +198,8 @@ def load_saved(path: Path) -> FullConfig:
 def _find_json(
     settings: Settings, yaml_path: Path | None, argument: Path | None, problems: list[Problem]
 ) -> tuple[Path | None, Mention | None]:
-    """The DeepSpeed JSON to read, and the setting that names it.
-
-    A relative path in the YAML file is looked up beside that file first.
-    """
+    """Return the DeepSpeed JSON to read and the setting that names it. The YAML file's is looked up beside that
+    first."""
     named = settings.get(_JSON_FIELD)
     if not isinstance(named, str) or unusable(named):
         return argument, None

@@ -1,9 +1,5 @@
-"""The base of all sections of a configuration, and the marks and forms that their fields share.
-
-Each field is followed by its docstring, from which the reference in docs/ and the JSON schema for editors are
-generated. Names follow Hugging Face's and DeepSpeed's own. A configuration never changes after loading: run state
-lives elsewhere. Contradictions between fields are found by rules.py.
-"""
+"""The base of all sections of a configuration, and the marks and types that their fields share. The reference in docs/
+and the JSON schema are generated from the docstrings below the fields. Names follow Hugging Face and DeepSpeed."""
 
 import ast
 import inspect
@@ -17,7 +13,7 @@ from pydantic_core import CoreSchema
 
 
 class Mark(Enum):
-    """A fact about a field that others ask for by `marked`."""
+    """A property of fields, by which `marked` selects them."""
 
     ORDER = "part of the data's fingerprint: it decides which example comes when"
     TOKENS = "where it differs, the losses of two runs are over different tokens"
@@ -38,7 +34,7 @@ def one_or_many(value: Any) -> Any:
 
 
 def words(value: Any) -> Any:
-    """Read words between commas, as on command lines, or as `one_or_many`; no name of theirs has a comma."""
+    """Read words between commas, as on command lines, or else as `one_or_many`; no name here contains a comma."""
     is_list = isinstance(value, str) and "," in value
     return tuple(map(str.strip, value.split(","))) if is_list else one_or_many(value)
 
@@ -62,14 +58,14 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_plain_types(cls, value: Any) -> Any:
-        """YAML has lists, not tuples, and writes large integers as 1e5."""
+        """Convert lists to tuples, and whole numbers written like 1e5 to integers."""
         if isinstance(value, list):
             return tuple(value)
         return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """The default of the field `name`."""
+        """Return the default of the field `name`."""
         return cls.model_fields[name].get_default(call_default_factory=True)
 
     def changed(self, *names: str) -> list[str]:
@@ -78,10 +74,8 @@ class Section(BaseModel):
 
     @classmethod
     def docstrings(cls) -> dict[str, str]:
-        """Return the text below each field, or its description where a table makes that.
-
-        Pydantic would read the source of every class at every start.
-        """
+        """Return the docstring below each field, or its description if a table makes that. Pydantic would read the
+        source of every class at every start."""
         found = {name: field.description for name, field in cls.model_fields.items() if field.description}
         for base in cls.__mro__[-3::-1]:  # without BaseModel and object
             (tree,) = ast.parse(inspect.getsource(base)).body

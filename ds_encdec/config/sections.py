@@ -35,12 +35,12 @@ class Sections(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _empty_section(cls, value: Any) -> Any:
-        """Leave a section whose lines are all commented out at its defaults."""
+        """Leave a section at its defaults if all its lines are commented out."""
         return {} if value is None else value
 
 
 def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a field of type `annotation` holds: itself, in a union, or in a tuple."""
+    """Return the section that a field of type `annotation` holds, alone, in a union or in a tuple; else None."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next((found for part in get_args(annotation) if (found := section_in(part))), None)
@@ -55,10 +55,10 @@ def _fields(section: type[Section], at: str) -> Iterator[tuple[str, FieldInfo]]:
 
 @cache
 def fields() -> dict[str, FieldInfo]:
-    """Every field by its dotted path, those of nested sections too; the items of a list are called `0`."""
+    """Return every field by its dotted path, those of nested sections too; items of a list are called `0`."""
     return dict(_fields(Sections, ""))
 
 
 def marked(*marks: Mark) -> list[str]:
-    """The dotted paths of the fields that have one of `marks`, in the order of the schema; of a list, only itself."""
+    """Return the dotted paths of the fields with one of `marks`, in the schema's order; of a list, only its own."""
     return [path for path, info in fields().items() if set(marks) & set(info.metadata) and ".0." not in path]

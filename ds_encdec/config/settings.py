@@ -1,4 +1,4 @@
-"""Settings before validation, each with the place that set it, and the report of all their problems at once."""
+"""Settings before validation, each with the place that set it, and the report of all their problems."""
 
 import difflib
 import json
@@ -12,9 +12,9 @@ from ds_encdec.base.secret_names import is_secret
 from ds_encdec.base.types import ConfigError
 
 COMMAND_LINE = "command line"
-"""Place of what was given as an override."""
+"""Place of an override."""
 DEFAULT = "default"
-"""Place of what nobody set."""
+"""Place of a default."""
 LARGEST_FLOAT32 = 3.4e38
 _NOTHING = object()
 _ALLOWED = "unknown key; allowed: "
@@ -22,7 +22,7 @@ _ALLOWED = "unknown key; allowed: "
 
 @dataclass
 class Settings:
-    """Nested mappings of settings. `places` tells where each key (dotted path) was set: `file:line`, command line."""
+    """Nested settings. `places` maps the dotted path of each key to where it was set: `file:line`, command line."""
 
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Settings:
         return self.get(path, _NOTHING) is not _NOTHING
 
     def get(self, path: str, default: Any = None) -> Any:
-        """The value at the dotted `path`, which may lead through lists; `default` where nothing is set."""
+        """Return the value at the dotted `path`, which may lead through lists; `default` if it is not set."""
         current: Any = self.values
         for key in path.split(".") if path else ():
             if isinstance(current, list) and key.isdigit() and int(key) < len(current):
@@ -43,7 +43,7 @@ class Settings:
         return current
 
     def put(self, path: str, value: Any, place: str) -> bool:
-        """Set `path` and note its place. False, and no change, where something that is no mapping stands above it."""
+        """Set `path` and record its place. Returns False, and does not set it, if a value above it is not a mapping."""
         *parents, last = path.split(".")
         target, here = self.values, ""
         for key in parents:
@@ -60,23 +60,23 @@ class Settings:
         return True
 
     def place_of(self, path: str) -> str:
-        """The place where `path`, or else the nearest thing around it, was set; empty for none."""
+        """Return where `path`, or else the nearest value around it, was set; empty if nowhere."""
         while path and path not in self.places:
             path = above(path)
         return self.places.get(path, "")
 
     def unusable(self) -> dict[str, str]:
-        """The dotted paths of values that no field can hold, and why."""
+        """Return the dotted paths of values that no field can hold, with the reasons."""
         return {path: message for path, value in _paths_in(self.values, "") if (message := unusable(value))}
 
 
 def join(path: str, key: str | int) -> str:
-    """The dotted path of `key` below `path`."""
+    """Return the dotted path of `key` below `path`."""
     return f"{path}.{key}" if path else str(key)
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values by their dotted names; an empty mapping is a value."""
+    """Yield the innermost values with their dotted names; an empty mapping is a value."""
     if isinstance(value, Mapping) and (not path or value):
         for key, child in value.items():
             yield from leaves(child, join(path, key))
@@ -85,17 +85,17 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def above(path: str) -> str:
-    """The dotted path of what `path` is in; empty for the whole."""
+    """Return the dotted path one level up; empty at the top."""
     return path.rpartition(".")[0]
 
 
 def within(path: str, outer: str) -> bool:
-    """Return whether `path` is `outer`, or in it."""
+    """Return whether `path` is `outer` or inside it."""
     return path == outer or path.startswith(outer + ".")
 
 
 def unusable(value: Any) -> str | None:
-    """Why no field can hold this plain value; None for one that some may."""
+    """Return why no field can hold this plain value, or None."""
     if isinstance(value, float):
         if not math.isfinite(value):
             return "must be a finite number"
@@ -104,7 +104,7 @@ def unusable(value: Any) -> str | None:
 
 
 def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Everything inside `value`, which stands at `path`, with its own path."""
+    """Yield everything inside `value` with its dotted path; `path` is that of `value`."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         yield (here := join(path, key)), child
@@ -120,14 +120,14 @@ class Conflict:
 
 
 def broken(*rules: tuple[object, str, str]) -> Iterator[Conflict]:
-    """Yield a conflict for each of `rules` whose first item is true: (is it broken, dotted fields, message)."""
+    """Yield a conflict for each rule (is it broken, dotted fields, message) whose first item is true."""
     return (Conflict(tuple(fields.split()), message) for is_broken, fields, message in rules if is_broken)
 
 
 @dataclass(frozen=True)
 class Mention:
-    """A field named in a problem, the place that set it (`file:line`, `command line`, `default`), and its value as the
-    report shows it, if any."""
+    """A field named in a problem, where it was set (`file:line`, `command line`, `default`), and its value, if
+    shown."""
 
     place: str
     field: str
@@ -141,7 +141,7 @@ class Mention:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend: the fields it is about, and the message that names the allowed values."""
+    """A problem: the fields involved, and the message that names the allowed values."""
 
     mentions: tuple[Mention, ...]
     message: str
@@ -151,12 +151,12 @@ class Problem:
 
 
 def show(value: Any) -> str:
-    """`value` in the notation of JSON and YAML, cut to one readable line."""
+    """Return `value` in the notation of JSON and YAML, cut to one readable line."""
     return _printable(json.dumps(value, default=str, ensure_ascii=False), 80)
 
 
 def masked(key: str, value: Any) -> Any:
-    """`value` without the texts of keys that are called like secrets, to be printed; it stands at `key`."""
+    """Return `value`, which stands at `key`, for printing: without the texts of keys named like secrets."""
     if isinstance(value, dict):
         return {inner: masked(str(inner), child) for inner, child in value.items()}
     if isinstance(value, list):
@@ -165,20 +165,20 @@ def masked(key: str, value: Any) -> Any:
 
 
 def _printable(text: str, length: int = 200) -> str:
-    """`text` on one line that every terminal can be sent."""
+    """Return `text` on one line without control characters."""
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: length + 1])
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def closest(word: str, candidates: Iterable[str], *, cutoff: float = 0.7) -> str | None:
-    """The candidate that `word` is most likely a misspelling of, or the beginning of; None where all are too far."""
+    """Return the candidate of which `word` is most likely a misspelling or the beginning; None if all are too far."""
     names, word = {candidate.lower(): candidate for candidate in candidates}, word.lower()
     found = difflib.get_close_matches(word, names, n=len(names) or 1, cutoff=cutoff)
     return names[max(found, key=lambda name: name.startswith(word))] if found else None
 
 
 def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()) -> str:
-    """The message for a key that does not exist beside `allowed`; `elsewhere` are full names it has in other places."""
+    """Return the message for an unknown key beside `allowed`; `elsewhere` are its full names in other places."""
     if elsewhere:
         return f"unknown key here; did you mean `{'` or `'.join(elsewhere)}`?"
     names = sorted(allowed)
@@ -187,7 +187,7 @@ def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()
 
 
 def raise_if_any(problems: Sequence[Problem]) -> None:
-    """Raise one ConfigError that lists `problems` in the order of their places; do nothing without any."""
+    """Raise one ConfigError that lists `problems` in the order of their places, if there are any."""
     if problems:
         listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
         count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
@@ -195,7 +195,7 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
 
 
 def _lists_once(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """The problems, of which only the first in a section lists the names that are allowed there."""
+    """Yield the problems; only the first in a section lists the allowed names."""
     seen = set[str]()
     for problem in problems:
         is_listed = problem.message in seen
@@ -204,7 +204,7 @@ def _lists_once(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def _order(place: str) -> tuple[bool, str, int, int]:
-    """Files first, by line and column, then the command line and defaults."""
+    """Return a sort key: files first, by line and column, then the command line and defaults."""
     match = re.match(r"(.*?):(\d+)(?::(\d+))?(?= |$)", place)
     if match is None:
         return (place in (COMMAND_LINE, DEFAULT), place, 0, 0)

@@ -1,8 +1,6 @@
-"""Divides the batch, the lanes and the shards of a run among its ranks, and refuses those that do not divide.
-
-A sequence is `data.max_encoder_length` + `data.max_decoder_length` tokens, and a micro-batch of size N has room for N
-of them. An optimizer step is `training.global_batch_size` sequences, in micro-batches (lanes) that the ranks share.
-"""
+"""Divide the batch, the lanes and the shards of a run among its ranks, and refuse those that do not divide. A sequence
+is `data.max_encoder_length` + `data.max_decoder_length` tokens, and a micro-batch of size N takes N of them. A step is
+`training.global_batch_size` sequences, in micro-batches (lanes) that the ranks share."""
 
 import logging
 from typing import Literal, TypeVar
@@ -16,9 +14,9 @@ Run = TypeVar("Run", bound=Sections)
 logger = logging.getLogger(__name__)
 
 AUTO: Literal["auto"] = "auto"
-"""The value of `training.per_device_train_batch_size` with which the run finds the size that fits."""
+"""The value of `training.per_device_train_batch_size` for which the run finds the size that fits."""
 DEFAULT_MICRO_BATCH_SIZE: int = TrainingConfig.model_fields["per_device_train_batch_size"].default
-"""The size that stands in for `auto` where the global batch follows from one."""
+"""The size that is assumed for `auto` if the global batch follows from it."""
 
 
 def is_auto(config: Sections) -> bool:
@@ -27,10 +25,8 @@ def is_auto(config: Sections) -> bool:
 
 
 def global_batch_size(config: Sections, world_size: int) -> int:
-    """Sequences of one optimizer step over all ranks, at a first start on `world_size` ranks.
-
-    `training.global_batch_size`, or else it follows from the size of micro-batches (for `auto`, the default one).
-    """
+    """Return the sequences per optimizer step over all ranks, at a first start on `world_size` ranks:
+    `training.global_batch_size`, or a number that follows from the micro-batch size (for `auto`, the default one)."""
     training = config.training
     if training.global_batch_size is not None:
         return training.global_batch_size
@@ -39,16 +35,14 @@ def global_batch_size(config: Sections, world_size: int) -> int:
 
 
 def micro_batches_per_step(config: Sections, world_size: int) -> int:
-    """Micro-batches of one optimizer step over all ranks, at a first start on `world_size` ranks, which may not divide
-    them. Raises ConfigError while the micro-batch size is `auto`."""
+    """Return the micro-batches of a step over all ranks at a first start, which the ranks may not divide. Raises
+    ConfigError while the micro-batch size is `auto`."""
     return global_batch_size(config, world_size) // config.training.micro_batch_size
 
 
 def plan_lanes(config: Sections, world_size: int, saved_lanes: int | None = None) -> tuple[int, int]:
-    """Micro-batches of an optimizer step, over all ranks (a run's lanes, which never change) and on each rank.
-
-    Raises ConfigError where the ranks do not divide them.
-    """
+    """Return the micro-batches per optimizer step over all ranks (a run's lanes, which never change) and on each rank.
+    Raises ConfigError if the ranks do not divide them."""
     lanes = saved_lanes or micro_batches_per_step(config, world_size)
     origin = "training.global_batch_size / training.per_device_train_batch_size"
     if saved_lanes or config.data.num_lanes:
@@ -57,17 +51,15 @@ def plan_lanes(config: Sections, world_size: int, saved_lanes: int | None = None
 
 
 def micro_batch_candidates(config: Sections, world_size: int) -> list[int]:
-    """The sizes that `auto` may take, largest first: all that divide one rank's share of the global batch.
-
-    Raises ConfigError where the ranks do not divide that.
-    """
+    """Return the sizes that `auto` may take, largest first: the divisors of one rank's share of the global batch.
+    Raises ConfigError if the ranks do not divide the global batch."""
     sequences = global_batch_size(config, world_size)
     share = per_rank(sequences, world_size, "training.global_batch_size", multiple=True)
     return [size for size in range(share, 0, -1) if share % size == 0]
 
 
 def with_micro_batch_size(config: Run, micro_batch_size: int, world_size: int) -> Run:
-    """`config` with one of `micro_batch_candidates`, and the accumulation that keeps its global batch."""
+    """Return `config` with one of `micro_batch_candidates`, and the accumulation that keeps its global batch."""
     sequences = global_batch_size(config, world_size)
     batch = {
         "per_device_train_batch_size": micro_batch_size,
@@ -78,7 +70,7 @@ def with_micro_batch_size(config: Run, micro_batch_size: int, world_size: int) -
 
 
 def with_assumed_batch_size(config: Run, world_size: int) -> Run:
-    """`with_first_batch_size`, with a warning, for programs that cannot try one."""
+    """Call `with_first_batch_size` and log a warning, for programs that cannot try a size."""
     if not is_auto(config):
         return config
     assumed = with_first_batch_size(config, world_size)
@@ -92,8 +84,8 @@ def with_assumed_batch_size(config: Run, world_size: int) -> Run:
 
 
 def with_first_batch_size(config: Run, world_size: int) -> Run:
-    """`config` with a number in place of `auto`: the default size, or the next smaller one that divides a rank's share
-    of the global batch. Raises ConfigError as `micro_batch_candidates`."""
+    """Return `config` with a number for `auto`: the default size, or the next smaller one that divides a rank's share
+    of the global batch. Raises ConfigError as `micro_batch_candidates` does."""
     if not is_auto(config):
         return config
     candidates = micro_batch_candidates(config, world_size)
@@ -102,11 +94,8 @@ def with_first_batch_size(config: Run, world_size: int) -> Run:
 
 
 def per_rank(count: int, ranks: int, what: str, *, multiple: bool = False) -> int:
-    """One rank's share of `count` things; `what`: the field that sets their number.
-
-    Raises ConfigError where the ranks do not divide them, with the numbers of ranks that do, or with `multiple` the
-    next count that fits.
-    """
+    """Return one rank's share of `count` things; `what` is the field that sets their number. Raises ConfigError that
+    proposes numbers of ranks which divide them, or with `multiple` the next count that fits."""
     if count % ranks == 0:
         return count // ranks
     if multiple:
@@ -118,7 +107,7 @@ def per_rank(count: int, ranks: int, what: str, *, multiple: bool = False) -> in
 
 
 def unevenness(config: Sections, ranks: int) -> str | None:
-    """Return why `ranks` cannot share the micro-batches of a step; None where they can, or `auto` decides."""
+    """Return why `ranks` cannot share the micro-batches of a step; None if they can, or if `auto` decides."""
     try:
         if config.infra.hybrid_shard_size:
             mesh_shape(config.infra, ranks, ranks)
@@ -130,10 +119,8 @@ def unevenness(config: Sections, ranks: int) -> str | None:
 
 
 def mesh_shape(infra: InfraConfig, ranks: int, ranks_per_node: int) -> tuple[int, int]:
-    """The number of groups of ranks that replicate each other, and of ranks in each that shard the states.
-
-    Raises ConfigError for a hybrid whose shards do not divide the ranks.
-    """
+    """Return the number of groups of ranks that replicate each other, and of ranks in each that shard the states.
+    Raises ConfigError for a hybrid whose shards do not divide the ranks."""
     if infra.sharding_stage == "zero0":
         return ranks, 1
     if not infra.sharding_stage.endswith("_hybrid"):
@@ -144,7 +131,7 @@ def mesh_shape(infra: InfraConfig, ranks: int, ranks_per_node: int) -> tuple[int
 
 
 def replicas(ranks: int, shards: int, what: str) -> int:
-    """The number of groups of `shards` ranks, which `what` names. Raises ConfigError where some ranks are left."""
+    """Return the number of groups of `shards` ranks, which `what` names. Raises ConfigError if ranks are left over."""
     if ranks % shards:
         raise ConfigError(f"{what} do not divide {ranks} ranks: set infra.hybrid_shard_size to a divisor of {ranks}.")
     return ranks // shards

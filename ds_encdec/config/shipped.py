@@ -1,8 +1,5 @@
-"""The configurations, DeepSpeed JSONs and host files that come with the package, found by name from any folder.
-
-Their home is the repository, in `ds_configs/` and `hostfiles/`; the package has links to both, of which a wheel makes
-copies.
-"""
+"""Find the configurations, DeepSpeed JSONs and host files of the package by name, from any folder. They are in the
+repository's `ds_configs/` and `hostfiles/`; the package has links to both, which a wheel replaces by copies."""
 
 import argparse
 import os
@@ -18,7 +15,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = ("ds_configs", "hostfiles")
 _ENDINGS = ("", ".yaml", ".json")
 _MODELINE = re.compile("# yaml-language-server: .*\n")
-"""Names the schema beside the repository's files for editors; elsewhere there is none."""
+"""The line that names the schema for editors, which is only beside the repository's files."""
 INIT: Arguments = {
     "name": value("of a configuration, DeepSpeed JSON or host file (default: list them)", nargs="?"),
     "--out": value("file to write; must not exist (default: its own name, in this folder)", Path, metavar="FILE"),
@@ -26,10 +23,10 @@ INIT: Arguments = {
 
 
 def find_shipped(path: str | Path | None) -> Path | None:
-    """`path`, or where no such file is there, the shipped one: `ds_configs/quickstart.yaml`, or just `quickstart`."""
+    """Return `path`, or if there is no such file, the shipped one: `ds_configs/quickstart.yaml` or `quickstart`."""
     if path is None:
         return None
-    # Those of os.path answer no for names that no file can have, and leave `~NAME` of nobody.
+    # os.path's functions return False for names that no file can have, and keep `~NAME` of an unknown user.
     path = Path(os.path.expanduser(path))
     if path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
         return path
@@ -46,13 +43,13 @@ def shipped_files() -> Iterator[Path]:
 
 
 def similar_shipped(path: Path) -> str:
-    """The end of a sentence that names the shipped file which `path` may have meant, or nothing."""
+    """Return the end of a sentence that names the shipped file which `path` may mean, or nothing."""
     names = [name for file in shipped_files() for name in (_name(file), file.name)]
     return next((f"; did you mean {name}?" for name in get_close_matches(path.name, names, 1, 0.7)), "")
 
 
 def shipped_instead(path: Path) -> str:
-    """The end of a sentence about a configuration that is not there: the similar file, or for a bare name all names."""
+    """Return the end of a sentence about a missing configuration: a similar shipped file, or for a bare name all."""
     if (similar := similar_shipped(path)) or len(path.parts) != 1 or path.suffix == ".json":
         return similar
     names = ", ".join(_name(file) for file in shipped_files() if file.suffix == ".yaml")
@@ -60,7 +57,7 @@ def shipped_instead(path: Path) -> str:
 
 
 def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
-    """`ds-encdec init`: write a shipped file, or list them."""
+    """Run `ds-encdec init`: write a shipped file, or list them."""
     if options.name is None:
         print(list_shipped())
         return
@@ -69,17 +66,14 @@ def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def list_shipped() -> str:
-    """A line for each shipped file: its name, and what it is for."""
+    """Return a line for each shipped file: its name and purpose."""
     width = max(len(_name(file)) for file in shipped_files())
     return "\n".join(f"{_name(file):{width}}  {_purpose(file)}" for file in shipped_files())
 
 
 def write_shipped(name: str, out: Path | None) -> Path:
-    """Write the shipped file `name` to `out`, by default under its own name into this folder; returns where.
-
-    Its comments then name `out` in its place, and the program as a module. Raises ConfigError where there is no such
-    file, or something is at `out` already.
-    """
+    """Write the shipped file `name` to `out` (default: its own name, in this folder), and return the path. Its comments
+    then name `out`, and the program as a module. Raises ConfigError if there is no such file, or `out` exists."""
     wanted = Path(name)
     source = next((file for file in shipped_files() if wanted.name in (file.name, _name(file))), None)
     if source is None:
@@ -87,7 +81,7 @@ def write_shipped(name: str, out: Path | None) -> Path:
     out = out or Path(source.name)
     text = _MODELINE.sub("", source.read_text(encoding="utf-8"))
     text = text.replace(f"{source.parent.name}/{source.name}", str(out))
-    text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # which is there without a clone, too
+    text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # works without a clone, too
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -103,7 +97,7 @@ def _name(file: Path) -> str:
 
 
 def _purpose(file: Path) -> str:
-    """The first sentence of a file's comment, up to a colon."""
+    """Return the first sentence of a file's comment, up to a colon."""
     if file.suffix == ".json":
         return "a DeepSpeed JSON, for --deepspeed_config"
     lines = _MODELINE.sub("", file.read_text(encoding="utf-8")).splitlines()

@@ -1,7 +1,5 @@
-"""Reads the `config.json` of a model folder as transformers does, and refuses what the engine does not train.
-
-Without torch and without transformers: an estimate and a run read the same sizes by the same rules.
-"""
+"""Read the `config.json` of a model folder as transformers does, and refuse models that the engine cannot train. It
+needs neither torch nor transformers, so an estimate and a run read the same sizes by the same rules."""
 
 from collections.abc import Iterator, Mapping
 from math import inf
@@ -23,16 +21,14 @@ COUNTS = (
 )
 """Sizes that every `config.json` has: whole numbers above 0."""
 _HEAD_DIM = 128
-"""The width that transformers' Qwen3 takes where `head_dim` is missing, whatever the hidden size."""
+"""The width that transformers' Qwen3 uses if `head_dim` is missing, whatever the hidden size."""
 
 
 def read_stored_model(file: Path) -> dict[str, Any]:
-    """The fields of a decoder-only Qwen3's `config.json`, or of an encoder-decoder's made here.
-
-    A field that a file may leave out, or write in two ways, stands in one way: `num_key_value_heads`, `head_dim`, and
-    `rope_parameters` with its `rope_theta`. Raises CheckpointError for a file that is missing, unreadable or of another
-    model, and for features that are not modelled here.
-    """
+    """Return the fields of the `config.json` of a decoder-only Qwen3, or of an encoder-decoder made here. Fields that
+    may be missing or written in two ways are normalized: `num_key_value_heads`, `head_dim`, and `rope_parameters` with
+    its `rope_theta`. Raises CheckpointError for a missing or unreadable file, another model, and unsupported
+    features."""
     try:
         stored: dict[str, Any] = read_json(file)
         if not isinstance(stored, dict):
@@ -68,7 +64,8 @@ def read_stored_model(file: Path) -> dict[str, Any]:
 
 
 def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool) -> str:
-    """Say that the encoder-decoder `name` lacks special tokens that adapters would not train, and what to set."""
+    """Return a message that `name`, an encoder-decoder, lacks special tokens that adapters would not train, and the
+    fix."""
     sentinels, modes = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
     return (
         f"{name} has {sentinels} sentinels and {modes} mode tokens, and model.lora does not train rows of further "
@@ -82,7 +79,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _unsupported(stored: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Each feature that is not modelled here, and whether the model has it."""
+    """Yield each unsupported feature, and whether the model has it."""
     yield "attention_bias", bool(stored.get("attention_bias"))
     kinds = stored.get("layer_types")
     if kinds is None:
@@ -95,11 +92,9 @@ def _unsupported(stored: dict[str, Any]) -> Iterator[tuple[str, bool]]:
 
 
 def _rope(stored: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding: of type default, with the base `rope_theta`. Raises ValueError for any other.
-
-    The first that transformers 5 takes is `rope_scaling`, the older name, then `rope_parameters`, then the base beside
-    them. Where two of them disagree, one is left over from an edit, and nobody can see which.
-    """
+    """Return the rotary embedding, of type default, with its base `rope_theta`. Raises ValueError for any other, and if
+    bases disagree: transformers 5 takes the first of `rope_scaling` (the older name), `rope_parameters` and the base
+    beside them, but one is left over from an edit, and nobody can see which."""
     bases: dict[str, Any] = {"rope_theta": stored.get("rope_theta")}
     for name in ("rope_parameters", "rope_scaling"):
         if not (rope := stored.get(name)):
@@ -113,13 +108,13 @@ def _rope(stored: dict[str, Any]) -> dict[str, Any]:
     if bases["rope_theta"] is None and bases.get("rope_scaling.rope_theta", 0) is None:
         beside = bases.get("rope_parameters.rope_theta")
         bases["rope_scaling.rope_theta"] = None if beside is None else 10_000.0
-    given = {name: base for name, base in bases.items() if base is not None}
-    for name, base in given.items():
+    known = {name: base for name, base in bases.items() if base is not None}
+    for name, base in known.items():
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < inf:
             raise ValueError(f"{name} is {base!r}: needed is a number above 0")
-    if len(set(given.values())) > 1:
-        named = " and ".join(f"{name} is {base:g}" for name, base in given.items())
+    if len(set(known.values())) > 1:
+        named = " and ".join(f"{name} is {base:g}" for name, base in known.items())
         raise ValueError(f"{named}: keep the one that the model was trained with")
-    if not given:
+    if not known:
         raise ValueError("it lacks rope_theta: write the base that the model was trained with, as its publisher has it")
-    return {"rope_type": "default", "rope_theta": next(iter(given.values()))}
+    return {"rope_type": "default", "rope_theta": next(iter(known.values()))}

@@ -1,7 +1,4 @@
-"""The number of ids of a tokenizer, from its `tokenizer.json` alone, and the special tokens that this package adds.
-
-Neither torch nor transformers is needed.
-"""
+"""Count the ids of a tokenizer by its `tokenizer.json` alone, without torch, and name the special tokens added here."""
 
 from __future__ import annotations
 
@@ -21,17 +18,17 @@ MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
 
 
 def sentinel(index: int) -> str:
-    """The text of sentinel number `index`, counted from 0."""
+    """Return the text of sentinel number `index`, counted from 0."""
     return f"<extra_id_{index}>"
 
 
 def too_few_rows(rows: int, ids: int) -> str | None:
-    """Return what is wrong with an embedding of `rows` for a tokenizer of `ids`; None where it has room."""
+    """Return an error message if an embedding of `rows` is too small for a tokenizer of `ids`, else None."""
     return None if ids <= rows else f"the tokenizer's ids reach {ids - 1}: set it to at least {ids}"
 
 
 def tokenizer_lacks_rows(config: Sections) -> str | None:
-    """Return what is wrong with `model.architecture.vocab_size` for a tokenizer that is on this machine."""
+    """Return an error if `model.architecture.vocab_size` is too small for a tokenizer on this machine, else None."""
     section = config.model
     name = section.tokenizer_name_or_path
     if section.architecture is None or name is None or (file := _file_of(name)) is None:
@@ -43,20 +40,20 @@ def tokenizer_lacks_rows(config: Sections) -> str | None:
 
 
 def _file_of(name: str) -> Path | None:
-    """The `tokenizer.json` in a folder, or of a repository that is in the Hugging Face cache."""
+    """Return the `tokenizer.json` in a folder, or of a repository in the Hugging Face cache."""
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         return folder / "tokenizer.json"
     if not is_hub_name(name):
         return None
-    from huggingface_hub import try_to_load_from_cache  # few ask
+    from huggingface_hub import try_to_load_from_cache  # rarely needed
 
     found = try_to_load_from_cache(name, "tokenizer.json")
     return Path(found) if isinstance(found, str) else None
 
 
 def _ids_with(file: Path, wanted: list[str]) -> int | None:
-    """One past the largest id once the `wanted` tokens are added; None for a file that cannot be read so."""
+    """Return one past the largest id once the `wanted` tokens are added; None if the file cannot be read."""
     try:
         stored = read_json(file)
         own = _vocabulary(stored["model"]["vocab"])
@@ -64,12 +61,12 @@ def _ids_with(file: Path, wanted: list[str]) -> int | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     ids = own | added
-    following = max([len(own), *(number + 1 for number in added.values())])  # as tokenizers counts on
+    following = max([len(own), *(number + 1 for number in added.values())])  # tokenizers continues the ids in this way
     return max([following + sum(token not in ids for token in wanted), *(number + 1 for number in ids.values())])
 
 
 def _vocabulary(vocab: Any) -> dict[str, int]:
-    """The ids of a model's tokens: BPE, WordPiece and WordLevel map them, Unigram lists pairs with scores."""
+    """Return the ids of a model's tokens: BPE, WordPiece and WordLevel map them, Unigram lists pairs with scores."""
     if isinstance(vocab, dict):
         return {token: int(number) for token, number in vocab.items()}
     return {token: number for number, (token, _) in enumerate(vocab)}

@@ -1,4 +1,4 @@
-"""Contradictions between fields of `training`, and between these and other sections."""
+"""Rules about contradictions between fields of `training`, and between these and other sections."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -21,23 +21,23 @@ from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
-"""Fields of `monitor` that may say `rollback`."""
+"""Fields of `monitor` whose value may be `rollback`."""
 _READ_BY_SCHEDULES = {
     "min_lr_ratio": ("cosine", "wsd", "polynomial", "WarmupCosineLR"),
     "lr_scheduler_power": ("polynomial",),
     "lr_scheduler_timescale": ("inverse_sqrt",),
     "wsd_decay_fraction": ("wsd",),
 }
-"""Fields that not every schedule reads, with those that do."""
+"""Fields that not every schedule reads, with the schedules that do."""
 _READ_BY_OPTIMIZERS = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), tuple(OPTIMIZERS)),
     "muon_momentum": ("muon",),
 }
-"""The same of the optimizers."""
+"""Fields that not every optimizer reads, with the optimizers that do."""
 
 
 def training_rules(config: Sections) -> Iterator[Conflict]:
-    """Yield what contradicts itself in `training`, or beside other sections."""
+    """Yield the contradictions within `training`, and with other sections."""
     yield from _batches(config)
     yield from _objects_by_name(config.training)
     yield from _schedule(config.training)
@@ -63,7 +63,7 @@ def _batches(config: Sections) -> Iterator[Conflict]:
 
 
 def _objects_by_name(training: TrainingConfig) -> Iterator[Conflict]:
-    """Yield names that are neither built in nor the user's own."""
+    """Yield names that are neither built in nor `module:name`."""
     known: dict[str, Iterable[str]] = {
         "lr_scheduler_type": get_args(Schedule),
         "loss": (CROSS_ENTROPY,),
@@ -84,17 +84,17 @@ def _objects_by_name(training: TrainingConfig) -> Iterator[Conflict]:
 
 def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
     steps, schedule, warmup = training.num_train_steps, training.lr_scheduler_type, training.warmup_steps
-    given, is_endless = training.model_fields_set, schedule in ENDLESS_SCHEDULES
+    set_fields, is_endless = training.model_fields_set, schedule in ENDLESS_SCHEDULES
     decay_steps = round(training.wsd_decay_fraction * steps)
     ends = "training.warmup_steps training.num_train_steps training.lr_scheduler_type"
     yield from broken(
         (
-            training.num_train_epochs is not None and "num_train_steps" in given,
+            training.num_train_epochs is not None and "num_train_steps" in set_fields,
             "training.num_train_epochs training.num_train_steps",
             "the length of the run twice: remove one of the two, or set num_train_steps=null",
         ),
         (
-            training.warmup_ratio is not None and "warmup_steps" in given,
+            training.warmup_ratio is not None and "warmup_steps" in set_fields,
             "training.warmup_ratio training.warmup_steps",
             "the warm-up twice: remove one of the two, or set it to null",
         ),
@@ -123,7 +123,8 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
 
 
 def _set_by_a_person(training: TrainingConfig, names: Iterable[str]) -> list[str]:
-    """Return those of the fields `names` that are set. A run writes all fields: there a default is nobody's choice."""
+    """Return the fields of `names` that a person has set. A run writes all fields: there a default is nobody's
+    choice."""
     is_of_a_run = {*_READ_BY_SCHEDULES, *_READ_BY_OPTIMIZERS} <= training.model_fields_set
     return training.changed(*names) if is_of_a_run else [name for name in names if name in training.model_fields_set]
 

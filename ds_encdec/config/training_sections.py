@@ -1,4 +1,4 @@
-"""The section of a configuration that says how a model is trained: sizes, batches, schedules and cadences."""
+"""The section about how a model is trained: sizes, batches, schedules and cadences."""
 
 from typing import Annotated, Any, Literal
 
@@ -20,11 +20,11 @@ from ds_encdec.registry.text_metrics import FIGURES
 ENDLESS_SCHEDULES = ("WarmupLR", "constant")
 """Schedules that do not depend on the length of the run."""
 TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() if not row.needs_model}
-"""The figures of generated texts that evaluations in training have, and whether the higher is the better."""
+"""Figures of generated texts that evaluations in training have, and whether the higher one is better."""
 LOSS_FIGURES = ("loss", "perplexity")
-"""The figures that every evaluation has."""
+"""Figures that every evaluation has."""
 CROSS_ENTROPY = "cross_entropy"
-"""The value of `training.loss` for the package's own."""
+"""The value of `training.loss` for the built-in loss."""
 Schedule = Literal[
     "WarmupDecayLR",
     "WarmupLR",
@@ -44,7 +44,7 @@ Trackers = Annotated[
 
 
 def _evaluated(name: str) -> str:
-    """Return our name of an evaluation's figure; Hugging Face has `eval_loss`, and of a set `eval_NAME_loss`."""
+    """Return our name of a figure: `loss` for Hugging Face's `eval_loss`, `NAME/loss` for `eval_NAME_loss`."""
     plain = name.removeprefix("eval_").removeprefix("eval/")
     of_set, _, figure = plain.rpartition("_")
     return f"{of_set}/{figure}" if name.startswith("eval_") and of_set and figure in LOSS_FIGURES else plain
@@ -201,13 +201,13 @@ class TrainingConfig(Section):
     @field_validator("max_grad_norm", mode="before")
     @classmethod
     def _no_clipping(cls, value: Any) -> Any:
-        """0 for null, which is how other tools turn clipping off."""
+        """Read null as 0, since other tools turn clipping off by null."""
         return 0.0 if value is None else value
 
     @field_validator("per_device_train_batch_size", mode="wrap")
     @classmethod
     def _number_or_auto(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        """One message, where pydantic has one for each alternative."""
+        """Raise one message instead of pydantic's one for each alternative."""
         try:
             return validate(value)
         except ValidationError:
@@ -215,28 +215,28 @@ class TrainingConfig(Section):
 
     @property
     def best_figure(self) -> str:
-        """The figure of `metric_for_best_model`, without the set of `data.eval_sets` that it is of."""
+        """Return the figure of `metric_for_best_model`, without its set of `data.eval_sets`."""
         return self.metric_for_best_model.rpartition("/")[2]
 
     @property
     def best_is_greatest(self) -> bool:
-        """True if the best evaluation is the one with the greatest `metric_for_best_model`."""
-        given, name = self.greater_is_better, self.best_figure
-        return TEXT_FIGURES.get(name, name not in LOSS_FIGURES) if given is None else given
+        """Return whether the best evaluation is the one with the greatest `metric_for_best_model`."""
+        choice, name = self.greater_is_better, self.best_figure
+        return TEXT_FIGURES.get(name, name not in LOSS_FIGURES) if choice is None else choice
 
     @property
     def best_by(self) -> str:
-        """Which evaluation is the best: `lowest loss`, `highest exact_match`."""
+        """Return how the best evaluation is chosen: `lowest loss`, `highest exact_match`."""
         return f"{'highest' if self.best_is_greatest else 'lowest'} {self.metric_for_best_model}"
 
     @property
     def saves_best(self) -> bool:
-        """True if every evaluation that is better than all saved ones is saved."""
+        """Return whether every evaluation that is better than all saved ones is saved."""
         return self.save_on_best or self.save_strategy == "best"
 
     @property
     def micro_batch_size(self) -> int:
-        """`per_device_train_batch_size` as a number. Raises ConfigError while it is `auto`."""
+        """Return `per_device_train_batch_size` as a number. Raises ConfigError while it is `auto`."""
         if self.per_device_train_batch_size == "auto":
             raise ConfigError(
                 "training.per_device_train_batch_size=auto is found when a run starts, on its machine: "
@@ -246,7 +246,7 @@ class TrainingConfig(Section):
 
     @property
     def recomputation(self) -> Literal["none", "full", "every_n", "selective"]:
-        """`activation_checkpointing` once it is chosen. Raises ConfigError while it is `auto`."""
+        """Return `activation_checkpointing` once it is chosen. Raises ConfigError while it is `auto`."""
         if self.activation_checkpointing == "auto":
             raise ConfigError(
                 "training.activation_checkpointing=auto is chosen when a run starts, for its device: give none, full, "
@@ -257,7 +257,7 @@ class TrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_steps(cls, values: Any) -> Any:
-        """Read null as a warm-up that is not set and, beside epochs, as steps: a command line can take them away."""
+        """Read null as unset for the warm-up and, beside epochs, for the steps: so a command line removes them."""
         if not isinstance(values, dict):
             return values
         unset = {"warmup_steps"} if values.get("num_train_epochs") is None else {"warmup_steps", "num_train_steps"}

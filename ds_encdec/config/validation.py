@@ -1,4 +1,4 @@
-"""From nested settings to a validated configuration, or to a list of everything that is wrong with them."""
+"""Turn nested settings into a validated configuration, or into a list of all their problems."""
 
 from collections.abc import Iterable, Sequence, Set
 from copy import deepcopy
@@ -43,7 +43,7 @@ _BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "l
 
 @dataclass(frozen=True)
 class Checked:
-    """The sections of a configuration. `broken`: fields that hold stand-ins; `conflicts`: fields that contradict."""
+    """The sections, the fields that hold stand-ins (`broken`), and the fields that contradict (`conflicts`)."""
 
     sections: Sections
     broken: Set[str]
@@ -51,7 +51,7 @@ class Checked:
 
     @property
     def is_sound(self) -> bool:
-        """True if this is a configuration."""
+        """Return whether this is a valid configuration."""
         return not self.broken and not self.conflicts
 
     def knows(self, fields: tuple[str, ...]) -> bool:
@@ -59,18 +59,16 @@ class Checked:
         return fields not in self.conflicts and not any(within(field, path) for field in fields for path in self.broken)
 
     def is_sound_in(self, *names: str) -> bool:
-        """Return whether nothing is wrong in the sections `names`."""
+        """Return whether the sections `names` have no problem."""
         wrong = [*self.broken, *(field for fields in self.conflicts for field in fields)]
         return not any(within(path, name) for path in wrong for name in names)
 
 
 def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Checked:
-    """Return the sections of a configuration, and append the problems of `settings` to `problems`.
-
-    Contradictions are found only among fields that are valid by themselves. To report both at once, invalid fields and
-    unknown keys are removed, stand-ins replace required fields that are missing, and the rest is validated again.
-    Contradictions with one of these fields, or with the fields or sections `unread`, are dropped.
-    """
+    """Return the sections of a configuration, and append the problems of `settings` to `problems`. Only fields that are
+    valid by themselves can be checked for contradictions. To report both at once, invalid fields and unknown keys are
+    removed, stand-ins replace missing required fields, and the rest is validated again. Contradictions with these
+    fields, or with the fields or sections `unread`, are dropped."""
     rest, unusable = deepcopy(settings), settings.unusable()
     problems.extend(Problem((mention(settings, path),), message) for path, message in unusable.items())
     broken = _take_out(rest, unusable)
@@ -82,13 +80,13 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
             details = error.errors()
         unknown = [_path(detail) for detail in details if detail["type"] == "extra_forbidden"]
         broken.update(field for path in unknown for field in meant(path)[1] if field not in settings)
-        # A required field that was taken out is missing in the next round: that was our doing.
+        # A required field that was removed below is missing in the next round, which is not the user's error.
         problems.extend(_explain(settings, detail) for detail in details if _path(detail) not in broken)
         lacking = {_path(detail) for detail in details if detail["type"] == "missing"}
         taken_out = _take_out(rest, [path for path in map(_path, details) if path not in lacking])
         assert all(taken_out), "every section has defaults, so no error is about the whole"
         for path in lacking:
-            if isinstance(section := rest.get(above(path)), dict):  # it was not taken out itself
+            if isinstance(section := rest.get(above(path)), dict):  # the section itself was not removed
                 section[path.rpartition(".")[2]] = stand_in(path)
         broken |= taken_out | lacking
     conflicts = [
@@ -112,13 +110,13 @@ def wrong_value(path: str, value: Any) -> str | None:
 
 
 def default_of(path: str) -> Any:
-    """The default of the field at the dotted `path`; None where there is none."""
+    """Return the default of the field at the dotted `path`, or None."""
     info = _field_at(path)
     return None if info is None or info.is_required() else info.get_default(call_default_factory=True)
 
 
 def mention(settings: Settings, path: str) -> Mention:
-    """The field at `path` with the place that set it, and its value."""
+    """Return the field at `path` with the place that set it, and its value."""
     if path in settings:
         value = settings.get(path)
         shown = show(value if _field_at(path) else masked(path.rpartition(".")[2], value))
@@ -127,35 +125,32 @@ def mention(settings: Settings, path: str) -> Mention:
 
 
 def mention_all(settings: Settings, conflict: Conflict) -> Problem:
-    """`conflict` as a problem that mentions all its fields."""
+    """Return `conflict` as a problem that mentions all its fields."""
     return Problem(tuple(mention(settings, path) for path in conflict.fields), conflict.message)
 
 
 def _path(detail: ErrorDetails) -> str:
-    """The dotted path that an error of pydantic's is about."""
     return ".".join(str(part) for part in detail["loc"])
 
 
 def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
-    """An error of pydantic's in our words."""
     path = _path(detail)
     parent, _, key = path.rpartition(".")
     if detail["type"] == "missing":
         return Problem((Mention(settings.place_of(path), path),), "the field is required")
     if detail["type"] == "extra_forbidden":
         return Problem((mention(settings, path),), meant(path)[0])
-    # A single string may stand for a list of one, and a mapping for a list, whose items nobody wrote.
+    # Nobody wrote the items of a list if a single string or a mapping stands for it.
     written = parent if key.isdigit() and path not in settings else path
     return Problem((mention(settings, written),), _allowed(detail))
 
 
 def _allowed(detail: ErrorDetails) -> str:
-    """The message that names the allowed values."""
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         expected = context["expected"]
         names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
-        guess = closest(str(detail["input"]), names, cutoff=0.6)  # of few; so near are two letters of three: stf, sft
+        guess = closest(str(detail["input"]), names, cutoff=0.6)  # few names: stf is as near as this to sft
         return f"allowed: {expected}" + (f"; did you mean `{guess}`?" if guess else "")
     if kind in _BOUNDS:
         limit = next(context[name] for name in ("gt", "ge", "lt", "le") if name in context)
@@ -166,10 +161,8 @@ def _allowed(detail: ErrorDetails) -> str:
 
 
 def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
-    """Remove the settings at `paths`, or the nearest ones around them that can be removed: a list for one of its items.
-
-    Return the paths that were removed.
-    """
+    """Remove the settings at `paths`, or the nearest removable ones around them (an item's list); return their
+    paths."""
     parts = set()
     for path in paths:
         while path and not (path in rest and isinstance(rest.get(above(path)), dict)):
@@ -182,7 +175,7 @@ def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
 
 
 def stand_in(path: str) -> Any:
-    """A valid value for the required field at `path`, of which nothing will be reported."""
+    """Return a valid value for the required field at `path`, about which nothing will be reported."""
     info = _field_at(path)
     return _STAND_INS[info.annotation if info else None]
 

@@ -1,4 +1,4 @@
-"""The likely meaning of a key that nobody knows: a field beside it, one elsewhere, or a word of other tools."""
+"""Guess the meaning of an unknown key: a field beside it, one elsewhere, or a word of other tools."""
 
 from functools import cache
 
@@ -9,35 +9,32 @@ from ds_encdec.config.words.other_tools import their_sections, words_by_name
 
 
 def _called(name: str) -> list[str]:
-    """The fields called `name` whose path can be written: the evaluation sets' ones have a name of the user's in it."""
+    """Return the fields called `name`, without those of evaluation sets, whose paths contain a name of the user's."""
     return [path for path in fields() if path.endswith("." + name) and not path.startswith("data.eval_sets.")]
 
 
 @cache
 def homes(name: str) -> list[str]:
-    """The fields called `name`, but for those of phases, of sources in a mixture, and of evaluation's named sets."""
+    """Return the fields called `name`, without those of phases, of sources in a mixture, and of evaluation sets."""
     return [path for path in _called(name) if ".0." not in path and not path.startswith("phases.")]
 
 
 def fields_in(path: str) -> list[str]:
-    """The names of the fields of the section at `path`."""
+    """Return the names of the fields of the section at `path`."""
     parent = in_schema(path)
-    if parent.rpartition(".")[0] == "data.eval_sets":  # whatever its name
+    if parent.rpartition(".")[0] == "data.eval_sets":  # whatever the name of the set
         return [*EvalSet.model_fields]
     return [name for above, _, name in (known.rpartition(".") for known in fields()) if above == parent]
 
 
 def in_schema(path: str) -> str:
-    """The name in `fields` of what is at `path`, which may lead through any item of a list."""
+    """Return the name in `fields` of `path`, which may lead through any item of a list."""
     return ".".join("0" if key.isdigit() else key for key in path.split("."))
 
 
 def meant(path: str) -> tuple[str, list[str]]:
-    """The message about the unknown key at `path`, and the fields that it may stand for.
-
-    Its own name elsewhere goes before a similar one, which may be beside it, or one that needs no section, or a word of
-    another tool.
-    """
+    """Return the message about the unknown key at `path`, and the fields that it may mean. The same name elsewhere
+    takes precedence over similar ones, which may be beside it, need no section, or be words of other tools."""
     parent, _, key = path.rpartition(".")
     beside = fields_in(parent)
     section, _, field = key.partition("_")
@@ -60,7 +57,7 @@ def meant(path: str) -> tuple[str, list[str]]:
 
 @cache
 def _elsewhere(parent: str) -> dict[str, str]:
-    """The names that need no section, and the words of other tools that are read in `parent`, with their fields."""
+    """Return the names that need no section, and other tools' words that are read in `parent`, with their fields."""
     names = dict.fromkeys(their_sections(), "") if not parent else {}
     for word, row in words_by_name().items():
         name = word.removeprefix(f"{parent}.")
@@ -71,5 +68,4 @@ def _elsewhere(parent: str) -> dict[str, str]:
 
 
 def _is_near(name: str, key: str) -> bool:
-    """Return whether `name`, one of many, is worth a comparison."""
     return name[:1] == key[:1] and (abs(len(name) - len(key)) <= 2 or name.startswith(key))

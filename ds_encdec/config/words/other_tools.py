@@ -1,4 +1,4 @@
-"""The words of other tools (words.yaml): which field of ours each stands for, or why there is none."""
+"""The words of other tools (other_tools.yaml): our field for each, or why there is none."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -10,11 +10,11 @@ import yaml
 from ds_encdec.registry.source_kinds import kind_of_file
 
 Meaning = Mapping[str, Any] | str
-"""The fields that a word sets (empty: it does nothing), or why no field can stand for it."""
+"""The fields that a word sets (empty: none), or why no field can stand for it."""
 
 
 class Word(NamedTuple):
-    """A row of words.yaml, which explains its keys. `values` has a meaning for each single value."""
+    """A row of other_tools.yaml, which explains its keys. `values` has a meaning for each single value."""
 
     names: str
     tools: str
@@ -25,7 +25,7 @@ class Word(NamedTuple):
     ignored: bool = False
 
     def meaning(self, value: Any) -> Meaning | None:
-        """Return what `value` means under this name; None for a value of our own field that needs no translation."""
+        """Return the meaning of `value` under this name; None for a valid value of our own field."""
         if self.reads and (read := READERS[self.reads](value)) is not None:
             return read
         if not isinstance(value, dict | list):
@@ -38,7 +38,7 @@ class Word(NamedTuple):
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The content of a YAML file of this package."""
+    """Return the content of a YAML file of this package."""
     table: dict[str, Any] = yaml.load(path.read_text("utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     return table
 
@@ -50,24 +50,24 @@ def _content() -> dict[str, Any]:
 
 @cache
 def all_words() -> tuple[Word, ...]:
-    """The rows, in the order of the file."""
+    """Return the rows in the order of the file."""
     return tuple(Word(**row) for row in _content()["words"])
 
 
 @cache
 def words_by_name() -> dict[str, Word]:
-    """The row of each name."""
+    """Return the row of each name."""
     return {name: row for row in all_words() for name in row.names.split()}
 
 
 @cache
 def their_sections() -> frozenset[str]:
-    """Sections of other tools whose names mean nothing: their entries are read like those at the top level."""
+    """Return sections of other tools whose names mean nothing: their entries are read like those at the top level."""
     return frozenset(_content()["sections"].split())
 
 
 def tools() -> dict[str, str]:
-    """The names of the tools by their keys."""
+    """Return the names of the tools by their keys."""
     found: dict[str, str] = _content()["tools"]
     return found
 
@@ -110,4 +110,4 @@ READERS: dict[str, Callable[[Any], Meaning | None]] = {
     "ratio": _ratio,
     "seconds": _seconds,
 }
-"""How values are read that no table can list; their first lines stand in the documentation."""
+"""Readers of values that no table can list; the documentation quotes their docstrings."""

@@ -1,7 +1,4 @@
-"""Settings in the words of other tools (words.yaml), put into ours before they are validated.
-
-A name at the top level that only one field has is that field.
-"""
+"""Translate settings in other tools' words (other_tools.yaml), and fields without their sections, before validation."""
 
 import os
 import re
@@ -24,17 +21,14 @@ _INSTEAD = {
     "training.warmup_ratio": "training.warmup_steps",
     "training.warmup_steps": "training.warmup_ratio",
 }
-"""Two ways to say one thing: one on the command line takes the place of the other."""
+"""Two fields for one thing: on the command line, one replaces the other."""
 _BATCH = "training.per_device_train_batch_size"
-"""In the words of Hugging Face a number may stand beside `auto`, which then counts."""
+"""In Hugging Face's words a number may stand beside `auto`, which then counts."""
 
 
 def read_words(settings: Settings, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
-    """Put what `settings` say in other tools' words into our fields; return the fields that these set.
-
-    Words without a field, and words that contradict what is set, are appended to `problems`; to `notes` how each other
-    word was read.
-    """
+    """Move settings in other tools' words into our fields, and return the fields that these set. Words without a field,
+    or in contradiction to other settings, become `problems`; `notes` reports how each other word was read."""
     found: dict[str, Any] = {}
     for path, value in list(_foreign(settings.values)):
         meaning = _meaning(path, value)
@@ -55,10 +49,8 @@ def read_words(settings: Settings, problems: list[Problem], notes: list[str]) ->
 
 
 def _set(settings: Settings, problems: list[Problem], field: str, wanted: Any, word: Mention) -> None:
-    """Set `field` to what a word wants, unless the settings have something else for it.
-
-    `{}` switches a block on and leaves what is in it; null switches it off, and then nothing may be in it.
-    """
+    """Set `field` to the wanted value, unless the settings have another one. `{}` switches a block on and keeps its
+    content; null switches it off, and then it must be empty."""
     present = settings.get(field)
     if field == _BATCH and "auto" in (present, wanted):
         present = wanted = "auto"
@@ -83,20 +75,18 @@ def _note(word: Mention, meaning: Mapping[str, Any], row: Word | None) -> Iterat
 def read_overrides(
     settings: Settings, overrides: Sequence[str], problems: list[Problem], notes: list[str]
 ) -> dict[str, Any]:
-    """Put settings of the command line, in whatever words, into `settings`; return the fields that they set.
-
-    Each is `name=value` or `--name=value`, or two are `--name` and `value`, or one that is on or off is `--name` alone.
-    Of two for one field the later counts. What is wrong is appended to `problems`.
-    """
+    """Put settings of the command line, in any tool's words, into `settings`; return the fields that they set. Each is
+    `name=value`, `--name=value`, `--name` and `value`, or for a switch `--name` alone. The later of two for one field
+    counts. Mistakes are appended to `problems`."""
     remaining, each, found = list(overrides), list[str](), dict[str, Any]()
     while remaining:
         word = remaining.pop(0)
         each.append(with_value(word, remaining) if word.startswith("--") and "=" not in word else word)
     for name, value in read_settings(each, problems):
-        given = Settings()
-        given.put(name, value, COMMAND_LINE)
-        claimed = read_words(given, problems, notes)
-        for field, wanted in (({name: given.get(name)} if name in given else {}) | claimed).items():
+        setting = Settings()
+        setting.put(name, value, COMMAND_LINE)
+        claimed = read_words(setting, problems, notes)
+        for field, wanted in (({name: setting.get(name)} if name in setting else {}) | claimed).items():
             found[field] = wanted
             if field != name and wanted == {} and isinstance(settings.get(field), dict):
                 continue  # the block is on already
@@ -110,11 +100,8 @@ def read_overrides(
 
 
 def with_value(word: str, remaining: list[str]) -> str:
-    """`--name=value` of a `word` `--name` and the value that is taken from `remaining`.
-
-    What is on or off may stand alone, before a setting or the name of a configuration: then it is on. `word` itself
-    where there is no value.
-    """
+    """Return `--name=value` for `word`, a `--name`, with the value that is taken from `remaining`, or `word` itself if
+    there is none. A switch before a setting or the name of a configuration may stand alone, and is then true."""
     follows = remaining[0] if remaining and not remaining[0].startswith("--") else None
     if _is_switch(word.removeprefix("--")) and (
         follows is None or re.match(r"[\w.]+=|.*\.ya?ml$", follows) or os.path.isfile(find_shipped(follows) or "")
@@ -124,18 +111,17 @@ def with_value(word: str, remaining: list[str]) -> str:
 
 
 def _is_switch(name: str) -> bool:
-    """Return whether `name`, a field's or of another tool, may be true."""
     meaning = {name: True} if name in fields() else _meaning(name, True)
     return isinstance(meaning, dict) and all(wrong_value(*one) is None for one in meaning.items())
 
 
 def given_fields(overrides: Sequence[str]) -> set[str]:
-    """The fields, by our names, that settings of the command line are about."""
+    """Return the fields, by our names, that settings of the command line set."""
     return set(read_overrides(Settings(), overrides, [], []))
 
 
 def _foreign(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings that may be in other words, with their paths: what is no field, and fields with rows."""
+    """Yield the settings that may be in other tools' words, with their paths: unknown names, and fields with rows."""
     for key, value in values.items():
         path = join(at, key)
         info = fields().get(path)
@@ -148,21 +134,21 @@ def _foreign(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _row(path: str) -> Word | None:
-    """The row of what is at `path`. A name without dots is one at the top level, in a section of ours, or of theirs."""
+    """Return the row for `path`. A name without dots is at the top level, or in a section of ours or of theirs."""
     section, _, name = path.rpartition(".")
     rows = words_by_name()
     return rows.get(path) or (rows.get(name) if "." not in section and path not in fields() else None)
 
 
 def _meaning(path: str, value: Any) -> Meaning | None:
-    """The fields that are meant, why there are none, or None where nobody knows."""
+    """Return the fields that a setting means, why there are none, or None if it is unknown."""
     section, _, name = path.rpartition(".")
     if not section and name in their_sections() and value in (None, {}):
         return {}
     if (row := _row(path)) is not None:
         meaning = _of_row(row, value) if path not in fields() else row.meaning(value)
     elif (not section or section in their_sections()) and len(known := homes(name)) == 1:
-        # `fp16:` and `learning_rate: auto` are how others leave it out, or to their trainer.
+        # An empty `fp16:` is unset in other tools; `learning_rate: auto` leaves it to their trainer.
         is_empty = value in (None, "auto") and wrong_value(known[0], value) is not None
         meaning = {} if is_empty else {known[0]: value}
     else:
@@ -170,7 +156,7 @@ def _meaning(path: str, value: Any) -> Meaning | None:
     if meaning is None or isinstance(meaning, str) or meaning == {path: value}:
         return meaning if isinstance(meaning, str) else None
     translated: dict[str, Any] = {}
-    for field, wanted in meaning.items():  # the value may be theirs, too
+    for field, wanted in meaning.items():  # the value may be another tool's, too
         own = words_by_name()[field].meaning(wanted) if field != path and field in words_by_name() else None
         if isinstance(own, str):
             return own
@@ -179,7 +165,7 @@ def _meaning(path: str, value: Any) -> Meaning | None:
 
 
 def _of_row(row: Word, value: Any) -> Meaning | None:
-    """The meaning of a name that is none of ours: null and an `auto` that no field knows leave the matter open."""
+    """Return the meaning of a name that is not ours. Null, and an `auto` that no field accepts, set nothing."""
     if value is None:
         return {}
     meaning = row.meaning(value)
@@ -191,7 +177,7 @@ def _of_row(row: Word, value: Any) -> Meaning | None:
 
 @cache
 def _blocks() -> list[str]:
-    """The fields that are blocks inside of a section: null leaves such a one out."""
+    """Return the fields that are blocks inside a section, which null removes."""
     return [path for path, info in fields().items() if "." in path and section_in(info.annotation)]
 
 

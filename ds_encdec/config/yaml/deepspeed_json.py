@@ -1,10 +1,6 @@
-"""A raw DeepSpeed JSON, read into the schema.
-
-"auto", null and absent keys leave a field to the YAML file, the command line and the schema's default. What
-the JSON sets must agree with what those set. One thing follows from the JSON without being written in it, because
-DeepSpeed reads it so: a ZeRO stage given without an offload block means no offload, which gives way to the YAML file
-and the command line.
-"""
+"""Read a raw DeepSpeed JSON into the schema. Its "auto", null and absent keys leave a field to the YAML file, the
+command line and the default; its values must agree with those. As in DeepSpeed, a ZeRO stage without an offload block
+means no offload, but the YAML file and the command line take precedence over that."""
 
 import json
 import logging
@@ -27,11 +23,9 @@ _HPZ = f"{_EXTRA}zero_optimization.zero_hpz_partition_size"
 
 
 def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention | None = None) -> Settings:
-    """The entries of a DeepSpeed JSON under DeepSpeed's own names. What is wrong with the file goes to `problems`.
-
-    Their places are `file:line:column`, since such files are often written on one line; YAML's reader finds them, as
-    JSON is also YAML but for odd characters. `named_by`: the setting that names the file, where one does.
-    """
+    """Return the entries of a DeepSpeed JSON under DeepSpeed's names, and append the file's problems to `problems`.
+    Places are `file:line:column`, since such files are often one line; YAML's reader finds them, because JSON is also
+    YAML except for odd characters. `named_by` is the setting that names the file, if any."""
     text = read_text(path, problems, named_by)
     if text is None:
         return Settings()
@@ -61,7 +55,7 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
 
 
 def _keys(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.Mark]]:
-    """The dotted path and the place of every key inside of `node`, which stands at `path`."""
+    """Yield the dotted path and the place of every key inside `node`, which stands at `path`."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = join(path, key.value)
@@ -73,14 +67,12 @@ def _keys(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.Mark]]:
 
 
 Claims = dict[str, tuple[Any, Mention]]
-"""The fields that a JSON sets, each with the value and the key that sets it."""
+"""Fields that a JSON sets, each with the value and the key that sets it."""
 
 
 def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[Problem]) -> Settings:
-    """`settings` with what `document` (see `read_deepspeed_json`) adds to them.
-
-    Unknown keys, and values that disagree with `settings` or with each other, are appended to `problems`.
-    """
+    """Return `settings`, extended by `document` (see `read_deepspeed_json`). Unknown keys, and values that disagree
+    with `settings` or with each other, are appended to `problems`."""
     claims = _claims(document, problems)
     _claim_hybrid(claims, problems)
     _claim_lanes(claims, settings, document, problems)
@@ -116,14 +108,14 @@ def _claims(document: Settings, problems: list[Problem]) -> Claims:
 
 
 def _claim(claims: Claims, field: str, value: Any, key: Mention, problems: list[Problem]) -> None:
-    """Note that `key` sets a field, unless another key of the same JSON sets it to something else."""
+    """Record that `key` sets a field, or report that another key of the same JSON sets it to another value."""
     earlier, by = claims.setdefault(field, (value, key))
     if not _agree(field, earlier, value, key, problems):
         problems.append(Problem((by, key), f"both set `{field}` and must agree"))
 
 
 def _claim_hybrid(claims: Claims, problems: list[Problem]) -> None:
-    """A secondary partition (hpZ) is what the schema calls zero3_hybrid."""
+    """Translate a secondary partition (hpZ) into zero3_hybrid."""
     size, key = claims.get(_HPZ, (1, None))
     if key is None or size <= 1:
         claims.pop(_HPZ, None)
@@ -136,7 +128,7 @@ def _claim_hybrid(claims: Claims, problems: list[Problem]) -> None:
 
 
 def _claim_lanes(claims: Claims, settings: Settings, document: Settings, problems: list[Problem]) -> None:
-    """`train_batch_size` fixes the micro-batches of one optimizer step, whatever the number of ranks."""
+    """Translate `train_batch_size` into the micro-batches of an optimizer step, whatever the number of ranks."""
     total, field = document.get("train_batch_size"), "training.per_device_train_batch_size"
     if total in (None, "auto"):
         return
@@ -144,7 +136,7 @@ def _claim_lanes(claims: Claims, settings: Settings, document: Settings, problem
     micro, by = claims.get(field, (settings.get(field, default_of(field)), mention(settings, field)))
     if not _is_count(total):
         problems.append(Problem((key,), 'must be a whole number >= 1, or "auto"'))
-    elif micro == "auto":  # the YAML file's: into how many micro-batches these sequences go is not known yet
+    elif micro == "auto":  # of the YAML file: the number of micro-batches is not known yet
         _claim(claims, "training.global_batch_size", total, key, problems)
     elif _is_count(micro) and total % micro:
         problems.append(Problem((key, by), "train_batch_size must be a multiple of the micro-batch size"))
@@ -153,10 +145,8 @@ def _claim_lanes(claims: Claims, settings: Settings, document: Settings, problem
 
 
 def _agree(field: str, earlier: Any, value: Any, key: Mention, problems: list[Problem]) -> bool:
-    """Return whether `value` leaves a field at `earlier`. A value that is wrong by itself disagrees with nothing.
-
-    Such a `value` is reported here; `earlier` is in the settings, and reported when they are validated.
-    """
+    """Return whether `value` agrees with `earlier`, which an invalid value always does. An invalid `value` is reported
+    here, an invalid `earlier` when the settings are validated."""
     if earlier == value and isinstance(earlier, bool) == isinstance(value, bool):
         return True
     if wrong := wrong_value(field, value):
@@ -165,7 +155,7 @@ def _agree(field: str, earlier: Any, value: Any, key: Mention, problems: list[Pr
 
 
 def _meant(path: str, value: Any) -> list[tuple[str, Any]] | str:
-    """The fields that a key sets, with their values, or what is wrong with its value. `_claim_lanes` reads one more."""
+    """Return the fields and values that a key sets, or an error message. `_claim_lanes` reads `train_batch_size`."""
     if path == "zero_optimization.stage":
         is_stage = value in (0, 1, 2, 3) and not isinstance(value, bool)
         return [(SCHEMA_FIELDS[path], f"zero{int(value)}")] if is_stage else 'allowed: 0, 1, 2, 3 or "auto"'

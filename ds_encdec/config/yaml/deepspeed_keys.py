@@ -1,7 +1,5 @@
-"""Every key that a DeepSpeed JSON may hold, and what becomes of it here (deepspeed_keys.yaml explains its tables).
-
-The keys of blocks that DeepSpeed has a pydantic class for are a snapshot of these (deepspeed_keys.json).
-"""
+"""Every key that a DeepSpeed JSON may hold, and its treatment here (deepspeed_keys.yaml explains its tables). Keys of
+blocks with a pydantic class in DeepSpeed come from a snapshot of that (deepspeed_keys.json)."""
 
 import json
 from collections.abc import Iterator
@@ -19,27 +17,27 @@ _OF_BLOCK = {
 
 
 def _by_key(table: dict[str, str]) -> dict[str, str]:
-    """The reason for each key; a block stands for the keys in it."""
+    """Return the reason for each key; a block stands for the keys in it."""
     named = {name: why for names, why in table.items() for name in names.split()}
     return {key: why for name, why in named.items() for key in _OF_BLOCK.get(name, [name])}
 
 
 SCHEMA_FIELDS: dict[str, str] = _TABLES["fields"]
-"""Keys that a field of the schema stands for."""
+"""Keys for which the schema has a field."""
 IGNORED = _by_key(_TABLES["ignored"])
-"""Keys that are accepted and do nothing, each with the reason that the warning gives."""
+"""Keys that are accepted without effect, each with the reason for the warning."""
 FIXED: dict[str, tuple[list[Any], str]] = {key: (values, why) for key, (values, why) in _TABLES["fixed"].items()}
 """Keys that may only have certain values, with the reason."""
 REFUSED = _by_key(_TABLES["refused"]) | dict.fromkeys(
     _SNAPSHOT["removed"], "DeepSpeed 0.19 no longer has this; remove it"
 )
-"""Keys that are errors unless switched off, with what to do instead."""
+"""Keys that are errors unless switched off, each with the alternative."""
 
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "list": list}
 _DECIDED = {*SCHEMA_FIELDS, *IGNORED, *FIXED, *REFUSED}
 PASSED_ON = {key: _TYPES[kind] for kind, keys in _TABLES["passed_on"].items() for key in keys.split()}
 PASSED_ON |= {key: _TYPES[kind] for keys in _OF_BLOCK.values() for key, kind in keys.items() if key not in _DECIDED}
-"""Keys that go to DeepSpeed unchanged (`infra.deepspeed_extra`), with the type of their value."""
+"""Keys that are passed to DeepSpeed unchanged (`infra.deepspeed_extra`), with the type of their value."""
 
 KEYS = frozenset([*SCHEMA_FIELDS, *PASSED_ON, *IGNORED, *FIXED, *REFUSED])
 """Every known key, dotted."""
@@ -49,10 +47,8 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", 
 
 
 def check_keys(block: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any, str | None]]:
-    """Every entry of a DeepSpeed configuration: its dotted key, its value, and what is wrong with it, if anything.
-
-    Values of `SCHEMA_FIELDS` are left to the schema. `None` and "auto" are never wrong.
-    """
+    """Yield the dotted key, the value, and an error message or None for every entry of a DeepSpeed configuration. The
+    schema checks the values of `SCHEMA_FIELDS`; `None` and "auto" are always valid."""
     for key, value in block.items():
         here = f"{path}.{key}" if path else key
         known = "." not in key and (here in KEYS or here in _BLOCKS)
@@ -69,7 +65,7 @@ def check_keys(block: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any
 
 
 def check_extra(extra: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """The entries of `infra.deepspeed_extra` that may not stand there: dotted key, and why."""
+    """Yield the dotted keys that `infra.deepspeed_extra` must not have, each with the reason."""
     for path, _, message in check_keys(extra):
         if message is not None:
             yield path, message
@@ -89,7 +85,6 @@ def _unknown(key: str, path: str) -> str:
 
 
 def _wrong(path: str, value: Any) -> str | None:
-    """Return what is wrong with a known key's value."""
     if path in REFUSED:
         switched_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
         return None if switched_off else REFUSED[path]

@@ -1,8 +1,6 @@
-"""Reads configurations, and the manifests and indexes of programs, which may come from anybody.
-
-Of the latter only plain files are opened: a FIFO would wait for ever, a device never end. Text and JSON are bounded: a
-JSON nested deep enough exhausts the interpreter's stack.
-"""
+"""Read configurations, manifests and indexes, which may come from anybody. Manifests and indexes must be plain files: a
+FIFO would block forever, and a device never ends. Text and JSON are bounded, since deeply nested JSON exhausts the
+interpreter's stack."""
 
 import errno
 import json
@@ -17,11 +15,11 @@ from typing import Any
 MAX_CONFIG_BYTES = 1_000_000
 """Largest YAML or JSON file that people write."""
 MAX_RECORD_BYTES = 32_000_000
-"""Largest manifest or index, which programs write: room for about 100,000 files or tensors."""
+"""Largest manifest or index, which programs write: enough for about 100,000 files or tensors."""
 MAX_DEPTH = 100
-"""Deepest nesting of mappings and lists inside each other."""
+"""Deepest nesting of mappings and lists."""
 MAX_NODES = 10_000
-"""Most keys, values and list items of a configuration; what an alias stands for is counted each time."""
+"""Most keys, values and list items of a configuration; those behind an alias count each time."""
 
 _BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[\[\]{}]', re.DOTALL)
 """Brackets, and the strings (also one that never ends) in which they mean nothing."""
@@ -36,11 +34,11 @@ _KINDS = {
 
 
 def open_plain(path: str | Path) -> BufferedReader:
-    """`path` opened for reading bytes. Raises OSError, also for what is no plain file."""
-    _refuse_other_kinds(os.stat(path), path)  # to open some devices is to do something
+    """Open a plain file for reading bytes. Raises OSError, also for other kinds of files."""
+    _refuse_other_kinds(os.stat(path), path)  # opening some devices has effects
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     try:
-        _refuse_other_kinds(os.fstat(descriptor), path)  # it may have been exchanged
+        _refuse_other_kinds(os.fstat(descriptor), path)  # another file may have replaced it
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -48,7 +46,7 @@ def open_plain(path: str | Path) -> BufferedReader:
 
 
 def read_plain(path: str | Path, max_bytes: int | None) -> str:
-    """The text of a plain UTF-8 file. Raises OSError, and ValueError where it is larger or no such text."""
+    """Return the text of a plain UTF-8 file. Raises OSError, and ValueError if it is too large or not UTF-8."""
     with open_plain(path) as file:
         return _decoded(file.read(-1 if max_bytes is None else max_bytes + 1), max_bytes)
 
@@ -63,7 +61,7 @@ def _decoded(content: bytes, max_bytes: int | None) -> str:
 
 
 def read_config(path: str | Path) -> str:
-    """The text of a configuration that the user names, which may be a pipe. Raises as `read_plain` does."""
+    """Return the text of a configuration that the user names, which may be a pipe. Raises as `read_plain` does."""
     if os.path.isfile(path):
         with open(path, "rb") as file:
             return _decoded(file.read(MAX_CONFIG_BYTES + 1), MAX_CONFIG_BYTES)
@@ -72,23 +70,20 @@ def read_config(path: str | Path) -> str:
 
 @cache
 def _read_pipe(path: str) -> bytes:
-    """Read what can be read only once."""
+    """Read a pipe, once for all callers."""
     with open(path, "rb") as file:
         return file.read(MAX_CONFIG_BYTES + 1)
 
 
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
-    """The content of a JSON file of a program. Raises OSError; ValueError for no JSON, too large, nested too deep.
-
-    `max_bytes`: None where its size is known to be right.
-    """
+    """Parse a JSON file of a program; `max_bytes` None sets no limit. Raises OSError, and ValueError if it is not JSON,
+    too large, or nested too deep."""
     text = read_plain(path, max_bytes)
     _refuse_deep(text)
     return json.loads(text)
 
 
 def _refuse_deep(text: str) -> None:
-    """Raise ValueError where a JSON text is nested too deep."""
     depth = 0
     for token in _BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
@@ -97,7 +92,7 @@ def _refuse_deep(text: str) -> None:
 
 
 def kind_of(mode: int) -> str | None:
-    """The kind of file that has this `st_mode`; None for a plain file."""
+    """Return the kind of a file with this `st_mode`, or None for a plain file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no plain file")
 
 

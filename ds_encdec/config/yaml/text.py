@@ -1,8 +1,6 @@
-"""YAML in and out: values together with the line each key stands on; on the command line, each setting is a value.
-
-The dialect is YAML 1.2's core where it matters for configurations: `1e-4` is a number (PyYAML's YAML 1.1
-reads a string), `no`, `on` and dates are strings, and a key that occurs twice is an error.
-"""
+"""Read and write YAML, with the line of each key, and read settings of the command line. The dialect is YAML 1.2's
+core: `1e-4` is a number (for PyYAML's YAML 1.1 a string), `no`, `on` and dates are strings, and a repeated key is an
+error."""
 
 import json
 import os
@@ -37,7 +35,7 @@ _PLAIN: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     ),
     "null": ("~|null|Null|NULL|", "~nN", lambda text: None),
 }
-"""The kinds of plain scalars that are no text: how each looks, its first characters, and how it is read."""
+"""Kinds of plain scalars other than text: pattern, first characters, reader."""
 _READERS: dict[str, Callable[[str], Any]] = {
     _PREFIX + "str": str,
     **{_PREFIX + kind: read for kind, (_, _, read) in _PLAIN.items()},
@@ -45,19 +43,19 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader with nothing but the kinds above."""
+    """PyYAML's loader for the kinds above alone."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, which also quotes the strings that our loader would take for something else."""
+    """PyYAML's dumper, which also quotes strings that the loader would read as another kind."""
 
     def represent_settings_list(self, items: list[Any]) -> yaml.Node:
-        """A list of plain values on one line, any other with one item a line."""
+        """Write a list of plain values on one line, any other with one item a line."""
         flow = not any(isinstance(item, dict | list) for item in items)
         return self.represent_sequence(_PREFIX + "seq", items, flow_style=flow)
 
     def represent_text(self, text: str) -> yaml.Node:
-        """A string, with YAML's rarer line breaks escaped: PyYAML writes them so that they come back as spaces."""
+        """Escape YAML's rarer line breaks, which PyYAML would write so that they are read back as spaces."""
         style = '"' if re.search("[\x85\u2028\u2029]", text) else None
         return self.represent_scalar(_PREFIX + "str", text, style=style)
 
@@ -73,7 +71,7 @@ for _side in (_Loader, _Dumper):
 
 
 def read_yaml(path: Path, problems: list[Problem]) -> Settings:
-    """The settings in the YAML file `path`. What is wrong with the file is appended to `problems`."""
+    """Return the settings in the YAML file `path`, and append its problems to `problems`."""
     text = read_text(path, problems)
     if text is None:
         return Settings()
@@ -97,10 +95,7 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
 
 
 def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, Any]]:
-    """The names and values of `arguments`, each `section.field=value` or `--section.field=value`.
-
-    What is no setting, or no value, is appended to `problems`.
-    """
+    """Yield the name and value of each argument `[--]section.field=value`; append a problem for any other."""
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
         parts, spelt = name.split("."), name.replace("-", "_")
@@ -122,16 +117,14 @@ def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator
             message = f"not a setting; its words are joined by underscores: {spelt}"
         else:
             message = "not a setting; write `section.field=value`"
-        field = argument.partition("=")[0] or argument  # what stands behind may be a secret
+        field = argument.partition("=")[0] or argument  # the value may be a secret
         problems.append(Problem((Mention(COMMAND_LINE, field),), message))
 
 
 def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
-    """The value that `text` of the command line stands for, of which nothing is dropped.
-
-    It is one number, word or text, unless it begins like a list, a mapping or a quoted text, which YAML reads. Mistakes
-    inside are appended to `problems` as ones of `field`. Raises UnreadableError for what YAML does not read whole.
-    """
+    """Return the value that `text` of the command line stands for: one number, word or text, unless it begins like a
+    list, a mapping or a quoted text, which YAML reads. Mistakes inside are appended to `problems` under `field`. Raises
+    UnreadableError if YAML does not read all of it, since nothing may be dropped."""
     body = text.strip()
     if not body.startswith(("[", "{", '"', "'")):
         matching = (read for pattern, _, read in _PLAIN.values() if re.fullmatch(pattern, body))
@@ -147,12 +140,12 @@ def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
 
 
 def _is_bare(key: yaml.Node, value: yaml.Node) -> bool:
-    """Return whether a pair of a mapping is `{key}`, or has braces for a key."""
+    """Return whether a pair of a mapping is `{key}`, or has a list or a mapping as its key."""
     return not isinstance(key, yaml.ScalarNode) or value.start_mark.index == value.end_mark.index
 
 
 def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:
-    """The text of a configuration, or None and a problem. `named_by`: the setting that names the file."""
+    """Return the text of a configuration, or append a problem. `named_by` is the setting that names the file."""
     try:
         return read_config(path)
     except FileNotFoundError:
@@ -168,28 +161,25 @@ def read_text(path: Path, problems: list[Problem], named_by: Mention | None = No
 def file_problem(
     path: Path, message: str, line: int | None = None, column: int | None = None, *, field: str = ""
 ) -> Problem:
-    """A problem with a file as such; `line` and `column` count from 1, `field` is the one that was being read."""
+    """Return a problem with a file; `line` and `column` count from 1, `field` is the one being read."""
     place = ":".join(str(part) for part in (path, line, column) if part is not None)
     return Problem((Mention(place, field),), message)
 
 
 def parse_value(text: str, place: str = "", field: str = "", problems: list[Problem] | None = None) -> Any:
-    """`text` read as one YAML value.
-
-    Mistakes inside it are appended to `problems` as ones of `field` at `place`. Raises UnreadableError (ValueError)
-    for what is no YAML.
-    """
+    """Parse `text` as one YAML value, and append mistakes inside it to `problems` under `field` at `place`. Raises
+    UnreadableError (ValueError) if it is not YAML."""
     root, found = compose(text), [] if problems is None else problems
     return None if root is None else _NodeReader(lambda _: place, found).read(root, field)
 
 
 def write_yaml(values: dict[str, Any]) -> str:
-    """`values` as YAML that `read_yaml` reads back to the same values."""
+    """Return `values` as YAML that `read_yaml` reads back to the same values."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 class UnreadableError(ValueError):
-    """A text is no YAML, or more of it than is read. `line` counts from 1; `field`: the dotted path that was read."""
+    """A text is not YAML, or exceeds a limit. `line` counts from 1; `field` is the dotted path being read."""
 
     def __init__(self, message: str, line: int, field: str = "") -> None:
         super().__init__(message)
@@ -202,11 +192,11 @@ _IN_OTHER_WORDS = {
     "mapping values are not allowed here": "mapping values are not allowed here: indent the line as its neighbours, "
     "and quote a value that holds a colon",
 }
-"""The commonest complaints of PyYAML, and what to do about each."""
+"""Common complaints of PyYAML, with the fix for each."""
 
 
 def compose(text: str) -> yaml.Node | None:
-    """The nodes of one YAML document. Raises UnreadableError."""
+    """Parse one YAML document into nodes. Raises UnreadableError."""
     loader = None
     try:
         loader = _Loader(text)
@@ -217,7 +207,7 @@ def compose(text: str) -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or ""
         raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1 if mark else 1) from error
-    except Exception as error:  # PyYAML's scanner raises anything for what it has not foreseen, such as "\\UFFFFFFFF"
+    except Exception as error:  # PyYAML's scanner raises any error for unforeseen input, such as "\\UFFFFFFFF"
         message = "nested too deep" if isinstance(error, RecursionError) else " ".join(str(error).split())
         raise UnreadableError(message, loader.line + 1 if loader else 1) from error
 
@@ -227,7 +217,7 @@ def _line(node: yaml.Node) -> int:
 
 
 def _read(read: Callable[[str], Any], text: str, line: int, field: str) -> Any:
-    """A scalar by its reader. Raises UnreadableError, such as for a number of more digits than Python reads."""
+    """Read a scalar. Raises UnreadableError, such as for a number with more digits than Python reads."""
     try:
         return read(text)
     except (KeyError, ValueError):
@@ -235,11 +225,8 @@ def _read(read: Callable[[str], Any], text: str, line: int, field: str) -> Any:
 
 
 class _NodeReader:
-    """Turns YAML nodes into values while it notes the place of every key and finds repeated ones.
-
-    Values are counted with those behind aliases: nine lines of nine aliases each, every one of the line before, are
-    387 million values.
-    """
+    """Turns YAML nodes into values, records the place of every key, and reports repeated keys. Values behind aliases
+    count each time: nine lines of nine aliases, each of the line before, are 387 million values."""
 
     def __init__(self, place: Callable[[int], str], problems: list[Problem]) -> None:
         self.place, self.problems = place, problems
@@ -247,7 +234,7 @@ class _NodeReader:
         self._values = self._depth = 0
 
     def read(self, node: yaml.Node, path: str) -> Any:
-        """The value of `node`, which stands at the dotted `path`. Raises UnreadableError."""
+        """Return the value of `node`, which stands at the dotted `path`. Raises UnreadableError."""
         self._values, self._depth = self._values + 1, self._depth + 1
         if self._depth > MAX_DEPTH:
             raise UnreadableError(f"nested more than {MAX_DEPTH} deep", _line(node), path)
@@ -267,7 +254,7 @@ class _NodeReader:
         return value
 
     def _read_mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
-        """The values of a mapping: those of its `<<` keys first, of which its own take the place."""
+        """Return the values of a mapping; its own keys replace those of its `<<` keys."""
         values, lines = dict[str, Any](), dict[str, int]()
         for key, value in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
             if key.tag == _MERGE:
