@@ -1,4 +1,4 @@
-"""The verbs `export`, `average` and `verify`. Torch is imported once they run."""
+"""The verbs `export`, `average` and `verify`. They import torch only when they run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
     if not run.root.is_dir():
         raise CheckpointError(f"{options.run_folder}: no such folder; give a run's, such as output")
     refuse_existing(out := options.out or run.averaged)
-    from ds_encdec.exports.hugging_face import average_checkpoints  # torch: once there is a run
+    from ds_encdec.exports.hugging_face import average_checkpoints  # imports torch, so after the checks
 
     steps = average_checkpoints(run, out, last=options.last, base=options.base, dtype=_dtype(options))
     fewer = f" (there are no more in a row; {options.last} were asked for)" if len(steps) < options.last else ""
@@ -50,14 +50,14 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import verify_checkpoints
     from ds_encdec.data.sources.prepared import INDEX, verified_shards
 
-    outlive_readers()  # the exit code is the answer
+    outlive_readers()  # the exit code is the result
     is_prepared = any(options.path.glob(f"*/{INDEX}"))
     for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
         print(whole, flush=True)
 
 
 def _require_sound(checkpoint: Path, out: Path) -> None:
-    """Refuse what is no checkpoint, and a folder that cannot be written: before torch is imported."""
+    """Refuse an `out` that exists, and a path that is not a checkpoint, before torch is imported."""
     from ds_encdec.checkpoint.folder import refuse_existing
     from ds_encdec.checkpoint.manifest import read_manifest
 

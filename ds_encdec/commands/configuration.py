@@ -1,4 +1,4 @@
-"""The verbs `init`, `validate` and `init-model`: what a run begins with."""
+"""The verbs `init`, `validate` and `init-model`, which prepare a run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if looks_here:
         look_here(loaded)
     if loaded.checked.is_sound and loaded.config.training.freeze:
-        from ds_encdec.memory.job import frozen_in_vain  # not for most
+        from ds_encdec.memory.job import frozen_in_vain  # rarely needed
 
         loaded.add(frozen_in_vain(loaded.config))
     config, notes = loaded.valid(), loaded.notes()
@@ -48,7 +48,7 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
 
     model_folder(options.source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     refuse_existing(options.out)
-    from ds_encdec.commands.model_folders import init_model  # torch: once there is a source
+    from ds_encdec.commands.model_folders import init_model  # imports torch, so after the checks
 
     print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
 

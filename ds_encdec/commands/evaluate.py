@@ -1,4 +1,4 @@
-"""The verbs `generate` and `evaluate`. Torch is imported once they run."""
+"""The verbs `generate` and `evaluate`. They import torch only when they run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ds_encdec.registry.text_metrics import TEXT_METRICS, usable
 
 
 def _settings(defaults: GenerationSettings, *left_out: str, **later: str) -> Arguments:
-    """An option for each setting of generation that is not `left_out`; `later`: defaults that are found later."""
+    """Return an option for each generation setting except `left_out`; `later` describes defaults that are set later."""
     found = {field: getattr(defaults, field.name) for field in fields(defaults) if field.name not in left_out}
     return {
         f"--{field.name.replace('_', '-')}": value(
@@ -52,7 +52,7 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     if options.stream and settings.num_beams > 1:
         raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
     require_ours(options.model)
-    from ds_encdec.evaluate.one_text import generate_text  # torch: once the arguments are sound
+    from ds_encdec.evaluate.one_text import generate_text  # imports torch, so after the checks
 
     text = sys.stdin.read() if options.text == "-" else options.text
     shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
@@ -80,7 +80,7 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     check_metrics(names, options.bertscore_model)
     if options.max_new_tokens is None:
         settings = replace(settings, max_new_tokens=config.data.max_decoder_length)
-    from ds_encdec.evaluate.evaluation import evaluate  # torch: once arguments and configuration are sound
+    from ds_encdec.evaluate.evaluation import evaluate  # imports torch, so after the checks
 
     with libraries_print_to_stderr():
         out, found = evaluate(
@@ -101,10 +101,10 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         print(json.dumps(found, indent=2))
     else:
         _show(options, settings, out, found)
-    asked, failed = options.metrics or (), found.get("metrics_left_out", {})
+    wanted, failed = options.metrics or (), found.get("metrics_left_out", {})
     for name, why in failed.items():
         print(f"warning: the metric {name} has no figure: {why}", file=sys.stderr)
-    if asked and failed:
+    if wanted and failed:
         raise DsEncDecError(f"--metrics: {', '.join(failed)} failed; the other figures are in {out}")
 
 
@@ -117,9 +117,9 @@ def _show(options: argparse.Namespace, settings: GenerationSettings, out: Path, 
 
 
 def _chosen(options: argparse.Namespace) -> GenerationSettings:
-    given = vars(options)
+    values = vars(options)
     return GenerationSettings(
-        **{field.name: given[field.name] for field in fields(GenerationSettings) if given.get(field.name) is not None}
+        **{field.name: values[field.name] for field in fields(GenerationSettings) if values.get(field.name) is not None}
     )
 
 

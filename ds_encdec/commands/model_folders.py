@@ -1,4 +1,4 @@
-"""`ds-encdec init-model`: a model's folder, ready to be trained, made from a decoder-only Qwen3."""
+"""Make a model folder, ready for training, from a decoder-only Qwen3 (`ds-encdec init-model`)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ from ds_encdec.tokenizer.sentinels import Vocabulary
 
 
 def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: int = 42) -> str:
-    """Write the folder `out` with the weights of `source` (a folder or hub id) on both sides, and new sentinel rows.
-
-    Tensors are copied one at a time in the source's dtype: peak memory is about three times the embedding (its stored
-    form, the one with sentinel rows, and pieces of its statistics), whatever the size of the model. Without a tokenizer
-    in the source the weights are written all the same, with sentinels at the default ids. Returns the lines to show.
-    Raises CheckpointError for a source that cannot be read and for an `out` that is not empty.
-    """
+    """Write the folder `out` with the weights of `source` (a folder or hub id) on both sides and new sentinel rows, and
+    return the lines to print. Tensors are copied one at a time in the source's dtype: peak memory is about three times
+    the embedding, whatever the size of the model. Without a tokenizer in the source only weights are written, with
+    sentinels at the default ids. Raises CheckpointError if the source cannot be read, or `out` is not empty."""
     section = ModelConfig(model_name_or_path=source, num_sentinel_tokens=num_sentinel_tokens)
     folder = model_folder(source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     stored = read_config(folder)
@@ -53,11 +50,9 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
 
 
 def default_vocabulary(stored: dict[str, Any], num_sentinels: int) -> Vocabulary:
-    """The special ids of a model folder without a tokenizer, from its `config.json` (as a dict).
-
-    Sentinels of a Qwen3 stand where its own tokenizer would get them, otherwise behind the vocabulary. Raises
-    CheckpointError if the configuration names no end-of-sequence token.
-    """
+    """Return the special ids of a model folder without a tokenizer, from its `config.json`. A Qwen3's sentinels get the
+    ids that its own tokenizer would give them, others follow the vocabulary. Raises CheckpointError without an
+    end-of-sequence id."""
     rows = stored["vocab_size"]
     first = QWEN3_IDS if rows == QWEN3_ROWS else rows
     eos = stored.get("eos_token_id")

@@ -1,7 +1,5 @@
-"""Computes the steps, tokens, days and money that a run or the phases of a pre-training take. Imports no torch.
-
-For a run it also computes the space on disks and in the memory of hosts.
-"""
+"""Compute the steps, tokens, days and money of a run or of phases, and for a run the space on disks and in host
+memory."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -31,7 +29,7 @@ from ds_encdec.memory.zero import swapped_bytes
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
 FEWEST_TO_AVERAGE = 3
-"""Checkpoints without which a run averages none (`training.average_checkpoints`)."""
+"""Fewest checkpoints of which a run makes an average (`training.average_checkpoints`)."""
 HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
     "--measured RUN, the folder of a run on the same machines, such as that of a phase."
@@ -47,11 +45,9 @@ def plan_run(
     tokens_per_second: float | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> dict[str, Any]:
-    """The needs of the run on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are bytes.
-
-    `num_tokens`: of both sides, to train on; None: as many as `training.num_train_steps` make. `tokens_per_second`: of
-    all ranks. Raises ConfigError for a batch or a number of GPUs that does not divide, or a model of unknown size.
-    """
+    """Return the needs of the run on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are
+    bytes. `num_tokens` (both sides) replaces `training.num_train_steps`; `tokens_per_second` is of all ranks. Raises
+    ConfigError for a batch or a number of GPUs that does not divide, or a model of unknown size."""
     if problems := list(indivisible(config, nodes)):
         raise ConfigError("\n".join(problems))
     if config.training.num_train_epochs is not None and num_tokens is None:
@@ -69,7 +65,7 @@ def plan_run(
     length = config.data.max_encoder_length + config.data.max_decoder_length
     steps = config.training.num_train_steps
     if num_tokens is not None:
-        # However a step is divided into micro-batches, it has these sequences.
+        # A step has these sequences, however it is divided into micro-batches.
         steps = estimate_steps_for_tokens(num_tokens, sequences, length, 1, 1)
     return {
         "num_gpus": job.world_size,
@@ -93,13 +89,13 @@ def plan_run(
 
 
 def _cost(tokens: int, num_gpus: int, tokens_per_second: float | None, usd_per_hour: float | None) -> dict[str, Any]:
-    """`time` (`estimate_training_time`) and `usd`, None where they cannot be known; `usd_per_hour` is of one GPU."""
+    """Return `time` (`estimate_training_time`) and `usd`, None if unknown; `usd_per_hour` is the price of one GPU."""
     time = estimate_training_time(tokens, 1 / tokens_per_second) if tokens_per_second else None
     return {"time": time, "usd": time["hours"] * num_gpus * usd_per_hour if time and usd_per_hour else None}
 
 
 def _disk(job: Job, steps: int) -> dict[str, Any]:
-    """Bytes in the run's folder at its fullest; logs and the tokenizer, some megabytes, are not counted."""
+    """Return the most bytes in the run's folder, without logs and the tokenizer (some megabytes)."""
     training, monitor = job.config.training, job.config.monitor
     checkpoint = checkpoint_bytes(job)
     saves = saves_at_most(training, steps)
@@ -122,7 +118,7 @@ def _disk(job: Job, steps: int) -> dict[str, Any]:
 
 
 def describe_plan(plan: Mapping[str, Any]) -> str:
-    """The plan in words."""
+    """Return the plan in words."""
     disk, time, steps = plan["disk"], plan["time"], plan["steps"]
     lines = [
         f"{steps:,} steps of {plan['tokens_per_step']:,} tokens ({plan['sequences_per_step']:,} sequences, padding "
@@ -159,12 +155,9 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
 def plan_of_phases(
     plans: Sequence[PlannedPhase], *, tokens_per_second: float | None = None, price_per_gpu_hour: float | None = None
 ) -> dict[str, Any]:
-    """`phases`, one dict each, and their `total`.
-
-    Each phase has the `steps` it would make, `ends_with` (`steps`, `tokens`, or `--steps-per-phase`), `num_train_steps`
-    and `steps_for_tokens`, the two numbers of which the smaller counts, `tokens` of its steps, `num_tokens` asked for,
-    `tokens_per_step`; `time` (`estimate_training_time`) and `usd`, None where they cannot be known.
-    """
+    """Return `phases`, a dict for each, and their `total`. `steps` is the smallest of `num_train_steps`,
+    `steps_for_tokens` and `--steps-per-phase`, and `ends_with` names it. `tokens` are those of the steps, `num_tokens`
+    the limit. `time` (`estimate_training_time`) and `usd` are None if unknown."""
     infra = plans[0].config.infra
     phases = []
     for planned in plans:
@@ -199,7 +192,7 @@ def plan_of_phases(
 
 
 def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
-    """The phases as a table of at most 80 columns, and below it what is not known of them."""
+    """Return the phases as a table of at most 80 columns, with remarks below it."""
     table = [["phase", "ends after", "runs", "time", "USD"]]
     for row in [*plan["phases"], {"phase": "total", **plan["total"]}]:
         limits = f"{short(row['num_train_steps'])} steps or {short(row['num_tokens'])}" if "num_tokens" in row else ""

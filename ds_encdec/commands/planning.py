@@ -37,8 +37,8 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.commands.plan import describe_plan_of_phases, plan_of_phases
     from ds_encdec.config.words.rewording import given_fields
 
-    asks_for_it = options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
-    if asks_for_it and not options.dry_run:
+    needs_dry_run = options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
+    if needs_dry_run and not options.dry_run:
         raise ConfigError(
             "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
         )
@@ -46,7 +46,7 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = with_given(load(options, overrides), given_fields(overrides))
     plans = plan_phases(config, phases, options.steps_per_phase)
     if not options.dry_run:
-        outlive_readers()  # the phases are for what they leave, and not for these lines
+        outlive_readers()  # the runs matter, not these lines
         run_phases(config, plans, launcher=options.launcher)
         return
     plan = plan_of_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
@@ -54,7 +54,6 @@ def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _rate(options: argparse.Namespace) -> float | None:
-    """Tokens per second, given or measured; None where they are not known."""
     from ds_encdec.launch.run_folder import RunFolder
     from ds_encdec.monitor.metrics_file import measured_tokens_per_second
 

@@ -1,4 +1,4 @@
-"""The verbs `inspect-data` and `prepare`: what a run reads, shown, or rendered and tokenized once."""
+"""The verbs `inspect-data` and `prepare`, which show the data that a run reads, or render and tokenize it once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ds_encdec.config.command_line import load
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load(options, overrides)
-    from ds_encdec.data.build import inspect_run_data  # torch: once the configuration is sound
+    from ds_encdec.data.build import inspect_run_data  # imports torch, so after the checks
     from ds_encdec.training.run_model import run_tokenizer
 
     shown = inspect_run_data(
@@ -27,7 +27,7 @@ def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
 
 def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Prepare the data and print what there is of each source now. Raises Preempted at Ctrl-C."""
+    """Prepare the data and print the state of each source. Raises Preempted at Ctrl-C."""
     num_proc = len(os.sched_getaffinity(0)) if options.num_proc is None else options.num_proc
     if num_proc < 1:
         raise ConfigError(f"--num-proc {num_proc}: at least one process has to do it")
@@ -37,9 +37,9 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if config.data.prepared_dir is None:
         raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
     log_to_terminal(options, logging.INFO)
-    outlive_readers()  # it is for what it leaves, and not for these lines
+    outlive_readers()  # its files matter, not these lines
     try:
-        from ds_encdec.data.build import prepare_data  # torch: once the configuration is sound
+        from ds_encdec.data.build import prepare_data  # imports torch, so after the checks
         from ds_encdec.training.run_model import run_tokenizer
 
         for line in prepare_data(config, *run_tokenizer(config), num_proc):

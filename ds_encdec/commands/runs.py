@@ -1,4 +1,4 @@
-"""The verbs `doctor`, `sanity-check`, `stop` and `report`: what is done about a run, before, during and after it."""
+"""The verbs `doctor`, `sanity-check`, `stop` and `report`, for use before, during and after a run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     with libraries_print_to_stderr() as stdout:
         from ds_encdec.commands.doctor.findings import as_json, look_at_hosts, look_here
 
-        findings, tells = (
+        findings, is_printed = (
             look_here(files) if options.hostfile is None else (look_at_hosts(options.hostfile, files), True)
         )
-    if tells and options.json:
+    if is_printed and options.json:
         print(as_json(findings), file=stdout)
-    elif tells:
+    elif is_printed:
         print_marked(describe(findings, console().width), {"(?m)^✓": "green", "(?m)^✗": "bold red"})
     if wrong := list(dict.fromkeys(finding.check for finding in findings if not finding.passed)):
         raise GateError(f"not ready for a run: {', '.join(wrong)}")
@@ -35,14 +35,14 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
     if options.model:
         require_model_folder(options.model)
     config = None if options.model else load(options, overrides)
-    from ds_encdec.commands.sanity_check.session import (  # torch: once the configuration is sound
+    from ds_encdec.commands.sanity_check.session import (  # imports torch, so after the checks
         check_config,
         config_for_model,
     )
 
     if config is None:
         config = config_for_model(options.model, *config_files(options, overrides))
-    outlive_readers()  # the exit code is the answer
+    outlive_readers()  # the exit code is the result
     with libraries_print_to_stderr() as stdout:
 
         def show(finding: Finding) -> None:

@@ -1,4 +1,4 @@
-"""Checks of each host by itself: one small function each. They start nothing and leave nothing behind."""
+"""Checks of a single host, one small function each. They leave nothing behind."""
 
 import importlib
 import logging
@@ -37,52 +37,50 @@ from ds_encdec.training.absent import look_here
 
 logger = logging.getLogger(__name__)
 
-BUSY_BYTES = 2**30  # of a GPU's memory in use before the run: more than contexts of other ranks' probes
+BUSY_BYTES = 2**30  # GPU memory in use before the run: more than the contexts of other ranks' probes take
 SHARED_MEMORY_BYTES = 2**28  # NCCL's buffers between the GPUs of a host; containers have 64 MiB by default
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The subject of the checks: a configuration without problems on the host of `world`."""
+    """A host to check: its ranks in `world`, and a configuration without problems."""
 
     loaded: Loaded
     world: World
 
     @property
     def config(self) -> FullConfig:
-        """The configuration."""
+        """Return the configuration."""
         return self.loaded.config
 
     @property
     def ranks(self) -> int:
-        """Ranks of the run: the world's, or the planned ones before the run is started."""
+        """Return the number of ranks: the world's, or before the run is started the planned ones."""
         return max(self.world.world_size, self.config.infra.num_gpus)
 
     @property
     def output(self) -> Path:
-        """The output folder, or the nearest above it that exists: a run makes the rest."""
+        """Return the output folder, or its nearest parent that exists: a run makes the rest."""
         folder = Path(self.config.infra.output_dir).expanduser().absolute()
         return next(path for path in (folder, *folder.parents) if path.is_dir())
 
     @property
     def uses_gpus(self) -> bool:
-        """True if ranks of this host compute on GPUs."""
+        """Return whether ranks of this host compute on GPUs."""
         return self.config.infra.device != "cpu" and torch.cuda.is_available()
 
 
 Answer = str | tuple[str, str] | None
-"""The message of a check that passed; a problem and its fix; or None where the check does not apply."""
+"""The message of a check that passed; a problem and its fix; or None if the check does not apply."""
 
 
 def _configuration(host: Host) -> Answer:
-    """The files, folders and packages that the configuration names are on this host."""
     look_here(host.loaded)
     host.loaded.valid()
     return "the local files, folders and packages that it names were found"
 
 
 def _packages(host: Host) -> Answer:
-    """The engine's package can be imported, and all packages are of tested versions."""
     package = ENGINES[resolve_engine(host.config)].package
     if package is not None:
         if not torch.cuda.is_available():
@@ -102,7 +100,7 @@ def _packages(host: Host) -> Answer:
 
 
 def import_as_gpu_rank(package: str) -> None:
-    """Import `package` in a new process as ranks on GPUs do. Raises ImportError with its last line."""
+    """Import `package` in a new process as ranks on GPUs do. Raises ImportError with the last line of its errors."""
     environment = os.environ | {"DS_ACCELERATOR": "cuda"}
     done = subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -129,7 +127,7 @@ def _devices(host: Host) -> Answer:
 
 
 def _master(host: Host) -> Answer:
-    """Every host has to find the one where the ranks meet."""
+    """Check that this host finds the one where rank 0 runs."""
     address = host.world.master_addr
     if host.world.num_nodes == 1:
         return None
@@ -146,7 +144,6 @@ def _master(host: Host) -> Answer:
 
 
 def _interface(host: Host) -> Answer:
-    """The network cards that variables name are there."""
     cards = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
@@ -159,7 +156,6 @@ def _interface(host: Host) -> Answer:
 
 
 def _output_folder(host: Host) -> Answer:
-    """The output folder can be written, has locks, and has room for the run's checkpoints."""
     config, folder = host.config, host.output
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".ds-encdec-doctor-") as file:
@@ -183,7 +179,7 @@ def _output_folder(host: Host) -> Answer:
 
 
 def _descriptors(host: Host) -> Answer:
-    """Each group of the host's network holds a connection to every other rank."""
+    """Check the limit of open files: each Gloo group of a host holds a connection to every other rank."""
     needed = GLOO_GROUPS * host.ranks + OWN_OPEN_FILES
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < needed:
@@ -195,7 +191,7 @@ def _descriptors(host: Host) -> Answer:
 
 
 def _memory_limits(host: Host) -> Answer:
-    """InfiniBand locks pages; NCCL keeps buffers between the GPUs of a host in /dev/shm."""
+    """Check locked memory, which InfiniBand needs, and /dev/shm, where NCCL keeps buffers between a host's GPUs."""
     if not host.uses_gpus:
         return None
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -210,7 +206,7 @@ def _memory_limits(host: Host) -> Answer:
 
 
 def _compiler(host: Host) -> Answer:
-    """DeepSpeed compiles what reads and writes NVMe at the first start on a machine."""
+    """Check the compiler, with which DeepSpeed builds its access to NVMe at the first start on a machine."""
     if host.config.infra.offload_optimizer != "nvme":
         return None
     names = [os.environ.get("CXX", "c++"), "ninja", *(["nvcc"] if host.uses_gpus else [])]
@@ -229,7 +225,7 @@ def _compiler(host: Host) -> Answer:
 
 
 def _triton(host: Host) -> Answer:
-    """Triton compiles C against Python's headers at a start on GPUs: without, the loss and the layers are slower."""
+    """Check that Triton can compile C against Python's headers on GPUs: without, the loss and the layers are slower."""
     return (triton_lacks() or "C compiles against Python.h") if host.uses_gpus else None
 
 
@@ -245,12 +241,11 @@ def _trackers(host: Host) -> Answer:
 
 
 def _hub(host: Host) -> Answer:
-    """The model can be had from the hub, or is in its cache."""
     model = host.config.model
     name = model.model_name_or_path if model.architecture is None else model.tokenizer_name_or_path
     if name is None or not is_hub_name(name) or Path(name).expanduser().is_dir():
         return None
-    model_folder(name, ("*.json",), field="model.model_name_or_path")  # raises what is wrong, with the fix
+    model_folder(name, ("*.json",), field="model.model_name_or_path")  # raises an error with the fix
     return f"{name} can be read"
 
 
@@ -272,7 +267,7 @@ CHECKS: dict[str, Callable[[Host], Answer]] = {
 
 
 def look(host: Host) -> list[Finding]:
-    """Make every check; an error of one is its finding."""
+    """Run every check; an error in a check becomes its finding."""
     findings, name = [], socket.gethostname()
     for check, function in CHECKS.items():
         try:

@@ -1,9 +1,6 @@
-"""`ds-encdec doctor` checks hosts before a run.
-
-One process checks its host. Ranks that a launcher has started (`srun ds-encdec doctor`) check theirs, then meet: they
-compare versions, look for one shared folder and measure their exchange. With a host file it starts a rank on each host
-by ssh, as DeepSpeed's launcher would.
-"""
+"""Check hosts before a run (`ds-encdec doctor`). One process checks its host. Ranks that a launcher has started (`srun
+ds-encdec doctor`) check theirs, then connect: they compare versions, look for one shared folder and measure an
+all_reduce. With a host file it starts a rank on each host by ssh, as DeepSpeed's launcher would."""
 
 import json
 import os
@@ -36,13 +33,13 @@ from ds_encdec.launch.process_group import choose_device, init_process_group, sh
 from ds_encdec.launch.world import discover
 from ds_encdec.registry.engines import ENGINES
 
-MEETING_SECONDS = 180.0  # one rank of each host checks it first, and repeats requests to the hub without a network
-START_SECONDS = 300.0  # in which a rank started by ssh has to answer
+MEETING_SECONDS = 180.0  # one rank per host checks it before, and without a network repeats requests to the hub
+START_SECONDS = 300.0  # limit for the report of a rank started by ssh
 ConfigFiles = tuple[Path | None, Sequence[str], Path | None]
-"""A configuration as `read_config` takes it: a file, settings, and a raw DeepSpeed JSON."""
+"""A file, settings, and a raw DeepSpeed JSON, as `read_config` takes them."""
 KEYS = ("check", "host", "passed", "message", "fix")
 """Fields of a finding in JSON."""
-CALLS = 5  # of the all_reduce; their median counts
+CALLS = 5  # of all_reduce; the report has their median
 NUM_BYTES = {"cuda": 2**26, "cpu": 2**24}
 SEEN_WITHIN_SECONDS = 10.0  # network file systems show other hosts' files a little later
 PORT = 29500  # the default of DeepSpeed's launcher
@@ -54,10 +51,8 @@ NO_LAUNCHER_BY_SSH = (
 
 
 def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
-    """The findings about this process's host and, among several ranks, about all; and whether this rank prints them.
-
-    Raises ConfigError for a wrong configuration or environment.
-    """
+    """Return the findings about this host and, among several ranks, about all; and whether this rank prints them. Every
+    rank calls it: several ranks form a process group. Raises ConfigError for a wrong configuration or environment."""
     world = discover(os.environ)
     loaded = read_config(*files)
     loaded.valid()
@@ -71,7 +66,8 @@ def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
 
 
 def look_at_hosts(hostfile: Path, files: ConfigFiles) -> list[Finding]:
-    """The findings about all hosts of `hostfile`, by a rank on each. Raises ConfigError for either's mistakes."""
+    """Return the findings about all hosts of `hostfile`, by a rank on each. Raises ConfigError for a mistake in a
+    file."""
     loaded = read_config(*files)
     loaded.check_hosts(hostfile)
     loaded.valid()
@@ -84,19 +80,18 @@ def look_at_hosts(hostfile: Path, files: ConfigFiles) -> list[Finding]:
             else Finding("ssh", True, answer.stdout.strip(), host=host)
             for host, answer in answers.items()
         ]
-        there = [host for host, answer in answers.items() if answer.returncode == 0]
-        if not there:
+        reachable = [host for host, answer in answers.items() if answer.returncode == 0]
+        if not reachable:
             return findings + look_here(files)[0]
-        address = next(iter(answers[there[0]].stdout.split()), there[0])
-        commands = [_command(rank, len(there), address, files) for rank in range(len(there))]
-        reports = list(pool.map(_by_ssh, there, commands, [START_SECONDS] * len(there)))
-    for host, report in zip(there, reports, strict=True):
+        address = next(iter(answers[reachable[0]].stdout.split()), reachable[0])
+        commands = [_command(rank, len(reachable), address, files) for rank in range(len(reachable))]
+        reports = list(pool.map(_by_ssh, reachable, commands, [START_SECONDS] * len(reachable)))
+    for host, report in zip(reachable, reports, strict=True):
         findings += _read(host, report)
     return findings
 
 
 def _no_ssh(host: str, hostfile: Path, why: str) -> Finding:
-    """The finding about a host that ssh did not reach."""
     unknown = f"write your own hosts into {hostfile} in place of {host}, or make its name known (DNS, /etc/hosts)"
     fix = unknown if "Could not resolve" in why else NO_LAUNCHER_BY_SSH
     return Finding("ssh", False, why, fix, host)
@@ -112,19 +107,19 @@ def _by_ssh(host: str, command: str, seconds: float) -> "subprocess.CompletedPro
 
 
 def _command(rank: int, ranks: int, address: str, files: ConfigFiles) -> str:
-    """The command for a host: this program, in this folder, with the variables that DeepSpeed's launcher would pass."""
+    """Return the command for a host: this program, in this folder, with the variables that DeepSpeed would pass."""
     path, overrides, deepspeed_config = files
     place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
     place |= {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", PORT)}
-    handed_on = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
-    variables = (f"{name}={value}" for name, value in {**handed_on, **read_variables([]), **place}.items())
+    python_variables = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
+    variables = (f"{name}={value}" for name, value in {**python_variables, **read_variables([]), **place}.items())
     words = [sys.executable, "-m", "ds_encdec.cli", "doctor", "--json", *(["--config", str(path)] if path else [])]
     words += ["--deepspeed_config", str(deepspeed_config)] if deepspeed_config else []
     return f"cd {shlex.quote(os.getcwd())} && env {shlex.join([*variables, *words, *overrides])}"
 
 
 def _read(host: str, report: "subprocess.CompletedProcess[str]") -> list[Finding]:
-    """The findings that a rank has printed; empty where another one did for it."""
+    """Return the findings that a rank has printed; empty if another rank printed them."""
     try:
         return [Finding(**finding) for finding in json.loads(report.stdout)["findings"]]
     except ValueError:
@@ -139,9 +134,10 @@ def _last(text: str) -> str:
 
 
 def _together(host: Host, own: list[Finding], timeout: timedelta) -> list[Finding]:
-    """The findings of all hosts and of their meeting, on every rank. Where they do not meet: `own`, and why."""
+    """Return the findings of all hosts and of their connection, on every rank, or `own` and why they do not connect. A
+    collective: every rank calls it."""
     try:
-        # A rank without the GPU that is configured joins on its CPU, and the comparison finds it.
+        # A rank without the configured GPU joins on its CPU, and the comparison reports it.
         device = attempt(lambda: choose_device(host.config.infra.device, host.world))[0] or torch.device("cpu")
         settings = host.config.model_dump(mode="json")
         init_process_group(host.world, device, timeout, "fsdp", meeting="doctor", settings=settings)
@@ -156,7 +152,7 @@ def _together(host: Host, own: list[Finding], timeout: timedelta) -> list[Findin
 
 
 def _same_versions(host: Host, hosts: dict[int, str], everyone: HostCollectives) -> Finding:
-    """All versions that a run compares, to their last part."""
+    """Compare all versions that a run compares, to their last part. A collective: every rank calls it."""
     found = everyone.gather(versions(ENGINES, nccl=host.uses_gpus))
     if lines := differences(dict(enumerate(found)), hosts):
         return Finding("equal versions", False, "; ".join(lines), "install the same on all hosts")
@@ -164,7 +160,7 @@ def _same_versions(host: Host, hosts: dict[int, str], everyone: HostCollectives)
 
 
 def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) -> Finding:
-    """Every rank sees a file of rank 0 in the output folder, or where it will be made."""
+    """Check that every rank sees a file that rank 0 writes to the output folder. A collective: every rank calls it."""
     try:
         with ExitStack() as opened:
             path = everyone.on_rank_zero(
@@ -172,7 +168,7 @@ def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) ->
                     opened.enter_context(NamedTemporaryFile(dir=host.output, prefix=".ds-encdec-doctor-")).name
                 )
             )
-            # Listing the folder makes a network file system look again.
+            # Listing the folder makes a network file system refresh its view.
             sees = awaited(
                 SEEN_WITHIN_SECONDS, lambda: path.name in (attempt(lambda: os.listdir(path.parent))[0] or ())
             )
@@ -186,14 +182,14 @@ def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) ->
 
 
 def _speed(device: torch.device) -> Finding:
-    """The rate at which each rank sends and receives in an all_reduce: nccl-tests' bus bandwidth."""
+    """Measure an all_reduce in nccl-tests' bus bandwidth, each rank's rate. A collective: every rank calls it."""
     ranks = dist.get_world_size()
     numbers = torch.zeros(NUM_BYTES[device.type] // 4, device=device)
     seconds = []
     for _ in range(1 + CALLS):
         began = time.monotonic()
         dist.all_reduce(numbers)
-        numbers[0].item()  # waits for it
+        numbers[0].item()  # waits for the result
         seconds.append(time.monotonic() - began)
     rate = 2 * (ranks - 1) / ranks * NUM_BYTES[device.type] / statistics.median(seconds[1:])
     what = f"{NUM_BYTES[device.type] // 2**20} MiB over {ranks} ranks ({dist.get_backend()})"
@@ -201,6 +197,6 @@ def _speed(device: torch.device) -> Finding:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """One object: whether all passed, and every finding."""
+    """Return one JSON object: whether all passed, and every finding."""
     rows = [{name: getattr(finding, name) for name in KEYS} for finding in findings]
     return json.dumps({"passed": all(finding.passed for finding in findings), "findings": rows}, indent=2)

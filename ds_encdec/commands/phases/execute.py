@@ -1,11 +1,11 @@
-"""The phases, one after the other: train, judge, hand the weights on, and keep records of that beside each run.
+"""Run the phases one after the other: train, judge, export the weights, and write records beside each run.
 
 OUTPUT/phases/
   .lock                 locked while phases run
   sanity_check/
     phase.yaml          the configuration of its run
     started.json        when it began, and from which weights
-    result.json         how it was judged
+    result.json         the verdict of its gate
     export/final/       the weights for the next phase
     …                   the run itself (launch/run_folder.py)
   validation/ …
@@ -53,11 +53,11 @@ LOSSES = ("train/loss", "eval/loss")
 
 
 def _print(line: str) -> None:
-    print(line, flush=True)  # at once: the runs write to the screen, too
+    print(line, flush=True)  # because the runs print to the same terminal
 
 
 class PhaseFolder(RunFolder):
-    """The folder of a phase: of its run, with the records beside it. `settings`: the numbers that it has now."""
+    """The folder of a phase's run, with the phase's records beside it. `settings` are the phase's current numbers."""
 
     def __init__(self, folder: Path, settings: PhaseConfig) -> None:
         super().__init__(str(folder))
@@ -68,22 +68,20 @@ class PhaseFolder(RunFolder):
 
     @property
     def is_completed(self) -> bool:
-        """True if its run came to its end."""
+        """Return whether its run is complete."""
         return self.read_status().get("state") == "completed"
 
     def begin(self, config: FullConfig, weights_sha256: str | None) -> None:
-        """Record the training that begins; `weights_sha256` is of the checkpoint that it starts from, if any."""
+        """Record the start of training; `weights_sha256` is of the checkpoint that it starts from, if any."""
         self.root.mkdir(parents=True, exist_ok=True)
         first_start = _read(self._started).get("started", _now())
         write_atomically(self.phase_yaml, config.dump_yaml())
         _write(self._started, {"started": first_start, "weights_sha256": weights_sha256})
 
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
-        """Sentences about the settings that have changed since this phase began.
-
-        All may change as long as nothing was saved, and the fields with `Mark.TUNABLE` until it is complete. Raises
-        ConfigError where others have changed, or the weights that it started from.
-        """
+        """Return sentences about the settings that have changed since this phase began. All may change until something
+        is saved, and the fields with `Mark.TUNABLE` until the phase is complete. Raises ConfigError if others have
+        changed, or the weights that it started from."""
         if not self.is_completed and not committed_steps(self.checkpoints):
             return []
         began = load_saved(self.phase_yaml)
@@ -110,26 +108,23 @@ class PhaseFolder(RunFolder):
         )
 
     def read_result(self) -> dict[str, Any]:
-        """The content of result.json; {} without the file."""
+        """Return the content of result.json; {} without the file."""
         return _read(self._result)
 
     def write_result(self, values: Mapping[str, Any]) -> None:
-        """Replace result.json by `values`, when the phase began and ended, and its numbers."""
+        """Write `values`, the start and end of the phase, and its numbers to result.json."""
         started = {"started": _read(self._started).get("started"), "ended": _now()}
         numbers = {"phase_config": dataclasses.asdict(self._settings)}
         _write(self._result, {"phase": self._settings.phase, **values, **started, **numbers})
 
     def is_judged_as_now(self) -> bool:
-        """True if its result is by the numbers that it has now."""
+        """Return whether its result was judged by its current numbers."""
         return bool(self.read_result().get("phase_config") == dataclasses.asdict(self._settings))
 
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
-    """Start or continue each of `plans` (of `config`, in order) and judge it; a phase that has passed is left alone.
-
-    Raises GateError where one does not pass, Preempted after a signal, and an error with the exit code of a run that
-    failed. The next call repeats no finished work.
-    """
+    """Run and judge each of `plans` (of `config`, in order), without repeating finished work. Raises GateError if one
+    does not pass, Preempted after a signal, and an error with the exit code of a run that failed."""
     if stray := [row.marker for row in LAUNCHERS if row.has_started(os.environ)]:
         raise ConfigError(
             f"{', '.join(stray)} is set, as for a rank. `ds-encdec phases` is one plain process that starts the "
@@ -151,7 +146,6 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
 
 
 def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
-    """Train, judge and export, unless that is done already."""
     folder = PhaseFolder(planned.folder, planned.settings)
     before = _result_before(config, planned.phase)
     weights_sha256 = before.get("checkpoint_sha256")
@@ -168,14 +162,12 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
             _print(differences)
         folder.begin(planned.config, weights_sha256)
         _train(planned, folder, subprocess_run, launcher)
-    _judge_and_hand_on(planned, folder, before.get("pipeline_initial_loss"))
+    _judge_and_export(planned, folder, before.get("pipeline_initial_loss"))
 
 
 def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
-    """The result of the phase before, whose weights are handed on; {} for the first.
-
-    Raises GateError where it did not pass, ConfigError where it has no result, other numbers by now or no weights.
-    """
+    """Return the result of the phase before, whose weights this one starts from; {} for the first. Raises GateError if
+    it did not pass, ConfigError if its result or weights are missing, or its numbers have changed."""
     before = phase_before(phase)
     if before is None:
         return {}
@@ -202,7 +194,7 @@ def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
 
 
 def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: SubprocessRun, launcher: str | None) -> None:
-    """Run the program to the end of the phase. Raises what the run ended with."""
+    """Run the program to the end of the phase. Raises the error that the run ended with."""
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
     _print(f"{'continuing' if resume else 'training'} {what}, in {planned.folder}")
@@ -217,7 +209,7 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
         reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
         raise Preempted(f"phase {planned.phase}: {reason}. The same command continues it.")
-    # Launchers make 1 of the codes of their ranks, so run.json goes first.
+    # Launchers replace the codes of their ranks by 1, so run.json takes precedence.
     what = "was ended from outside" if status else "did not start"
     unknown = f"the run {what} (the launcher's exit code is {code}); its output above ends with the reason"
     error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else unknown}")
@@ -225,9 +217,9 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     raise error
 
 
-def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_initial_loss: float | None) -> None:
-    """Write the phase's weights if its gate is passed, then its result. Raises GateError if it is not passed."""
-    from ds_encdec.exports.hugging_face import export_checkpoint  # transformers
+def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initial_loss: float | None) -> None:
+    """Judge the phase, export its weights if it passes, and write its result. Raises GateError if it does not pass."""
+    from ds_encdec.exports.hugging_face import export_checkpoint  # imports transformers
 
     verdict = judge(planned, pipeline_initial_loss)
     passed = verdict["passed"]
@@ -249,7 +241,6 @@ def _judge_and_hand_on(planned: PlannedPhase, folder: PhaseFolder, pipeline_init
 
 
 def _in_short(verdict: Mapping[str, Any]) -> str:
-    """The key figures of a phase in one line."""
     loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
     found = (loss["initial"], loss["current"], verdict["eval"].get("eval/loss"))
     first, last, held_out = (f"{one:.4f}" if is_number(one) else "none" for one in found)
@@ -261,13 +252,10 @@ def _in_short(verdict: Mapping[str, Any]) -> str:
 
 
 def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[str, Any]:
-    """Compare the final checkpoint and the metrics of a completed run with its phase's limits; the content for
-    result.json (docs/phases.md).
-
-    `pipeline_initial_loss`: the first loss of the first phase, which the decrease is measured from; None where this is
-    the first phase. Raises CheckpointError where there is no final checkpoint.
-    """
-    from ds_encdec.monitor.monitor import TrainingMonitor  # torch
+    """Compare the final checkpoint and the metrics of a completed run with its phase's limits; return the content of
+    result.json (docs/phases.md). The decrease is measured from `pipeline_initial_loss`, the first loss of the first
+    phase; None if this is that phase. Raises CheckpointError if the final checkpoint is missing or cannot be read."""
+    from ds_encdec.monitor.monitor import TrainingMonitor  # imports torch
 
     final = planned.folder / "checkpoints" / "final"
     monitor = TrainingMonitor(window_size=planned.config.monitor.window_size)
@@ -306,7 +294,7 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[st
 
 
 def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """The check that every logged loss is finite, and the metrics of the last evaluation."""
+    """Return the check that every logged loss is finite, and the metrics of the last evaluation."""
     lines, problem, _ = read_step_lines(path)
     evaluations = [line for line in lines if "eval/loss" in line]
     logged = sum("train/loss" in line for line in lines)
@@ -326,13 +314,12 @@ def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None
 
 @contextmanager
 def only_one_pipeline(output: Path) -> Iterator[None]:
-    """Hold the phases of the folder `output`. Raises OutputLockedError where another process does."""
+    """Lock the phases of the folder `output`. Raises OutputLockedError if another process has the lock."""
     with take_folder(output / "phases", "infra.output_dir"):
         yield
 
 
 def _now() -> str:
-    """ISO 8601 with its zone."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 

@@ -1,7 +1,5 @@
-"""The phases of a pre-training (sanity_check → validation → medium → full): their numbers and their runs.
-
-`phase_runs/` starts the runs. Nothing here imports torch.
-"""
+"""The phases of a pre-training (sanity_check → validation → medium → full): their numbers and the configurations of
+their runs. It does not import torch; execute.py starts the runs."""
 
 import dataclasses
 import math
@@ -28,21 +26,18 @@ class TrainingPhase(StrEnum):
 
 
 PHASES = tuple(TrainingPhase)
-"""Every phase, in order."""
+"""All phases in order."""
 
 _TRAINING = TrainingConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseConfig:
-    """The numbers of a phase.
-
-    It ends with `num_tokens` (both sides) or `num_train_steps`, whichever comes first. `eval_steps`, `save_steps`,
-    `logging_steps` and `warmup_steps` are in optimizer steps. Its gate, in nats per target token: the loss of the first
+    """The numbers of a phase, which ends with `num_tokens` (both sides) or `num_train_steps`, whichever comes first.
+    `eval_steps`, `save_steps`, `logging_steps` and `warmup_steps` count optimizer steps; `warmup_steps` None is
+    `training.warmup_steps`, but at most a tenth of the phase. The gate, in nats per target token: the loss of the first
     step after the warm-up is at most `max_loss_after_warmup`, and the mean of the last ones (`monitor.window_size`) at
-    least `min_loss_decrease` below the first loss of the first phase. `warmup_steps` None: `training.warmup_steps`, but
-    at most a tenth of the phase.
-    """
+    least `min_loss_decrease` below the first loss of the first phase."""
 
     phase: TrainingPhase
     num_tokens: int
@@ -67,14 +62,14 @@ PHASE_CONFIGS = {
         PhaseConfig(TrainingPhase.FULL, 500_000_000_000, "the run itself", 100_000, 500, 10_000, 10, 4.0, 1.5),
     )
 }
-"""The defaults; the YAML's `phases:` replaces single fields."""
+"""The defaults; `phases:` in the YAML replaces single fields."""
 
 
 _CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
 
 
 def parse_phase(name: str) -> TrainingPhase:
-    """The phase of that name. Raises ConfigError that lists the phases."""
+    """Return the phase of that name. Raises ConfigError that lists the phases."""
     try:
         return TrainingPhase(name)
     except ValueError:
@@ -84,7 +79,7 @@ def parse_phase(name: str) -> TrainingPhase:
 
 
 def select_phases(only: str | None, first: str | None, last: str | None) -> Sequence[TrainingPhase]:
-    """The phases that `--only`, `--from` and `--to` name; without them, all. Raises ConfigError."""
+    """Return the phases that `--only`, `--from` and `--to` name; without them, all. Raises ConfigError."""
     if only is not None:
         if first is not None or last is not None:
             raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
@@ -97,16 +92,14 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
 
 
 def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
-    """The numbers of `phase`: the defaults, replaced by the configuration's `phases:`."""
+    """Return the numbers of `phase`: the defaults, replaced by the configuration's `phases:`."""
     overrides = getattr(config.phases, phase).model_dump(exclude_none=True)
     return dataclasses.replace(PHASE_CONFIGS[phase], **overrides)
 
 
 def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
-    """`config`, in which fields of `training` that the command line has `given` replace the phases' defaults.
-
-    The configuration's `phases` go before both. Steps can only become fewer.
-    """
+    """Return `config` with the fields of `training` that the command line sets (`given`) in place of the phases'
+    defaults. The configuration's `phases` take precedence over both. Steps can only become fewer."""
     named = {name for name in _CADENCES if f"training.{name}" in given}
     phases = {}
     for phase in PHASES:
@@ -119,17 +112,17 @@ def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
 
 
 def phase_folder(config: FullConfig, phase: TrainingPhase) -> Path:
-    """The folder of `phase`, below the output folder of `config`."""
+    """Return the folder of `phase`, below the output folder of `config`."""
     return Path(config.infra.output_dir).expanduser().absolute() / "phases" / phase
 
 
 def exported_weights(folder: Path) -> Path:
-    """The model folder that the phase in `folder` hands on."""
+    """Return the folder of the weights that the phase in `folder` exports."""
     return folder / "export" / "final"
 
 
 def phase_before(phase: TrainingPhase) -> TrainingPhase | None:
-    """The phase whose weights `phase` starts from; None for the first."""
+    """Return the phase whose weights `phase` starts from; None for the first."""
     index = PHASES.index(phase)
     return PHASES[index - 1] if index else None
 
@@ -137,28 +130,23 @@ def phase_before(phase: TrainingPhase) -> TrainingPhase | None:
 def estimate_steps_for_tokens(
     num_tokens: int, batch_size: int, seq_length: int, gradient_accumulation_steps: int, num_gpus: int
 ) -> int:
-    """Optimizer steps that it takes to see `num_tokens` tokens, rounded up.
-
-    A step has `num_gpus` × `gradient_accumulation_steps` micro-batches, each of `batch_size` sequences of `seq_length`
-    tokens.
-    """
+    """Return the optimizer steps that it takes to see `num_tokens` tokens, rounded up. A step has `num_gpus` ×
+    `gradient_accumulation_steps` micro-batches, each of `batch_size` sequences of `seq_length` tokens."""
     return math.ceil(num_tokens / (batch_size * seq_length * gradient_accumulation_steps * num_gpus))
 
 
 def estimate_training_time(num_steps: int, step_time_seconds: float) -> dict[str, float]:
-    """How long `num_steps` take, as `seconds`, `minutes`, `hours` and `days`."""
+    """Return the time of `num_steps` as `seconds`, `minutes`, `hours` and `days`."""
     seconds = num_steps * step_time_seconds
     return {"seconds": seconds, "minutes": seconds / 60, "hours": seconds / 3600, "days": seconds / 86400}
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedPhase:
-    """A phase at the batch of a configuration.
-
-    `settings`: its numbers. `config`: of its run, whose `training.num_train_steps` are the smallest of the phase's
-    steps, of `steps_for_tokens` and of what the caller allowed. `tokens_per_step`: the token budget of an optimizer
-    step over all ranks and both sides; padding, a few percent, is in it.
-    """
+    """A phase with the batch of a configuration: its numbers (`settings`), and the configuration of its run (`config`),
+    whose `training.num_train_steps` is the smallest of the phase's steps, `steps_for_tokens` and the caller's limit.
+    `tokens_per_step` is the token budget of an optimizer step over all ranks and both sides, with a few percent of
+    padding."""
 
     settings: PhaseConfig
     config: FullConfig
@@ -167,16 +155,17 @@ class PlannedPhase:
 
     @property
     def phase(self) -> TrainingPhase:
-        """Which one it is."""
+        """Return the phase."""
         return self.settings.phase
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of its run."""
+        """Return the optimizer steps of its run."""
         return self.config.training.num_train_steps
 
     def differences(self, config: FullConfig) -> str:
-        """A sentence about the numbers and answers of `config` that are others in its run; empty for none."""
+        """Return a sentence about the numbers and answers to alerts in which its run differs from `config`, or
+        nothing."""
         changed = [
             f"{section}.{name}={now} (not {before})"
             for section, names in (("training", (*_CADENCES, "warmup_steps")), ("monitor", ROLLBACK_FIELDS))
@@ -188,17 +177,14 @@ class PlannedPhase:
 
     @property
     def folder(self) -> Path:
-        """The folder of its run."""
+        """Return the folder of its run."""
         return Path(self.config.infra.output_dir)
 
 
 def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None = None) -> PlannedPhase:
-    """The run of `phase` by `config`. `max_steps`: a further limit to its optimizer steps.
-
-    The data starts again under the phase's own seed; the held-out documents do not depend on it. `infra.num_gpus`
-    decides the size of a step, whichever ranks the launcher starts. Raises ConfigError for a phase that contradicts
-    itself.
-    """
+    """Plan the run of `phase`; `max_steps` is a further limit to its optimizer steps. The data starts again under the
+    phase's own seed; the held-out documents do not depend on it. `infra.num_gpus` decides the size of a step, however
+    many ranks the launcher starts. Raises ConfigError for a phase that contradicts itself."""
     settings = phase_config(config, phase)
     training, data, infra = config.training, config.data, config.infra
     before = phase_before(phase)
@@ -219,7 +205,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
             "architecture": None,
             "tokenizer_name_or_path": None,
         },
-        # None where the run finds its micro-batch size, and so its lanes, when it starts.
+        # None if the run finds its micro-batch size, and so its lanes, when it starts.
         "data": {"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)},
         "training": {
             "global_batch_size": sequences if is_auto(config) else training.global_batch_size,
@@ -242,7 +228,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
         "monitor": answers,
     }
     sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
-    # Gates are the pipeline's, and may change while the run's configuration does not.
+    # Gates belong to the pipeline: they may change, and the run's configuration does not.
     overlaid = config.model_copy(update={**sections, "phases": PhasesConfig()})
     if conflicts := find_conflicts(overlaid):
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
@@ -253,17 +239,15 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
 def plan_phases(
     config: FullConfig, phases: Sequence[TrainingPhase] = PHASES, max_steps: int | None = None
 ) -> list[PlannedPhase]:
-    """The runs of all `phases`. Raises ConfigError."""
+    """Plan the runs of `phases`. Raises ConfigError."""
     if max_steps is not None and max_steps < 2:
         raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
     return [plan_phase(config, phase, max_steps) for phase in phases]
 
 
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
-    """The phase's own number, unless it has none or was shortened; else at most a tenth of its steps.
-
-    Not 0 unless 0 is configured: DeepSpeed's schedules need one.
-    """
+    """Return the phase's own number, unless it has none or was shortened; else at most a tenth of its steps. The result
+    is 0 only if 0 is configured, because DeepSpeed's schedules need a warm-up."""
     if settings.warmup_steps is not None and steps == settings.num_train_steps:
         return settings.warmup_steps
     ratio, wanted = config.training.warmup_ratio, settings.warmup_steps

@@ -1,8 +1,6 @@
-"""A run of the ordinary program in a subprocess, under a launcher.
-
-Each phase is a process of its own, so that it is exactly an ordinary run and leaves no memory behind. Its launcher
-stands in a session of its own: a Ctrl-C of the terminal would otherwise end the launcher before its ranks have saved.
-"""
+"""Run the ordinary program in a subprocess, under a launcher. A process for each phase makes it exactly an ordinary
+run, which leaves no memory behind. The launcher gets its own session: otherwise a Ctrl-C of the terminal would end it
+before its ranks have saved."""
 
 from __future__ import annotations
 
@@ -29,18 +27,16 @@ TRAIN_PROGRAM = Path(__file__).resolve().parents[2] / "train.py"
 
 POLL_SECONDS = 0.5
 LAST_RANKS_SECONDS = 330.0
-"""How long ranks may outlive their launcher: they give themselves 300 seconds to save (launch/preemption.py)."""
+"""Time that ranks may outlive their launcher: they give themselves 300 seconds to save (launch/preemption.py)."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
 
 def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
-    """The words in front of the program: those of `launcher`, or else what starts `infra.num_gpus` ranks here.
-
-    srun and mpirun start any program: `python` is added unless `launcher` names it. Raises ConfigError for a launcher
-    that is not installed.
-    """
+    """Return the words before the program: those of `launcher`, or a command that starts `infra.num_gpus` ranks here.
+    srun and mpirun start any program, so `python` is added unless `launcher` names it. Raises ConfigError for a
+    launcher that is not installed."""
     if launcher is not None:
         words = shlex.split(launcher)
         if not words or shutil.which(words[0]) is None:
@@ -56,30 +52,28 @@ def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
 
 
 def deepspeed_launcher(ranks: int) -> list[str]:
-    """DeepSpeed's own launcher: the console script of this environment, which need not be on PATH."""
+    """Return the command of DeepSpeed's launcher, the console script of this environment, which need not be on PATH."""
     beside = Path(sys.executable).with_name("deepspeed")
     script = str(beside) if beside.exists() else beside.name
-    import torch  # which the choice of an engine has imported
+    import torch  # already imported by the choice of an engine
 
-    # Without a GPU each process of the launcher's would warn that it has found none.
+    # Without the variable, each of the launcher's processes would warn that there is no GPU.
     known = [] if torch.cuda.is_available() else ["env", "DS_ACCELERATOR=cpu"]
     return [*known, script, "--log_level", "warning", "--num_gpus", str(ranks), "--master_port", str(free_port())]
 
 
 def torchrun_launcher(ranks: int) -> list[str]:
-    """PyTorch's launcher, at a port of its own choice."""
+    """Return the command of PyTorch's launcher, which chooses its own port."""
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 _LAUNCHERS: ByEngine[Callable[[int], list[str]]] = ByEngine(deepspeed=deepspeed_launcher, fsdp=torchrun_launcher)
-"""The words that start so many ranks of an engine on this machine."""
+"""Functions that return the words which start a number of ranks of an engine on this machine."""
 
 
 class SubprocessRun:
-    """Runs the program and passes on the signals that ask it to stop. Use in the main thread, as a context manager.
-
-    Between two runs a signal is only kept, in `signal_name`.
-    """
+    """Runs the program and passes on stop signals; use it in the main thread, as a context manager. Between two runs a
+    signal is only kept, in `signal_name`."""
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
@@ -96,21 +90,21 @@ class SubprocessRun:
             signal.signal(number, handler)
 
     def run(self, command: list[str]) -> int:
-        """Run `command` to its end and that of all its ranks; returns the launcher's exit code."""
+        """Run `command` to its end and that of all its ranks; return the launcher's exit code."""
         child = subprocess.Popen(command, start_new_session=True, preexec_fn=_end_with_parent)
         launcher = psutil.Process(child.pid)
         ranks: list[psutil.Process] = []
         complete = False
         try:
             while child.poll() is None:
-                if not complete or self._pending:  # looking through all processes of a host takes milliseconds
+                if not complete or self._pending:  # listing all processes takes milliseconds
                     found = _below(launcher, _is_rank)
                     complete = 0 < len(found) <= len(ranks)  # they start one after the other
                     ranks = found or ranks
                 while self._pending:
                     number = self._pending.pop(0)
-                    # To the ranks themselves, since `deepspeed` ends at a signal without them; to a launcher where they
-                    # are on other hosts.
+                    # Signal the ranks themselves, since `deepspeed` would end without them, or the launcher, if the
+                    # ranks are on other hosts.
                     starters = [] if ranks else _below(launcher, _starts_tasks)
                     for process in ranks or starters or [launcher]:
                         with suppress(psutil.NoSuchProcess):
@@ -118,7 +112,7 @@ class SubprocessRun:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(POLL_SECONDS)
         finally:
-            # DeepSpeed's launcher may go before its ranks, which then save and end by themselves.
+            # DeepSpeed's launcher may end before its ranks, which then save and end by themselves.
             _, remaining = psutil.wait_procs(ranks, LAST_RANKS_SECONDS)
             for rank in remaining:
                 rank.kill()
@@ -130,7 +124,7 @@ class SubprocessRun:
 
 
 def _below(launcher: psutil.Process, is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """The wanted processes among `launcher`, which with one rank is one itself, and those below it on this host."""
+    """Return the wanted processes on this host: `launcher`, which may itself be the only rank, and those below it."""
     try:
         return [process for process in (launcher, *launcher.children(recursive=True)) if is_wanted(process)]
     except psutil.Error:
@@ -138,12 +132,11 @@ def _below(launcher: psutil.Process, is_wanted: Callable[[psutil.Process], bool]
 
 
 def _starts_tasks(process: psutil.Process) -> bool:
-    """True for srun and mpirun: SIGUSR1 they pass on, and at SIGTERM they kill their ranks."""
+    """Return whether this is srun or mpirun, which pass SIGUSR1 on, and at SIGTERM kill their ranks."""
     return process.name() in TASK_PROGRAMS
 
 
 def _is_rank(process: psutil.Process) -> bool:
-    """True if it runs the program, rather than starts it."""
     try:
         words = process.cmdline()
     except psutil.Error:
@@ -153,6 +146,6 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM to this process, which is about to become the launcher, when its parent dies."""
+    """Make the kernel send SIGTERM to this process, which is about to become the launcher, when its parent dies."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

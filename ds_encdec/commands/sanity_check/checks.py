@@ -1,8 +1,5 @@
-"""The checks: each is one small function, in the order in which they run.
-
-They use the model, data, engine and checkpoints of a run. Gradients, ties and generation are checked in the same model
-in plain torch, because an engine keeps its parameters and gradients in shards.
-"""
+"""The checks of `ds-encdec sanity-check`, in the order in which they run. Gradients, ties and generation are checked in
+plain torch, because an engine keeps its parameters and gradients in shards."""
 
 import gc
 import json
@@ -52,24 +49,24 @@ MAX_LOSS = 100.0  # nats per target token, of any weights
 MAX_GRADIENT_NORM = 1000.0  # global L2 norm of the gradient of the mean loss, before clipping
 OVERFIT_STEPS = 20  # optimizer steps on one micro-batch
 OVERFIT_RATE_TIMES_HIDDEN_SIZE = 0.4
-"""Their learning rate times the hidden size: with Adam, wider models want proportionally smaller steps (Yang et al.,
-arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
-OVERFIT_FACTOR = 0.9  # the largest ratio of the last of their losses to the first
+"""Learning rate of these steps times the hidden size: with Adam, wider models need proportionally smaller steps (Yang
+et al., arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
+OVERFIT_FACTOR = 0.9  # largest ratio of the last loss of these steps to the first
 RESUME_STEPS = 3  # steps made after a checkpoint, and again after loading it
 RESUME_TOLERANCE = 1e-3
-"""Relative difference of their losses: kernels that add in no fixed order differ, a lost moment differs more."""
+"""Relative difference of the losses: kernels that add in no fixed order differ, a lost moment differs more."""
 UNTIMED_STEPS = 3  # first steps, which compile and allocate
 DOCUMENTS_PER_SOURCE = 16  # documents that are denoised by every denoiser and put together again
-DOCUMENTS_SEARCHED = 256  # documents of a source among which those are looked for: some texts are empty, or one token
+DOCUMENTS_SEARCHED = 256  # documents of a source that are searched for them: some texts are empty, or one token
 PROMPT = "The quick brown fox jumps over the lazy dog"
 NEW_TOKENS = 8
-BYTES_PER_PARAMETER = 14  # Float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them
+BYTES_PER_PARAMETER = 14  # float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them
 Result = tuple[bool, str, dict[str, float]]
-"""The result of a check: passed or not, a message, and its figures by name."""
+"""Whether a check passed, its message, and its figures by name."""
 
 
 class Subject:
-    """The objects of the checks. Each reads attributes that the checks in its `needs` have set."""
+    """The objects of the checks. Each check reads attributes that the checks in its `needs` have set."""
 
     run_model: RunModel
     model: Qwen3ForSeq2SeqLM
@@ -82,10 +79,10 @@ class Subject:
 
     def __init__(self, config: FullConfig, context: RunContext) -> None:
         self.config, self.context, self.device = config, context, context.device
-        self.opened = ExitStack()  # ends what runs
+        self.opened = ExitStack()  # closes the engine and the data loader
 
     def forget_plain_model(self) -> None:
-        """Free its memory for the engine's."""
+        """Free the plain model's memory for the engine."""
         for name in ("model", "loss_sum"):
             vars(self).pop(name, None)
         gc.collect()
@@ -94,7 +91,7 @@ class Subject:
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def train_step(self) -> float:
-        """One step of the engine on the batch; the loss before it, in nats per target token."""
+        """Make one step of the engine on the batch; return the loss before it, in nats per target token."""
         loss = self.engine.forward(self.batch)
         self.engine.backward(loss, target_tokens=self.batch.target_tokens, last=True)
         self.engine.step()
@@ -110,13 +107,12 @@ class Check:
     needs: tuple[str, ...] = ()
 
     def look(self, subject: Subject) -> Finding:
-        """Make the check. Raises whatever its function does."""
+        """Run the check. Raises any error of its function."""
         passed, message, values = self.function(subject)
         return Finding(self.name, passed, message, values=values)
 
 
 def _model_loads(subject: Subject) -> Result:
-    """The model of the configuration, in plain torch, in the dtype that it computes in."""
     subject.run_model = run_model = new_model(subject.config)
     training = subject.config.training
     weights, lora = run_model.weights, subject.config.model.lora
@@ -133,7 +129,7 @@ def _model_loads(subject: Subject) -> Result:
     mode = training.recomputation
     apply_activation_checkpointing(
         model,
-        "full" if mode == "selective" else mode,  # that is FSDP2's
+        "full" if mode == "selective" else mode,  # selective is FSDP2's
         every_n=training.activation_checkpointing_every_n,
         offload=training.activation_offload,
     )
@@ -150,7 +146,7 @@ def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _data_reconstructs(subject: Subject) -> Result:
-    """Documents of every source, denoised by every denoiser and put together again, are what they were."""
+    """Check that documents of every source, denoised by every denoiser, can be put together again."""
     config, run_model = subject.config, subject.run_model
     subject.data = data = build_data(
         config,
@@ -181,7 +177,7 @@ def _data_reconstructs(subject: Subject) -> Result:
 
 
 def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, Any]]:
-    """Keys and ids of documents that examples can be made of."""
+    """Return keys and ids of documents from which examples can be made."""
     rows = islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED)
     texts = (
         (document.key, ids)
@@ -192,7 +188,6 @@ def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, Any
 
 
 def _forward(subject: Subject) -> Result:
-    """The first micro-batch of the data has a finite loss."""
     (subject.batch,) = next(subject.data.loader)
     encoder_tokens, tokens = subject.batch.encoder_tokens, subject.batch.target_tokens
     subject.loss_sum = packed_forward(subject.model, subject.batch.to(subject.device))
@@ -202,11 +197,9 @@ def _forward(subject: Subject) -> Result:
 
 
 def _initial_loss(subject: Subject) -> Result:
-    """Fresh weights know nothing: ln(vocabulary), and what the spread of their random logits adds.
-
-    The states before the head have the norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of
-    their exponentials is exp(H·initializer_range²/2).
-    """
+    """Check the loss of fresh weights: ln(vocabulary), and the effect of their random logits. The states before the
+    head have the norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of their exponentials is
+    exp(H·initializer_range²/2)."""
     sizes, loss = subject.run_model.config, subject.loss
     if subject.config.model.architecture is None:
         return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
@@ -217,7 +210,6 @@ def _initial_loss(subject: Subject) -> Result:
 
 
 def _backward(subject: Subject) -> Result:
-    """Every parameter that is trained has a finite gradient."""
     (subject.loss_sum.total / subject.batch.target_tokens).backward()
     wanted = trained_shapes(subject.config, subject.run_model.config)
     named = ((canonical_name(name), parameter) for name, parameter in subject.model.named_parameters())
@@ -249,17 +241,15 @@ def _embeddings_tied(subject: Subject) -> Result:
 
 
 def _generation(subject: Subject) -> Result:
-    """A short text has a continuation of known ids."""
     model = subject.model.eval()
     ids = subject.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
     generated: Tensor = model.generate(torch.tensor([ids], device=subject.device), max_new_tokens=NEW_TOKENS)[0]
     known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
-    new = len(generated) - 1  # behind the start token
+    new = len(generated) - 1  # after the start token
     return known and new > 0, f"{new} tokens, {'' if known else 'not '}all in the vocabulary", {"tokens": new}
 
 
 def _overfits_one_batch(subject: Subject) -> Result:
-    """The configured engine learns one micro-batch by heart."""
     subject.forget_plain_model()
     run_model = subject.run_model
     rate = OVERFIT_RATE_TIMES_HIDDEN_SIZE / run_model.config.hidden_size
@@ -282,7 +272,7 @@ def _overfits_one_batch(subject: Subject) -> Result:
 
 
 def _checkpoint_resumes(subject: Subject) -> Result:
-    """Steps made after a checkpoint have the same losses when they are made again from it."""
+    """Check that steps made after a checkpoint have the same losses when they are made again from it."""
     with checkpoint_folder(count_parameters(subject.run_model.config)) as folder:
         checkpoint = _save(subject, folder)
         num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
@@ -300,7 +290,8 @@ def _checkpoint_resumes(subject: Subject) -> Result:
 
 @contextmanager
 def checkpoint_folder(parameters: int) -> Iterator[Path]:
-    """A temporary folder with room for a checkpoint of `parameters` weights. Raises CheckpointError without room."""
+    """Make a temporary folder for a checkpoint of `parameters` weights. Raises CheckpointError if the disk is too
+    full."""
     where, needed = tempfile.gettempdir(), BYTES_PER_PARAMETER * parameters
     usage = shutil.disk_usage(where)
     if usage.total and usage.free < needed:  # some network file systems report 0 in all
@@ -323,7 +314,7 @@ def _throughput(subject: Subject) -> Result:
 
 
 def _save(subject: Subject, folder: Path) -> Path:
-    """Save the engine as a run would; returns the checkpoint. Raises CheckpointError."""
+    """Save the engine as a run would; return the checkpoint. Raises CheckpointError."""
     context = subject.context
     manager = CheckpointManager(folder, context.collectives, engine_name=context.engine, keep=None)
     manager.prepare()

@@ -1,4 +1,4 @@
-"""`ds-encdec sanity-check`: a few minutes of checks in one process, before a long run on many."""
+"""Run a few minutes of checks in one process, before a long run on many (`ds-encdec sanity-check`)."""
 
 import json
 import logging
@@ -26,17 +26,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SanityReport:
-    """All checks, and the error that the process should fail with: None where all have passed.
-
-    That is a GateError, or the error of a check that has an exit code of its own (configuration 2, data 4, model or
-    checkpoint 5, memory 6).
-    """
+    """All checks, and the error that the process fails with: None if all have passed, else a GateError, or the error of
+    a check with its own exit code (configuration 2, data 4, model or checkpoint 5, memory 6)."""
 
     checks: tuple[Finding, ...]
     error: DsEncDecError | None
 
     def as_json(self) -> str:
-        """One object of strict JSON: whether all passed, and the list of checks. See `strict_json`."""
+        """Return one object of strict JSON (see `strict_json`): whether all passed, and the list of checks."""
         others = ("passed", "skipped", "message", "values")
         checks = [{"name": check.check, **{name: getattr(check, name) for name in others}} for check in self.checks]
         return json.dumps(strict_json({"passed": self.error is None, "checks": checks}), indent=2, allow_nan=False)
@@ -45,10 +42,8 @@ class SanityReport:
 def check_config(
     config: FullConfig, report: Callable[[Finding], None] = lambda finding: None, *, checks: Sequence[Check] = CHECKS
 ) -> SanityReport:
-    """Run `checks` on a configuration in this process alone; `report` is called with each finding.
-
-    Leaves nothing behind, and `infra.output_dir` as it is. Raises ConfigError for what this machine cannot do at all.
-    """
+    """Run `checks` on a configuration in this process alone; `report` is called with each finding. It leaves nothing
+    behind, and `infra.output_dir` as it is. Raises ConfigError if this machine cannot run it at all."""
     world = discover(os.environ)
     if world.world_size > 1:
         raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
@@ -80,12 +75,9 @@ def check_config(
 def config_for_model(
     model: Path, config: Path | None, overrides: Sequence[str], deepspeed_config: Path | None = None
 ) -> FullConfig:
-    """The configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
-
-    `overrides` come last; `deepspeed_config` is a raw DeepSpeed JSON.
-
-    Raises ConfigError, and CheckpointError for a folder that is no model's.
-    """
+    """Return the configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
+    `overrides` come last; `deepspeed_config` is a raw DeepSpeed JSON. Raises ConfigError, and CheckpointError for a
+    folder that is not a model's."""
     stored = read_config(model)
     settings: dict[str, Any] = {
         "model.model_name_or_path": json.dumps(str(model)),
@@ -113,7 +105,7 @@ def config_for_model(
 
 
 def on_one_rank(config: FullConfig) -> FullConfig:
-    """`config` as one process can check it: steps of one micro-batch, all at the same learning rate."""
+    """Return `config` for a check in one process: steps of one micro-batch, all at the same learning rate."""
     fields = with_assumed_batch_size(config, config.infra.num_gpus).model_dump()
     fields["data"]["num_lanes"] = 1
     fields["training"] |= {
@@ -125,7 +117,7 @@ def on_one_rank(config: FullConfig) -> FullConfig:
         "num_train_epochs": None,
     }
     if needs_recompute_choice(config):
-        fields["training"]["activation_checkpointing"] = "full"  # which fits wherever the run's own choice does
+        fields["training"]["activation_checkpointing"] = "full"  # fits wherever the run's own choice fits
     fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
     fields["infra"]["deepspeed_extra"].pop("scheduler", None)
     return FullConfig.model_validate(fields)
