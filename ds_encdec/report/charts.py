@@ -1,7 +1,4 @@
-"""The charts of a run: what each shows and marks, and how it is drawn.
-
-A chart is SVG to stand in a page, whose light or dark colours it takes, and PNG for everywhere else.
-"""
+"""The charts of a run: their contents and marks, and how they are drawn as SVG for a page, and as PNG."""
 
 import io
 import re
@@ -26,15 +23,15 @@ from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_
 COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
 )
-"""The colours of a light page by name, as its stylesheet has them: no two are the same."""
+"""The colours of a light page by name, from its stylesheet: no two are the same."""
 MAX_MARKS = 150
-"""Alerts marked in one chart, the highest; the table has the others too."""
+"""Most alerts marked in one chart, the highest ones; the table has the others too."""
 FEW_POINTS = 60
-"""Points up to which a curve that is not smoothed has a mark at each."""
+"""Most points with which a curve that is not smoothed has a mark at each."""
 LOG_SCALE_FROM = 20.0
-"""Highest value over the median from which a curve is drawn on a logarithmic scale, where that makes sense."""
+"""Highest value over the median from which a curve with `log` is drawn on a logarithmic scale."""
 HIGHEST_LIMIT = 2.0
-"""The multiple of the highest value up to which a limit is drawn: a higher one would flatten the curve."""
+"""Multiple of the highest value up to which a limit is drawn: a higher one would flatten the curve."""
 
 Style = dict[str, Any]
 
@@ -45,7 +42,7 @@ _COLOURED = {
 }
 _RC: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
 styled = matplotlib.rc_context({**_RC, "svg.hashsalt": "report"}, Path(__file__).with_name("drawing.mplstyle"))
-"""A decorator: figures inside have the style of the page, and the same figure gives the same bytes."""
+"""A decorator that draws figures in the style of the page, and makes the same figure give the same bytes."""
 _LINES = tuple(name for name in COLOURS if name.startswith("line"))
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _STYLES: Mapping[str, Style] = {
@@ -61,7 +58,7 @@ _STYLES: Mapping[str, Style] = {
         },
     }.items()
 }  # fmt: skip
-"""How the marks of a chart are drawn, by their labels in the legend."""
+"""Styles of a chart's marks, by their labels in the legend."""
 _NUMBER_OF_ALERTS: Style = {
     "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
 }  # fmt: skip
@@ -79,7 +76,7 @@ class Chart(NamedTuple):
 
 
 class AlertMark(NamedTuple):
-    """The place where a chart marks `times` alerts: at the highest of their values, in the unit of the chart."""
+    """A mark for `times` alerts, at the highest of their values in the unit of the chart."""
 
     step: float
     value: float
@@ -88,13 +85,11 @@ class AlertMark(NamedTuple):
 
 @dataclass(frozen=True)
 class ChartPlan:
-    """The contents of a chart. `key` names its file; `metrics`: name → label; `alerts`: the types marked on it.
-
-    `measured_alert`: the one of these types whose `value` is the metric at its step; others are marked on the curve.
-    `smoothed`: many points are drawn faint below a smoothed curve. `scale`: factor of the values. `from_zero`: the axis
-    begins at 0. `log`: the axis may be logarithmic.
-    `limits`: label, with {} for the value → dotted name of the field that is drawn across.
-    """
+    """The contents of a chart. `key` names its file; `metrics` maps names to labels; `alerts` are the types marked on
+    it. `measured_alert` is the one of these types whose `value` is the metric at its step; others are marked on the
+    curve. `smoothed`: many points are drawn faintly below a smoothed curve. `scale` multiplies the values. `from_zero`:
+    the axis begins at 0. `log`: the axis may be logarithmic. `limits` maps labels, with {} for the value, to the dotted
+    names of the fields that are drawn across."""
 
     key: str
     title: str
@@ -110,11 +105,11 @@ class ChartPlan:
 
     @property
     def heading(self) -> str:
-        """Title and unit."""
+        """Return title and unit."""
         return f"{self.title}, {self.unit}" if self.unit else self.title
 
     def curve(self, curves: Mapping[str, Curve], metric: str) -> Curve:
-        """The metric's curve in the unit of the chart; empty where it was never logged."""
+        """Return the metric's curve in the unit of the chart; empty if it was never logged."""
         found = curves.get(metric, NO_CURVE)
         return Curve(found.steps, found.values * self.scale)
 
@@ -154,15 +149,13 @@ PLANS = {
                   limits={f"alert above {{}}, {PERSISTENT_INTERVALS} times in a row": "monitor.straggler_threshold"}),
     )
 }  # fmt: skip
-"""The charts of a run by their keys."""
+"""The charts of a run by key."""
 
 
 @styled
 def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list[str]]:
-    """Every chart that the run has values for, and the titles of the others. `pictures`: a folder for KEY.png of each.
-
-    The loss of a single denoiser or task is left out: it is that of the run.
-    """
+    """Return every chart that the run has values for, and the titles of the others. `pictures` is a folder for KEY.png
+    of each. The loss of a single denoiser or task is left out: it is that of the run."""
     sets = {name: name.split("/")[1] for name in run.curves if re.fullmatch(r"eval/[^/]+/loss", name)}  # data.eval_sets
     of_sets = {"eval_sets": ChartPlan("eval_sets", "Evaluation loss by set", _NATS, sets, log=True)} if sets else {}
     plans = {**PLANS, **of_sets}
@@ -207,7 +200,7 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
 
 
 def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
-    """The key figures of a chart's curves, by label, in words; an alert may be higher than all that was logged."""
+    """Return the key figures of a chart's curves in words; an alert may be higher than all logged values."""
     if len(curves) > 1:
         return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in curves.items())
     (curve,) = curves.values()
@@ -225,9 +218,7 @@ def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> st
 
 def draw_curve(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int = 0, *, alone: bool) -> None:
     """Draw curve number `index` of a chart; with enough points in a `smoothed` plan, smoothed above the faint raw one.
-
-    `alone`: the chart has no other curve, so the legend names the two lines and not the metric, which is the title.
-    """
+    `alone`: the chart has no other curve, so the legend names the two lines and not the metric, which is the title."""
     colour = COLOURS[_LINES[index % len(_LINES)]]
     style: Style = {"color": colour, "linestyle": _DASHES[index % len(_DASHES)], "label": "" if alone else label}
     if not plan.smoothed or len(curve) < SMOOTHED_FROM:
@@ -242,10 +233,8 @@ def draw_curve(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int
 
 
 def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
-    """The marks of a chart, the highest first; the alerts of one step share a mark at the highest of them.
-
-    An alert is at its own value where that is the metric, else on the curve.
-    """
+    """Return the marks of a chart, the highest first; the alerts of one step share a mark at the highest of them. An
+    alert is at its own value if that is the metric, else on the curve."""
     heights: dict[float, list[float]] = defaultdict(list)
     curve = run.curve(next(iter(plan.metrics)))
     for alert in run.entries("alert"):
@@ -261,34 +250,30 @@ def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
 
 
 def new_axes(plan: ChartPlan, over: str = "optimizer step") -> Axes:
-    """The axes of a new figure for the chart, over the horizontal axis `over`."""
+    """Return the axes of a new figure for the chart, over the horizontal axis `over`."""
     return Figure().add_subplot(title=plan.heading, xlabel=over)
 
 
 def finish(axes: Axes, plan: ChartPlan, caption: str, known: np.ndarray, pictures: Path | None) -> Chart:
-    """Turn what was drawn into a chart.
-
-    `plan`: its key is unique in the page; the values `known` (float64 [n], finite) choose its vertical scale. A screen
-    reader reads its heading and `caption`. `pictures`: a folder that gets the drawing as KEY.png, too.
-    """
+    """Turn the drawing into a chart, and write it to the folder `pictures`, if any, as KEY.png. `known` (float64 [n],
+    finite) chooses the vertical scale; the plan's key is unique in the page."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     _scale(axes, plan, known)
     handles, labels = axes.get_legend_handles_labels()
-    if entries := dict(zip(labels, handles, strict=True)):  # below the drawing, where no curve can be under it
+    if entries := dict(zip(labels, handles, strict=True)):  # below the drawing, where it covers no curve
         columns = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6))))
         figure.legend(list(entries.values()), list(entries), loc="outside lower left", ncols=columns)
     svg = io.StringIO()
     figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     if pictures is not None:
-        figure.set_layout_engine("none")  # it is laid out; a second time would take as long again
+        figure.set_layout_engine("none")  # a second layout would take as long again
         png = pictures / f"{plan.key}.png"
         figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
     return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
 
 
 def _scale(axes: Axes, plan: ChartPlan, known: np.ndarray) -> None:
-    """Choose both scales, and write their numbers in one way, as elsewhere on the page."""
     if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
@@ -298,14 +283,14 @@ def _scale(axes: Axes, plan: ChartPlan, known: np.ndarray) -> None:
     written = power_of_ten if np.abs(known).max() < 0.01 else number
     large = EngFormatter(sep="")
     axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: written(value))
-    # More ticks than intervals between points would be where nothing was logged.
+    # More ticks than intervals would stand between points, where nothing was logged.
     intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
     axes.xaxis.set_major_locator(MaxNLocator(min(6, intervals), steps=[1, 2, 5, 10], integer=True))
     axes.xaxis.set_major_formatter(large)
 
 
 def _for_page(svg: str, key: str, label: str) -> str:
-    """The `<svg>` element alone, with names of its own, variables for colours, and a description."""
+    """Return the `<svg>` element alone, with unique ids, variables for colours, and a description."""
     head, body = svg[svg.index("<svg") :].split(">", 1)
     view_box = head.split('viewBox="')[1].split('"')[0]
     rows = [

@@ -1,7 +1,5 @@
-"""How the templates (`*.html.j2`) become a page, and how numbers, times and configurations are written on it.
-
-The values come from files that may hold anything: everything is escaped, and every type has a text.
-"""
+"""Make a page from the templates (`*.html.j2`), and write numbers, times and configurations as text. The values come
+from files that may hold anything: everything is escaped, and every type has a text."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,20 +19,20 @@ from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
 
 NOTHING = "–"
-"""Shown in the place of a missing value."""
+"""Text for a missing value."""
 MAX_EVENTS = 200
-"""Rows of the table of events, the newest ones; all are in ledger.jsonl."""
+"""Most rows of the table of events, the newest ones; all are in ledger.jsonl."""
 MAX_EXCERPT = 1500
-"""Characters of a generated text that are shown."""
+"""Most characters of a generated text that are shown."""
 _KEPT_NAMES = ("ds_encdec",)
-"""Names of packages, whose underscores are no spaces."""
+"""Names of packages, whose underscores are not spaces."""
 _LAST = itemgetter(-1)
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
 """Events that decide whether the rollbacks of the alerts before them were made; a start leaves them open."""
 
 
 def write_page(folder: Path, template: str, **values: Any) -> Path:
-    """Write the page that `template` makes of `values`, as index.html into `folder`; returns its path."""
+    """Write the page that `template` makes of `values` to index.html in `folder`; return its path."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -46,7 +44,7 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
 
 
 def number(value: object, unit: str = "", digits: int = 4) -> str:
-    """A number with `digits` significant digits and its unit; `NOTHING` for no value, other values as they are."""
+    """Return a number with `digits` significant digits and its unit; `NOTHING` for None, other values as they are."""
     if not is_number(value):
         return ("" if value is None else str(value)) or NOTHING
     text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
@@ -56,7 +54,7 @@ def number(value: object, unit: str = "", digits: int = 4) -> str:
 
 
 def power_of_ten(value: float, digits: int = 4) -> str:
-    """A number as `5×10⁻⁴`; 0 as it is."""
+    """Return a number as `5×10⁻⁴`; 0 as it is."""
     if value == 0:
         return "0"
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
@@ -65,23 +63,23 @@ def power_of_ten(value: float, digits: int = 4) -> str:
 
 
 def when(written: object) -> str:
-    """A time of run.json or the events as one reads it, with its zone; empty for anything else."""
+    """Return a time of run.json or the events in readable form, with its zone; empty for anything else."""
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
 
 
 def cause(message: object) -> str:
-    """Why a run stopped: its reason without the step and the advice."""
+    """Return why a run stopped, without the step and the advice."""
     return re.sub(r"^stopped at step \d+ |; go on with .*$", "", number(message))
 
 
 def excerpt(text: object) -> str:
-    """The beginning of a text that a model may have made: repeated line ends are counted, not shown."""
+    """Return the beginning of a text that a model may have made; repeated line ends are counted, not shown."""
     breaks = re.sub(r"\n{3,}", lambda found: f"\n[{len(found[0])} line breaks]\n", number(text))
     return breaks if len(breaks) <= MAX_EXCERPT else f"{breaks[:MAX_EXCERPT]}…"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The values of nested mappings by readable names, times and sizes as one reads them."""
+    """Yield the values of nested mappings by readable names, times and sizes in readable form."""
     for name, value in values.items():
         label = f"{prefix}{name if name in _KEPT_NAMES else name.replace('_', ' ')}"
         if isinstance(value, Mapping):
@@ -95,11 +93,11 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def outcomes(run: Run) -> list[tuple[str, str]]:
-    """How the run went, in numbers with their units, each with its name."""
+    """Return the results of the run: names, and numbers with their units."""
     begin = read_time(next((entry.get("time") for entry in run.entries("start")), run.status.get("started_at")))
     end = read_time(run.status.get("updated_at")) if run.status.get("state") != "running" else None
     took = run.curve("perf/step_time_s")
-    began = next((entry["step"] for entry in run.entries("start")), 0.0)  # above 0 where it continues another run
+    began = next((entry["step"] for entry in run.entries("start")), 0.0)  # above 0 if it continues another run
     stepping = float(np.nansum(took.values * np.diff(took.steps, prepend=began)))
 
     def figure(how: Callable[[np.ndarray], Any], metric: str, unit: str = "", digits: int = 4, scale: float = 1) -> str:
@@ -123,16 +121,14 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
         ("MFU, median", figure(np.median, "perf/mfu", "%", scale=100)),
         # Time spent on the steps of the history, without evaluations, saves, restarts and abandoned branches.
         ("time in training steps", duration(stepping) if stepping else NOTHING),
-        # Pauses between restarts included; None for a run without an end.
+        # With the pauses between restarts; nothing for a run without an end.
         ("from first start to end", duration((end - begin).total_seconds()) if begin and end else NOTHING),
     ]
 
 
 def events(run: Run) -> tuple[list[tuple[Entry, bool]], int]:
-    """The newest events, the last one first, and how many older ones there are.
-
-    Each is with whether the rollback that it asks for was refused: the next answer after it is a refusal.
-    """
+    """Return the newest events, the last one first, and the number of older ones. Each has whether the rollback that it
+    asks for was refused: the next answer after it is a refusal."""
     shown, answer = [], ""
     for entry in reversed(run.events):
         answer = entry["kind"] if entry["kind"] in _ANSWERS else answer
@@ -142,14 +138,14 @@ def events(run: Run) -> tuple[list[tuple[Entry, bool]], int]:
 
 
 def changes(config: Mapping[str, Any]) -> list[tuple[str, list[tuple[str, str, str]]]]:
-    """The fields of `config` that are not at their defaults, by section: name, value and default as text."""
+    """Return the fields of `config` that are not at their defaults, by section: name, value and default as text."""
     rows = differences([FullConfig().model_dump(mode="json"), config]) if config else []
     changed = [(name, value, default) for name, (default, value) in rows if value != NOTHING]
     return [(section, list(rows)) for section, rows in groupby(changed, lambda row: row[0].split(".")[0])]
 
 
 def differences(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The fields that are not the same in all `configs`, except the output folder, each with its values as text."""
+    """Return the fields that differ between `configs`, except the output folder, each with its values as text."""
     flattened = [dict(leaves(config)) for config in configs]
     order = {section: index for index, section in enumerate(FullConfig.model_fields)}
     names = dict.fromkeys(name for values in flattened for name in values if name != "infra.output_dir")

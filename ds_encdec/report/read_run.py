@@ -1,4 +1,4 @@
-"""A run as its folder describes it: metrics, events, configuration, checkpoints. Only reads, without torch."""
+"""Read a run's folder: metrics, events, configuration, checkpoints. It writes nothing and does not import torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 
 Entry = Mapping[str, Any]
-"""A line of `ledger.jsonl` (monitor/metrics_file.py) or a file of JSON: believed as little as possible."""
+"""A line of `ledger.jsonl` (monitor/metrics_file.py) or a JSON file, whose content is not trusted."""
 
 SMOOTHED_PART = 40
-"""A smoothed value is the mean of at most this part of the curve's points: the whole divided by it."""
+"""Divisor of the number of points: a smoothed value is the mean of at most that many of them."""
 SMOOTHED_FROM = 3 * SMOOTHED_PART
-"""Points from which a curve can be smoothed: with fewer, a mean of three would be more than the part."""
+"""Fewest points of a curve that is smoothed: with fewer, a mean of three would be more than that part."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Values of one metric: `steps` float64 [n], `values` float64 [n] with NaN where the log has `null`."""
+    """Values of one metric: `steps` float64 [n], `values` float64 [n] with NaN for `null` in the log."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -44,24 +44,20 @@ class Curve:
 
     @property
     def known(self) -> np.ndarray:
-        """The finite values, in order."""
+        """Return the finite values in order."""
         return self.values[np.isfinite(self.values)]
 
     def at(self, steps: np.ndarray, beyond: float | None = None) -> np.ndarray:
-        """The values at `steps` (float64 [n]), interpolated between finite ones; NaN for a curve without any.
-
-        `beyond`: the value before the first and after the last finite one; None repeats those.
-        """
+        """Return the values at `steps` (float64 [n]), interpolated between finite ones; NaN for a curve without any.
+        `beyond` is the value before the first and after the last finite one; None repeats those."""
         finite = np.isfinite(self.values)
         if not finite.any():
             return np.full(len(steps), np.nan)
         return np.interp(steps, self.steps[finite], self.values[finite], left=beyond, right=beyond)
 
     def smoothed(self) -> Curve:
-        """The mean of a fortieth of the points around each, fewer towards both ends, so that nothing lags.
-
-        Below `SMOOTHED_FROM` points the curve stays as it is. Values that are not finite leave a gap.
-        """
+        """Return the mean of a fortieth of the points around each, fewer towards both ends, so that nothing lags. Below
+        `SMOOTHED_FROM` points the curve stays as it is. Values that are not finite leave a gap."""
         finite = np.isfinite(self.values)
         sums = np.concatenate([[0.0], np.cumsum(np.where(finite, self.values, 0.0))])
         counts = np.concatenate([[0], np.cumsum(finite)])
@@ -77,14 +73,11 @@ NO_CURVE = Curve(np.empty(0), np.empty(0))
 
 @dataclass(frozen=True)
 class Run:
-    """The content of the folder `path`. `curves`: by metric name; `abandoned`: by number of the rollback, then by name.
-
-    `config`: nested, as in `config.yaml`, not validated. `data`: the facts of tokenizer and sources in the newest
-    checkpoint. `checkpoints`: of every committed one, by rising `step`, the `manifest`, None where it cannot be read;
-    the `pointers` to it (latest, best, final); and the `damage`: what its listing lacks. `samples`: the texts of the
-    last evaluation that generated any. `verdict`: of the phase, where the run is one. `notes`: sentences about what
-    could not be read.
-    """
+    """The content of the folder `path`. `curves` are by metric, `abandoned` by number of the rollback, then by metric.
+    `config` is nested, as in `config.yaml`, not validated. `data` has the facts of tokenizer and sources in the newest
+    checkpoint. `checkpoints`, by rising `step`, have a `manifest` (None if unreadable), the `pointers` to them (latest,
+    best, final), and the `damage` of their listing. `samples` are the texts of the last evaluation that generated any.
+    `verdict` is the phase's, if the run is one. `notes` are sentences about unreadable content."""
 
     path: Path
     status: Entry
@@ -99,45 +92,43 @@ class Run:
     notes: Sequence[str]
 
     def curve(self, metric: str) -> Curve:
-        """The metric's curve, empty where it was never logged."""
+        """Return the metric's curve, empty if it was never logged."""
         return self.curves.get(metric, NO_CURVE)
 
     def entries(self, kind: str) -> list[Entry]:
-        """The entries of one kind."""
+        """Return the events of one kind."""
         return [entry for entry in self.events if entry["kind"] == kind]
 
     @property
     def steps(self) -> int:
-        """The last step that metrics were logged at."""
+        """Return the last step at which metrics were logged."""
         return int(max(curve.steps[-1] for curve in self.curves.values()))
 
     @property
     def skipped_steps(self) -> int:
-        """Steps without an update, those of abandoned branches too."""
+        """Return the steps without an update, those of abandoned branches too."""
         branches = [self.curves, *self.abandoned.values()]
         return int(sum(branch.get("train/skipped_steps", NO_CURVE).known.sum() for branch in branches))
 
     def tokens_at(self, steps: np.ndarray) -> np.ndarray:
-        """Tokens of both sides that were seen at `steps` (float64 [n]), between two lines in proportion."""
+        """Return the tokens of both sides that were seen at `steps` (float64 [n]), interpolated between lines."""
         seen = self.curve("train/tokens_seen")
         return np.interp(steps, [0.0, *seen.steps], [0.0, *seen.values]) if len(seen) else np.full(len(steps), np.nan)
 
     def setting(self, path: str, default: Any = None) -> Any:
-        """The configuration's value at a dotted path."""
+        """Return the configuration's value at a dotted path."""
         return _value_at(self.config, path, default)
 
     def number(self, path: str) -> float | None:
-        """The configuration's value at a dotted path where it is a number above 0."""
+        """Return the configuration's value at a dotted path if it is a number above 0."""
         value = self.setting(path)
         return float(value) if is_number(value) and value > 0 else None
 
 
 def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
-    """Read the run in the folder `path`; `ending`: what run.json will say in the end, where it does not yet.
-
-    Raises ConfigError where it is no run's folder, and DataError where the run has logged no metrics. Anything else
-    that is missing or cannot be read becomes a note.
-    """
+    """Read the run in the folder `path`; `ending` replaces entries of run.json that are not final yet. Raises
+    ConfigError if it is not a run's folder, and DataError without metrics. Other content that cannot be read becomes a
+    note."""
     folder = RunFolder(str(path))
     root = folder.root.resolve()
     if not root.is_dir():
@@ -187,7 +178,7 @@ def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
 
 
 def read_json(path: Path, notes: list[str]) -> Entry | None:
-    """The JSON object in the file, or None, with a note unless the file is missing."""
+    """Return the JSON object in the file, or None, with a note unless the file is missing."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
@@ -201,13 +192,13 @@ def read_json(path: Path, notes: list[str]) -> Entry | None:
 
 
 def back_to(rollback: Entry) -> float:
-    """The step that a rollback of the events went back to."""
+    """Return the step that a rollback went back to."""
     target = rollback.get("to_step")
     return float(target) if is_number(target) else float(rollback["step"])
 
 
 def read_time(written: object) -> datetime | None:
-    """A time of run.json or the events; None for anything else."""
+    """Return a time of run.json or the events; None for anything else."""
     try:
         return datetime.strptime(str(written), "%Y-%m-%dT%H:%M:%S%z")
     except ValueError:
@@ -215,14 +206,13 @@ def read_time(written: object) -> datetime | None:
 
 
 def _value_at(values: object, path: str, default: Any) -> Any:
-    """The value at a dotted path into nested mappings, or `default`."""
     for key in path.split("."):
         values = values[key] if isinstance(values, Mapping) and key in values else default
     return values
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """The lines of metrics or events; what else is in the file becomes a note."""
+    """Return the lines of metrics or events; other content becomes a note."""
     lines, problem, is_torn = read_step_lines(path)
     torn = f"{path.name}: the last line is not complete and is left out" if is_torn else ""
     notes.extend(f"{note}." for note in (problem, torn) if note)
@@ -238,7 +228,7 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
 
 
 def _read_events(path: Path, notes: list[str]) -> list[Entry]:
-    """The entries; of an event that a resume met once more, at the same data step, the last one."""
+    """Return the entries; of an event that a resume met again, at the same data step, the last one."""
     entries = [line for line in _read_lines(path, notes) if isinstance(line.get("kind"), str)]
     numbered = list(zip(entries, accumulate(entry["kind"] == "start" for entry in entries), strict=True))
     last_start = {_event(entry): start for entry, start in numbered}

@@ -1,4 +1,5 @@
-"""`ds-encdec report`: one page with charts about a run, about several compared, or about a pipeline of phases."""
+"""Write one page with charts about a run, about several compared, or about a pipeline of phases (`ds-encdec
+report`)."""
 
 import os
 import time
@@ -45,14 +46,14 @@ _MEANINGS = {
     Mark.MIXTURE: "losses are of different mixtures of denoisers",
 }
 _FIELDS = {path: meaning for mark, meaning in _MEANINGS.items() for path in marked(mark)}
-"""The meaning of runs without checkpoints that differ in these fields of the configuration."""
+"""The effect on losses of a difference in these fields of the configuration, for runs without checkpoints."""
 _DATA_FACTS = {
     "tokenizer": _MEANINGS[Mark.TOKENS],
     "special tokens": _MEANINGS[Mark.TOKENS],
     "sources": _MEANINGS[Mark.TEXTS],
     **{path: _FIELDS[path] for path in marked(Mark.EXAMPLES, Mark.MIXTURE)},
 }
-"""The same by the facts that the checkpoints of comparable runs agree in (data/fingerprint.py)."""
+"""The same for facts in the checkpoints of comparable runs (data/fingerprint.py)."""
 _PHASE_NAME: Style = {
     "xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points",
     "rotation": 90, "ha": "right", "va": "top", "fontsize": 8.5, "color": COLOURS["muted"],
@@ -62,14 +63,11 @@ _PHASE_NAME: Style = {
 def write_report(
     path: Path, *, compare: Sequence[Path] = (), out: Path | None = None, png: bool = False
 ) -> tuple[Path, list[str]]:
-    """Write the report of the run in `path`, or of the phases in it; returns the page and its warnings.
-
-    `compare`: further runs, whose curves are laid over this one's. `out`: the folder of the page, by default RUN/report
-    or RUN/report-compared; an earlier report in it is replaced. `png`: each chart is written as a picture, too.
-
-    Raises ConfigError for a path that is no run or a folder that cannot be written, DataError for a run without
-    metrics and for runs that cannot be compared.
-    """
+    """Write the report of the run in `path`, or of the phases in it; return the page and its warnings. Curves of the
+    runs in `compare` are drawn over this one's. `out` is the page's folder, by default RUN/report or
+    RUN/report-compared, where it replaces an earlier report. `png` also writes each chart as a picture. Raises
+    ConfigError for a path that is not a run or a folder that cannot be written, DataError for a run without metrics and
+    for runs that cannot be compared."""
     paths = [one.expanduser() for one in (path, *compare)]
     folder = (paths[0] / ("report-compared" if compare else "report") if out is None else out).expanduser()
     pipelines = [one for one in paths if phase_folders(one) and not (one / "metrics.jsonl").exists()]
@@ -87,13 +85,13 @@ def write_report(
 
 
 def write_last_report(path: Path) -> Path:
-    """Write the report of a run that is about to be completed; returns the page."""
+    """Write the report of a run that is about to be completed; return the page."""
     ending = {"state": "completed", "reason": "", "exit_code": 0, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     return _write_run([read_run(path, ending)], path / "report", png=False)[0]
 
 
 def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, list[str]]:
-    folder.mkdir(parents=True, exist_ok=True)  # before the time is spent on drawing
+    folder.mkdir(parents=True, exist_ok=True)  # before drawing, which takes time
     run, pictures = runs[0], folder if png else None
     comparison = compare_runs(runs, pictures) if len(runs) > 1 else None
     charts, empty = charts_of(run, pictures)
@@ -112,11 +110,9 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
 
 
 def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str, Any]:
-    """The part of the page that lays `runs` over each other, by name; `pictures`: see `charts_of`.
-
-    `outcomes` are rows of a name and a value for each run, `differing` the same by field of the configuration. Runs
-    whose losses mean different things are drawn with a warning. Raises DataError where two have no loss in common.
-    """
+    """Return the part of the page that compares `runs`, by name; `pictures`: see `charts_of`. `outcomes` are rows of a
+    name and a value for each run, `differing` the same by field of the configuration. Warnings name runs whose losses
+    mean different things. Raises DataError if two have no loss in common."""
     for other in runs[1:]:
         if not any(len(runs[0].curve(metric).known) and len(other.curve(metric).known) for metric in _LOSSES):
             raise DataError(
@@ -134,16 +130,14 @@ def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str,
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """The names of the runs' folders, with folders above them up to the one that holds them all."""
+    """Return the names of the runs' folders, with parents up to the folder that holds them all."""
     above = os.path.commonpath([run.path.parent for run in runs])
     return [os.path.relpath(run.path, above) for run in runs]
 
 
 def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    """Yield sentences why losses of the first run and the others do not mean the same.
-
-    The newest checkpoints decide, or else the configurations.
-    """
+    """Yield sentences about why losses of the first run and the others do not mean the same, by their newest
+    checkpoints, or else by their configurations."""
     first = runs[0]
     for other, name in zip(runs[1:], names[1:], strict=True):
         meaning = _DATA_FACTS if first.data and other.data else _FIELDS
@@ -158,7 +152,7 @@ def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
 
 @styled
 def _chart_of_runs(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], pictures: Path | None) -> Chart | None:
-    """The plan's metric of all runs over tokens, or over steps where a run lacks them; None where none logged it."""
+    """Draw the plan's metric of all runs over tokens, or over steps if a run lacks them; None if no run logged it."""
     (metric,) = plan.metrics
     over, logged = "optimizer step", [run.curve(metric) for run in runs]
     if all(len(run.curve("train/tokens_seen").known) for run in runs):
@@ -184,21 +178,21 @@ def _chart_of_runs(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], p
 
 
 def difference(curve: Curve, first: Curve) -> Curve:
-    """`curve` minus `first`, between the first and the last step at which `first` is known."""
+    """Return `curve` minus `first`, between the first and the last step at which `first` is known."""
     expected = first.at(curve.steps, beyond=np.nan)
     inside = np.isfinite(expected)
     return Curve(curve.steps[inside], (curve.values - expected)[inside])
 
 
 def phase_folders(root: Path) -> list[Path]:
-    """The folders of the phases in `root`, in their order; empty where it holds no pipeline."""
+    """Return the folders of the phases in `root` in their order; empty if it holds no pipeline."""
     order = list(PhasesConfig.model_fields)
     found = [path for path in (root / "phases").glob("*") if path.is_dir()]
     return sorted(found, key=lambda path: (order.index(path.name) if path.name in order else len(order), path.name))
 
 
 def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
-    """The page of all phases, begun in `root` or not, and of each. Raises DataError where none has logged anything."""
+    """Write the page of all phases, begun or not, and of each one's run. Raises DataError if none has logged any."""
     notes: list[str] = []
     folders = {path.name: path for path in phase_folders(root)}
     phases: list[dict[str, Any]] = []
@@ -224,7 +218,7 @@ def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
 
 @styled
 def _chart_of_phases(plan: ChartPlan, runs: Sequence[Run], pictures: Path | None) -> Chart | None:
-    """The plan's metric over the steps of all phases, each behind the one before; None where none has logged it."""
+    """Draw the plan's metric over the steps of all phases in order; None if none has logged it."""
     (metric,) = plan.metrics
     ends = np.cumsum([run.steps for run in runs])
     curves = [run.curve(metric) for run in runs]
