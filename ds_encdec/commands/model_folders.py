@@ -51,8 +51,7 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
 
 def default_vocabulary(stored: dict[str, Any], num_sentinels: int) -> Vocabulary:
     """Return the special ids of a model folder without a tokenizer, from its `config.json`. A Qwen3's sentinels get the
-    ids that its own tokenizer would give them, others follow the vocabulary. Raises CheckpointError without an
-    end-of-sequence id."""
+    ids of its own tokenizer, others follow the vocabulary. Raises CheckpointError without an end-of-sequence id."""
     rows = stored["vocab_size"]
     first = QWEN3_IDS if rows == QWEN3_ROWS else rows
     eos = stored.get("eos_token_id")

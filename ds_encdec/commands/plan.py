@@ -1,5 +1,4 @@
-"""Compute the steps, tokens, days and money of a run or of phases, and for a run the space on disks and in host
-memory."""
+"""Compute the steps, tokens, days and money of a run or of phases, and a run's space on disks and in host memory."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -21,8 +21,7 @@ _ASSIGNED = re.compile(r"[^/]*=")
 def read_arguments(
     parser: argparse.ArgumentParser, table: Arguments, given: Sequence[str], *, takes_settings: bool = True
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, the verb's own by `table`, and the settings. Raises ConfigError, also for any other
-    argument."""
+    """Return the options, the verb's own by `table`, and the settings. Raises ConfigError, also for other arguments."""
     own, settings = _divided(given, table, takes_settings)
     options, rest = parser.parse_known_args(own)
     if rest and not takes_settings:

@@ -13,8 +13,7 @@ def _setting(default: float, meaning: str) -> Any:
 @dataclass(frozen=True)
 class GenerationSettings:
     """Settings of text generation. Raises ConfigError for contradictions. `temperature` 0 searches with `num_beams`.
-    `batch_tokens` limits a batch's encoder and new tokens over all rows and beams, with padding; a single row may be
-    longer."""
+    `batch_tokens` limits encoder and new tokens over all rows and beams, with padding; a single row may be longer."""
 
     max_new_tokens: int = _setting(512, "new tokens of a text at most; 0: no text")
     num_beams: int = _setting(1, "beams of the search")

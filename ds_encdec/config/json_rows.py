@@ -10,8 +10,7 @@ from typing import Any
 from ds_encdec.base.types import DataError
 
 MAX_NESTING = 200
-"""Most levels of objects and lists in a line. Python's own limit depends on the caller, which must not decide about
-rows."""
+"""Most levels of objects and lists in a line. Python's own limit depends on the caller, which must decide nothing."""
 
 _HOLDERS = ("data", "rows", "train", "examples", "instances", "records", "items", "samples", "results")
 """Field names under which a file of one object may hold its rows."""

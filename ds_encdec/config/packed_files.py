@@ -78,8 +78,7 @@ they are not read. UTF-16 without a mark is recognized by four Latin characters 
 
 
 def packing(path: str) -> Opener | None:
-    """Return the function that unpacks the file; None for a plain one. Raises OSError; DataError for a refused
-    format."""
+    """Return the function that unpacks the file, or None. Raises OSError, and DataError for a refused format."""
     with open(path, "rb") as file:
         start = file.read(_LOOKED_AT_BYTES)
         skipped = 0

@@ -1,5 +1,4 @@
-"""Rules about contradictions in a configuration. Each names all fields that it reads, so that reports give their
-places."""
+"""Rules about contradictions in a configuration. Each names all fields that it reads: reports give their places."""
 
 import math
 from collections.abc import Iterator

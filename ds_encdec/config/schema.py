@@ -103,8 +103,7 @@ def editor_schema() -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration and its problems. `translated`: how words were read, and fields that others decide
-    unexpectedly."""
+    """A configuration and its problems. `translated`: how words were read, and which fields others decide."""
 
     settings: Settings
     checked: Checked
@@ -148,8 +147,7 @@ def read_config(
     *,
     unread: Sequence[str] = (),
 ) -> Loaded:
-    """Read a configuration and find its problems; see `load_config`. Contradictions in `unread` sections or fields are
-    ignored."""
+    """Read a configuration and find its problems, except contradictions in the sections or fields `unread`."""
     problems: list[Problem] = []
     path, deepspeed_config = map(find_shipped, (path, deepspeed_config))
     settings, translated = read_yaml(path, problems) if path is not None else Settings(), list[str]()
@@ -198,8 +196,7 @@ def load_saved(path: Path) -> FullConfig:
 def _find_json(
     settings: Settings, yaml_path: Path | None, argument: Path | None, problems: list[Problem]
 ) -> tuple[Path | None, Mention | None]:
-    """Return the DeepSpeed JSON to read and the setting that names it. The YAML file's is looked up beside that
-    first."""
+    """Return the DeepSpeed JSON to read and the setting that names it. The YAML file's may be relative to that file."""
     named = settings.get(_JSON_FIELD)
     if not isinstance(named, str) or unusable(named):
         return argument, None

@@ -126,8 +126,7 @@ def broken(*rules: tuple[object, str, str]) -> Iterator[Conflict]:
 
 @dataclass(frozen=True)
 class Mention:
-    """A field named in a problem, where it was set (`file:line`, `command line`, `default`), and its value, if
-    shown."""
+    """A field named in a problem, its place (`file:line`, `command line`, `default`), and its value, if shown."""
 
     place: str
     field: str

@@ -27,8 +27,7 @@ _HEAD_DIM = 128
 def read_stored_model(file: Path) -> dict[str, Any]:
     """Return the fields of the `config.json` of a decoder-only Qwen3, or of an encoder-decoder made here. Fields that
     may be missing or written in two ways are normalized: `num_key_value_heads`, `head_dim`, and `rope_parameters` with
-    its `rope_theta`. Raises CheckpointError for a missing or unreadable file, another model, and unsupported
-    features."""
+    its `rope_theta`. Raises CheckpointError for an unreadable file, another model, and unsupported features."""
     try:
         stored: dict[str, Any] = read_json(file)
         if not isinstance(stored, dict):
@@ -64,8 +63,7 @@ def read_stored_model(file: Path) -> dict[str, Any]:
 
 
 def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool) -> str:
-    """Return a message that `name`, an encoder-decoder, lacks special tokens that adapters would not train, and the
-    fix."""
+    """Return a message that an encoder-decoder lacks special tokens which adapters would not train, and the fix."""
     sentinels, modes = (len(stored.get(field) or ()) for field in ("sentinel_token_ids", "mode_token_ids"))
     return (
         f"{name} has {sentinels} sentinels and {modes} mode tokens, and model.lora does not train rows of further "

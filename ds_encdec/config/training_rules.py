@@ -123,8 +123,8 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
 
 
 def _set_by_a_person(training: TrainingConfig, names: Iterable[str]) -> list[str]:
-    """Return the fields of `names` that a person has set. A run writes all fields: there a default is nobody's
-    choice."""
+    """Return the fields of `names` that a person has set. In a run's file, with all fields, defaults are not
+    choices."""
     is_of_a_run = {*_READ_BY_SCHEDULES, *_READ_BY_OPTIMIZERS} <= training.model_fields_set
     return training.changed(*names) if is_of_a_run else [name for name in names if name in training.model_fields_set]
 

@@ -161,8 +161,7 @@ def _allowed(detail: ErrorDetails) -> str:
 
 
 def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
-    """Remove the settings at `paths`, or the nearest removable ones around them (an item's list); return their
-    paths."""
+    """Remove the settings at `paths`, or the nearest removable ones around them (an item's list), and return these."""
     parts = set()
     for path in paths:
         while path and not (path in rest and isinstance(rest.get(above(path)), dict)):

@@ -127,8 +127,7 @@ class Run:
 
 def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
     """Read the run in the folder `path`; `ending` replaces entries of run.json that are not final yet. Raises
-    ConfigError if it is not a run's folder, and DataError without metrics. Other content that cannot be read becomes a
-    note."""
+    ConfigError if it is not a run's folder, and DataError without metrics. Other unreadable content becomes a note."""
     folder = RunFolder(str(path))
     root = folder.root.resolve()
     if not root.is_dir():

@@ -1,5 +1,4 @@
-"""Write one page with charts about a run, about several compared, or about a pipeline of phases (`ds-encdec
-report`)."""
+"""Write one page with charts about a run, several compared ones, or a pipeline of phases (`ds-encdec report`)."""
 
 import os
 import time

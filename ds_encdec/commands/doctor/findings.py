@@ -66,8 +66,8 @@ def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
 
 
 def look_at_hosts(hostfile: Path, files: ConfigFiles) -> list[Finding]:
-    """Return the findings about all hosts of `hostfile`, by a rank on each. Raises ConfigError for a mistake in a
-    file."""
+    """Return the findings about all hosts of `hostfile`, by a rank on each. Raises ConfigError for mistakes in
+    files."""
     loaded = read_config(*files)
     loaded.check_hosts(hostfile)
     loaded.valid()

@@ -145,8 +145,7 @@ def estimate_training_time(num_steps: int, step_time_seconds: float) -> dict[str
 class PlannedPhase:
     """A phase with the batch of a configuration: its numbers (`settings`), and the configuration of its run (`config`),
     whose `training.num_train_steps` is the smallest of the phase's steps, `steps_for_tokens` and the caller's limit.
-    `tokens_per_step` is the token budget of an optimizer step over all ranks and both sides, with a few percent of
-    padding."""
+    `tokens_per_step` is the token budget of a step over all ranks and both sides, with a few percent of padding."""
 
     settings: PhaseConfig
     config: FullConfig
@@ -164,8 +163,7 @@ class PlannedPhase:
         return self.config.training.num_train_steps
 
     def differences(self, config: FullConfig) -> str:
-        """Return a sentence about the numbers and answers to alerts in which its run differs from `config`, or
-        nothing."""
+        """Return a sentence about the numbers and answers to alerts that its run changes in `config`, or nothing."""
         changed = [
             f"{section}.{name}={now} (not {before})"
             for section, names in (("training", (*_CADENCES, "warmup_steps")), ("monitor", ROLLBACK_FIELDS))

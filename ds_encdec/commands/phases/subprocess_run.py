@@ -1,6 +1,6 @@
-"""Run the ordinary program in a subprocess, under a launcher. A process for each phase makes it exactly an ordinary
-run, which leaves no memory behind. The launcher gets its own session: otherwise a Ctrl-C of the terminal would end it
-before its ranks have saved."""
+"""Run the ordinary program in a subprocess, under a launcher. A process for each phase makes it an ordinary run, which
+leaves no memory behind. The launcher gets its own session: a Ctrl-C would otherwise end it before its ranks have
+saved."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ _LIBC = ctypes.CDLL(None)
 
 def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
     """Return the words before the program: those of `launcher`, or a command that starts `infra.num_gpus` ranks here.
-    srun and mpirun start any program, so `python` is added unless `launcher` names it. Raises ConfigError for a
-    launcher that is not installed."""
+    srun and mpirun start any program, so `python` is added unless named. Raises ConfigError for an unknown launcher."""
     if launcher is not None:
         words = shlex.split(launcher)
         if not words or shutil.which(words[0]) is None:

@@ -198,7 +198,7 @@ def _forward(subject: Subject) -> Result:
 
 def _initial_loss(subject: Subject) -> Result:
     """Check the loss of fresh weights: ln(vocabulary), and the effect of their random logits. The states before the
-    head have the norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of their exponentials is
+    head have the norm sqrt(H), so logits are about N(0, H·initializer_range²); the mean of their exp is
     exp(H·initializer_range²/2)."""
     sizes, loss = subject.run_model.config, subject.loss
     if subject.config.model.architecture is None:
@@ -290,8 +290,7 @@ def _checkpoint_resumes(subject: Subject) -> Result:
 
 @contextmanager
 def checkpoint_folder(parameters: int) -> Iterator[Path]:
-    """Make a temporary folder for a checkpoint of `parameters` weights. Raises CheckpointError if the disk is too
-    full."""
+    """Make a temporary folder for a checkpoint of `parameters` weights. Raises CheckpointError if the disk is full."""
     where, needed = tempfile.gettempdir(), BYTES_PER_PARAMETER * parameters
     usage = shutil.disk_usage(where)
     if usage.total and usage.free < needed:  # some network file systems report 0 in all

@@ -76,8 +76,7 @@ def config_for_model(
     model: Path, config: Path | None, overrides: Sequence[str], deepspeed_config: Path | None = None
 ) -> FullConfig:
     """Return the configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
-    `overrides` come last; `deepspeed_config` is a raw DeepSpeed JSON. Raises ConfigError, and CheckpointError for a
-    folder that is not a model's."""
+    `overrides` come last. Raises ConfigError, and CheckpointError for a folder that is not a model's."""
     stored = read_config(model)
     settings: dict[str, Any] = {
         "model.model_name_or_path": json.dumps(str(model)),

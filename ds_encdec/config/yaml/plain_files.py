@@ -1,6 +1,5 @@
 """Read configurations, manifests and indexes, which may come from anybody. Manifests and indexes must be plain files: a
-FIFO would block forever, and a device never ends. Text and JSON are bounded, since deeply nested JSON exhausts the
-interpreter's stack."""
+FIFO would block forever, a device never ends. Text and JSON are bounded: deep JSON exhausts the interpreter's stack."""
 
 import errno
 import json
@@ -76,8 +75,8 @@ def _read_pipe(path: str) -> bytes:
 
 
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
-    """Parse a JSON file of a program; `max_bytes` None sets no limit. Raises OSError, and ValueError if it is not JSON,
-    too large, or nested too deep."""
+    """Parse a JSON file of a program. Raises OSError, and ValueError if it is not JSON, too large, or nested too
+    deep."""
     text = read_plain(path, max_bytes)
     _refuse_deep(text)
     return json.loads(text)

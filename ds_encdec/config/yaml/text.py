@@ -1,6 +1,5 @@
 """Read and write YAML, with the line of each key, and read settings of the command line. The dialect is YAML 1.2's
-core: `1e-4` is a number (for PyYAML's YAML 1.1 a string), `no`, `on` and dates are strings, and a repeated key is an
-error."""
+core: `1e-4` is a number (for PyYAML a string), `no`, `on` and dates are strings, and a repeated key is an error."""
 
 import json
 import os
