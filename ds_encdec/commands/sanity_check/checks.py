@@ -62,7 +62,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog"
 NEW_TOKENS = 8
 BYTES_PER_PARAMETER = 14  # float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them
 Result = tuple[bool, str, dict[str, float]]
-"""Whether a check passed, its message, and its figures by name."""
+"""The result of a check: whether it passed, a message, and its figures by name."""
 
 
 class Subject:
