@@ -1,15 +1,15 @@
-"""Folders that appear under their names once all of them is written, or leave nothing; that of a run's checkpoints.
+"""Folders that appear under their names only when completely written; the folder of a run's checkpoints.
 
-`NAME.tmp` is being written; `.replaced-NAME` is what had the name, while `NAME.tmp` takes it. A process killed at any
-moment leaves the earlier folder or the new one, and `clear_leftovers` mends what it leaves under the other names.
+`NAME.tmp` is being written; `.replaced-NAME` is the earlier folder, while `NAME.tmp` takes its name. A process killed
+at any moment leaves the earlier folder or the new one, and `clear_leftovers` repairs the rest.
 
     checkpoints/
       step-00001000/           committed: complete and hashed (manifest.py), never changed afterwards
       step-00002000.tmp/       being written
       latest, best, final -> step-…    our pointers (symbolic links)
-      abandoned-step-…-DATE/   later than the step that the run went back to; not looked at again
+      abandoned-step-…-DATE/   later than the step to which the run went back; never read again
 
-Rank 0 alone changes it. `.removed-…` is a checkpoint that is being deleted.
+Only rank 0 changes it. `.removed-…` is a checkpoint that is being deleted.
 """
 
 from __future__ import annotations
@@ -47,26 +47,26 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
 def unfinished(final: Path) -> Path:
-    """The folder that is to become `final`."""
+    """Return the folder in which `final` is written."""
     return final.with_name(f"{final.name}.tmp")
 
 
 def begin(final: Path) -> Path:
-    """Make `unfinished(final)` an empty folder. Raises OSError."""
+    """Create `unfinished(final)` as an empty folder. Raises OSError."""
     delete(unfinished(final))
     unfinished(final).mkdir(parents=True)
     return unfinished(final)
 
 
 def rename_into_place(final: Path) -> Path:
-    """Give `unfinished(final)`, which is durable, its name; returns where an earlier one of that name is now, if any.
+    """Rename `unfinished(final)`, which is durable, and return an earlier folder's new path.
 
-    Raises OSError; then an earlier one is what it was.
+    Raises OSError; then an earlier folder is unchanged.
     """
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     if final.exists():
-        delete(replaced)  # left where it could not be deleted before
-        # Between these two renames the earlier one has no name that counts; `clear_leftovers` gives it back.
+        delete(replaced)  # an earlier deletion may have failed
+        # A kill between these two renames leaves the earlier one without its name; `clear_leftovers` restores it.
         os.rename(final, replaced)
     try:
         os.rename(unfinished(final), final)
@@ -78,7 +78,7 @@ def rename_into_place(final: Path) -> Path:
 
 
 def clear_leftovers(folder: Path, name: str = "*") -> None:
-    """Mend what killed processes left of `name` in `folder`: give back what was being replaced, delete the rest."""
+    """Repair leftovers of killed processes for `name` in `folder`: restore replaced folders, delete the rest."""
     for replaced in folder.glob(f"{_REPLACED}{name}"):
         original = replaced.with_name(replaced.name.removeprefix(_REPLACED))
         if original.exists():
@@ -90,7 +90,7 @@ def clear_leftovers(folder: Path, name: str = "*") -> None:
 
 
 def exists_or_replaced(path: Path) -> bool:
-    """Return whether `path` exists, or will once `clear_leftovers` has given it back."""
+    """Return whether `path` exists, or will once `clear_leftovers` has restored it."""
     return path.exists() or path.with_name(f"{_REPLACED}{path.name}").exists()
 
 
@@ -104,11 +104,11 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def written_whole(out: Path, *, replace: bool = False) -> Iterator[tuple[Path, Writing]]:
-    """Wraps the writing of a folder: where to write it, which is named `out` at the end, or removed after an error.
+    """Yield an empty folder, which is named `out` at the end or removed after an error, and its Writing.
 
-    The Writing must be given the bytes to come (`require_space`). Only a kill leaves something else behind, which the
-    next attempt mends (`clear_leftovers`). Raises CheckpointError where `out` exists and is not empty, unless it is to
-    be replaced, and DiskRefusedError where the file system takes no more.
+    Call its `require_space` with the bytes to come. The next attempt repairs the leftovers of a kill. Raises
+    CheckpointError if `out` exists and is not empty, unless it is to be replaced, and DiskRefusedError if the file
+    system takes no more.
     """
     parent = out.absolute().parent
     writing = Writing(parent, str(out), "Free space there, or name a folder on another file system.")
@@ -129,27 +129,27 @@ def written_whole(out: Path, *, replace: bool = False) -> Iterator[tuple[Path, W
 
 
 def refuse_existing(out: Path) -> None:
-    """Raise CheckpointError where `out` is there and not an empty folder."""
+    """Raise CheckpointError if `out` exists and is not an empty folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty: nothing was written. Name another folder")
 
 
 class CheckpointFolder:
-    """The files of one run's checkpoints. `keep`: newest ones that stay; None for all."""
+    """The files of one run's checkpoints. `keep`: number of newest ones that stay; None: all."""
 
     def __init__(self, path: Path, *, keep: int | None) -> None:
         self.path = path
         self._keep = keep
 
     def at(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`, once it is committed."""
+        """Return the path of the checkpoint of `step`, once it is committed."""
         return self.path / f"step-{step:08d}"
 
     def commit(self, step: int, pointers: Sequence[str]) -> None:
-        """Make `step-N.tmp`, which is sealed, visible; move `latest` and `pointers` to it; delete what is not kept.
+        """Make the sealed `step-N.tmp` visible, point `latest` and `pointers` at it, delete checkpoints beyond `keep`.
 
-        Raises OSError; then an earlier checkpoint of the step is what it was. What goes wrong once the checkpoint is
-        visible is only warned of: the checkpoint stands.
+        Raises OSError; then an earlier checkpoint of the step is unchanged. Later errors are only warnings: the new one
+        stands.
         """
         final = self.at(step)
         # New links may need space; moving them over the old ones does not.
@@ -170,22 +170,19 @@ class CheckpointFolder:
             logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
 
     def go_back_to(self, step: int, best_step: int | None) -> None:
-        """Put later checkpoints aside as `abandoned-…` and point at `step`, and at `best_step` if it is there.
-
-        Of those put aside at any time no more are kept than of the others: a run that nobody watches may go back often.
-        """
+        """Rename later checkpoints to `abandoned-…` (`keep` of these stay), and point at `step` and `best_step`."""
         for later, path in committed_steps(self.path).items():
             if later > step:
                 aside = unused_path(path.with_name(f"abandoned-{path.name}-{time.strftime('%Y%m%dT%H%M%S')}"))
                 path.rename(aside)
                 logger.warning("Going back to step %d: %s is now %s.", step, path.name, aside.name)
-        # They are sorted by the moment at which they were put aside, which ends their names, and then by step.
+        # Their names end with the moment of the rename, which sorts them, and then the step.
         abandoned = sorted(self.path.glob("abandoned-*"), key=lambda path: path.name.split("-", 3)[3:])
         for path in abandoned[: -self._keep] if self._keep else ():
             logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, path.name)
             delete(path)
         final = self.path / "final"
-        if not final.exists():  # it was later; where the run was complete at `step` or before, it still is
+        if not final.exists():  # it was later; a run that was complete at `step` or before still is
             final.unlink(missing_ok=True)
         for name, pointed in (("best", best_step), ("latest", step)):
             if pointed is not None and self.at(pointed).exists():
@@ -194,17 +191,17 @@ class CheckpointFolder:
                 (self.path / name).unlink(missing_ok=True)
 
     def clear_leftovers(self) -> None:
-        """Mend what a killed process left: give back what was being replaced, delete what was never committed."""
+        """Repair leftovers of a killed process: restore replaced checkpoints, delete uncommitted ones."""
         clear_leftovers(self.path)
         for path in (*self.path.glob(f"{_REMOVED}*"), *self.path.glob(".probe-*")):
             delete(path)
 
     def _prune(self) -> None:
-        """Delete checkpoints beyond those to keep that no pointer names. Raises OSError."""
+        """Delete checkpoints beyond `keep` that no pointer names. Raises OSError."""
         pointed = {link.resolve() for name in _POINTERS if (link := self.path / name).exists()}
         older = [path for _, path in sorted(committed_steps(self.path).items())][: -self._keep] if self._keep else []
         superfluous = [path for path in older if path.resolve() not in pointed]
-        if len(superfluous) > 1:  # one makes room for each new one; more are due to a limit that was lowered
+        if len(superfluous) > 1:  # each new one replaces one; more are due to a lowered limit
             names = ", ".join(path.name for path in superfluous)
             logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
         for path in superfluous:
@@ -215,7 +212,7 @@ class CheckpointFolder:
 
 
 def committed_steps(folder: Path) -> dict[int, Path]:
-    """Step number → path of every committed checkpoint under `folder`."""
+    """Return step number → path of every committed checkpoint under `folder`."""
     return {
         int(match[1]): path
         for path in folder.glob("step-*")
@@ -224,7 +221,6 @@ def committed_steps(folder: Path) -> dict[int, Path]:
 
 
 def _new_link(link: Path, target: str) -> Path:
-    """A link to `target` that can take the place of `link`."""
     temporary = link.with_name(f".{link.name}.tmp")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)
@@ -239,11 +235,10 @@ class Checkpoint:
     manifest: Manifest
 
     def read_json(self, name: str) -> CheckpointJson:
-        """The content of a JSON file of the checkpoint."""
+        """Return the content of a JSON file of the checkpoint."""
         return CheckpointJson(self.path / name)
 
     def __str__(self) -> str:
-        """A line about it, with the time, the loss and the reason of its save where they are recorded."""
         record = read_record(self.path)
         line = (
             f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {record.sharding_stage} on "
@@ -258,7 +253,7 @@ class Checkpoint:
         return f"{line}, saved {facts.get('time')} ({facts.get('reason')}){at}"
 
     def training_state(self) -> TrainingState:
-        """The counters that it was saved with. Raises DamagedCheckpointError."""
+        """Return the saved counters. Raises DamagedCheckpointError."""
         try:
             return TrainingState.from_dict(self.read_json("trainer.json")["state"])
         except (TypeError, AttributeError) as error:
@@ -270,7 +265,7 @@ class CheckpointJson(dict[str, Any]):
     """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
 
     def __init__(self, path: Path) -> None:
-        """Raises DamagedCheckpointError where the file at `path` cannot be read, or holds no mapping."""
+        """Raises DamagedCheckpointError if the file at `path` cannot be read, or holds no mapping."""
         self._path = path
         try:
             content = read_json(path, None)
@@ -285,15 +280,14 @@ class CheckpointJson(dict[str, Any]):
 
 
 def verify_checkpoints(path: Path) -> Iterator[Checkpoint]:
-    """Check the checkpoint at `path`, or every one of the run (or folder of checkpoints) there, by step.
+    """Yield every whole checkpoint at `path` (one, or those of a run or folder) by step, after hashing all its files.
 
-    Yields the whole ones, each after all its files were read and hashed. Raises CheckpointError in the end for those
-    that are damaged, naming a file of each, and at once where there is no checkpoint.
+    Raises CheckpointError at the end for damaged ones, naming a file of each, and at once without a checkpoint.
     """
     path = path.expanduser().resolve()
     damage = []
     found = {} if os.path.lexists(path / MANIFEST) else committed_steps(path / "checkpoints") or committed_steps(path)
-    # A path that is neither a run nor a folder of checkpoints should be a checkpoint: its manifest says what is wrong.
+    # A path that is neither a run nor a folder of checkpoints should be a checkpoint: its manifest has the problem.
     for _, checkpoint in sorted(found.items()) or [(0, path)]:
         try:
             manifest = verify_checkpoint(checkpoint)

@@ -1,12 +1,12 @@
-"""Saving: when a checkpoint becomes visible; and which one a run continues from. Their folder: folder.py.
+"""Saves checkpoints, and finds the one from which a run continues. folder.py has their folder.
 
-A save has two parts. On the main thread every rank makes its staging copy (`Engine.stage`); that holds training up.
-Then each rank writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest,
-and renames `step-N.tmp`. The second part runs in a thread of every rank while training goes on, or at once; it is the
-same code, and talks to the other ranks through a gloo group that nothing else uses.
+A save has two parts. On the main thread every rank makes its staging copy (`Engine.stage`), which pauses training. Then
+each rank writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest, and
+renames `step-N.tmp`. The second part runs in a thread of every rank while training goes on, or at once: the same code,
+with a gloo group that nothing else uses.
 
-A disk that does not take the files is no reason to end a run: the save fails, alike on all ranks, what it wrote is
-removed, and earlier checkpoints are what they were.
+If a disk refuses the files, the run goes on: the save fails alike on all ranks, its files are removed, and earlier
+checkpoints are unchanged.
 """
 
 import dataclasses
@@ -43,10 +43,10 @@ from ds_encdec.launch.network import machine
 logger = logging.getLogger(__name__)
 
 WriteRest = Callable[[Path], None]
-"""Writes what a checkpoint holds beside the engine's files under a folder; called on rank 0, in any thread."""
+"""Writes all files of a checkpoint but the engine's into a folder; called on rank 0, in any thread."""
 
 MAKE_ROOM = "Free space there, or lower training.save_total_limit."
-"""Advice for a disk that is too small for checkpoints."""
+"""Advice if a disk is too small for checkpoints."""
 
 
 Stage = Callable[..., StagedSave]
@@ -55,12 +55,11 @@ Stage = Callable[..., StagedSave]
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """How a save ended; equal on all ranks but for the seconds.
+    """The outcome of a save; equal on all ranks but for the seconds.
 
-    `state`: the one that was saved. `blocked_seconds`: how long this rank's training was paused; `seconds`: from the
-    staging copy to the commit, or 0. `problem`: None, or why there is no such checkpoint. `failures`: saves in a row
-    that have failed, with this one. `newest_step`: of the newest checkpoint that the run can go on from, if there is
-    one.
+    `blocked_seconds`: how long this rank's training was paused. `seconds`: from the staging copy to the commit, or 0.
+    `problem`: None, or why there is no such checkpoint. `failures`: saves in a row that failed, with this one.
+    `newest_step`: of the newest checkpoint from which the run can continue, if any.
     """
 
     state: TrainingState
@@ -73,7 +72,7 @@ class SaveOutcome:
 
 @dataclass
 class _SaveUnderWay:
-    """A save until `CheckpointManager.collect`. `ended`: when it ended, or its error."""
+    """A save until `CheckpointManager.collect`. `ended`: its end's time, or its error."""
 
     state: TrainingState
     began: float
@@ -81,7 +80,7 @@ class _SaveUnderWay:
     ended: Future[float] = field(default_factory=Future)
 
     def run(self, write: Callable[[], None]) -> None:
-        """Call `write`, and keep when it ended or its error."""
+        """Call `write`, and record the time of its end or its error."""
         try:
             write()
             self.ended.set_result(time.monotonic())
@@ -90,7 +89,7 @@ class _SaveUnderWay:
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run. Every method is called by every rank."""
+    """Saves the checkpoints of one run. Every rank calls every method."""
 
     def __init__(self, folder: Path, collectives: HostCollectives, *, engine_name: str, keep: int | None) -> None:
         """A collective. `keep`: `training.save_total_limit`."""
@@ -104,7 +103,7 @@ class CheckpointManager:
         self._newest_step: int | None = None
 
     def prepare(self) -> None:
-        """Check that all ranks see one folder that can be written, and clear what a killed save left behind."""
+        """Check that all ranks see one folder and can write there, and clear leftovers of a killed save."""
         name = self._collectives.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}"))
         seen = self._collectives.gather((machine(), (self.folder / name).exists()))
         if blind := [rank for rank, (_, sees) in enumerate(seen) if not sees]:
@@ -113,7 +112,7 @@ class CheckpointManager:
                 f"infra.output_dir: {self.folder} is not shared: what rank 0 writes there is not seen by {who}. "
                 "Use a folder on a file system that all nodes mount."
             )
-        # What one rank of a machine can write, the others of it can.
+        # One rank of each machine tries to write, for all of that machine.
         rank, machines = self._collectives.rank, [where for where, _ in seen]
         writes = machines.index(machines[rank]) == rank
         self._collectives.on_every_rank(lambda: writes and _touch(self.folder / f"{name}-{rank}"))
@@ -128,10 +127,7 @@ class CheckpointManager:
         pointers: tuple[str, ...],
         in_background: bool,
     ) -> None:
-        """Begin to save `state`: commit `step-N`, then move `pointers` to it. Its outcome comes from `collect`.
-
-        The outcome of an earlier save must have been collected. Not in the background, it is all done on return.
-        """
+        """Begin to save `state`, after an earlier save was collected: commit `step-N`, then point `pointers` at it."""
         assert self._save is None, "a save is under way"
         save = _SaveUnderWay(state, began=time.monotonic())
         step = state.global_step
@@ -154,19 +150,16 @@ class CheckpointManager:
         save.blocked_seconds = time.monotonic() - save.began
 
     def at(self, step: int) -> Path:
-        """The folder of the checkpoint of `step`."""
+        """Return the path of the checkpoint of `step`."""
         return self._files.at(step)
 
     @property
     def save_is_over(self) -> bool:
-        """True once this rank's part of a save has ended. Collect it once it is true on all ranks."""
+        """True once this rank's part of a save has ended. Collect it once this is true on all ranks."""
         return self._save is not None and self._save.ended.done()
 
     def collect(self) -> SaveOutcome | None:
-        """Wait for the save under way; returns how it ended, or None without one.
-
-        Raises what went wrong other than on the disk.
-        """
+        """Wait for the save under way and return its outcome, or None. Raises errors other than the disk's."""
         save = self._save
         if save is None:
             return None
@@ -190,7 +183,7 @@ class CheckpointManager:
         )
 
     def close(self) -> None:
-        """Wait for a save that nobody will collect, because training raised, and log how it ended."""
+        """Wait for a save that nobody will collect, because training raised, and log its outcome."""
         try:
             outcome = self.collect()
         except Exception:
@@ -203,10 +196,10 @@ class CheckpointManager:
                 logger.info("saved step %d", outcome.state.global_step)
 
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
-        """Make `checkpoint`, which the run goes on from, the newest of this folder; returns its state here.
+        """Make `checkpoint`, from which the run continues, the newest of this folder; return its state here.
 
-        Later steps are put aside as `abandoned-…`, so that the run's history is one line again. Where the
-        checkpoint is another run's, its best one is not here, and the first evaluated one will be.
+        Later steps become `abandoned-…`, so that the run's history is one line again. If the checkpoint is another
+        run's, its best one is not here, and the first evaluated one becomes the best.
         """
         self._newest_step = checkpoint.manifest.step
 
@@ -222,11 +215,7 @@ class CheckpointManager:
     def _write_and_commit(
         self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]
     ) -> None:
-        """Do the part of a save that may run in the background.
-
-        Raises the same error on all ranks, DiskRefusedError where a disk has too little space or did not take the
-        files.
-        """
+        """Run the part of a save that may run in the background. All ranks raise the same error."""
         folder, writing, ranks = unfinished(self._files.at(step)), self._writing(), self._background
 
         @writing.refusals_told()
@@ -271,15 +260,14 @@ def find_checkpoint(
     *,
     at_most: int | None = None,
 ) -> Checkpoint | None:
-    """The checkpoint to resume from, verified by all ranks, each calling this; None for a new run.
+    """Return the checkpoint to resume from, verified by all ranks (a collective: every rank calls it), or None.
 
-    `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are passed
-    over with a warning), or a path. `accept` is called on rank 0 with a checkpoint of which only the manifest and
-    the small files have been verified; what it raises ends the search, before gigabytes are hashed. `at_most`: under
-    `auto`, the latest step that counts.
+    `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are skipped
+    with a warning), or a path. Rank 0 calls `accept` once the manifest and the small files are verified; its error ends
+    the search, before gigabytes are hashed. `at_most`: under `auto`, the latest step that counts.
 
-    Raises CheckpointError where the named one is damaged, or another run's while this folder has some of its own;
-    and where under `auto` all are damaged: a new run would then write over them.
+    Raises CheckpointError if the named one is damaged, or another run's while this folder has some of its own; and if
+    under `auto` all are damaged: a new run would overwrite them.
     """
     if resume is None:
         return None
@@ -311,7 +299,7 @@ def find_checkpoint(
 
 
 def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkpoint], None]) -> Checkpoint:
-    """Rank 0 walks through the folder, then each rank checks its share of the large files; all agree."""
+    """Verify on rank 0 the folder and small files, then on each rank its share of the large files; all agree."""
 
     def described() -> Checkpoint:
         manifest = read_manifest(path)
@@ -326,8 +314,8 @@ def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkp
 
     def verify_share() -> None:
         if not os.path.lexists(path / MANIFEST):
-            read_manifest(path)  # which says what there is instead, on a machine that does not see the folder
+            read_manifest(path)  # its error describes a folder that this machine does not see
         verify_files(path, share)
 
     collectives.on_every_rank(verify_share)
-    return dataclasses.replace(checkpoint, path=path)  # of the same folder this rank may have another
+    return dataclasses.replace(checkpoint, path=path)  # this rank may see the folder under another path

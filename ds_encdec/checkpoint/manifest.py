@@ -1,7 +1,6 @@
-"""The manifest of a checkpoint: every file with its size and SHA-256, and a SHA-256 of all that the manifest says.
+"""The manifest of a checkpoint: every file with its size and SHA-256, and a SHA-256 of the manifest's own content.
 
-It is the last file written before a checkpoint becomes visible, so a folder without one is not a
-checkpoint; and it is checked before anything in the folder is unpickled.
+It is written last, so a folder without one is no checkpoint, and checked before anything is unpickled.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ _DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint is not what its manifest says; an older one may be whole."""
+    """A checkpoint does not match its manifest; an older one may be whole."""
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -43,7 +42,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Manifest:
-    """The files of a checkpoint, and what wrote it: `engine` is the name of a row of `engines.ENGINES`."""
+    """The files of a checkpoint and their origin: `engine` is the name of a row of `engines.ENGINES`."""
 
     step: _Count
     world_size: _Count
@@ -52,7 +51,7 @@ class Manifest:
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
-        """The text of `manifest.json`."""
+        """Return the text of `manifest.json`."""
         content = asdict(self)
         return json.dumps(content | {"sha256": _content_hash(content)}, indent=1) + "\n"
 
@@ -62,7 +61,7 @@ class Manifest:
         return sum(record.num_bytes for record in self.files)
 
     def descriptions(self) -> tuple[FileRecord, ...]:
-        """The small JSON and YAML files that say what the checkpoint is of; the others hold tensors or vocabulary."""
+        """Return the small JSON and YAML files, which describe the checkpoint; others hold tensors or vocabulary."""
         return tuple(record for record in self.files if _DESCRIPTION.fullmatch(record.path))
 
 
@@ -75,10 +74,7 @@ def record_file(path: Path, root: Path) -> FileRecord:
 
 
 def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files: Sequence[FileRecord]) -> Manifest:
-    """Make a checkpoint's `folder` durable and write its manifest; the engine's files are recorded already.
-
-    What is left is to give the folder its name and to flush its parent. Raises OSError.
-    """
+    """Make `folder` durable and write its manifest; the engine's files are recorded already. Raises OSError."""
     known = {record.path for record in engine_files}
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     rest = [record_file(path, folder) for path in files if path.relative_to(folder).as_posix() not in known]
@@ -90,7 +86,7 @@ def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a committed checkpoint. Raises DamagedCheckpointError naming what is wrong."""
+    """Read the manifest of a committed checkpoint. Raises DamagedCheckpointError with the problem."""
     path = checkpoint / MANIFEST
     try:
         return _manifest(read_json(path))
@@ -109,10 +105,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def verify_checkpoint(checkpoint: Path) -> Manifest:
-    """Check a whole checkpoint in this process: no file missing, foreign or changed. Returns its manifest.
-
-    Reads every byte and unpickles nothing. Raises DamagedCheckpointError naming the first file that is wrong.
-    """
+    """Hash all files of a checkpoint and return its manifest. Raises DamagedCheckpointError naming a wrong file."""
     manifest = read_manifest(checkpoint)
     verify_listing(checkpoint, manifest)
     verify_files(checkpoint, manifest.files)
@@ -120,10 +113,7 @@ def verify_checkpoint(checkpoint: Path) -> Manifest:
 
 
 def verify_listing(checkpoint: Path, manifest: Manifest) -> None:
-    """Check that the folder holds the manifest's files and no others; readers find some of them by pattern.
-
-    Raises DamagedCheckpointError naming a file that is missing, foreign, or no plain file of this folder.
-    """
+    """Raise DamagedCheckpointError unless there are only the manifest's files, since readers find some by pattern."""
     listed = {record.path for record in manifest.files}
     try:
         modes = {path.relative_to(checkpoint).as_posix(): path.lstat().st_mode for path in checkpoint.rglob("*")}
@@ -156,7 +146,6 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
 
 
 def _manifest(content: Any) -> Manifest:
-    """Check and return the content of a manifest. Raises ValueError for anything else."""
     if not isinstance(content, dict):
         raise ValueError(f"it holds a value of type {type(content).__name__}")
     version = content.get("format_version")

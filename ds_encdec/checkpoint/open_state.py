@@ -14,10 +14,9 @@ _READERS: ByEngine[Callable[[Path], SavedState]] = ByEngine(deepspeed=ZeroState,
 
 
 def open_saved_state(checkpoint: Path, *, verified: bool = False) -> SavedState:
-    """Open the weights and optimizer state in a committed checkpoint.
+    """Open the weights and optimizer state in a committed checkpoint, whose files are hashed first unless `verified`.
 
-    All its files are hashed first, because opening unpickles some; `verified` says that the caller did that. Raises
-    CheckpointError, naming the file, for a checkpoint that is damaged or of an unknown format.
+    Opening unpickles some. Raises CheckpointError, naming the file, for damage or an unknown format.
     """
     if not verified:
         verify_checkpoint(checkpoint)

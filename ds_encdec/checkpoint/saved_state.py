@@ -1,12 +1,10 @@
-"""The tensors of a checkpoint, whichever engine wrote them, read by ranges of elements and without that engine.
+"""Reads ranges of a checkpoint's tensors without the engine that wrote them; zero_state.py reads DeepSpeed's files.
 
-torch.distributed.checkpoint's files are read here on one rank and without a process group. `dcp/.metadata` is a pickle,
-of which only the few plain classes that DCP itself puts there are let in. It lists every tensor as *chunks*, each a
-block of the full tensor, and where in which `.distcp` file each lies. A chunk is what `torch.save` writes: a zip
-archive whose entry `…/data/0` is the tensor's memory, stored as it is. torch's own reader loads whole chunks; here only
-the bytes of the range are read, straight into the result, so that many ranks can share what few have written.
-
-DeepSpeed's files are read by zero_state.py.
+This module reads torch.distributed.checkpoint's on one rank and without a process group. `dcp/.metadata` is a pickle,
+of which only the few plain classes are loaded that DCP itself puts there. It lists every tensor as *chunks*, each a
+block of the full tensor, with the place of each in a `.distcp` file. A chunk is an archive of `torch.save`: a zip file
+whose entry `…/data/0` is the tensor's memory, stored as it is. torch's own reader loads whole chunks; this one reads
+only the bytes of the range, straight into the result, so that many ranks can share the files of few.
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from ds_encdec.base.types import MOMENTS, CheckpointError, SavedState, StateKind
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, read_record
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-"""Before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""
+"""Header before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""
 _UNREADABLE = (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError)
-"""Errors of reading a damaged archive, the last two for names of no encoding and for later versions of the format."""
+"""Errors of reading a damaged archive; the last two come from names of no encoding and later versions of the format."""
 
 
 class _Chunk(NamedTuple):
-    """The file of a chunk's archive, its first byte there, its size in bytes, and its elements."""
+    """The file of a chunk's archive, its first byte and size there, and the chunk's elements."""
 
     path: Path
     offset: int
@@ -50,10 +48,7 @@ class _Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [start, stop) of a flattened tensor.
-
-    `copy(kind, out, first)` fills `out` with those of the tensor of that kind from the fragment's element `first` on.
-    """
+    """Elements [start, stop) of a flattened tensor. `copy(kind, out, first)` fills `out` from element `first` on."""
 
     start: int
     stop: int
@@ -61,7 +56,7 @@ class Fragment:
 
 
 class FragmentedState:
-    """`types.SavedState` over `folder`, whose tensors lie in fragments, those of `KIND.NAME` in any order."""
+    """`types.SavedState` over `folder`; `fragments` has those of each `KIND.NAME`, in any order."""
 
     def __init__(
         self,
@@ -70,7 +65,7 @@ class FragmentedState:
         shapes: Mapping[str, tuple[int, ...]],
         fragments: Mapping[str, list[Fragment]],
     ) -> None:
-        """Raises CheckpointError where fragments of one tensor do not cover it, each element once."""
+        """Raises CheckpointError unless a tensor's fragments cover each element exactly once."""
         self.applied_steps = record.applied_steps
         self.loss_scaler: Mapping[str, float | int] | None = record.loss_scaler
         self.shapes = shapes
@@ -106,7 +101,7 @@ class FragmentedState:
 
 
 def saved_weights(saved: SavedState) -> WeightSource:
-    """The float32 weights of `saved`, each read when it is asked for. Raises CheckpointError for one it has not."""
+    """Return the float32 weights of `saved`, read on demand. Raises CheckpointError for an unknown name."""
 
     def lookup(name: str, rows: slice = slice(None), /) -> Tensor:
         if name not in saved.shapes:
@@ -136,7 +131,7 @@ class DcpState(FragmentedState):
         tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
         self._data_offset = cache(_data_offset)  # until a chunk is read again, its archive need not be opened again
         fragments = {key: self._fragments_of(folder, key, tensor, metadata) for key, tensor in tensors.items()}
-        # The planner's table keeps the order of the state dict that was saved; the other goes by the ranks that wrote.
+        # The planner's table keeps the order of the saved state dict; the other is ordered by writing ranks.
         weights = [key for key in metadata.planner_data or tensors if key.startswith("weight.")]
         shapes = {key.removeprefix("weight."): tuple(tensors[key].size) for key in weights}
         super().__init__(read_record(checkpoint), folder, shapes, fragments)
@@ -144,7 +139,7 @@ class DcpState(FragmentedState):
     def _fragments_of(
         self, folder: Path, key: str, tensor: TensorStorageMetadata, metadata: Metadata
     ) -> list[Fragment]:
-        """The chunks of one tensor; empty ones (ranks without a row) are left out."""
+        """Return the chunks of one tensor, without empty ones (ranks without a row)."""
         dtype = tensor.properties.dtype
         is_frozen = dtype == torch.bfloat16 and key.startswith("weight.")
         if dtype != torch.float32 and not is_frozen:
@@ -166,7 +161,6 @@ class DcpState(FragmentedState):
         return found
 
     def _copy(self, chunk: _Chunk, _: StateKind, out: Tensor, first: int) -> None:
-        """Read into `out` the chunk's elements from `first` on."""
         read = out if chunk.dtype == out.dtype else torch.empty_like(out, dtype=chunk.dtype)
         try:
             with open(chunk.path, "rb") as file:
@@ -196,14 +190,14 @@ _PLAIN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # its place in Python 3.13
 }
-"""The classes that DCP's writer puts into `.metadata`, by module: data, and what only makes data."""
+"""Classes that DCP's writer puts into `.metadata`, by module: data, and constructors of data."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Builds what `_PLAIN` names and nothing else, so that opening a file runs no code of the file's choice."""
+    """Builds only classes in `_PLAIN`, so that opening a file runs no code of the file's choice."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Look a class up, as pickle does. Raises pickle.UnpicklingError."""
+        """Return a class in `_PLAIN`. Raises pickle.UnpicklingError for others."""
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in _PLAIN.get(module, ()):
@@ -212,7 +206,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _member(enumeration: type[Enum], name: str) -> Enum:
-    """Stands in for `getattr`, by which Python 3.11.2 and its neighbours pickle a member. Raises UnpicklingError."""
+    """Stand in for `getattr`, by which Python 3.11.2 and its neighbours pickle a member. Raises UnpicklingError."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum) and name in enumeration.__members__):
         raise pickle.UnpicklingError(
             f"it names {name} of {enumeration}, which torch.distributed.checkpoint does not save"
@@ -221,16 +215,16 @@ def _member(enumeration: type[Enum], name: str) -> Enum:
 
 
 class _Archive(_ReaderView):
-    """A part of a file, as torch has it, whose positions may also be counted from its end."""
+    """A part of a file, as torch reads it, with positions that may be counted from its end."""
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         return super().seek(*(offset, whence) if whence != os.SEEK_END else (self.len + offset, os.SEEK_SET))
 
 
 def _data_offset(chunk: _Chunk) -> int:
-    """Return the byte of its file at which a chunk's elements begin. Raises one of `_UNREADABLE` for others.
+    """Return the byte of its file at which a chunk's elements begin. Raises one of `_UNREADABLE`.
 
-    An entry's memory follows its local header, whose last two numbers are the lengths of a name and of an extra field.
+    They follow the entry's local header, whose last two numbers are the lengths of a name and of an extra field.
     """
     with open(chunk.path, "rb") as file:
         view = cast(IO[bytes], _Archive(file, chunk.offset, chunk.num_bytes))

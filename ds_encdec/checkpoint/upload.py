@@ -1,12 +1,12 @@
-"""A run's outputs on another file system (`infra.upload_to`): what fsspec reaches, such as S3, GCS or a Hub repository.
+"""Copies a run's outputs to another file system (`infra.upload_to`) by fsspec, such as S3, GCS or a Hub repository.
 
-Rank 0 copies, in a thread beside training: after each save the checkpoints that are not there yet, the newest first,
-and the run's own small files; at the end the exports, too. The manifest of a checkpoint, and the configuration of a
-model folder, go last, so that half a copy is never taken for a whole one. A failed copy is a warning, and is tried
-again at the next save and at the end. Nothing is deleted there but what is being replaced.
+Rank 0 copies, in a thread beside training: after each save the new checkpoints, the newest first, and the run's own
+small files; at the end also the exports. The manifest of a checkpoint and the configuration of a model folder go last,
+so that half a copy never counts as a whole one. A failed copy is a warning, and is tried again at the next save and at
+the end. Only replaced files are deleted there.
 
-A launcher ends all ranks soon after one has left with an error code, so those of a run that was asked to stop wait for
-rank 0's copies together. A run that fails does not wait: its folder has what was saved.
+A launcher ends all ranks soon after one exits with an error code, so the ranks of a run that is asked to stop wait
+together for rank 0's copies. A run that fails does not wait: its folder has the saved files.
 """
 
 import logging
@@ -28,11 +28,11 @@ from ds_encdec.launch.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 _LAST = ("config.json", MANIFEST)
-"""The files without which a folder is not taken for a whole one, in the order in which they are looked for."""
+"""Files without which a folder does not count as whole, in the order of the search."""
 
 
 class Uploads(Callback):
-    """Copies what `run` has saved to `url`; None: nothing, as on the ranks that do not copy."""
+    """Copies the saved files of `run` to `url`; None: nothing, as on ranks that do not copy."""
 
     def __init__(self, run: RunFolder, url: str | None) -> None:
         self._run, self._url = run, url
@@ -41,10 +41,7 @@ class Uploads(Callback):
         self._thread: threading.Thread | None = None
 
     def claim(self, resume: str | None) -> None:
-        """Raise ConfigError where a new run would replace another one's copies.
-
-        `resume`: see `run_training`. A file system that does not answer is a warning.
-        """
+        """Raise ConfigError if a new run would replace another's copies; an unreachable file system is a warning."""
         if self._url is None or resume not in (None, "auto") or committed_steps(self._run.checkpoints):
             return
         try:
@@ -60,13 +57,13 @@ class Uploads(Callback):
             )
 
     def after_save(self, state: TrainingState, checkpoint: Path) -> None:
-        """Begin to copy what is new, once an earlier copy has ended; returns at once."""
+        """Begin to copy new files, once an earlier copy has ended; returns at once."""
         if self._url is not None:
             self._begin(is_end=False)
 
     @contextmanager
     def awaited_by_all(self, collectives: HostCollectives, heartbeat: Heartbeat) -> Iterator[None]:
-        """Let no rank leave a run that is asked to stop before the rest is copied. One that fails does not wait."""
+        """Keep every rank of a run that is asked to stop until the rest is copied. A failing run does not wait."""
         try:
             yield
         except Preempted:
@@ -78,7 +75,7 @@ class Uploads(Callback):
             raise
 
     def finish(self) -> None:
-        """Copy the rest, where anything was saved. The second Ctrl-C ends the wait."""
+        """Copy the rest, if anything was saved. The second Ctrl-C ends the wait."""
         self._begin_end()
         while self._is_copying():
             pass
@@ -104,7 +101,7 @@ class Uploads(Callback):
         self._thread.start()
 
     def _is_copying(self) -> bool:
-        """Return whether there is something to copy still, after a second at most."""
+        """Return whether a copy is under way, after a second at most."""
         if self._thread is None:
             return False
         self._thread.join(1.0)
@@ -130,7 +127,7 @@ class Uploads(Callback):
             self._copy(files, root, folder)
 
     def _copy(self, files: Any, root: str, folder: Path) -> None:
-        """Copy a folder whole, unless the same one is there. One that training deletes meanwhile is left out."""
+        """Copy a whole folder, unless the same one is there. If training deletes it meanwhile, it is left out."""
         try:
             last = next(folder / name for name in _LAST if (folder / name).exists())
             mark, content = self._target(root, last), last.read_bytes()

@@ -1,7 +1,7 @@
-"""The tensors of DeepSpeed's own files, of any ZeRO stage and number of ranks.
+"""Reads the tensors of DeepSpeed's own files, of any ZeRO stage and number of ranks, without DeepSpeed.
 
-Nothing of DeepSpeed is needed, and nothing that a file names is run. The files are mapped, not read: a range costs its
-own bytes. Where things stand in them (DeepSpeed 0.19.8, runtime/zero; compare its utils/zero_to_fp32.py):
+No code that a file names is run. The files are mapped, not read: a range costs only its own bytes. Their layout
+(DeepSpeed 0.19.8, runtime/zero; compare its utils/zero_to_fp32.py):
 
 | stage | file, one per rank from stage 1 | flat float32 tensors in it |
 |---|---|---|
@@ -9,9 +9,9 @@ own bytes. Where things stand in them (DeepSpeed 0.19.8, runtime/zero; compare i
 | 1, 2 | `*zero_pp_rank_R_…_optim_states.pt` | of each group laid end to end and cut into equal parts, part R |
 | 3 | the same | of each sub-group: of every parameter, cut into equal parts with padding, part R |
 
-Beside each stand its `exp_avg` and `exp_avg_sq`, of the same length. Names and shapes, in the order in which the
-parameters were laid out, are in the model states of rank 0. Frozen parameters have weights alone, in the dtype that
-layers compute in: in the model states of rank 0, or under stage 3, cut as all parameters are, of every rank.
+Beside each are its `exp_avg` and `exp_avg_sq`, of the same length. Rank 0's model states have names and shapes, in the
+order of the parameters. Frozen parameters have only weights, in the compute dtype: in rank 0's model states, or under
+stage 3, cut like all parameters, in every rank's.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
 from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, end_to_end, own_parts, read_record
 
 _Tensors = Mapping[str, Tensor]
-"""Flat tensors of one length that belong together: `weight`, and the moments where there are any."""
+"""Flat tensors of one length: `weight`, and the moments if there are any."""
 _Placed = tuple[Piece, Callable[[], _Tensors]]
-"""A piece of a parameter, and the part of a file in which it begins at its offset."""
+"""A piece of a parameter, and the part of a file that has it at the piece's offset."""
 
 
 class ZeroState(FragmentedState):
@@ -57,7 +57,7 @@ class ZeroState(FragmentedState):
         )
 
     def _copy(self, piece: Piece, part: Callable[[], _Tensors], kind: StateKind, out: Tensor, first: int) -> None:
-        """Copy into `out` what `part` has of `piece` from `first` on. Moments before the first step are zeros."""
+        """Copy `piece` of `part` from `first` on into `out`. Moments before the first step are zeros."""
         tensors = part()
         if kind in tensors:
             out.copy_(tensors[kind].narrow(0, piece.offset + first, len(out)))
@@ -68,7 +68,6 @@ class ZeroState(FragmentedState):
 
 
 def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, tuple[int, ...]], list[_Placed]]:
-    """The shapes in the model's order, and where the elements of each parameter are."""
     stage = int(record.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
     states = _load(_model_states(folder, stage, 0))
     module: Mapping[str, Tensor] = states["module"]
@@ -92,7 +91,7 @@ def _model_states(folder: Path, stage: int, rank: int) -> Path:
 
 
 def _frozen(folder: Path, record: EngineRecord, stage: int, numels: Mapping[str, int]) -> Iterator[_Placed]:
-    """The frozen parameters, of which each file is opened when something of it is asked for."""
+    """Yield the frozen parameters; a file is opened when one of its parameters is read."""
 
     @cache
     def opened(rank: int) -> Mapping[str, Tensor]:
@@ -109,10 +108,10 @@ def _frozen(folder: Path, record: EngineRecord, stage: int, numels: Mapping[str,
 
 
 class _Parts:
-    """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened when something of it is asked for.
+    """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened on demand.
 
-    All parts of a group have the same size, so the first rank's file says where everything stands in the others. What
-    a rank loads comes out of few of them, and each of hundreds of ranks would open hundreds of files.
+    All parts of a group have the same size, so the first rank's file gives the layout of the others. A rank loads from
+    few files; else each of hundreds of ranks would open hundreds.
     """
 
     def __init__(self, folder: Path, stage: int, world_size: int) -> None:
@@ -132,11 +131,11 @@ class _Parts:
         self.sizes: Sequence[int] = ()
         """Elements of a part of each group, padding included."""
         self.alignments: Sequence[Sequence[int]] = ()
-        """Padding behind each parameter of each group; none: not aligned."""
+        """Padding behind each parameter of each group; empty: not aligned."""
         self._open(0)
 
     def part(self, rank: int, group: int) -> _Tensors:
-        """Rank `rank`'s part of a group. Raises CheckpointError."""
+        """Return rank `rank`'s part of a group. Raises CheckpointError."""
         if rank not in self._opened:
             with _layout_checked(self._files[rank]):
                 self._open(rank)
@@ -162,7 +161,7 @@ class _Parts:
 
 @contextmanager
 def _layout_checked(path: Path) -> Iterator[None]:
-    """Raise CheckpointError, naming `path`, where the code inside stumbles over another layout."""
+    """Raise CheckpointError, naming `path`, if the code inside fails on another layout."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -189,7 +188,7 @@ def _replicated(
 
 
 def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[_Placed]:
-    """Stages 1 and 2: a group's parameters end to end, cut into equal parts regardless of where one begins."""
+    """Stages 1 and 2: a group's parameters end to end, cut into equal parts, also inside parameters."""
     for index, (numels, size, alignment) in enumerate(zip(groups, parts.sizes, parts.alignments, strict=True)):
         for whole in end_to_end(numels, alignment):
             begin, end = whole.offset, min(whole.offset + whole.length, parts.world_size * size)
@@ -208,23 +207,20 @@ def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Itera
 
 
 def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Adam's two moments of each of the optimizer's tensors, in its order; nothing of one that was never stepped."""
+    """Return Adam's moments of each of the optimizer's tensors, in its order; empty for one that was never stepped."""
     states = (base["state"].get(number, {}) for group in base["param_groups"] for number in group["params"])
     return [{kind: state[kind] for kind in MOMENTS if kind in state} for state in states]
 
 
 class _Inert:
-    """Stands in for DeepSpeed's own classes (loss scalers, enumerations, addresses) when a file is opened.
-
-    And for `getattr`, by which Python 3.11.2 and its neighbours pickle a member of an enumeration.
-    """
+    """Stands in for DeepSpeed's classes in a file, and for `getattr`, by which Python 3.11.2 pickles enumerations."""
 
     def __new__(cls, *arguments: object) -> _Inert:
         return super().__new__(cls)
 
 
 def _load(path: Path) -> Any:
-    """The content of a file of `torch.save`, its tensors mapped. Runs nothing but torch's own rebuilding of tensors."""
+    """Load a file of `torch.save` with mapped tensors, running only torch's own rebuilding of tensors."""
     try:
         foreign = get_unsafe_globals_in_checkpoint(path)
         refused = [name for name in foreign if not name.startswith("deepspeed.") and name != "builtins.getattr"]

@@ -1,8 +1,7 @@
-"""Checkpoints of adapters (model.lora): the base that they name, the model that both make, and a folder for peft.
+"""Checkpoints of adapters (model.lora): their base, the merged model, and a folder for peft.
 
-Such a checkpoint holds the adapters alone. Its `model/base.json` says what they were trained beside: where it was, the
-seed of what was drawn of it, and the SHA-256 of its files of weights. Wherever it is read, its base must be there, and
-the same.
+`model/base.json` records the base: its place, the seed of its randomly drawn part, and the SHA-256 of its weight files.
+A reader needs the same base.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
-    """The facts that a checkpoint states about the base of its adapters, for people and for `opened_base`."""
+    """Return the record of the adapters' base for a checkpoint, for people and for `opened_base`."""
     snapshot = base.folder is not None and base.folder.parent.name == "snapshots"  # of a repository on the hub
     return {
         "name_or_path": section.model_name_or_path,
@@ -48,10 +47,7 @@ def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
 
 
 def one_base(records: Sequence[dict[str, Any] | None]) -> None:
-    """Raise CheckpointError where machines have different bases: weights would be made of parts of each.
-
-    `records`: `base_record` of each rank that has hashed its machine's copy.
-    """
+    """Raise CheckpointError if machines have different bases, which would mix in one model."""
     found = {record["sha256"]: record for record in records if record is not None}
     if len(found) > 1:
         places = "; ".join(
@@ -64,10 +60,9 @@ def one_base(records: Sequence[dict[str, Any] | None]) -> None:
 
 
 def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:
-    """The base of the adapters in `checkpoint`, where `section` says that it is now.
+    """Return the base of the adapters in `checkpoint`, from the place in `section`; `option` can name another.
 
-    `option`: what tells another place. Raises CheckpointError where it is not there, or, if it is `hashed`, has other
-    weights.
+    Raises CheckpointError if it is not there or, if `hashed`, has other weights.
     """
     path = checkpoint / "model" / BASE_RECORD
     try:
@@ -92,10 +87,7 @@ def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: 
 
 
 def trained_weights(checkpoint: Path, base: str | None = None) -> WeightSource:
-    """The weights of the whole model that a run has saved in `checkpoint`, adapters merged into their base; float32.
-
-    `base`: where the base is now, if not where the run found it. Raises CheckpointError.
-    """
+    """Return a checkpoint's float32 weights, adapters merged into their base at `base`. Raises CheckpointError."""
     saved = saved_weights(open_saved_state(checkpoint))
     section = load_saved(checkpoint / "config.yaml").model
     if section.lora is None:
@@ -110,10 +102,7 @@ def _at(section: ModelConfig, base: str | None) -> ModelConfig:
 
 
 def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> None:
-    """Write the adapters of `checkpoint` as the folder `out` that peft loads beside their base. Raises CheckpointError.
-
-    `base`: what the folder names as that; by default what the run was started from.
-    """
+    """Write the adapters as a folder for peft, which names `base`, else the run's own. Raises CheckpointError."""
     from safetensors.torch import save_file
 
     refuse_existing(out)
@@ -129,7 +118,7 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
         file_name: weights(name).to(torch.float32).contiguous() for file_name, name in peft_names(saved.shapes).items()
     }
     if base is not None:
-        opened_base(path, _at(config.model, base), "--base")  # which must be theirs
+        opened_base(path, _at(config.model, base), "--base")  # raises unless it is their base
     named = base or config.model.model_name_or_path
     with written_whole(out) as (unfinished, writing):
         writing.require_space(sum(tensor.nbytes for tensor in tensors.values()))
@@ -140,7 +129,7 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
 
 
 def write_peft_config(folder: Path, section: ModelConfig, base: str | None) -> None:
-    """Write peft's own description of the adapters of `section`, in inference, beside the model `base`."""
+    """Write peft's configuration of the adapters of `section`, for inference beside the model `base`."""
     from peft import LoraConfig, TaskType
 
     assert section.lora is not None
@@ -153,7 +142,6 @@ def write_peft_config(folder: Path, section: ModelConfig, base: str | None) -> N
 
 
 def _card(checkpoint: Path, config: FullConfig, base: str | None) -> str:
-    """A README of a folder of adapters: which model they belong to, and how both are loaded."""
     record, lora = read_json(checkpoint / "model" / BASE_RECORD), config.model.lora
     step = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state().global_step
     assert lora is not None
@@ -187,7 +175,7 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 
 def _place(record: dict[str, Any], base: str | None) -> str | None:
-    """The path of a base's folder, or its id on the hub; None for random weights."""
+    """Return the path of a base's folder, or its id on the hub; None for random weights."""
     name = base or record["name_or_path"]
     if name is not None and (folder := Path(name).expanduser()).is_dir():
         return str(folder.resolve())

@@ -1,4 +1,4 @@
-"""The model that a complete run leaves behind: the export of its last checkpoint, or of its best."""
+"""Exports the last or the best checkpoint of a complete run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def hand_over(run: RunFolder, folder: Path) -> None:
-    """Copy the model that a complete run has exported into `folder`, which is all that its platform keeps of it.
-
-    What goes wrong is logged: the run is complete, and its export is where it was.
-    """
+    """Copy the exported model of a complete run into `folder`, all that its platform keeps; errors are only logged."""
     out = next((run.exports / name for name in ("best", "final") if (run.exports / name).is_dir()), None)
     if out is None:
         logger.warning("no model was exported, so %s has none", folder)
@@ -33,11 +30,10 @@ def hand_over(run: RunFolder, folder: Path) -> None:
 
 
 def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> None:
-    """Write the float32 weights of a complete run to `export/final`, or with `load_best_model_at_end` to `export/best`.
+    """Write a complete run's float32 weights to `export/final`, or with `load_best_model_at_end` to `export/best`.
 
-    An earlier export there is replaced; it is left where the run has not trained now (`anew`) and the checkpoint is no
-    newer, as it is where an earlier end was killed. The run is complete whatever happens here: what goes wrong is
-    logged.
+    This replaces an earlier export, unless the run has not trained now (`anew`) and the checkpoint is no newer, as
+    after a killed end. Errors are only logged.
     """
     name = "best" if training.load_best_model_at_end else "final"
     if name == "best" and not (run.checkpoints / name).exists():
@@ -45,7 +41,7 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> No
         name = "final"
     out, checkpoint = run.exports / name, run.checkpoints / name
     if not checkpoint.exists() and (saved := committed_steps(run.checkpoints)):
-        checkpoint = saved[max(saved)]  # stopped where it now ends: no step has been the last
+        checkpoint = saved[max(saved)]  # stopped at its present end: no step was the last
     if not training.export_at_end or (not anew and _is_newer(out, checkpoint)):
         return
     try:
@@ -65,12 +61,11 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> No
 
 
 def _is_newer(out: Path, checkpoint: Path) -> bool:
-    """True where the model in `out` was written after `checkpoint`."""
     model, saved = out / "config.json", checkpoint / MANIFEST
     return model.exists() and (not saved.exists() or model.stat().st_mtime_ns >= saved.stat().st_mtime_ns)
 
 
 def clear_exports(run: RunFolder) -> None:
-    """Remove what a run that was killed while it exported left in `export/`; give back what it was replacing."""
+    """Remove leftovers of a killed export in `export/`, and restore the folder that it was replacing."""
     for name in (run.averaged.name, "final", "best"):
         clear_leftovers(run.exports, name)

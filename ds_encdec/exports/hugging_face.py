@@ -1,11 +1,8 @@
-"""A checkpoint in other forms: as a Hugging Face folder, or averaged with its neighbours.
+"""Exports a checkpoint as a Hugging Face folder, alone or averaged with its neighbours.
 
-The Hugging Face folder carries the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder,
-trust_remote_code=True)` (or `AutoModel`, for an encoder alone) loads it where ds_encdec and deepspeed are not
-installed. Its README.md is a model card, written from the facts of its run.
-
-Weights late on a trajectory scatter around a better point than any of them (Izmailov et al., arXiv 1803.05407), hence
-the mean of a run's last checkpoints.
+The folder has the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)` (or
+`AutoModel`, for an encoder alone) loads it without ds_encdec and deepspeed. Weights late on a trajectory scatter around
+a better point than any of them (Izmailov et al., arXiv 1803.05407), hence the mean of a run's last checkpoints.
 """
 
 from __future__ import annotations
@@ -45,17 +42,17 @@ logger = logging.getLogger(__name__)
 
 ENCODER_REMOTE_CODE = (configuration, precision, attention_kernels, attention, encoder)
 REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss_kernel, loss, modeling)
-"""The modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
+"""Modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "encoder.Qwen3EncoderModel"}
 
 MIN_AVERAGED = 3
-"""Checkpoints that a run must have left for their mean to be written at its end."""
+"""Fewest checkpoints of a run whose mean is written at its end."""
 MAX_SHARD_BYTES = 5_000_000_000
 """Largest safetensors file of an export, as Hugging Face cuts them."""
 _MAX_GAP = 2
-"""`training.save_steps` between neighbours: two, because one save may have failed."""
+"""Largest gap between neighbours in `training.save_steps`: two, because one save may have failed."""
 
 
 def export_hf(
@@ -73,9 +70,9 @@ def export_hf(
     """Write the folder `out`: weights (safetensors, tied ones once), configuration, code, tokenizer and model card.
 
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
-    `longest_text` tokens (None: as many as there are positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are fetched,
-    converted to `dtype` and written one by one. The folder appears at `out` when it is complete, or not at all;
-    `replace` and what is raised: see `written_whole`. ConfigError: the code does not fit the installed transformers.
+    `longest_text` tokens (None: the number of positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are read, converted
+    to `dtype` and written one by one. The folder appears complete or not at all; `replace` and errors: see
+    `written_whole`. Raises ConfigError if the code does not fit the installed transformers.
     """
     is_encoder = isinstance(config, Qwen3EncoderConfig)
     if not is_encoder:
@@ -108,10 +105,10 @@ def export_hf(
 
 
 def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int) -> None:
-    """Make the folder of an encoder one for `SentenceTransformer(folder, trust_remote_code=True)` as well.
+    """Make an encoder's folder one for `SentenceTransformer(folder, trust_remote_code=True)` as well.
 
-    Its embedding of a text is the mean of the states of its tokens, of length 1. Texts are cut to `longest_text`
-    tokens. The names of classes and fields are those of version 3, which all later ones read.
+    A text's embedding is the mean of its tokens' states, of length 1. The names of classes and fields are those of
+    version 3, which all later ones read.
     """
     modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     listed = [
@@ -139,10 +136,10 @@ def export_checkpoint(
     replace: bool = False,
     base: str | None = None,
 ) -> None:
-    """Export a committed checkpoint, whichever engine saved it, with a model card written from its run.
+    """Export a committed checkpoint of any engine, with a model card about its run.
 
-    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: an earlier export at `out` makes
-    way once this one is complete. `base`: where the base of adapters is now. Raises CheckpointError.
+    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: delete an earlier export at
+    `out` once this one is complete. `base`: the present place of the adapters' base. Raises CheckpointError.
     """
     out, path = Path(out).expanduser(), Path(checkpoint).expanduser().resolve()
     if not replace:
@@ -169,10 +166,7 @@ def _export_trained(
     encoder_only: bool = False,
     **how: Any,
 ) -> None:
-    """Export `weights`, `described` in words, with the tokenizer, the configuration and the facts of `checkpoint`.
-
-    `field`: the argument that named it. `how`: for `export_hf`.
-    """
+    """Export `weights`, `described` in words, with files of `checkpoint`, which the argument `field` named."""
     config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
     saved = Checkpoint(checkpoint, read_manifest(checkpoint))
     state = saved.training_state()
@@ -189,17 +183,14 @@ def _export_trained(
 
 
 def _input_forms(saved: Checkpoint) -> list[str]:
-    """The forms of the inputs that the run was fine-tuned on; empty in checkpoints that do not say them."""
+    """Return the forms of the fine-tuning inputs; empty if the checkpoint does not record them."""
     data = saved.read_json("trainer.json").get("data")
     forms = data.get("input_forms") if isinstance(data, dict) else None
     return forms if isinstance(forms, list) else []
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
-    """Write the mean of a finished run's newest checkpoints, at most `last`, to `export/averaged`, over an earlier one.
-
-    The run is complete whatever happens here: what goes wrong is logged.
-    """
+    """Write the mean of at most `last` newest checkpoints to `export/averaged`. Errors are only logged."""
     try:
         found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
         if len(found) < MIN_AVERAGED:
@@ -233,13 +224,12 @@ def average_checkpoints(
     replace: bool = False,
     base: str | None = None,
 ) -> list[int]:
-    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, those of adapters merged into `base`.
+    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, adapters merged into `base`.
 
     Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
-    rounded to `dtype`; two full parameters are in memory at a time. `out` is the Hugging Face folder to write, see
-    `export_hf`, and `replace`: see `export_checkpoint`. Card, tokenizer and configuration are those of the newest
-    checkpoint. Returns the averaged steps. Raises CheckpointError for fewer than two checkpoints, damaged ones, and
-    ones of different models.
+    rounded to `dtype`; two full parameters are in memory at a time. `out`: see `export_hf`; `replace`: see
+    `export_checkpoint`. Card, tokenizer and configuration are those of the newest checkpoint. Returns the averaged
+    steps. Raises CheckpointError for fewer than two checkpoints, damaged ones, and different models.
     """
     if not replace:
         refuse_existing(out)  # before minutes of reading
@@ -266,10 +256,9 @@ def average_checkpoints(
 
 
 def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
-    """Step → path of the newest committed checkpoints under `folder` that stand in a row, at most `last`, oldest first.
+    """Return step → path of the newest committed checkpoints in a row, at most `last`, oldest first.
 
-    The row ends where checkpoints between two have been deleted: what is older was kept for being the best, and may
-    be far away from where the run is now.
+    A gap ends the row: an older one was kept for being the best, and may be far from the run's present weights.
     """
     row: list[tuple[int, Path]] = []
     for step, path in sorted(committed_steps(folder).items(), reverse=True)[:last]:
@@ -280,7 +269,7 @@ def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
 
 
 def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
-    """The mean of float32 sources: summed from the first to the last, then divided."""
+    """Return the mean of float32 sources: summed from the first to the last, then divided."""
 
     def lookup(name: str, rows: slice = slice(None), /) -> Tensor:
         total = sources[0](name, rows)

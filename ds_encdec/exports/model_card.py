@@ -1,4 +1,4 @@
-"""The model card of an export: the facts of its run, and a header that the Hugging Face hub and its search read."""
+"""Writes the model card of an export: the facts of its run, and a header for the Hugging Face hub and its search."""
 
 from __future__ import annotations
 
@@ -26,16 +26,12 @@ EARLIER_TRANSFORMERS = "4.57"
 """Loads exports as well, though nothing else here runs under it."""
 
 _INHERITED = ("license", "license_name", "license_link", "language")
-"""Fields that a card takes over from that of the model it started from, where this machine has that."""
+"""Fields that a card copies from the card of its base model, if this machine has that."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Objective:
-    """The words of an objective for the card.
-
-    `described`: rows, which also depend on the forms of the inputs; `tag`: a tag; `taught_by`: words; `prompt`: an
-    input to show; `prompt_is`: its meaning.
-    """
+    """Words for the card. `described`: rows by input forms; `prompt`: an example input; `prompt_is`: its meaning."""
 
     tag: str
     taught_by: str
@@ -45,7 +41,7 @@ class _Objective:
 
 
 def _is_chat_alone(forms: Sequence[str]) -> bool:
-    """Return whether all inputs were conversations; false where their forms are not known."""
+    """Return whether all inputs were conversations; False if their forms are unknown."""
     return [*forms] == [CHAT]
 
 
@@ -86,7 +82,7 @@ _OBJECTIVES = {
         "instead.",
     ),
 }
-"""The words by the value of `data.objective`."""
+"""Words by the value of `data.objective`."""
 
 
 def model_card(
@@ -97,10 +93,10 @@ def model_card(
     encoder_only: bool = False,
     forms: Sequence[str] = (),
 ) -> str:
-    """The card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder alone.
+    """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder.
 
-    `weights`: where in the run they are from, in words. `forms`: of the inputs that it was fine-tuned on, as far as
-    they are known: `objectives.TEMPLATES`, `CHAT`. The encoder's shows the code that pools its states into embeddings.
+    `weights`: their origin in the run, in words. `forms`: known forms of the fine-tuning inputs
+    (`objectives.TEMPLATES`, `CHAT`). The encoder's card shows code that pools its states into embeddings.
     """
     model, data, training = config.model, config.data, config.training
     sources = data.mixture or [data]
@@ -130,13 +126,11 @@ def model_card(
 
 
 def _tried() -> str:
-    """The versions that the model's code was tried with, and those under which it was written."""
     ranges = f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS}"
     return f"{ranges} (written under {torch.__version__} and {transformers.__version__})"
 
 
 def _trained(config: FullConfig) -> dict[str, str]:
-    """A row of the card that says what was trained, where that was not everything."""
     lora, frozen = config.model.lora, ", ".join(f"`{pattern}`" for pattern in config.training.freeze)
     if lora is not None:
         return {"Trained": f"LoRA adapters (r {lora.r}, alpha {lora.lora_alpha:g}), merged"}
@@ -144,7 +138,7 @@ def _trained(config: FullConfig) -> dict[str, str]:
 
 
 def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
-    """The card of a model that was initialised and not trained yet. `description`: where its weights come from."""
+    """Return the card of an initialised, untrained model. `description`: the origin of its weights."""
     rows = {
         "Weights": description,
         "Parameters": f"{count_parameters(config):,}",
@@ -157,9 +151,9 @@ def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
 def _card(
     rows: Mapping[str, str], config: FullConfig | None, encoder_only: bool = False, *, is_chat: bool = False
 ) -> str:
-    """The card of a model that `config` trained, or (None) of an untrained one.
+    """Return the card of a model that `config` trained, or (None) of an untrained one.
 
-    Its header names only what can be on the hub; licence and language are those of the model that the run started from.
+    The header names only what can be on the hub; licence and language are those of the model that the run started from.
     The whole model has no `pipeline_tag`: transformers 5 has no pipeline for encoder-decoders of text.
     """
     objective = _OBJECTIVES["ul2" if config is None else config.data.objective]
@@ -184,7 +178,6 @@ def _card(
 
 
 def _origin(config: FullConfig) -> dict[str, Any]:
-    """The model that `config` started from, what its card says of it, and the datasets of the run."""
     name, data = config.model.model_name_or_path, config.data
     named = [*(one.dataset_name for one in data.mixture or [data]), data.eval_dataset_name]
     datasets = list(dict.fromkeys(known for one in named if (known := hub_id(one))))
@@ -199,7 +192,7 @@ def _origin(config: FullConfig) -> dict[str, Any]:
 
 
 def _card_of(name: str | None) -> dict[str, Any]:
-    """The header of the card of a model in a folder or in the hub's cache; empty where there is none to read."""
+    """Return the header of the card of a model in a folder or in the hub's cache; empty without one."""
     path: Any = Path(name or "").expanduser() / "README.md"
     if not path.is_file() and hub_id(name):
         path = try_to_load_from_cache(str(name), "README.md")
@@ -209,6 +202,6 @@ def _card_of(name: str | None) -> dict[str, Any]:
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name`, where it can be one of the hub: not the path of a folder, and not a kind of local files."""
+    """Return `name` if it can be one on the hub: no folder's path, and no kind of local files."""
     can_be = name and name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
     return name if can_be else None

@@ -1,4 +1,4 @@
-"""The answer of `estimate_memory`: a table for each engine, the configured run, what to choose; printed or as JSON."""
+"""The answer of `estimate_memory`, printed or as JSON: a table per engine, the configured run, and a recommendation."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ _COLUMNS: Mapping[str, Sequence[str]] = {
     "logits": ("logits",),
     "other": ("communication", "framework"),
 }
-"""The columns of the table and the categories that their figures are sums of."""
+"""Columns of the table, each with the categories that it sums."""
 COLUMNS = 100
-"""The width of the table and of a paragraph; a narrower terminal breaks lines, but no figure is cut."""
+"""Width of the table and of paragraphs. A narrower terminal breaks lines, but cuts no figure."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTable:
-    """The settings of one engine: `overrides` are relative to the configured run, which is `job` under this engine."""
+    """One engine's settings. `job` is the configured run under it; `overrides` are relative to that run."""
 
     job: Job
     rows: Sequence[Variant]
@@ -71,12 +71,12 @@ class EngineTable:
 
 
 def estimate_tables(request: EstimateRequest) -> list[EngineTable]:
-    """The tables of all engines, the configured one first."""
+    """Return the tables of all engines, the configured one first."""
     return [_table(request, engine) for engine in sorted(ENGINES, key=lambda name: name != request.job.engine)]
 
 
 def _table(request: EstimateRequest, engine: str) -> EngineTable:
-    needed: Change = {}  # changes without which the job does not run so on this GPU, the same for all settings
+    needed: Change = {}  # changes that every setting needs to run on this GPU
     if engine != request.job.engine:
         needed["infra.distributed_type"] = engine
         instead = ENGINES[engine].instead.items()
@@ -94,7 +94,7 @@ def _table(request: EstimateRequest, engine: str) -> EngineTable:
 
 
 def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:
-    """The answer as JSON; docs/estimate-memory.md lists the keys. Sizes are bytes."""
+    """Return the answer as JSON, sizes in bytes; docs/estimate-memory.md lists the keys."""
     job = request.job
     found: dict[str, Any] = {
         "inputs": {
@@ -177,7 +177,7 @@ def show(
     *,
     everything: bool,
 ) -> None:
-    """Print the answer. `everything`: both engines' tables, with the settings that do not exist."""
+    """Print the answer. `everything` adds the other engine's table and the settings that do not exist."""
     on_cpus = request.job.device == "cpu"
     if on_cpus:  # the settings of the tables save a GPU's memory
         tables = []
@@ -203,7 +203,6 @@ def show(
 
 
 def _verdict(text: str, is_good: bool) -> Text:
-    """The answer in a colour, up to its first colon, or to the end of its line."""
     answer = text.partition("\n")[0].partition(":")[0]
     return Text.assemble((answer, "bold green" if is_good else "bold red"), text[len(answer) :])
 
@@ -233,7 +232,7 @@ def _drawn(request: EstimateRequest, table: EngineTable, everything: bool, *, bo
     for name in ("", "stage", "offload", "recompute", *_COLUMNS, "peak", "host", "fits"):
         shown.add_column(name, justify="right" if name in (*_COLUMNS, "peak", "host") else "left", no_wrap=True)
     lines = (_cells(request, row) for row in table.rows if everything or not row.reason)
-    for cells in dict.fromkeys(lines):  # one line for what does not exist, however much it recomputes
+    for cells in dict.fromkeys(lines):  # one line for a setting that does not exist, whatever it recomputes
         fits = Text(cells[-1], style="green" if cells[-1] == "yes" else "red")
         shown.add_row(*cells[:-1], fits, style="bold" if cells[0] else "")
     return shown
@@ -317,7 +316,7 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
     in_16_bits = f"\n  It adds the gradients of its {steps} micro-batches up in 16 bits."
     return (
         f"Recommended with {name}:\n"
-        f"  {as_overrides(best.overrides) or 'the configuration as it is'}\n"  # a line of its own: it is pasted
+        f"  {as_overrides(best.overrides) or 'the configuration as it is'}\n"  # a separate line, for pasting
         f"  {in_gib(best.estimate.peak.total)} GiB per GPU, {in_gib(best.node_bytes)} GiB per host.\n"
         f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
         f"step, as configured.{in_16_bits if engine_memory(best.job).sums_in_16_bits else ''}"
@@ -337,7 +336,6 @@ def _what_would_help(table: EngineTable) -> Iterator[str]:
 
 
 def _beside(request: EstimateRequest, traced: TracedMemory) -> str:
-    """A traced peak beside the formula's, each at its own worst moment; a dash for a category that is not traced."""
     formula = variant(request.job, {}).estimate
     rows = [
         (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")

@@ -1,4 +1,4 @@
-"""The uses of memory: the categories of the estimate, and what an engine holds in the parts of a step."""
+"""The categories of the memory estimate, and an engine's memory in each part of a step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import NamedTuple
 
 
 def power_of_two(num_bytes: float) -> float:
-    """The next power of two, which torch's allocator of pinned memory rounds up to."""
+    """Round up to a power of two, as torch's allocator of pinned memory does."""
     return float(1 << (ceil(num_bytes) - 1).bit_length()) if num_bytes > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Bytes on one device by their use.
+    """Bytes on one device by use.
 
-    `weights`: parameters in the compute dtype. `master_weights`: the optimizer's float32 weights. `optimizer`: Adam's
-    moments. `activations`: kept for the backward pass, and worked on by a layer. `logits`: a chunk of them, its
-    gradients, and the head's buffers. `communication`: reduction buckets and gathered parameters. `framework`: the CUDA
-    context, workspaces and fragmentation; on a CPU the libraries of the process.
+    `master_weights`: the optimizer's, in float32. `activations`: kept for the backward pass, or one layer's work.
+    `logits`: a chunk, its gradients, and the head's buffers. `communication`: reduction buckets and gathered
+    parameters. `framework`: CUDA context, workspaces and fragmentation; on a CPU the process's libraries.
     """
 
     weights: float = 0.0
@@ -36,7 +35,7 @@ class Breakdown:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all categories."""
         return sum(_bytes_of(self))
 
     def __add__(self, other: Breakdown) -> Breakdown:
@@ -44,17 +43,13 @@ class Breakdown:
 
 
 CATEGORIES = tuple(field.name for field in dataclasses.fields(Breakdown))
-"""The names, in the order of the table."""
+"""Names of the categories, in the table's order."""
 _bytes_of = operator.attrgetter(*CATEGORIES)
 
 
 @dataclass(frozen=True, slots=True)
 class HostBreakdown:
-    """Bytes in one host's memory, for a rank or for all ranks of a node.
-
-    `states`: offloaded master weights, moments and gradients; `parameters` and `activations`: offloaded ones. `save`:
-    copies that background saves are written from. `process`: libraries and data workers.
-    """
+    """Bytes in a host's memory, for one rank or all. `save`: background saves' copies. `process`: with data workers."""
 
     states: float = 0.0
     parameters: float = 0.0
@@ -64,16 +59,16 @@ class HostBreakdown:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all uses."""
         return sum(dataclasses.astuple(self))
 
     def scaled(self, ranks: int) -> HostBreakdown:
-        """The sum of `ranks` equal ranks."""
+        """Return the sum over `ranks` equal ranks."""
         return HostBreakdown(*(value * ranks for value in dataclasses.astuple(self)))
 
 
 class Count(NamedTuple):
-    """The parameters of a part of the model, and how many of them are trained."""
+    """Number of parameters in a part of the model, and of the trained ones among them."""
 
     all: int
     trained: int
@@ -84,15 +79,14 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """An engine's parameters, gradients and optimizer on one rank, in the parts of a step.
+    """An engine's parameters, gradients and optimizer on one rank, in each part of a step.
 
-    On the device: `resting` between two steps. Beyond that, `forward` at the end of the last micro-batch's forward
-    pass; `backward(done, unit)` in its backward pass, behind the parameters `done` and in the layer or embedding with
-    the parameters `unit`; `last_reduction` of gradients behind the backward pass, where they are not reduced layer by
-    layer; `step` at the worst moment of the optimizer's step. `build`: everything while the engine is built. `host`: of
-    this rank. `keeps_frozen_inputs`: products with frozen weights keep inputs that nothing needs.
-    `reduces_every_micro_batch`: gradients are reduced more than once a step. `sums_in_16_bits`: micro-batches are added
-    up in 16 bits. `communicators`: NCCL's, where there are several ranks.
+    `resting`: between two steps; the next four come on top. `forward`: at the end of the last micro-batch's forward
+    pass. `backward(done, unit)`: once its backward pass is through `done` parameters and works on a layer or embedding
+    of `unit` parameters. `last_reduction`: after it, if gradients are not reduced layer by layer. `step`: the worst of
+    the optimizer's. `build`: all, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep
+    inputs that nothing needs. `sums_in_16_bits`: micro-batches are added up in 16 bits. `communicators`: NCCL's, if
+    there are several ranks.
     """
 
     backward: Callable[[Count, Count], Breakdown]
@@ -110,7 +104,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The bytes that one rank's device holds at its worst moment, named `moment`, and its host for this rank."""
+    """Bytes of one rank: on its device at the worst moment, named `moment`, and on its host."""
 
     peak: Breakdown
     moment: str

@@ -1,18 +1,13 @@
-"""The peak of a training step: states, activations and the loss head, added up at every moment that may be the worst.
+"""The peak of a training step: states, activations and loss head, summed at each moment that may be the worst.
 
-A step is walked through once: the loss (all activations are there), the head's backward pass, each layer's (activations
-go, gradients come), the embedding's, the optimizer's step, and an evaluation.
-
-Activations of a layer and of the loss head are sums of products of sizes, such as `8*D*I` for four tensors of decoder
-tokens × intermediate size in 16 bits. They are in activations.json, which scripts/dev/memory_formulas.py writes from
-traces of a small model (trace.py) for each kind of numbers and each mode of activation checkpointing: exact in every
-storage, for models of any size. docs/memory.md explains the terms.
+Activations of layers and loss head are sums of products of sizes: `8*D*I` is four 16-bit tensors of decoder tokens ×
+intermediate size. activations.json has them for each kind of numbers and mode of activation checkpointing.
+scripts/dev/memory_formulas.py writes it from traces of a small model (trace.py): exact in every storage, for models of
+any size. Formulas here cover only attention on a GPU without a flash kernel, which no trace without a GPU shows.
 
 Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `m` keys of the
 longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and intermediate size and
 rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d, `K` = k·d; `r` rank of adapters.
-
-Formulas remain for what no trace without a GPU shows: attention there without a flash kernel.
 """
 
 import json
@@ -34,37 +29,36 @@ from ds_encdec.memory.zero import zero_memory
 from ds_encdec.registry.engines import ByEngine
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
-"""A process's driver, kernels and cuBLAS workspaces on its GPU. An assumption, and on the high side."""
+"""Driver, kernels and cuBLAS workspaces of a process on its GPU. Assumed, on the high side."""
 NCCL_BYTES = 0.6 * GIB
-"""Buffers and channels of each of NCCL's communicators, where there are several ranks. An assumption."""
+"""Buffers and channels of each NCCL communicator, if there are several ranks. Assumed."""
 FRAGMENTATION = 0.03
-"""Memory that the caching allocator holds and cannot use, as a share of the allocated. An assumption."""
+"""Share of allocated memory that the caching allocator holds and cannot use. Assumed."""
 RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
-"""Resident memory of a rank's process without any tensor: libraries and Python objects. Measured: 0.36 to 0.41 GiB on
-a CPU with torch 2.13 and DeepSpeed 0.19; with CUDA an assumption."""
+"""A rank's process without tensors. Measured on CPUs (torch 2.13, DeepSpeed 0.19): 0.36-0.41 GiB; assumed with CUDA."""
 DATA_WORKER_BYTES = 0.3 * GIB
-"""Resident memory of a data worker's process."""
+"""Resident memory of a data worker."""
 Side = Literal["encoder", "decoder"]
 TABLE = Path(__file__).with_name("activations.json")
 KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
 """Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
 ADAPTERS = ("", " lora", " lora dropout")
-"""Behind a kind: the whole model is trained, or adapters of all its projections beside it, without and with dropout."""
+"""Suffixes of a kind: the whole model is trained, or adapters of all projections, without or with dropout."""
 MODES = ("none", "full", "selective")
-"""Modes of activation checkpointing; the layers of `every_n` are those of `full` and `none`."""
+"""Modes of activation checkpointing; `every_n` mixes layers of `full` and `none`."""
 
 _FLOAT32 = 4
 _HEAD_WEIGHT = "H*V"
-"""Gradients of the output layer's weight."""
+"""Product for the gradient of the output layer's weight."""
 _TOKENS_PER_DOCUMENT = 512
-"""Both sides of a mean document of a micro-batch: web-like ones have 945, and 585 in the worst of 300 batches."""
+"""Both sides of a mean document of a micro-batch. Web-like documents have 945, and 585 in the worst of 300 batches."""
 
 
 def estimate(job: Job) -> Estimate:
-    """Estimate what `job` holds at its worst moment on each device, and on the host for each rank."""
+    """Estimate the worst moment of `job` on each device, and the host memory of each rank."""
     engine, training = engine_memory(job), job.config.training
     moment, peak = max(step_parts(job, engine), key=lambda part: part[1].total)
-    # Beside tensors; on a CPU the rank's own process is all of it.
+    # Memory beside tensors; on a CPU the rank's process is all of it.
     framework = RANK_PROCESS_BYTES["cpu"]
     process = engine.host.process + DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
     if job.device == "cuda":
@@ -78,7 +72,7 @@ def estimate(job: Job) -> Estimate:
 
 
 def engine_memory(job: Job) -> EngineMemory:
-    """Parameters, gradients, optimizer and communication under the job's engine."""
+    """Return parameters, gradients, optimizer and communication under the job's engine."""
     return _MEMORY[job.engine](job)
 
 
@@ -86,7 +80,7 @@ _MEMORY: ByEngine[Callable[[Job], EngineMemory]] = ByEngine(deepspeed=zero_memor
 
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
-    """Every moment that may be the worst of a step, with its bytes, without the framework's share."""
+    """Yield each moment that may be the worst of a step, with its bytes except for the framework's share."""
     resting, embedding = engine.resting, job.model.of("shared.")
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     layers = batch.layers()
@@ -121,7 +115,6 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
 
 
 def _generation_cache(job: Job) -> float:
-    """Bytes of the keys and values of the largest batch of texts that evaluations generate."""
     training, sizes = job.config.training, job.sizes
     settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
     row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
@@ -132,10 +125,10 @@ def _generation_cache(job: Job) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A layer's pass over a micro-batch. `kept`: bytes from its forward to its backward pass.
+    """A layer's pass over a micro-batch, in bytes.
 
-    `offloaded`: those in host memory under `training.activation_offload`; pinned copies are taken to cost a half more.
-    `working`: the worst moment of its backward pass, beyond what the layers before it keep.
+    `kept`: from its forward to its backward pass. `offloaded`: the part in host memory; pinned copies are assumed to
+    cost half more. `working`: the worst moment of its backward pass, beyond what earlier layers keep.
     """
 
     name: str
@@ -145,10 +138,7 @@ class Layer:
 
 
 class MicroBatch:
-    """The pass of `job`'s model over one micro-batch of it on one rank.
-
-    `keeps_inputs`: products with frozen weights keep theirs.
-    """
+    """A micro-batch's pass on one rank. With `keeps_inputs`, products with frozen weights keep their inputs."""
 
     def __init__(self, job: Job, *, keeps_inputs: bool = False) -> None:
         sizes, (encoder_length, decoder_length) = job.sizes, job.longest_document
@@ -182,13 +172,13 @@ class MicroBatch:
         self._is_head_trained = ("shared" if sizes.tie_word_embeddings else "lm_head") + ".weight" in job.model.trained
 
     def at_worst(self, part: str) -> Breakdown:
-        """Beyond what layers keep: in the `loss`, the `head`'s backward pass, that of the `embedding`, `evaluation`."""
+        """Return the bytes beyond kept ones: in `loss`, the backward pass of `head` or `embedding`, or `evaluation`."""
         is_counted = self._is_head_trained and (part != "embedding" or self._job.sizes.tie_word_embeddings)
         worst = self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
         return worst + Breakdown(activations=-self._unread() if part in ("loss", "head") else 0.0)
 
     def layers(self) -> list[Layer]:
-        """All layers in the order of the forward pass."""
+        """Return all layers in the order of the forward pass."""
         sizes, make = self._job.sizes, cache(self._layer)  # most layers are alike
         counts: dict[Side, int] = {"encoder": sizes.num_encoder_layers, "decoder": sizes.num_hidden_layers}
         found = [
@@ -199,7 +189,7 @@ class MicroBatch:
             for side, count in counts.items()
             for index in range(count)
         ]
-        # Up to the first layer that anything is trained in there is no backward pass.
+        # The backward pass ends at the first layer with trained parameters.
         model = self._job.model
         trained = (bool(model.layers[layer.name].trained) for layer in found)
         is_reached = accumulate(trained, operator.or_, initial="shared.weight" in model.trained)
@@ -233,7 +223,7 @@ class MicroBatch:
         return Layer("", kept, kept * (1.5 if job.device == "cuda" else 1.0), working)
 
     def _unread(self) -> float:
-        """Bytes that the last norm of the encoder does not keep, where it is frozen with the embedding."""
+        """Return the bytes that the encoder's last norm does not keep if it and the embedding are frozen."""
         job, head = self._job, _formulas(self._kind, self._mode)["head"][0]
         if job.model.of("encoder.").trained or job.model.of("shared.").trained:
             return 0.0
@@ -241,7 +231,7 @@ class MicroBatch:
         return self._value(head) - self._value(head, "E*H") - output
 
     def _frozen_inputs(self, side: Side) -> float:
-        """Bytes of inputs that only frozen products keep: adapters with dropout have other ones, emulation copies."""
+        """Return the bytes that only frozen products keep: dropout gives adapters other inputs, emulation copies."""
         sizes, tokens = self._job.sizes, self._symbols[side[0].upper()]
         wide = sizes.num_attention_heads * sizes.head_dim + sizes.intermediate_size
         if self._job.emulates_bf16:
@@ -250,17 +240,17 @@ class MicroBatch:
         return self._job.compute_bytes * tokens * (2 * sizes.hidden_size + wide) * self._kind.endswith("dropout")
 
     def _scores(self, side: Side) -> tuple[float, float]:
-        """Bytes that attention without a flash kernel keeps, on a GPU or with dropout, and those of its backward pass.
+        """Return the bytes that attention without a flash kernel keeps, and those of its backward pass.
 
-        Documents are taken to be as long as allowed. Each keeps its softmax, keys and values at full width, and with
-        dropout the mask and its result; three float32 scores of one document exist at a time, and gradients of queries,
-        keys and values as wide as the queries. A CPU computes all this in float32.
+        Documents are assumed to have their maximum length. Each keeps its softmax, keys and values at full width, and
+        with dropout the mask and its result. Three float32 scores of one document exist at a time, and gradients of
+        queries, keys and values as wide as the queries. A CPU computes all this in float32.
         """
         job, symbols, (queries, keys) = self._job, self._symbols, self._job.longest_document
         queries, keys = (queries, queries) if side == "encoder" else (keys, queries + keys)
         heads, tokens, dtype = job.sizes.num_attention_heads, symbols[side[0].upper()], job.compute_bytes
         all_keys = symbols["E"] + (symbols["D"] if side == "decoder" else 0)
-        if job.device == "cpu":  # in place of what its kernel keeps: queries, keys, values and output
+        if job.device == "cpu":  # instead of its kernel's queries, keys, values and output
             instead = 2 * (tokens * symbols["Q"] + all_keys * symbols["K"])
             kept = 3.0 * heads * tokens * keys * _FLOAT32 + _FLOAT32 * (tokens + 2 * all_keys) * symbols["Q"]
             kept -= _FLOAT32 * instead
@@ -277,7 +267,7 @@ class MicroBatch:
         return max(moments, key=lambda moment: moment.total, default=Breakdown())
 
     def _value(self, formula: str, without: str = "", *, logits: bool = False) -> float:
-        """Bytes of the formula's terms with the vocabulary (`logits`), or of the others."""
+        """Return the bytes of the terms with the vocabulary (`logits`), or of the others."""
         symbols = self._symbols
         return sum(
             times * prod([symbols[name] for name in product.split("*")])
@@ -294,13 +284,12 @@ def _formulas(kind: str, mode: str) -> dict[str, Any]:
 
 @cache
 def _terms(formula: str, logits: bool) -> tuple[tuple[int, str], ...]:
-    """Coefficients and products of the terms with a `V`, or of the others."""
     terms = (term.partition("*") for term in formula.split(" + "))
     return tuple((int(times), product) for times, _, product in terms if ("V" in product) == logits)
 
 
 def _segments(job: Job) -> int:
-    """Documents of a micro-batch, of `_TOKENS_PER_DOCUMENT` tokens or as long as allowed if shorter; and padding."""
+    """Count documents of `_TOKENS_PER_DOCUMENT` tokens, or of the maximum length if shorter, and the padding."""
     encoder_length, decoder_length = job.longest_document
     shares = (
         (job.encoder_tokens + job.decoder_tokens) / _TOKENS_PER_DOCUMENT,

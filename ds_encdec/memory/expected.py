@@ -1,7 +1,4 @@
-"""The run's memory estimate: logged at start, compared with the measured peak, and explained when memory runs out.
-
-The last message has the estimate, the measured peak, and settings that would fit.
-"""
+"""The run's memory estimate: logged at the start, compared with the measured peak, explained when memory runs out."""
 
 import dataclasses
 import logging
@@ -36,9 +33,9 @@ from ds_encdec.memory.variants import (
 logger = logging.getLogger(__name__)
 
 LOADED_BYTES = 0.1 * GIB
-"""Libraries and kernels that a CPU rank loads with its engine and its first steps. Quickstart: 0.12 GB measured."""
+"""Libraries and kernels that a CPU rank loads with its engine and first steps. Measured in the quickstart: 0.12 GB."""
 SETTINGS = 3
-"""How many settings are proposed."""
+"""Number of proposed settings."""
 _PAGE_LOCKED = (
     "The device has room, so it was page-locked memory of the host, which a system may limit to less than it has "
     "(containers, WSL): infra.pin_memory=false needs little of it."
@@ -47,13 +44,13 @@ _PAGE_LOCKED = (
 
 @dataclass(frozen=True, slots=True)
 class ExpectedMemory(Variant):
-    """A run's job and its estimate. `resident_bytes`: of the rank's process before its engine was built."""
+    """A run's job and its estimate. `resident_bytes`: the rank's process before its engine was built."""
 
     resident_bytes: float = RANK_PROCESS_BYTES["cpu"]
 
     @property
     def peak_bytes(self) -> float:
-        """The value that `mem/peak_bytes` should come to: torch's allocator's, or a CPU process's resident memory."""
+        """Expected `mem/peak_bytes`: memory from torch's allocator, or a CPU process's resident memory."""
         peak, host = self.estimate.peak, self.estimate.host
         tensors = peak.total - peak.framework
         if self.job.device == "cuda":
@@ -67,7 +64,7 @@ class ExpectedMemory(Variant):
 
 
 def estimate_run(job: Job) -> ExpectedMemory | None:
-    """The estimate of `job`. Returns None and warns if it fails; training goes on."""
+    """Estimate `job`. On a failure it warns and returns None; training goes on."""
     try:
         return ExpectedMemory(job, estimate(job), resident_bytes=psutil.Process().memory_info().rss)
     except Exception:
@@ -77,7 +74,7 @@ def estimate_run(job: Job) -> ExpectedMemory | None:
 
 @contextmanager
 def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.device, rank: int) -> Iterator[None]:
-    """Inside, an error that means no memory leaves as OutOfMemoryError with all that is known; others as they are."""
+    """Turn an out-of-memory error inside into an OutOfMemoryError with an explanation; other errors pass unchanged."""
     try:
         yield
     except BaseException as error:
@@ -89,14 +86,14 @@ def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.devic
             of_device = is_of_device(error, device_capacity(device).free_bytes)
             hint = f"\n{_PAGE_LOCKED}" if is_of_driver(error) and not of_device else ""
             more = f"{hint}\n{explanation(expected, device, rank, of_device=of_device)}"
-        except Exception:  # whatever it is, it must not take the place of the error that it is about
+        except Exception:  # it must not replace the error that it explains
             logger.exception("What would have fitted cannot be said:")
             more = ""
         raise OutOfMemoryError(f"{named}{more}") from error
 
 
 def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of_device: bool) -> str:
-    """The estimate by category, this rank's measured peak, the capacity, and settings that would fit."""
+    """Return the estimate by category, this rank's measured peak, the capacity, and settings that would fit."""
     device_bytes = device_capacity(device).total_bytes
     host_bytes = device_capacity(torch.device("cpu")).total_bytes
     measured = get_memory_stats(device if of_device else "cpu")["max_allocated_gb"] * GB
@@ -118,7 +115,7 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
 
 
 def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float, *, of_device: bool) -> list[Variant]:
-    """At most `SETTINGS` other settings that should fit. `device_bytes`: of an accelerator; `host_bytes`: of a node."""
+    """Return at most `SETTINGS` other settings that should fit a device of `device_bytes` on a node of `host_bytes`."""
     job, peak, host, on_cpu = expected.job, expected.estimate.peak, expected.estimate.host, expected.job.device == "cpu"
     fixed = host.process + (peak.framework if on_cpu else 0.0)
     node_limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
@@ -140,19 +137,18 @@ def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float,
 
 
 def is_for_new_run(setting: Variant) -> bool:
-    """Return whether the run has checkpoints that cannot go on under this setting, whose data come in another order."""
+    """Return whether the run has checkpoints that cannot continue under this setting, because it reorders the data."""
     has_checkpoint = (RunFolder(setting.job.config.infra.output_dir).checkpoints / "latest").exists()
     return has_checkpoint and bool(BATCH_FIELDS & setting.overrides.keys())
 
 
 def _limit(needed: float, fixed: float, capacity: float) -> float:
-    """The bytes that other settings may need: what fits, or a tenth less than `needed` where that should have."""
+    """Return all usable bytes, or a tenth below `needed` if that should have fitted."""
     usable = capacity * (1 - HEADROOM)
     return usable if needed > usable else needed - 0.1 * (needed - fixed)
 
 
 def _itemised(breakdown: Breakdown | HostBreakdown) -> str:
-    """The total and what it is made of, the largest first."""
     parts = sorted(dataclasses.asdict(breakdown).items(), key=lambda part: -part[1])
     named = [f"{name.replace('_', ' ')} {gib(value)}" for name, value in parts if value]
     return f"{gib(breakdown.total)} ({', '.join(named)})" if named else gib(0)

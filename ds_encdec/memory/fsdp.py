@@ -1,10 +1,8 @@
-"""The memory that FSDP2 (torch 2.13) holds on a rank for parameters, gradients and optimizer in the parts of a step.
+"""Memory of FSDP2 (torch 2.13) on a rank for parameters, gradients and optimizer, in each part of a step.
 
 Each layer is a group that is gathered and reduced at once; the root group has the rest, above all the embedding, and is
-the last to be reduced. Every term names the place in torch/distributed/fsdp/_fully_shard/ that makes the tensor.
-
-Gathered parameters count as `weights` where they stay from the forward pass to the backward pass, and as
-`communication` where they come and go layer by layer (zero3). docs/memory.md has the principle.
+reduced last. Every term names the place in torch/distributed/fsdp/_fully_shard/ that makes the tensor. Gathered
+parameters count as `weights` if they stay from the forward to the backward pass, else (zero3) as `communication`.
 """
 
 from collections import Counter
@@ -19,21 +17,17 @@ from ds_encdec.memory.job import Job
 _FLOAT32 = 4
 """Bytes of a number in shards, moments and reduced gradients."""
 _NF4 = 1 / 2 + (1 + 4 / 256) / 64
-"""Bytes of a number in 4 bits: each 64 have a scale of 8 bits, and each 256 of these one of float32."""
+"""Bytes of a number in 4 bits: 64 numbers share a scale of 8 bits, and 256 scales one of float32."""
 
 
 def fsdp_memory(job: Job) -> EngineMemory:
-    """The memory of `job` under FSDP2, on the rank with the most. See EngineMemory.
-
-    `step` includes the reduction of the root's gradients, which comes after the backward pass. Raises ConfigError for a
-    hybrid that does not divide the ranks.
-    """
+    """Return the memory of `job` on the rank with the most. Raises ConfigError if a hybrid does not fit the ranks."""
     s = _Sharding(job)
     states, frozen = (0, 0) if s.offloads else (_FLOAT32 * s.trained_shard, s.compute * s.frozen_shard)
     each, of_matrix = job.moments
     moments = (not s.offloads) * _FLOAT32 * (each * s.trained_shard - (each - of_matrix) * s.matrices.shard)
-    # FSDPCommContext.all_gather_state: the last layer's buffer, until the root's forward pass is over. Layers that have
-    # stayed gathered since an earlier micro-batch need none.
+    # FSDPCommContext.all_gather_state: the last layer's buffer, until the root's forward pass is over. Layers still
+    # gathered since an earlier micro-batch need none.
     gathers = s.shards > 1 and (s.frees_layers or not s.accumulates)
     return EngineMemory(
         resting=Breakdown(weights=frozen + s.quantized, master_weights=states, optimizer=moments),
@@ -54,10 +48,10 @@ _Shape = tuple[int, ...]
 
 
 class _Group(NamedTuple):
-    """Parameters of a group, or the trained ones of it: of the model; of the first rank, with most; and gathered.
+    """Parameters of a group, or its trained ones: in the model, on the first rank (which has the most), and gathered.
 
-    Dimension 0 is cut as `torch.chunk` does, and each rank's part is padded to the size of the first one's
-    (_fsdp_param.py, padded_sharded_param_size), gathered ones included.
+    Dimension 0 is cut as `torch.chunk` does; each part is padded to the first one's size, gathered ones included
+    (_fsdp_param.py, padded_sharded_param_size).
     """
 
     parameters: float
@@ -68,13 +62,13 @@ class _Group(NamedTuple):
 class _Sharding:
     """The job's parameters on the mesh of config/shares.py, `replicas` × `shards` ranks.
 
-    `layers`: the number of groups beside the root's; `units`, `in_layers`: their parameters, and all of them. `layer`
-    (the mean), `root`: groups of all parameters; `trained_layer`, `trained_root`: of those with gradients.
-    `trained_shard`, `frozen_shard`: parameters that the rank holds. `matrices`: those of `Job.stepped_matrices`.
-    `gathered_layer`: bytes. `quantized`: bytes of matrices in 4 bits, which every rank has whole. `frees_layers`:
-    layers free gathered parameters before the backward pass. `accumulates`: earlier micro-batches have left gradients;
-    `accumulates_whole`: unreduced ones. `offloads`: states are on the host; `keeps_gradients`: reduced gradients stay
-    in the same memory. `clones`: gloo copies what it scatters (_reduce_scatter_tensor_coalesced).
+    `layers`: number of groups beside the root's; `units`, `in_layers`: their parameters, and the sum. `layer` (the
+    mean), `root`: groups of all parameters; `trained_layer`, `trained_root`: of those with gradients. `trained_shard`,
+    `frozen_shard`: parameters on the rank. `matrices`: those of `Job.stepped_matrices`. `gathered_layer`: bytes.
+    `quantized`: bytes of 4-bit matrices, which every rank has whole. `frees_layers`: layers free gathered parameters
+    before the backward pass. `accumulates`: earlier micro-batches have left gradients; `accumulates_whole`: unreduced
+    ones. `offloads`: states are on the host; `keeps_gradients`: reduced gradients stay in the same memory. `clones`:
+    gloo copies what it scatters (_reduce_scatter_tensor_coalesced).
     """
 
     def __init__(self, job: Job) -> None:
@@ -104,14 +98,13 @@ class _Sharding:
         self.clones = job.device == "cpu" and self.shards > 1
 
     def _groups(self, kinds: Iterable[tuple[tuple[_Shape, bool, bool], int]]) -> tuple[_Group, _Group]:
-        """A layer's group, the mean of all, and the root's, of such parameters as Parameters.kinds has."""
+        """Return a layer's group, the mean of all, and the root's, for entries of Parameters.kinds."""
         shapes: dict[bool, list[tuple[_Shape, int]]] = {True: [], False: []}
         for (shape, in_layer, _), times in kinds:
             shapes[in_layer].append((shape, times))
         return _Group(*(numel / self.layers for numel in self._group(shapes[True]))), self._group(shapes[False])
 
     def _group(self, shapes: Iterable[tuple[_Shape, int]]) -> _Group:
-        """The group of parameters of these shapes, each with its count."""
         parts = [
             (times * prod(shape), times * -(-shape[0] // self.shards) * prod(shape[1:])) for shape, times in shapes
         ]
@@ -119,7 +112,7 @@ class _Sharding:
         return _Group(parameters, shard, shard * self.shards)
 
     def backward(self, done: Count, unit: Count) -> Breakdown:
-        """A layer or the embedding is in work; where gloo reduces, the worst moment may come after the layer."""
+        """Return the worst moment of a layer or the embedding; with gloo it may be the reduction after the layer."""
         # An untied head's gradients wait for the root's reduction.
         head = 0 if self.job.sizes.tie_word_embeddings else min(done.all, self.job.embedding_parameters)
         untied_head = min(head, self.job.model.of("lm_head.").trained)
@@ -130,7 +123,7 @@ class _Sharding:
         in_work = Breakdown(
             weights=self.kept_weights(layers_done),
             gradients=self.held_gradients(layers_done) + self.compute * (untied_head + unit.trained),
-            # FSDPCommContext.reduce_scatter_states: what the last layer was reduced from, until the next one is.
+            # FSDPCommContext.reduce_scatter_states: the last layer's reduction input, until the next reduction.
             communication=buffer * bool(layers_done)
             + is_layer * (prefetched + self.gathered_layer * self.frees_layers),
         )
@@ -147,15 +140,15 @@ class _Sharding:
         return max(in_work, reducing, key=lambda held: held.total)
 
     def kept_weights(self, layers_done: float) -> float:
-        """The root, and layers that stay gathered until their backward pass."""
+        """Return the bytes of the root, and of layers that stay gathered until their backward pass."""
         layers = 0 if self.frees_layers else self.layers - layers_done
         return self.compute * self.root.gathered + layers * self.gathered_layer
 
     def held_gradients(self, layers_done: float) -> float:
-        """Gradients on the device, beside the layer in work, once the last micro-batch has reduced some.
+        """Return the gradients on the device once the last micro-batch has reduced some, without the running layer's.
 
-        Those of earlier micro-batches are whole (FSDPParam.unsharded_accumulated_grad), or reduced but not yet over the
-        replicas (FSDPParamGroup._partial_reduce_output).
+        Earlier ones are whole (FSDPParam.unsharded_accumulated_grad), or reduced but not yet over the replicas
+        (FSDPParamGroup._partial_reduce_output).
         """
         reduced = layers_done * self.trained_layer.shard
         if self.accumulates_whole:
@@ -168,7 +161,7 @@ class _Sharding:
         return _FLOAT32 * held
 
     def step(self) -> Breakdown:
-        """foreach_reduce of the root, before and after its gradients are copied, and Muon's work."""
+        """Return the worst of foreach_reduce of the root, before or after its gradients are copied, and Muon's work."""
         held, root = self.held_gradients(self.layers), self.trained_root
         buffer = _FLOAT32 * root.gathered
         before = 0.0 if self.accumulates_whole else self.compute * root.parameters
@@ -183,7 +176,7 @@ class _Sharding:
         )
 
     def _orthogonalization(self) -> float:
-        """Bytes of the largest round of engine/muon.py: a rank's rows of its matrices, and the work on a whole one."""
+        """Return the bytes of the largest round of engine/muon.py: a rank's rows of its matrices, and one whole one."""
         most = 0.0
         for (height, width), times in Counter(shape for _, shape in self.job.stepped_matrices).items():
             rows, whole = -(-height // self.shards) * width, height * width
@@ -193,9 +186,9 @@ class _Sharding:
         return most * (_FLOAT32 if self.job.emulates_bf16 else self.compute)
 
     def host(self) -> HostBreakdown:
-        """Offloaded shards, gradients and moments; and the copies of a background save."""
+        """Return offloaded shards, gradients and moments, and the copies of a background save."""
         pins = self.job.config.infra.pin_memory and self.job.device == "cuda"
-        # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: each a buffer of its own.
+        # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: a buffer each.
         model, size = self.job.model, power_of_two if pins else float
         matrices, kept = {name for name, _ in self.job.stepped_matrices}, self.job.moments
         shapes = Counter((shape, name in model.trained, kept[name in matrices]) for name, shape in model.shapes.items())

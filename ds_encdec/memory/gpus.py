@@ -1,9 +1,8 @@
-"""GPUs by name: the memory that a program can really use on them, and how fast they multiply.
+"""GPUs by name: their usable memory and their speed.
 
-The number on the box is neither that nor, mostly, in the unit one would think: an "80 GB" H100 offers 79.1 GiB. The
-figures are what torch prints as a device's total capacity (`torch.cuda.get_device_properties().total_memory`, also in
-every out-of-memory message); it differs by some hundredths of a GiB between drivers. What the CUDA context takes of it
-is part of the estimate.
+A GPU offers less memory than its name says: an "80 GB" H100 has 79.1 GiB. The sizes are torch's total capacity, which
+every out-of-memory message has; drivers differ by some hundredths of a GiB. The estimate counts the CUDA context within
+it.
 """
 
 import glob
@@ -19,7 +18,7 @@ _UNITS = {"": 1, "b": 1, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's `name`, the bytes of its memory that torch reports, and whether it computes in bfloat16."""
+    """A GPU's name, the bytes of memory that torch reports, and whether it computes in bfloat16."""
 
     name: str
     usable_bytes: int
@@ -54,52 +53,49 @@ _ROWS: tuple[tuple[str, float | None, dict[str, float]], ...] = (
     ("T4", None, {"t4": 14.56}),
     ("V100", None, {"v100-16gb": 15.77, "v100-32gb": 31.73}),
 )
-"""Words of a device's name, its peak in TFLOP/s (None: not known), and its variants with their memory in GiB.
+"""Words of a device's name, its peak in TFLOP/s (None: unknown), and its variants with their memory in GiB.
 
-The peak is that of dense bfloat16 tensor cores with float32 accumulation, from NVIDIA's and AMD's data sheets (which
-print twice the number where they count 2:4 sparsity). Memory seen in published out-of-memory messages and device
-queries, to within 0.2 GiB: a100, b200, h100, l40s (and l40), mi355x, rtx-4090, t4, v100-32gb. The others are
-remembered and unchecked: where it is tight, give bytes instead.
+Peaks are of dense bfloat16 tensor cores with float32 accumulation, from NVIDIA's and AMD's data sheets (half of the
+printed number if it counts 2:4 sparsity). Published out-of-memory messages and device queries confirm to within 0.2 GiB
+the memory of a100, b200, h100, l40s (and l40), mi355x, rtx-4090, t4 and v100-32gb. The others are unchecked: if it is
+tight, give bytes instead.
 """
 _WITHOUT_BF16 = {"T4", "V100"}
-"""Compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed."""
+"""GPUs of compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed."""
 
 GPUS = {
     name: Gpu(name, int(size * 2**30), words not in _WITHOUT_BF16)
     for words, _, variants in _ROWS
     for name, size in variants.items()
 }
-"""The known ones by name."""
+"""Known GPUs by name."""
 DEFAULT_GPU = "a100-80gb"
-"""The GPU that is assumed where none is given."""
+"""The assumed GPU if no option names one."""
 _DRIVERS = ("/dev/nvidia[c0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvmap", "/dev/nvhost-ctrl*")
-"""Devices of NVIDIA's driver, AMD's, WSL's, and those of NVIDIA's boards with a GPU of their own."""
+"""Device files of NVIDIA's driver, AMD's and WSL's, and of NVIDIA's boards with an integrated GPU."""
 
 
 def has_gpu() -> bool:
-    """Return whether this machine seems to have a GPU; torch, which knows, is not imported."""
+    """Return whether this machine seems to have a GPU, without importing torch."""
     return any(map(glob.glob, _DRIVERS))
 
 
 def named_peak_flops(gpu: Gpu) -> float | None:
-    """Dense bf16 peak in FLOP/s of a GPU of `GPUS`; None if unknown."""
+    """Return the dense bf16 peak in FLOP/s of a GPU of `GPUS`; None if unknown."""
     return next((tflops * 1e12 for _, tflops, variants in _ROWS if gpu.name in variants and tflops), None)
 
 
 def grow_segments(environ: MutableMapping[str, str]) -> None:
-    """Have torch's allocator grow its segments, which leaves less memory in pieces; what the user has set stays.
+    """Make torch's allocator grow its segments, against fragmentation, unless the user has set the variable.
 
-    Torch may read this when it is imported, and does so with the first tensor on a GPU at the latest.
+    Torch reads it at its import, or at the latest with the first tensor on a GPU.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:  # the older name
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def parse_gpu(text: str) -> Gpu:
-    """The GPU that `text` means: a known name, or its memory as `parse_bytes` reads it.
-
-    Raises ConfigError that lists the known names, and the closest.
-    """
+    """Return the GPU of that name, or of that memory (`parse_bytes`). ConfigError lists the names and the closest."""
     name = "-".join(re.findall(r"[^\s_-]+", text.lower()))
     if name in GPUS:
         return GPUS[name]
@@ -117,16 +113,16 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def parse_bytes(text: str) -> int | None:
-    """The bytes that `80GB` (1e9), `80GiB` (2**30), `80000MB` or a plain number stand for; None for anything else."""
+    """Return the bytes of `80GB` (GB: 1e9), `80GiB` (GiB: 2**30), `80000MB` or a plain number; else None."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", text.strip().lower())
     return int(float(size[1]) * _UNITS[size[2]]) if size and size[2] in _UNITS else None
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 peak in FLOP/s of the device that `torch.cuda.get_device_name()` names; None if unknown.
+    """Return the dense bf16 peak in FLOP/s of a device as `torch.cuda.get_device_name()` names it; None if unknown.
 
-    A row matches by whole words only: an "A100-SXM4-80GB" is an A100, an "A10G" is no A10. The longest one wins, so
-    that the PCIe and NVL cards, which are slower, are not taken for the SXM ones.
+    Rows match whole words: an "A100-SXM4-80GB" is an A100, an "A10G" is no A10. The longest wins, so that the slower
+    PCIe and NVL cards do not count as SXM ones.
     """
     matches = [row for row in _ROWS if f" {row[0]} " in f" {device_name.replace('-', ' ')} "]
     tflops = max(matches, key=lambda row: len(row[0]))[1] if matches else None

@@ -1,7 +1,4 @@
-"""The settings and sizes of a training step that its memory, and its checkpoints' size, depend on.
-
-Sizes come without torch and without the network: they are what the estimate needs of `model/source.py`.
-"""
+"""The settings and sizes that decide a step's memory and a checkpoint's size, without torch and without the network."""
 
 from __future__ import annotations
 
@@ -31,12 +28,12 @@ from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 
 QWEN3_IDS = 151_669
-"""Ids that Qwen3's tokenizer has before sentinels are added (tokenizer/sentinels.py)."""
+"""Ids of Qwen3's tokenizer before sentinels are added (tokenizer/sentinels.py)."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` in rows."""
+    """Sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` counts rows."""
 
     vocab_size: int
     hidden_size: int
@@ -50,7 +47,7 @@ class Sizes:
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Sizes:
-        """The same sizes, whatever holds them."""
+        """Return the sizes of any object that has them."""
         if isinstance(sizes, cls):
             return sizes
         own: dict[str, Any] = {"num_encoder_layers": num_encoder_layers(sizes)}
@@ -66,17 +63,17 @@ class Parameters:
 
     @cached_property
     def total(self) -> Count:
-        """All of them; a tied embedding counts once."""
+        """Number of parameters; a tied embedding counts once."""
         return self.of("")
 
     @cached_property
     def layers(self) -> Mapping[str, Count]:
-        """The numbers of each layer, by names such as `encoder layer 0`, in the order of the forward pass."""
+        """Number of parameters by layer, with names such as `encoder layer 0`, in the order of the forward pass."""
         places = (name.split(".")[:3] for name in self.shapes if ".layers." in name)
         return {f"{stack} layer {index}": self.of(f"{stack}.layers.{index}.") for stack, _, index in map(tuple, places)}
 
     def of(self, part: str) -> Count:
-        """The parameters whose names begin so."""
+        """Count the parameters whose names begin with `part`."""
         if part not in self._parts:
             sizes = [
                 (prod(shape), name in self.trained) for name, shape in self.shapes.items() if name.startswith(part)
@@ -87,18 +84,17 @@ class Parameters:
 
     @cached_property
     def kinds(self) -> Counter[tuple[tuple[int, ...], bool, bool]]:
-        """How many there are of each shape, with whether they are part of a layer, and whether they are trained."""
+        """Number of parameters by shape, by whether a layer has them, and by whether they are trained."""
         return Counter((shape, ".layers." in name, name in self.trained) for name, shape in self.shapes.items())
 
     @cached_property
     def _parts(self) -> dict[str, Count]:
-        """The answers of `of`."""
         return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One rank's share of a training step: the configuration, the model's sizes, and where it runs.
+    """One rank's share of a training step: the configuration, the model's sizes, and the mesh.
 
     `encoder_tokens`, `decoder_tokens`: of a micro-batch, padding included. `gradient_accumulation_steps`: micro-batches
     of this rank in one optimizer step. `emulates_bf16`: bfloat16 is multiplied in float32 (model/precision.py).
@@ -120,7 +116,7 @@ class Job:
 
     @property
     def stepped_matrices(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the layers' matrices where the optimizer steps these otherwise, as Muon does."""
+        """Names and shapes of the layers' matrices if the optimizer updates these differently, as Muon does."""
         if row_of(self.config.training.optimizer).matrix_moments is None:
             return []
         return [(name, shape) for name, shape in self.model.trained.items() if is_hidden_matrix(name)]
@@ -142,17 +138,17 @@ class Job:
 
     @property
     def nodes(self) -> int:
-        """Machines, with equally many ranks each."""
+        """Number of machines, each with equally many ranks."""
         return self.world_size // self.ranks_per_node
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model, adapters included."""
+        """Number of parameters, adapters included."""
         return self.model.total.all
 
     @property
     def trainable_parameters(self) -> int:
-        """Parameters that are trained."""
+        """Number of trained parameters."""
         return self.model.total.trained
 
     @property
@@ -163,12 +159,12 @@ class Job:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes of one number in the dtype of activations and of the parameters that layers compute with."""
+        """Bytes of a number in the dtype of activations and of the parameters that layers compute with."""
         return 2 if self.config.training.bf16 or self.config.training.fp16 else 4
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding; an untied output layer has as many again."""
+        """Parameters of the embedding; an untied output layer has equally many."""
         return self.sizes.vocab_size * self.sizes.hidden_size
 
 
@@ -184,10 +180,10 @@ def make_job(
     ratio: float | None = None,
     emulates_bf16: bool = False,
 ) -> Job:
-    """The job of a run. `ratio`: encoder per decoder token of its data; None: `assumed_ratio`.
+    """Return the job of a run. `ratio`: encoder per decoder token of its data; None: `assumed_ratio`.
 
-    `gradient_accumulation_steps` None: what the configured batch and the ranks leave. Raises ConfigError for a pattern
-    of `training.freeze` that matches nothing.
+    `gradient_accumulation_steps` None: the batch and the ranks decide. Raises ConfigError for a pattern of
+    `training.freeze` that matches nothing.
     """
     steps = gradient_accumulation_steps or max(1, micro_batches_per_step(config, world_size) // world_size)
     ratio = assumed_ratio(config.data) if ratio is None else ratio
@@ -209,21 +205,21 @@ def make_job(
 
 
 def assumed_ratio(data: DataConfig) -> float:
-    """Encoder tokens per decoder token, before any data was looked at."""
+    """Return the encoder tokens per decoder token that are assumed before any data is read."""
     return OBJECTIVES[data.objective].expected_ratio(data)
 
 
 def with_micro_batch(job: Job, micro_batch_size: int) -> Job:
-    """The same job on micro-batches of another size, in sequences; its accumulation stays."""
+    """Return the same job with micro-batches of another size, in sequences; its accumulation stays."""
     budgets = token_budgets(job.config.data, micro_batch_size, job.ratio)
     return replace(job, encoder_tokens=budgets.encoder_tokens, decoder_tokens=budgets.decoder_tokens)
 
 
 def checkpoint_bytes_per_parameter(job: Job) -> float:
-    """Bytes of a checkpoint's tensors for each trained parameter: float32 weights, the optimizer's moments, and more.
+    """Return a checkpoint's bytes per trained parameter; under Muon the mean over matrices and the rest.
 
-    Under Muon it is the mean of matrices with one moment and the rest. An engine that `saves_compute_weights` also
-    writes those that layers compute with, under ZeRO-0 to 2 (in float32 under ZeRO-0 these are the same).
+    They hold float32 weights and moments, and under ZeRO-0 to 2, if the engine `saves_compute_weights`, the weights
+    that layers compute with (in float32 under ZeRO-0 these are the same).
     """
     stage = job.config.infra.sharding_stage
     only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
@@ -234,27 +230,27 @@ def checkpoint_bytes_per_parameter(job: Job) -> float:
 
 
 def checkpoint_bytes(job: Job) -> int:
-    """The tensors of one checkpoint; frozen ones, unless beside adapters, in the compute dtype. The rest is some MB."""
+    """Return the bytes of a checkpoint's tensors; other files take some MB. Adapters come without frozen weights."""
     frozen = 0 if job.config.model.lora is not None else job.parameters - job.trainable_parameters
     return round(job.trainable_parameters * checkpoint_bytes_per_parameter(job)) + frozen * job.compute_bytes
 
 
 def saves_at_most(training: TrainingConfig, steps: int) -> int:
-    """The checkpoints that a run of `steps` saves, or the most, where hours or its evaluations decide."""
+    """Return how many checkpoints a run of `steps` saves, or the most if hours or its evaluations decide."""
     if training.save_interval_hours is not None or training.save_on_best:
         return steps  # any step; the last one saves in any case
     return ceil(steps / (training.save_steps if training.save_strategy == "steps" else training.eval_steps))
 
 
 def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
-    """The most checkpoints at a time, of `saves`: those that are kept, the best, and the one being written."""
+    """Return how many of `saves` checkpoints exist at a time: kept ones, the best, and the one being written."""
     keep = saves if training.save_total_limit is None else training.save_total_limit
-    # The best may be none of the newest, and a new one is whole before an old one goes.
+    # The best may be older than the newest, and a new one is complete before an old one is deleted.
     return min(saves, keep + bool(training.eval_samples) + 1)
 
 
 def disk_shortage(folder: Path, committed: int, config: FullConfig, job: Job) -> str | None:
-    """Say how much is missing where `folder`, which holds `committed` checkpoints, has no space for those to come."""
+    """Return a message if `folder`, which holds `committed` checkpoints, has too little space for those to come."""
     training = config.training
     size = checkpoint_bytes(job)
     most = checkpoints_at_once(training, saves_at_most(training, training.num_train_steps))
@@ -284,16 +280,11 @@ PUBLISHED = {
     )
     for suffix in suffixes
 }
-"""The sizes of the encoder-decoder made from each Qwen3 by its hub id, from its config.json on
-https://huggingface.co/Qwen/<name>. All have 151,936 rows, 8 key/value heads and heads of 128."""
+"""Sizes of encoder-decoders made from Qwen3, by hub id, from the config.json on https://huggingface.co/Qwen/<name>."""
 
 
 def run_sizes(config: FullConfig) -> Sizes:
-    """The sizes of the model that a run of `config` trains, sentinels included.
-
-    They come from `model.architecture`, a local folder, a published Qwen3, or the Hugging Face cache. Raises
-    ConfigError for other models, and for one that a run would refuse.
-    """
+    """Return the sizes of a run's model, sentinels included. Raises ConfigError if unknown, or refused by a run."""
     section = config.model
     if section.architecture is not None:
         return Sizes.of(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
@@ -305,19 +296,19 @@ def run_sizes(config: FullConfig) -> Sizes:
     else:
         sizes = PUBLISHED.get(name) or _stored_sizes(_cached_config(name))
     if sizes.vocab_size != QWEN3_ROWS:
-        return sizes  # other models' tokenizers are not looked at: their rows are taken to have room
-    # Qwen3's embedding grows where the sentinels and mode tokens do not fit in.
+        return sizes  # other tokenizers are not read: their rows are assumed to suffice
+    # Qwen3's embedding grows if sentinels and mode tokens do not fit.
     ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
     return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE))
 
 
 def frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
-    """Yield problems of the patterns of `training.freeze`, for a model whose sizes are known here."""
+    """Yield a problem if a pattern of `training.freeze` matches nothing, for a model whose sizes are known here."""
     if not config.training.freeze:
         return
     try:
         sizes = run_sizes(config)
-    except (ConfigError, RuntimeError):  # it is not here: a run will find it, and then look
+    except (ConfigError, RuntimeError):  # the model is not here: a run will check it
         return
     try:
         trained_shapes(config, sizes)
@@ -326,7 +317,6 @@ def frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
 
 
 def _stored_sizes(file: Path) -> Sizes:
-    """The sizes in the `config.json` of a decoder-only Qwen3 or of an encoder-decoder made here."""
     try:
         stored = read_stored_model(file)
     except CheckpointError as error:
@@ -341,7 +331,7 @@ def _stored_sizes(file: Path) -> Sizes:
 
 
 def _cached_config(name: str) -> Path:
-    """The config.json of a hub repository's newest commit in the Hugging Face cache. ConfigError if it has none."""
+    """Return a hub repository's newest config.json in the Hugging Face cache. Raises ConfigError without one."""
     from huggingface_hub import try_to_load_from_cache  # takes a tenth of a second
     from huggingface_hub.errors import HFValidationError
 

@@ -1,8 +1,4 @@
-"""Memory of any model: what this machine has, what training takes by the formulas of the literature, and what fits.
-
-For a run of this program there is better: estimate.py knows its engine, its stage and its model, and
-`training.per_device_train_batch_size: auto` tries real steps.
-"""
+"""Memory of any model: this machine's, that of training by published formulas, and the largest batch that fits."""
 
 import gc
 import logging
@@ -30,7 +26,7 @@ _PRECISIONS = {
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), (2, 0)),
     **dict.fromkeys(("bf16_mixed", "fp16_mixed"), (2, 4)),
 }
-"""Bytes of one number of the weights, gradients and activations, and of the master weights where there are any."""
+"""Bytes of a number of weights, gradients and activations, and of master weights (0: there are none)."""
 _OPTIMIZER_BYTES = {
     "adam": 8.0,  # two float32 moments
     "adamw": 8.0,
@@ -40,7 +36,7 @@ _OPTIMIZER_BYTES = {
     "sgd": 0.0,
     "sgd_momentum": 4.0,
 }
-"""Bytes of the states, per parameter. Adafactor's depend on the width."""
+"""Bytes of optimizer states per parameter. Adafactor's depend on the width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +48,13 @@ class Capacity:
 
 
 def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str, float]:
-    """`allocated_gb`, `reserved_gb`, `max_allocated_gb`, `free_gb` and `total_gb` of `device`, in GB (1e9 bytes).
+    """Return `allocated_gb`, `reserved_gb`, `max_allocated_gb`, `free_gb` and `total_gb` of `device`, in 1e9 bytes.
 
-    None: the current GPU, or the CPU where there is none. On a GPU: what torch's allocator has given out, what it has
-    taken from the driver, the most it had given out since the start or the last `clear_memory`, and the driver's
-    figures, which count other processes. On the CPU: this process's resident memory, twice, for nothing is reserved
-    beside it; its peak since the process began; and what is available of the machine, or of the control group
-    (container, batch job) that this process is limited to. ConfigError where torch can use no such device.
+    None is the current GPU, or the CPU without one. On a GPU the first three come from torch's allocator (the maximum
+    since the start or the last `clear_memory`), the last two from the driver, which counts other processes. On the CPU
+    allocated and reserved are this process's resident memory, with its peak since it began; free and total are those of
+    the machine, or of the control group (container, batch job) that limits it. Raises ConfigError if torch cannot use
+    the device.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,7 +79,7 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
 
 
 def log_memory_stats(prefix: str = "", device: torch.device | str | int | None = None) -> None:
-    """Log the figures of `get_memory_stats` in one line, behind `prefix`."""
+    """Log the figures of `get_memory_stats` in one line, after `prefix`."""
     stats = get_memory_stats(device)
     figures = ", ".join(f"{name.removesuffix('_gb').replace('_', ' ')} {value:.2f} GB" for name, value in stats.items())
     logger.info("%s%s", f"{prefix}: " if prefix else "", figures)
@@ -99,7 +95,7 @@ def clear_memory() -> None:
 
 
 def device_capacity(device: torch.device) -> Capacity:
-    """A GPU's memory as the driver reports it; a CPU's is the machine's, or this process's control group's."""
+    """Return a GPU's memory as the driver reports it; a CPU's is the machine's or this process's control group's."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return Capacity(total, free)
@@ -113,7 +109,7 @@ def device_capacity(device: torch.device) -> Capacity:
 def _control_groups(
     membership: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group (version 1 or 2) around this process that has a limit."""
+    """Yield limit and use, in bytes, of each control group (version 1 or 2) around this process that has a limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -132,7 +128,7 @@ def _control_groups(
                 limit, used = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
                 stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 if limit != "max":
-                    # Files that nobody has read lately are given up before anything runs out.
+                    # The kernel drops cached files that were not read lately before memory runs out.
                     yield int(limit), used - int(stat.get(cache_name, 0))
 
 
@@ -146,18 +142,18 @@ def estimate_model_memory(
     optimizer: str = "adamw",
     gradient_checkpointing: bool = True,
 ) -> dict[str, float]:
-    """GB (1e9 bytes) of training a transformer on one device: `{model,optimizer,gradient,activation,total}_gb`.
+    """Return GB (1e9 bytes) of training a transformer on one device: `{model,optimizer,gradient,activation,total}_gb`.
 
     `dtype`: fp32 (float32); bf16 or fp16 (bfloat16, float16, half), in which weights and gradients take 2 bytes each
-    and the optimizer steps these weights; bf16_mixed or fp16_mixed, in which it steps float32 master weights besides:
-    they are in `optimizer_gb`, 4 bytes per parameter, with the moments, float32 in every case. So 7e9 parameters with
-    Adam take 14 + 14 + 56 GB in bf16, and 14 + 14 + 84 in bf16_mixed (K = 12 of ZeRO, arXiv 1910.02054).
-    `optimizer`: adam, adamw, adam8bit, adamw8bit, adafactor without momentum, lion, sgd, sgd_momentum.
+    and the optimizer updates these weights; bf16_mixed or fp16_mixed, in which it updates float32 master weights, whose
+    4 bytes per parameter count in `optimizer_gb`. Moments do not depend on `dtype`. So 7e9 parameters with Adam take 14
+    + 14 + 56 GB in bf16, and 14 + 14 + 84 in bf16_mixed (K = 12 of ZeRO, arXiv 1910.02054). `optimizer`: adam, adamw,
+    adam8bit, adamw8bit, adafactor without momentum, lion, sgd, sgd_momentum.
 
-    Activations of `batch_size` sequences of `seq_length` tokens, after Korthikanti et al. (arXiv 2205.05198, equation
-    1 and table 2): 34·s·b·h bytes per layer in 16 bit, attention scores not kept; with `gradient_checkpointing` each
-    layer's input, 2·s·b·h. In float32 66 and 4: dropout masks are bytes in either. The logits, and the layer
-    that is recomputed, come on top. Raises ConfigError for any other value.
+    Activations of `batch_size` sequences of `seq_length` tokens follow Korthikanti et al. (arXiv 2205.05198, equation 1
+    and table 2): 34·s·b·h bytes per layer in 16 bit, attention scores not kept; with `gradient_checkpointing` each
+    layer's input, 2·s·b·h. In float32 66 and 4: dropout masks are bytes in either. The logits and the recomputed layer
+    come on top. Raises ConfigError for any other value.
     """
     sizes = {"num_params": num_params, "batch_size": batch_size, "seq_length": seq_length}
     for name, value in {**sizes, "hidden_size": hidden_size, "num_layers": num_layers}.items():
@@ -177,7 +173,7 @@ def estimate_model_memory(
 
 
 def _known(argument: str, name: str, table: Mapping[str, Row]) -> Row:
-    """The row of that name, which may be of any case, and torch's own (`torch.bfloat16`)."""
+    """Return the row of that name, in any case, with or without torch's prefix (`torch.bfloat16`)."""
     known = str(name).lower().removeprefix("torch.")
     if known not in table:
         raise ConfigError(f"{argument}={name!r}: it must be one of {', '.join(table)}")
@@ -187,16 +183,16 @@ def _known(argument: str, name: str, table: Mapping[str, Row]) -> Row:
 def auto_find_batch_size(
     model: nn.Module, sample_batch_fn: Callable[[int], Any], start_batch_size: int = 32, min_batch_size: int = 1
 ) -> int:
-    """The first of `start_batch_size`, its half, its quarter, …, `min_batch_size` that runs forward and backward.
+    """Return the first of `start_batch_size`, its half, …, `min_batch_size` that runs forward and backward.
 
     `sample_batch_fn(size)` makes a batch on the model's device: a mapping (keyword arguments of the model), a sequence
-    (positional ones), or one argument. The loss is the output's `.loss`, or the output itself where that is a tensor
-    (summed). Optimizer states are not made: leave room for them. For a run of ds_encdec use
-    `training.per_device_train_batch_size: auto` instead.
+    (positional ones), or one argument. The loss is the output's `.loss`, or the output itself if it is a tensor
+    (summed). Optimizer states are not made: leave memory for them. A run of ds_encdec has
+    `training.per_device_train_batch_size: auto`.
 
     Parameters stay as they are, and gradients are gone afterwards; buffers that the model changes (batch normalisation)
-    and the random state have moved on. Raises OutOfMemoryError where even `min_batch_size` does not fit, ValueError
-    for sizes that are not 1 <= min_batch_size <= start_batch_size, and what the model raises for another reason.
+    and the random state have moved on. Raises OutOfMemoryError if even `min_batch_size` does not fit, ValueError for
+    wrong sizes, and the model's other errors.
     """
     if not 1 <= min_batch_size <= start_batch_size:
         raise ValueError(
@@ -213,7 +209,7 @@ def auto_find_batch_size(
 
 
 def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> str | None:
-    """None where a batch of `size` fits; else the first line of what ran out."""
+    """Return None if a batch of `size` fits; else the first line of the out-of-memory error."""
     reason = None
     try:
         batch = sample_batch_fn(size)
@@ -228,6 +224,6 @@ def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> 
         reason = in_one_line(error)
     finally:
         model.zero_grad(set_to_none=True)
-    batch = output = None  # so that they hold no memory
-    clear_memory()  # not inside `except`: there the error still holds the frames, and they the activations
+    batch = output = None  # frees their memory
+    clear_memory()  # not inside `except`, where the error keeps frames and their activations alive
     return reason

@@ -1,7 +1,4 @@
-"""The question that `estimate_memory` answers: its options read into a job, a GPU and a host.
-
-The job of a run that has not begun is on as many GPUs as `infra.num_gpus` says, evenly on the nodes.
-"""
+"""Reads the options of `estimate_memory` into a job, a GPU and a host. GPUs are spread evenly over the nodes."""
 
 import argparse
 import json
@@ -44,7 +41,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, slots=True)
 class EstimateRequest:
-    """The run, its GPUs, the bytes of a node if given, and remarks. On CPUs hosts alone count, whatever `gpu` is."""
+    """The run, its GPUs, the bytes of a node if known, and remarks. On CPUs only hosts count, whatever `gpu` is."""
 
     job: Job
     gpu: Gpu
@@ -56,7 +53,7 @@ class EstimateRequest:
         return self.gpu.has_bf16 or not job.config.training.bf16
 
     def short_of(self, row: Variant) -> str | None:
-        """Name what a row lacks; None where `HEADROOM` of the GPU stays free, and `HOST_HEADROOM` of a known host."""
+        """Return "GPU" or "host" where less than the headroom stays free, else None; an unknown host suffices."""
         if row.job.device == "cuda" and row.estimate.peak.total > self.gpu.usable_bytes * (1 - HEADROOM):
             return "GPU"
         return "host" if row.node_bytes > (self.host_bytes or inf) * (1 - HOST_HEADROOM) else None
@@ -67,7 +64,7 @@ class EstimateRequest:
 
 
 def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> EstimateRequest:
-    """Read the options; those that stand for fields come before the overrides. ConfigError lists every problem."""
+    """Read the options; overrides prevail over options that stand for fields. ConfigError lists every problem."""
     problems: list[str] = []
     gpu = _attempt(problems, parse_gpu, DEFAULT_GPU if options.gpu is None else options.gpu)
     host_bytes = parse_bytes(options.host_memory or "")
@@ -104,7 +101,7 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> Estim
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
-    """Return what `read` returns; None where it raises ConfigError, which becomes one of `problems`."""
+    """Return the result of `read`; on a ConfigError add it to `problems` and return None."""
     try:
         return read(*arguments)
     except ConfigError as error:
@@ -113,7 +110,7 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
 
 
 def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, request: EstimateRequest) -> list[str]:
-    """How the question was understood. `own`: the overrides that --model stands for."""
+    """Return remarks on how the options were understood. `own`: the overrides that --model stands for."""
     training = request.job.config.training
     keys = ", ".join(not_estimated(request.job)) if config.infra.deepspeed_extra else ""
     remarks = (
@@ -151,7 +148,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
 
 
 def indivisible(config: FullConfig, nodes: int) -> list[str]:
-    """Name what cannot be divided evenly, as a run would find on starting."""
+    """Return problems with numbers that do not divide evenly, which a run would report on starting."""
     gpus, problems = config.infra.num_gpus, list[str]()
     if gpus % nodes:
         return [f"--gpus {gpus} --nodes {nodes}: every node must have as many GPUs; give a multiple of {nodes}"]
@@ -166,23 +163,23 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
 
 
 def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
-    """Estimate the bytes of the run of `config` at its worst moment, on each of `infra.num_gpus` GPUs in `nodes`.
+    """Estimate the worst moment of the run of `config` on each of `infra.num_gpus` GPUs in `nodes`. Raises ConfigError.
 
-    With `infra.device: cpu` these are ranks on CPUs, and it is what the process of each holds.
-    `training.per_device_train_batch_size: auto` is taken to be its first try. Raises ConfigError.
+    With `infra.device: cpu` these are ranks on CPUs, and the bytes are their processes'. A micro-batch size of `auto`
+    counts as its first try.
     """
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     return estimate(planned_job(config, run_sizes(config), nodes))
 
 
 def planned_checkpointing(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu) -> Choice:
-    """The choice of `training.activation_checkpointing: auto`, which a micro-batch size of `auto` follows."""
+    """Choose a mode for `training.activation_checkpointing: auto`; a micro-batch size of `auto` follows it."""
     first = with_first_batch_size(config, config.infra.num_gpus)
     return choose_recompute(_planned(first, sizes, nodes), gpu.usable_bytes)
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu = GPUS[DEFAULT_GPU]) -> Job:
-    """The run of `config`, whose micro-batch size is a number. Raises ConfigError for what a run would refuse."""
+    """Return the run of `config`, whose micro-batch size is a number. Raises ConfigError if a run would refuse it."""
     job = _planned(config, sizes, nodes)
     engine_memory(job)
     return resolve_recompute(job, gpu.usable_bytes)

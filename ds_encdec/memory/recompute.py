@@ -1,7 +1,4 @@
-"""The choice of `training.activation_checkpointing: auto`: the fastest mode that the estimate says fits the device.
-
-On CPUs, where recomputation only costs time, it is none.
-"""
+"""Chooses for `training.activation_checkpointing: auto` the fastest mode that fits; on CPUs that is always `none`."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from ds_encdec.memory.variants import HEADROOM, Variant, variant
 
 Run = TypeVar("Run", bound=Sections)
 MODES = ("none", "selective", "full")
-"""The modes that `auto` takes one of, the fastest first."""
+"""Modes that `auto` chooses from, the fastest first."""
 _FIELD = "training.activation_checkpointing"
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The modes that were estimated, the chosen one last (none on CPUs), and the bytes that a device may give them."""
+    """The estimated modes, the chosen one last (empty on CPUs), and the bytes of a device that they may use."""
 
     tried: Sequence[Variant]
     limit_bytes: float
@@ -45,20 +42,20 @@ class Choice:
 
 
 def needs_recompute_choice(config: Sections) -> bool:
-    """Return whether the mode is still to be chosen."""
+    """Return whether the mode is still `auto`."""
     return config.training.activation_checkpointing == "auto"
 
 
 def with_recompute(config: Run, mode: str) -> Run:
-    """`config` with this mode."""
+    """Return `config` with this mode."""
     return config.model_copy(update={"training": config.training.model_copy(update={"activation_checkpointing": mode})})
 
 
 def choose_recompute(job: Job, device_bytes: float, *, first: str | None = None) -> Choice:
-    """Choose the mode of `job` on devices of `device_bytes`, of which `HEADROOM` stays free; `full` where none fits.
+    """Choose the mode of `job` on devices of `device_bytes`, of which `HEADROOM` stays free; `full` if none fits.
 
-    `first` is a mode that is taken if it fits, though a faster one may fit, too. Modes that the engine or another
-    setting rules out are skipped.
+    `first` is taken if it fits, even if a faster one does. Modes that the engine or another setting excludes are
+    skipped.
     """
     limit_bytes, tried = device_bytes * (1 - HEADROOM), list[Variant]()
     if job.device == "cpu":
@@ -72,7 +69,7 @@ def choose_recompute(job: Job, device_bytes: float, *, first: str | None = None)
 
 
 def resolve_recompute(job: Job, device_bytes: float) -> Job:
-    """`job`, with a mode where that was still to be chosen."""
+    """Return `job` with a chosen mode instead of `auto`."""
     if not needs_recompute_choice(job.config):
         return job
     return replace(job, config=with_recompute(job.config, choose_recompute(job, device_bytes).mode))

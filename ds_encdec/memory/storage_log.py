@@ -1,8 +1,7 @@
-"""A log of the sizes of storages, by purpose, at every moment that was noted.
+"""A log of storage sizes by purpose at every moment.
 
 A dispatch mode notes the storages that operators make (trace.py, scripts/bench/tracked.py); the log follows their
-deaths and resizes by itself. A purpose may be known only later, and storages also die in other threads (gloo's): so
-nothing is added up before the log is read.
+deaths and resizes. Sums wait until it is read: purposes may be known late, and storages also die in gloo's threads.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,8 +17,6 @@ from torch.distributed._tools.common_utils import get_untyped_storages
 
 @dataclass
 class _Entry:
-    """One storage: its purpose, and its bytes now, or at last."""
-
     purpose: str
     num_bytes: int = 0
 
@@ -29,31 +26,31 @@ class StorageLog:
 
     def __init__(self) -> None:
         self.moment = ""
-        """The name of changes from now on: the part of the step that runs."""
+        """Name of the running part of the step, which later changes carry."""
         self._alive: dict[int, _Entry] = {}
         self._changes: list[tuple[_Entry, int, str]] = []
 
     def note(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
-        """`storages` are there; those that are new are for `purpose`."""
+        """Follow `storages`; those that are new are for `purpose`."""
         for storage in storages:
             self._follow(storage, purpose)
 
     def claim(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
-        """`storages` are there and for `purpose`, as they have been from their beginning."""
+        """Follow `storages` and set their purpose, for their earlier changes too."""
         for storage in storages:
             self._follow(storage, purpose).purpose = purpose
 
     def purpose_of(self, storage: UntypedStorage) -> str | None:
-        """Return what `storage` is for; None if it was never noted."""
+        """Return the purpose of `storage`; None if it was never noted."""
         entry = self._alive.get(storage._cdata)
         return None if entry is None else entry.purpose
 
     def changes(self) -> Iterator[tuple[str, str, int]]:
-        """Every change so far: the moment, the purpose, and the bytes that came or, below 0, went."""
+        """Return every change so far: moment, purpose, and the bytes added or (below 0) freed."""
         return ((when, entry.purpose, change) for entry, change, when in self._changes)
 
     def peak(self, counted: Iterable[str]) -> tuple[dict[str, int], str]:
-        """The bytes for the purposes of `counted` when they were most, of equals first, and what was in work then."""
+        """Return the bytes by purpose in `counted` at the first moment of their largest sum, and that moment's name."""
         held = dict.fromkeys(counted, 0)
         at_peak, moment = dict(held), ""
         for when, purpose, change in self.changes():
@@ -65,7 +62,7 @@ class StorageLog:
 
     @contextmanager
     def watched_resizes(self) -> Iterator[None]:
-        """FSDP2 makes and frees gathered parameters by `UntypedStorage.resize_`, which is no operator."""
+        """Log `UntypedStorage.resize_`, no operator, by which FSDP2 makes and frees gathered parameters."""
         original = UntypedStorage.resize_
 
         def resize_(storage: UntypedStorage, size: int) -> UntypedStorage:
@@ -91,7 +88,7 @@ class StorageLog:
 
 
 def storages_of(leaves: Iterable[object]) -> Iterator[UntypedStorage]:
-    """The storages of the dense tensors among `leaves`; other objects are skipped."""
+    """Yield the storages of the dense tensors among `leaves`; other objects are skipped."""
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
             yield from get_untyped_storages(leaf)

@@ -1,13 +1,12 @@
 """A traced training step: the bytes that this model and engine would hold, by category, without the memory for it.
 
 The FSDP2 engine's own code runs forward, backward and step under torch's FakeTensorMode, where tensors have shapes and
-no data, in a fake process group of any size. Every storage is followed from operator to operator (storage_log.py). So a
-machine without a GPU finds within a minute what a rank of a cluster would hold, down to each temporary, and the
-arithmetic of the estimate is checked against it.
+no data, in a fake process group of any size. storage_log.py follows every storage. So a machine without a GPU finds
+within a minute the memory of a cluster's rank, down to each temporary, and checks the estimate's arithmetic.
 
-The fake tensors are on the CPU, for torch has no fake GPU where it has no CUDA: the model sees the job's device,
-and stand-ins for a GPU's kernels compute nothing, but allocate, keep and free what the kernels do. What operators
-allocate and free inside is not seen, except in flash attention's backward pass.
+Fake tensors are on the CPU, because torch has no fake GPU without CUDA. The model sees the job's device; stand-ins for
+a GPU's kernels compute nothing, but allocate, keep and free as they do. Memory inside operators is not seen, except in
+flash attention's backward pass.
 """
 
 import dataclasses
@@ -56,18 +55,17 @@ from ds_encdec.registry.optimizers import OPTIMIZERS
 
 _ACTIVATIONS = ("activations", "logits")
 _ENGINE = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")
-"""The categories of `Breakdown` that a trace finds without the engine, and with it. `host`, which an offloading engine
-keeps in host memory, is left out of every sum."""
+"""Categories of a trace without the engine, and with it. No sum has `host`, an offloading engine's host memory."""
 
 _DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class TracedMemory:
-    """The bytes that one rank's device held at its worst moment of a traced step.
+    """Bytes on one rank's device at the worst moment of a traced step.
 
-    `categories`: those that were traced; the others are 0 in `peak`. `moment`: the part of the step, and the layer in
-    work. `seconds`: of the trace. `remark`: what the trace leaves out of this job, in whole sentences.
+    `categories`: the traced ones; the others are 0 in `peak`. `moment`: the part of the step, and the running layer.
+    `seconds`: of the trace. `remark`: parts of this job that it leaves out, in whole sentences.
     """
 
     peak: Breakdown
@@ -78,10 +76,10 @@ class TracedMemory:
 
 
 def trace_memory(job: Job) -> TracedMemory:
-    """Trace a step of `job` on rank 0, which holds most where rows do not divide evenly.
+    """Trace a step of `job` on rank 0, which holds the most if rows do not divide evenly.
 
-    For DeepSpeed, whose engine cannot run without memory, only the activations and logits of one micro-batch. Not in a
-    process with a process group.
+    DeepSpeed's engine cannot run without memory: only activations and logits of one micro-batch are traced. Do not call
+    it in a process with a process group.
     """
     start, traced, remarks = time.monotonic(), _STEPS[job.engine], _remarks(job)
     training, lora = job.config.training, job.config.model.lora
@@ -115,8 +113,8 @@ def _remarks(job: Job) -> str:
 
 
 def fsdp_step(job: Job) -> StorageLog:
-    """The log of a step of FSDP2, without the optimizer's part, which works in place."""
-    # Without what needs real memory: addresses, and kernels to be compiled.
+    """Log a step of FSDP2 without the optimizer's part, which works in place."""
+    # Without features that need real memory: addresses, and kernels to be compiled.
     training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
     config = job.config.model_copy(update={"training": training})
     local_ranks = min(job.ranks_per_node, job.world_size)
@@ -134,7 +132,7 @@ def fsdp_step(job: Job) -> StorageLog:
             engine = fsdp2.FSDP2Engine(config, context, _model_config(job), None)
             watch = _StorageWatch(engine.model)
             _note_fsdp_states(engine, watch, context.undo, on_host=config.infra.offload_optimizer == "cpu")
-            last = min(job.gradient_accumulation_steps, 2)  # a third micro-batch adds to what the second found
+            last = min(job.gradient_accumulation_steps, 2)  # a third micro-batch repeats the second
             with watch.log.watched_resizes(), watch, context.undo:
                 for number in range(1, last + 1):
                     watch.now_in(part="forward pass")
@@ -143,16 +141,16 @@ def fsdp_step(job: Job) -> StorageLog:
                     engine.backward(loss_sum, target_tokens=batch.target_tokens, last=number == last)
             return watch.log
     finally:
-        gc.collect()  # engines are cyclic, and hold on to the group
+        gc.collect()  # engines have reference cycles, which keep the group
         dist.destroy_process_group()
 
 
 _STEPS: ByEngine[Callable[[Job], StorageLog] | None] = ByEngine(deepspeed=None, fsdp=fsdp_step)
-"""Traces a step of the engine itself; None where only its activations can be traced."""
+"""Traces a step of the engine itself; None if only its activations can be traced."""
 
 
 def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:
-    """The log of one micro-batch's pass through a model that is not sharded: forward, and `backward` unless False."""
+    """Log one micro-batch's pass through an unsharded model: forward, and `backward` unless False."""
     training = job.config.training
     with FakeTensorMode(), as_on_device(job), no_init_weights(), torch.set_grad_enabled(backward):
         before, dtype = torch.get_default_dtype(), compute_dtype(training)
@@ -195,7 +193,7 @@ def _model_config(job: Job) -> Qwen3Seq2SeqConfig:
 
 
 def _batch(job: Job) -> Batch:
-    """A full micro-batch of the fewest, and so the longest, documents. Of fake tensors; nobody looks at its ids."""
+    """Return a full micro-batch of fake tensors with the fewest, so the longest, documents; nothing reads its ids."""
     data = job.config.data
     documents = max(
         -(-job.encoder_tokens // data.max_encoder_length), -(-job.decoder_tokens // data.max_decoder_length)
@@ -221,7 +219,7 @@ def _even_lengths(tokens: int, documents: int) -> tuple[int, ...]:
 
 
 class _StorageWatch(TorchDispatchMode):
-    """Logs the storages that operators make, with the part of the step and the layer of `model` that are in work."""
+    """Logs storages that operators make, with the running part of the step and layer."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -238,7 +236,7 @@ class _StorageWatch(TorchDispatchMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes again with the local tensors
+            return NotImplemented  # torch calls again with the local tensors
         result = func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fake_mode:  # else DTensor tries out which shapes would result
             self.log.note(storages_of(tree_leaves(result)), self._category)
@@ -253,7 +251,7 @@ class _StorageWatch(TorchDispatchMode):
         self.log.moment = ", ".join(filter(None, (self._part, self._module)))
 
     def claim(self, tensors: Iterable[object], category: str) -> None:
-        """`tensors` (what else is among them is passed over) are there, for `category`."""
+        """Log the storages of `tensors` under `category`; other objects are skipped."""
         self.log.claim(storages_of(tensors), category)
 
     def _enter(self, name: str, *_: Any) -> None:
@@ -280,7 +278,7 @@ def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, undo: Exi
 
 
 def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: bool, *arguments: Any) -> None:
-    """Do `group.post_backward`, and claim the storages of the group: by now all of them exist."""
+    """Call `group.post_backward`, and claim the storages of the group: by now all of them exist."""
     for parameter in group.fsdp_params:
         # The first forward pass pads the shards again.
         watch.claim([parameter.sharded_param], "host" if on_host else "master_weights")
@@ -294,7 +292,7 @@ def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: boo
 
 @contextmanager
 def as_on_device(job: Job) -> Iterator[None]:
-    """Inside, the model runs on the CPU what it would run on the device of `job`."""
+    """Inside, run on the CPU the code that the model would run on the device of `job`."""
     emulated = frozenset({compute_dtype(job.config.training)}) if job.emulates_bf16 else frozenset()
     substitutes: list[tuple[Any, str, object]] = [(precision, "_EMULATED_ON_CPU", emulated)]
     if job.device == "cuda":
@@ -304,7 +302,7 @@ def as_on_device(job: Job) -> Iterator[None]:
         # It allocates nothing, and has no shapes on torch 2.11.
         substitutes.append((loss, "_add_product", lambda *_: None))
     if job.config.model.lora is not None:
-        # peft moves its adapters to where they are already, which fake tensors do not let be done.
+        # peft moves its adapters to their present device, which fake tensors do not allow.
         substitutes.append((nn.Module, "to", lambda module, *_, **__: module))
     with ExitStack() as substituted:
         for substitute in substitutes:
@@ -321,7 +319,7 @@ def choose_kernel(wanted: attention_kernels.KernelQuery, *, flash: bool = True) 
 def _varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, segments: attention_kernels.Segments, causal: bool, _dropout: float
 ) -> Tensor:
-    """Torch's operator, which knows its shapes without a GPU, and what its backward pass works on inside."""
+    """Call torch's operator, which knows its shapes without a GPU, and allocate its backward pass's workspace."""
     out = attention_kernels.attend_in_torch(q, k, v, segments, causal)
     if out.requires_grad:
         shapes = (q.shape, k.shape, len(segments.query_cu_seqlens) - 1)
@@ -333,9 +331,9 @@ _VARLEN = attention_kernels.AttentionKernel("as on a GPU", lambda _: "", _varlen
 
 
 def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Size, segments: int) -> None:
-    """Allocate and free what flash attention 2 does in `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
+    """Allocate and free the tensors of flash attention 2's `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
 
-    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment; where heads share keys,
+    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment; and if heads share keys,
     those of keys and values of each head.
     """
     held = [grad.new_empty(shape) for shape in (query, key, key)]
@@ -346,17 +344,17 @@ def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Siz
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Do what `dropout` does on a GPU in one operator. A CPU computes it in single ones."""
+    """Stand in for `dropout`, one operator on a GPU; a CPU computes it in single ones."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
 def _rms_norm(x: Tensor, _shape: tuple[int, ...], weight: Tensor, _epsilon: float) -> Tensor:
-    """Do what `rms_norm` does on a GPU in one operator, aten::_fused_rms_norm. A CPU computes it in single ones."""
+    """Stand in for `rms_norm`, one operator on a GPU (aten::_fused_rms_norm); a CPU computes it in single ones."""
     return _FusedRmsNorm.apply(x, weight)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Keeps its input, and one float32 for each row."""
+    """Keeps its input, and one float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

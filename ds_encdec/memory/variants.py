@@ -1,8 +1,7 @@
-"""Other settings of a job: their estimates, and which of those that fit to choose.
+"""Other settings of a job: their estimates, and the choice among those that fit.
 
-A change maps dotted fields to values, like overrides on the command line. All choices come from lists of changes in the
-order of one cost (`_cost`): the recommendation is the first that fits, the nearest settings are the first few that
-differ in kind.
+A change maps dotted fields to values, like overrides on the command line. All choices follow one order (`_cost`): the
+recommendation is the first that fits, the nearest settings are the first few that differ in kind.
 """
 
 import itertools
@@ -23,34 +22,34 @@ from ds_encdec.memory.job import Job, with_micro_batch
 from ds_encdec.registry.engines import ENGINES
 
 Change = dict[str, str | int | bool | None]
-"""Fields (`section.field`) and the values that they are to have."""
+"""New values by field (`section.field`)."""
 
 HEADROOM = 0.05
-"""Share of a device's usable memory that a fitting setting leaves free: for what the estimate may miss."""
+"""Share of a device's usable memory that a fitting setting leaves free, for errors of the estimate."""
 HOST_HEADROOM = 0.1
-"""Share of a host's memory that stays free, for the page cache and for what the build of an engine copies."""
+"""Share of a host's memory that stays free, for the page cache and for copies during an engine's build."""
 EFFICIENT_TOKENS = 4096
-"""Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only where nothing else fits."""
+"""Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only if nothing else fits."""
 BATCH_FIELDS = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
     "training.global_batch_size",
     "data.num_lanes",
 }
-"""Any of them decides how many micro-batches a step has."""
+"""Fields that decide how many micro-batches a step has."""
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
 """The table's words for the values of `infra.offload_optimizer` and `infra.offload_params`."""
 _DISK_OFFLOADS = {"nvme": ("nvme", "none"), "nvme+params": ("nvme", "cpu")}
-"""More of them, in the table of a run with `infra.nvme_path`."""
+"""More words, for a run with `infra.nvme_path`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
-"""The needs of what does not exist: more than there is anywhere."""
+"""Estimate of a setting that does not exist: it fits nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A row of the table: a job and its `overrides`; one that does not exist has a `reason`, and fits nowhere."""
+    """A row of the table: a job and its `overrides`. A setting that does not exist has a `reason`, and fits nowhere."""
 
     job: Job
     estimate: Estimate = _NOWHERE
@@ -59,17 +58,17 @@ class Variant:
 
     @property
     def node_bytes(self) -> float:
-        """Bytes of host memory that all ranks of a node hold; on a CPU what they compute with is there too."""
+        """Bytes of host memory of all ranks of a node; on a CPU their tensors are there too."""
         on_device = self.estimate.peak.total if self.job.device == "cpu" else 0.0
         return (on_device + self.estimate.host.total) * self.job.ranks_per_node
 
 
 Fits = Callable[[Variant], bool]
-"""Tells of a setting whether it fits into the memory there is."""
+"""Returns whether a setting fits into the available memory."""
 
 
 def changed(job: Job, change: Mapping[str, Any]) -> Job:
-    """`job` with these fields, not validated. Micro-batches a step stay, unless fields that decide them change."""
+    """Return `job` with these fields, not validated. Micro-batches a step stay unless `BATCH_FIELDS` change."""
     config, engine, steps = job.config, job.engine, job.gradient_accumulation_steps
     for name, value in change.items():
         section, field_name = name.split(".")
@@ -83,7 +82,7 @@ def changed(job: Job, change: Mapping[str, Any]) -> Job:
 
 
 def variant(job: Job, change: Change) -> Variant:
-    """`job` with this change, and its estimate, or why it cannot be."""
+    """Return `job` with this change and its estimate, or the reason why it cannot exist."""
     other = changed(job, change)
     conflicts = [*find_conflicts(other.config), *engine_conflicts(other.config, other.engine)]
     try:
@@ -96,20 +95,20 @@ def variant(job: Job, change: Change) -> Variant:
 
 
 def as_overrides(change: Mapping[str, Any]) -> str:
-    """A change as a shell's command line takes it."""
+    """Return a change as overrides for a shell's command line."""
     return shlex.join(
         f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in change.items()
     )
 
 
 def variants(job: Job) -> list[Variant]:
-    """The rows of the table, with engine and batch of `job`; a configuration that is none of them comes first."""
+    """Return the table's rows, with engine and batch of `job`; a configuration that is in no row comes first."""
     changes = list(settings(job))
     return [variant(job, change) for change in (changes if {} in changes else [{}, *changes])]
 
 
 def smallest_variants(job: Job) -> list[Variant]:
-    """The settings that need least of a device: everything sharded and recomputed, micro-batches of 1, each offload."""
+    """Return the settings with the least device memory: all sharded and recomputed, micro-batch 1, each offload."""
     smallest, reduces = batches(job)[1], ENGINES[job.engine].reduction_field
     if reduces is not None and not attrgetter(reduces)(job.config):
         smallest[reduces] = True
@@ -117,14 +116,14 @@ def smallest_variants(job: Job) -> list[Variant]:
 
 
 def _offloads(job: Job) -> Mapping[str, tuple[str, str]]:
-    """The offloads of the table. Where parameters are the master weights (`merges_settings`), they go with these."""
+    """Return the table's offloads. If parameters are the master weights (`merges_settings`), both move together."""
     if ENGINES[job.engine].merges_settings:
         return {name: places for name, places in OFFLOADS.items() if places[1] == "none"}
     return OFFLOADS | (_DISK_OFFLOADS if job.config.infra.nvme_path is not None else {})
 
 
 def settings(job: Job) -> Iterator[Change]:
-    """The changes of `job` that make the rows of the table; settings that are the same have one row."""
+    """Yield the changes of `job` that make the table's rows; settings that are the same have one row."""
     stages: tuple[str, ...] = (*STAGES, *HYBRID_STAGES) if job.world_size > job.ranks_per_node else STAGES
     if ENGINES[job.engine].merges_settings:  # gradients are scattered as they are reduced: zero1 is zero2
         stages = tuple(stage for stage in stages if stage != "zero1")
@@ -132,7 +131,7 @@ def settings(job: Job) -> Iterator[Change]:
 
 
 def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
-    """The change that makes `job` shard, offload and recompute so, and frees contradicting fields; empty for none."""
+    """Return the change that shards, offloads and recomputes this way, and resets contradicting fields."""
     optimizer, params = (OFFLOADS | _DISK_OFFLOADS)[offload]
     wanted: Change = {
         "infra.sharding_stage": stage,
@@ -152,16 +151,16 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
 
 
 def offload_of(job: Job) -> str | None:
-    """Name what `job` offloads, or None where the table has no word for it (parameters alone)."""
+    """Return the table's word for the offload of `job`, or None if it has none (parameters alone)."""
     placed = (job.config.infra.offload_optimizer, job.config.infra.offload_params)
     return next((name for name, places in (OFFLOADS | _DISK_OFFLOADS).items() if places == placed), None)
 
 
 def batches(job: Job) -> dict[int, Change]:
-    """The changes to the micro-batches, the smallest first, that keep the global batch."""
+    """Return by size, the smallest first, the changes to the micro-batches that keep the global batch."""
     configured = job.config.training.micro_batch_size
     sequences = configured * job.gradient_accumulation_steps
-    # Set even where a global_batch_size decides it: that may be this run's own, of `auto`, and not the user's.
+    # Set even if a global_batch_size decides it, which `auto` may have set and not the user.
     name, ranks = "training.gradient_accumulation_steps", 1
     if job.config.data.num_lanes:
         name, ranks = "data.num_lanes", job.world_size
@@ -174,13 +173,13 @@ def batches(job: Job) -> dict[int, Change]:
 
 
 def recommend(job: Job, fits: Fits) -> Variant | None:
-    """The first setting of `job` and its engine that fits, with its largest micro-batch and the same global batch."""
+    """Return the first setting of `job` that fits, with its largest micro-batch and the same global batch."""
     data, training = job.config.data, job.config.training
     kept: list[Change] = [{}, {"training.activation_offload": False}] if training.activation_offload else [{}]
     wanted = list(_combined(settings(job), kept, _reductions(job)))
     efficient = -(-EFFICIENT_TOKENS // (data.max_encoder_length + data.max_decoder_length))
     for smallest in dict.fromkeys((min(training.micro_batch_size, efficient), 1)):
-        # A whole step in one micro-batch leaves out all that accumulation needs, so it may fit where smaller ones fail.
+        # One micro-batch per step needs no memory for accumulation, so it may fit where smaller ones fail.
         sized = [batch for size, batch in batches(job).items() if size >= smallest]
         candidates = itertools.product(wanted, filter(None, (sized[-1:], sized[:-1])))
         for change, group in sorted(candidates, key=lambda each: _cost(changed(job, each[1][0]), each[0])):
@@ -191,16 +190,16 @@ def recommend(job: Job, fits: Fits) -> Variant | None:
 
 
 def faster(job: Job, fits: Fits) -> Variant | None:
-    """The fastest setting of the table that fits, at the batch of `job`; None where that is the one `job` has."""
+    """Return the fastest setting of the table that fits, at the batch of `job`; None if none beats that of `job`."""
     costs = [(cost, change) for change in settings(job) if (cost := _cost(job, change)) < _cost(job, {})]
     return next(filter(fits, (variant(job, change) for _, change in sorted(costs, key=lambda each: each[0]))), None)
 
 
 def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
-    """The first `count` changes to `job` that need less and fit; fewer where no more do.
+    """Return the first `count` changes to `job` that need less and fit, or fewer.
 
-    They differ in kind: none changes all that an earlier one changes, and more. Where these are too few, others follow
-    that leave clearly more room.
+    They differ in kind: none includes all of an earlier one. If these are too few, others follow that leave clearly
+    more memory free.
     """
     changes = sorted(_smaller(job), key=lambda change: _cost(job, change))
     found: list[Variant] = []
@@ -215,10 +214,10 @@ def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
 
 
 def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
-    """Sort changes, the most desirable first: what they offload, how they add up, the time they cost, how much is new.
+    """Return the sort key of a change, the best first: its offloads, sums in 16 bits, time, and number of new values.
 
-    The time is a share of a step's; its figures are assumed, for the order only. A network between nodes is an order of
-    magnitude slower. What does not exist may come anywhere, as it fits nowhere.
+    The time is a share of a step's, assumed for the order only. A network between nodes is ten times slower. A setting
+    that does not exist may come anywhere, as it fits nowhere.
     """
     other = changed(job, change)
     stage, training = other.config.infra.sharding_stage, other.config.training
@@ -249,19 +248,17 @@ def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
 
 
 def _combined(*choices: Iterable[Change]) -> Iterator[Change]:
-    """Every combination of the choices' changes."""
     for parts in itertools.product(*choices):
         yield {name: value for part in parts for name, value in part.items()}
 
 
 def _reductions(job: Job) -> list[Change]:
-    """Reducing once a step and after every micro-batch, for an engine that leaves the choice."""
     name = ENGINES[job.engine].reduction_field
     return [{}, {name: not attrgetter(name)(job.config)}] if name and job.gradient_accumulation_steps > 1 else [{}]
 
 
 def _smaller(job: Job) -> Iterator[Change]:
-    """Changes to `job` that need less memory, alone and together; none shards, offloads or recomputes less."""
+    """Yield changes to `job` that need less memory, alone and together; none shards, offloads or recomputes less."""
     training, stage, chunk = job.config.training, job.config.infra.sharding_stage, job.config.model.loss_chunk_tokens
     stages = STAGES[STAGES.index(stage) :] if stage in STAGES else ()
     offloads = list(OFFLOADS)[list(OFFLOADS).index(offload_of(job) or "optimizer") :]

@@ -1,8 +1,7 @@
-"""The memory that DeepSpeed 0.19.8 holds on a rank for parameters, gradients and optimizer in the parts of a step.
+"""Memory of DeepSpeed 0.19.8 on a rank for parameters, gradients and optimizer, in each part of a step.
 
 Every term names the place in deepspeed/runtime/ that makes the tensor. Collectives of optimizer steps need nothing:
-stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). docs/memory.md has the formulas in
-tables. Rare settings are estimated at their defaults: `not_estimated`.
+stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). docs/memory.md has tables.
 """
 
 import dataclasses
@@ -17,7 +16,7 @@ from ds_encdec.memory.breakdown import Breakdown, Count, EngineMemory, HostBreak
 from ds_encdec.memory.job import Job, Parameters
 
 _ALL_REDUCE_ELEMENTS = 500_000_000
-"""Elements that are all-reduced at once where nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""
+"""Elements that are all-reduced at once if nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -28,14 +27,14 @@ _DEFAULTS = {
     "stage3_param_persistence_threshold": 100_000,
     "zero_hpz_partition_size": 1,
 }
-"""DeepSpeed's values of the sizes that a JSON may leave out (runtime/zero/config.py)."""
+"""DeepSpeed's defaults of sizes that a JSON may leave out (runtime/zero/config.py)."""
 _ZERO_AS = {"contiguous_gradients": True, "stage3_module_granularity_threshold": 0}
 _ADAM_AS = {"fused": True, "foreach": False}
-"""Keys of the JSON that change memory, and the value for which it is estimated whatever they say."""
+"""Keys of the JSON that change memory, and the value that the estimate assumes for them."""
 
 
 def zero_memory(job: Job) -> EngineMemory:
-    """The memory of `job` under DeepSpeed, on the rank with the most. Raises ConfigError for an impossible JSON."""
+    """Return the memory of `job` on the rank with the most. Raises ConfigError for an impossible JSON."""
     s = _Settings(job)
     is_replicated = s.stage == 0 or s.is_bf16_optimizer
     memory = (_replicated if is_replicated else _sharded if s.stage == 3 else _partitioned)(s)
@@ -58,7 +57,7 @@ def zero_memory(job: Job) -> EngineMemory:
 
 
 def swapped_bytes(job: Job) -> float:
-    """Bytes on the disk of each node that the optimizer's states take (`infra.offload_optimizer: nvme`); 0 without."""
+    """Return the bytes of optimizer states on each node's disk (`infra.offload_optimizer: nvme`), or 0."""
     if job.config.infra.offload_optimizer != "nvme":
         return 0.0
     s = _Settings(job)  # weights, moments, and the gradients of a step: swap_params_info
@@ -66,7 +65,7 @@ def swapped_bytes(job: Job) -> float:
 
 
 def not_estimated(job: Job) -> list[str]:
-    """Settings of the JSON that change memory in a way that the estimate does not follow."""
+    """Return the settings of the JSON whose effect on memory the estimate does not follow."""
     rendered = _rendered(job)
     zero, adam = rendered["zero_optimization"], rendered.get("optimizer", {}).get("params", {})
     found = [f"zero_optimization.{key}" for key, value in _ZERO_AS.items() if zero.get(key, value) != value]
@@ -76,17 +75,17 @@ def not_estimated(job: Job) -> list[str]:
 class _Settings:
     """One rank's share of a run under DeepSpeed, in the terms of its source. Sizes are elements.
 
-    `weight`, `accumulation`, `communication`, `master`, `moment`: bytes of one number of the parameters, the
-    accumulated gradients, the gradients in a collective, the optimizer's weights, and each moment. `each`: of the
-    gradients in a `bucket`; `reduced`: of their flat copies in allreduce_bucket. `overlaps`: reductions run beside the
-    backward pass. `accumulates`: earlier micro-batches leave gradients. `number`: the JSON's by key of `_DEFAULTS`.
-    `gathers_layers`: stage 3 gathers and reduces a layer at once (leaf_module).
+    `weight`, `accumulation`, `communication`, `master`, `moment`: bytes of a number of the parameters, the accumulated
+    gradients, the gradients in a collective, the optimizer's weights, and each moment. `each`: of the gradients in a
+    `bucket`; `reduced`: of their flat copies in allreduce_bucket. `overlaps`: reductions run beside the backward pass.
+    `accumulates`: earlier micro-batches leave gradients. `number`: the JSON's by key of `_DEFAULTS`. `gathers_layers`:
+    stage 3 gathers and reduces a layer at once (leaf_module).
 
-    `sizes`, `trained_sizes`: sizes of parameters and how many have each; `largest`: of the trained ones.
-    `weight_partition`, `partition`: a rank's part of all and of the trained parameters (stage 3 cuts each of them,
-    stages 1 and 2 each group). `states`: parameters that the rank's optimizer has. `is_compact`: stages 1 and 2
-    accumulate the partition in float32 (_use_compact_grad_partition_buffer). `kept`: bytes of reduced gradients that
-    stay on the device: that partition, or else in full the parameters that it touches (`owned`, grads_in_partition).
+    `sizes`, `trained_sizes`: number of parameters by size; `largest`: of the trained ones. `weight_partition`,
+    `partition`: a rank's part of all and of the trained parameters (stage 3 cuts each of them, stages 1 and 2 each
+    group). `states`: parameters in the rank's optimizer. `is_compact`: stages 1 and 2 accumulate the partition in
+    float32 (_use_compact_grad_partition_buffer). `kept`: bytes of reduced gradients that stay on the device: that
+    partition, or else in full the parameters that it touches (`owned`, grads_in_partition).
     """
 
     def __init__(self, job: Job) -> None:
@@ -138,25 +137,25 @@ class _Settings:
         self.bucket = self.number["reduce_bucket_size"]
 
     def largest_of(self, unit: Count) -> int:
-        """Elements of the largest trained parameter of a layer, or an embedding, of the parameters `unit`."""
+        """Return the elements of the largest trained parameter in a layer or embedding of `unit` parameters."""
         return max((size for size in self.trained_sizes if size <= unit.trained), default=unit.trained)
 
     def whole_gradients(self, bytes_each: int, done: Count, unit: Count) -> float:
-        """Gradients that stay in the parameters until the step, with the one that autograd is just adding."""
+        """Return the bytes of gradients that stay until the step, with the one that autograd is adding."""
         if self.accumulates:
             return bytes_each * self.trainable + self.weight * self.largest_of(unit)
         return bytes_each * min(done.trained + unit.trained, self.trainable)
 
     def is_filled(self, done: Count, unit: Count) -> bool:
-        """Return whether a bucket has been full, and reduced, by then. The embedding's gradient comes last of all."""
+        """Return whether a bucket was full, and reduced, by then. The embedding's gradient comes last of all."""
         return done.trained + (0 if unit.all == self.job.embedding_parameters else unit.trained) > self.bucket
 
     def is_reducing(self, done: Count, unit: Count) -> bool:
-        """Return whether a bucket may be on its way while the backward pass of `unit` is at its worst."""
+        """Return whether a bucket may be in a reduction while the backward pass of `unit` is at its worst."""
         return self.is_filled(done, unit) and (self.overlaps or unit.all != self.job.embedding_parameters)
 
     def waiting_head(self, done: Count) -> int:
-        """Elements of an untied output layer that no bucket can hold: reduced when the gradient after it comes."""
+        """Return the elements of an untied output layer that no bucket can hold; the next gradient reduces it."""
         head = self.job.embedding_parameters
         return head if done.trained == head > self.bucket and not self.job.sizes.tie_word_embeddings else 0
 
@@ -186,13 +185,12 @@ def _bytes(block: dict[str, Any], key: str, default: int) -> int:
 
 @lru_cache
 def _sizes(model: Parameters) -> tuple[Counter[int], Counter[int]]:
-    """Elements of the model's parameters, and how many have as many; and of those that are trained."""
     return Counter(map(prod, model.shapes.values())), Counter(map(prod, model.trained.values()))
 
 
 @lru_cache
 def _owned(model: Parameters, ranks: int) -> int:
-    """Elements of all trained parameters that a partition touches, on the rank with the most."""
+    """Return the elements of all trained parameters that a partition touches, on the rank with the most."""
     by_rank, share, start = [0] * ranks, model.total.trained / ranks, 0
     for size in map(prod, model.trained.values()):
         for rank in range(int(start / share), min(int((start + size - 1) / share), ranks - 1) + 1):
@@ -204,8 +202,8 @@ def _owned(model: Parameters, ranks: int) -> int:
 def _replicated(s: _Settings) -> EngineMemory:
     """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py.
 
-    And stage 1 in bf16 that accumulates in float32, bf16_optimizer.py: float32 gradients of all parameters exist for
-    good (fp32_groups_gradients_flat) beside p.grad, and the optimizer's states are partitioned.
+    Also stage 1 in bf16 that accumulates in float32, bf16_optimizer.py: float32 gradients of all parameters stay
+    (fp32_groups_gradients_flat) beside p.grad, and optimizer states are partitioned.
     """
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy, also on a single rank; two in two dtypes.
@@ -221,10 +219,10 @@ def _replicated(s: _Settings) -> EngineMemory:
 
 
 def _partitioned(s: _Settings) -> EngineMemory:
-    """zero/stage_1_and_2.py.
+    """Stages 1 and 2: zero/stage_1_and_2.py.
 
     Stage 2 reduces every micro-batch's gradients as they come (partition_grads). Under stage 1 they stay whole, in
-    p.grad or p.grad_accum, and are reduced in the last micro-batch: with overlap_comm during its backward pass, and
+    p.grad or p.grad_accum, until the last micro-batch: with overlap_comm they are reduced during its backward pass,
     otherwise after it (reduce_gradients). In a bucket p.grad is a view of it.
     """
     buckets, reduces_late = s.each * s.bucket * (1 + s.overlaps), s.stage == 1 and not s.overlaps  # setup_buckets
@@ -274,7 +272,7 @@ def _partitioned(s: _Settings) -> EngineMemory:
 
 
 def _reducing(s: _Settings, gradients: float, buckets: float, largest: int, *, adds: bool) -> Breakdown:
-    """Add a bucket, put together to be reduced. `adds`: a parameter's is there in the partition's dtype, too."""
+    """Add a bucket in a reduction. `adds`: the gradient of one parameter exists in the partition's dtype, too."""
     if adds and s.is_compact and s.communication != s.accumulation:
         gradients += s.accumulation * min(largest, s.partition)
     copies = s.reduced * min(max(s.bucket, largest), s.trainable)
@@ -282,7 +280,7 @@ def _reducing(s: _Settings, gradients: float, buckets: float, largest: int, *, a
 
 
 def _sharded(s: _Settings) -> EngineMemory:
-    """zero/stage3.py, and the gathering of parameters in zero/partitioned_param_coordinator.py."""
+    """Stage 3: zero/stage3.py, and the gathering of parameters in zero/partitioned_param_coordinator.py."""
     number, ranks, on_device = s.number, s.job.world_size, 0 if s.offloads_optimizer else s.partition
     # hpZ's second partition, from the first forward pass to the end of the step: ds_secondary_tensor.
     secondary_ranks = number["zero_hpz_partition_size"]
@@ -303,7 +301,7 @@ def _sharded(s: _Settings) -> EngineMemory:
     scattered = s.communication * bucket + _scattering(s, bucket, alone=False)
 
     def gathered(done: int) -> float:
-        """Whole parameters in a backward pass behind `done`; the last prefetch goes beyond the limit."""
+        """Return the bytes of whole parameters in a backward pass after `done`; the last prefetch exceeds the limit."""
         return secondary + s.weight * max(min(s.parameters - persistent - done, live), 0) * is_gathered
 
     def backward(done: Count, unit: Count) -> Breakdown:
@@ -339,7 +337,7 @@ def _sharded(s: _Settings) -> EngineMemory:
 
 
 def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
-    """Bytes beyond what goes into the collective; `alone`: of a parameter that goes past the bucket."""
+    """Return the bytes beyond a collective's input. `alone`: of a parameter that bypasses the bucket."""
     ranks, is_cpu = s.job.world_size, s.job.device == "cpu"
     parts = (
         # a dtype that the collective does not take: __avg_scatter_grads
@@ -353,10 +351,10 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 
 
 def _host(s: _Settings) -> HostBreakdown:
-    """Return the offloaded states, and the copies that a background save is written from: the mean of the first node.
+    """Return the offloaded states, and the copies for a background save: the mean of the first node's ranks.
 
-    Rank 0 saves the weights; at stage 3 each rank saves its part of the frozen ones (FROZEN_PARAM_FRAGMENTS). Ranks
-    save their optimizers' states; where all have them whole, rank 0 does.
+    Rank 0 saves the weights, and each rank its part of frozen ones at stage 3 (FROZEN_PARAM_FRAGMENTS) and its
+    optimizer's states; if all ranks have these whole, only rank 0 does.
     """
     on_gpu, on_node, infra = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.infra
     states = parameters = save = 0.0
