@@ -148,8 +148,7 @@ class CheckpointFolder:
     def commit(self, step: int, pointers: Sequence[str]) -> None:
         """Make the sealed `step-N.tmp` visible, point `latest` and `pointers` at it, delete checkpoints beyond `keep`.
 
-        Raises OSError; then an earlier checkpoint of the step is unchanged. Later errors are only warnings: the new one
-        stands.
+        Raises OSError; then an earlier checkpoint of the step is unchanged. Later errors are only warnings.
         """
         final = self.at(step)
         # New links may need space; moving them over the old ones does not.

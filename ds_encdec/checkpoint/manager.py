@@ -2,11 +2,8 @@
 
 A save has two parts. On the main thread every rank makes its staging copy (`Engine.stage`), which pauses training. Then
 each rank writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest, and
-renames `step-N.tmp`. The second part runs in a thread of every rank while training goes on, or at once: the same code,
-with a gloo group that nothing else uses.
-
-If a disk refuses the files, the run goes on: the save fails alike on all ranks, its files are removed, and earlier
-checkpoints are unchanged.
+renames `step-N.tmp`. This part runs in a thread of every rank or at once, with a gloo group that nothing else uses. If
+a disk refuses the files, the save fails alike on all ranks, and the run goes on with its earlier checkpoints.
 """
 
 import dataclasses
@@ -198,8 +195,8 @@ class CheckpointManager:
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
         """Make `checkpoint`, from which the run continues, the newest of this folder; return its state here.
 
-        Later steps become `abandoned-…`, so that the run's history is one line again. If the checkpoint is another
-        run's, its best one is not here, and the first evaluated one becomes the best.
+        Later steps become `abandoned-…`. Another run's best is not here: the first evaluated checkpoint becomes the
+        best.
         """
         self._newest_step = checkpoint.manifest.step
 

@@ -110,8 +110,7 @@ def _frozen(folder: Path, record: EngineRecord, stage: int, numels: Mapping[str,
 class _Parts:
     """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened on demand.
 
-    All parts of a group have the same size, so the first rank's file gives the layout of the others. A rank loads from
-    few files; else each of hundreds of ranks would open hundreds.
+    A rank loads from few files. The first rank's gives the layout of all, since a group's parts have the same size.
     """
 
     def __init__(self, folder: Path, stage: int, world_size: int) -> None:

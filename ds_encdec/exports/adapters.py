@@ -1,7 +1,6 @@
 """Checkpoints of adapters (model.lora): their base, the merged model, and a folder for peft.
 
-`model/base.json` records the base: its place, the seed of its randomly drawn part, and the SHA-256 of its weight files.
-A reader needs the same base.
+`model/base.json` records the base, which readers need: its place, seed, and the SHA-256 of its weight files.
 """
 
 from __future__ import annotations

@@ -32,8 +32,7 @@ def hand_over(run: RunFolder, folder: Path) -> None:
 def export_at_end(run: RunFolder, training: TrainingConfig, *, anew: bool) -> None:
     """Write a complete run's float32 weights to `export/final`, or with `load_best_model_at_end` to `export/best`.
 
-    This replaces an earlier export, unless the run has not trained now (`anew`) and the checkpoint is no newer, as
-    after a killed end. Errors are only logged.
+    An earlier export stays if the run has not trained now (`anew`) and it is no older. Errors are only logged.
     """
     name = "best" if training.load_best_model_at_end else "final"
     if name == "best" and not (run.checkpoints / name).exists():

@@ -105,10 +105,9 @@ def export_hf(
 
 
 def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int) -> None:
-    """Make an encoder's folder one for `SentenceTransformer(folder, trust_remote_code=True)` as well.
+    """Make an encoder's folder one for `SentenceTransformer(folder, trust_remote_code=True)` of version 3 or later.
 
-    A text's embedding is the mean of its tokens' states, of length 1. The names of classes and fields are those of
-    version 3, which all later ones read.
+    A text's embedding is the mean of its tokens' states, of length 1.
     """
     modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     listed = [
@@ -136,10 +135,9 @@ def export_checkpoint(
     replace: bool = False,
     base: str | None = None,
 ) -> None:
-    """Export a committed checkpoint of any engine, with a model card about its run.
+    """Export a committed checkpoint of any engine, with a model card about its run. Raises CheckpointError.
 
-    `encoder_only`: the encoder and its embedding, as a `Qwen3EncoderModel`. `replace`: delete an earlier export at
-    `out` once this one is complete. `base`: the present place of the adapters' base. Raises CheckpointError.
+    `replace`: replace an earlier export at `out` once this one is complete. `base`: the adapters' base, if moved.
     """
     out, path = Path(out).expanduser(), Path(checkpoint).expanduser().resolve()
     if not replace:

@@ -95,8 +95,7 @@ def model_card(
 ) -> str:
     """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder.
 
-    `weights`: their origin in the run, in words. `forms`: known forms of the fine-tuning inputs
-    (`objectives.TEMPLATES`, `CHAT`). The encoder's card shows code that pools its states into embeddings.
+    `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`, `CHAT`).
     """
     model, data, training = config.model, config.data, config.training
     sources = data.mixture or [data]

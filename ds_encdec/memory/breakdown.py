@@ -82,11 +82,10 @@ class EngineMemory:
     """An engine's parameters, gradients and optimizer on one rank, in each part of a step.
 
     `resting`: between two steps; the next four come on top. `forward`: at the end of the last micro-batch's forward
-    pass. `backward(done, unit)`: once its backward pass is through `done` parameters and works on a layer or embedding
-    of `unit` parameters. `last_reduction`: after it, if gradients are not reduced layer by layer. `step`: the worst of
-    the optimizer's. `build`: all, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep
-    inputs that nothing needs. `sums_in_16_bits`: micro-batches are added up in 16 bits. `communicators`: NCCL's, if
-    there are several ranks.
+    pass. `backward(done, unit)`: once its backward pass is through `done` parameters, in a layer or embedding of `unit`
+    ones. `last_reduction`: after it, if gradients are not reduced layer by layer. `step`: the worst of the optimizer's.
+    `build`: all, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep inputs that
+    nothing needs. `sums_in_16_bits`: micro-batches are added up in 16 bits.
     """
 
     backward: Callable[[Count, Count], Breakdown]

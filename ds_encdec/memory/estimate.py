@@ -127,8 +127,7 @@ def _generation_cache(job: Job) -> float:
 class Layer:
     """A layer's pass over a micro-batch, in bytes.
 
-    `kept`: from its forward to its backward pass. `offloaded`: the part in host memory; pinned copies are assumed to
-    cost half more. `working`: the worst moment of its backward pass, beyond what earlier layers keep.
+    `kept`: until its backward pass; `offloaded`: on the host, half more if pinned (assumed); `working`: at its worst.
     """
 
     name: str

@@ -50,8 +50,7 @@ _Shape = tuple[int, ...]
 class _Group(NamedTuple):
     """Parameters of a group, or its trained ones: in the model, on the first rank (which has the most), and gathered.
 
-    Dimension 0 is cut as `torch.chunk` does; each part is padded to the first one's size, gathered ones included
-    (_fsdp_param.py, padded_sharded_param_size).
+    Parts are padded to the first one's size, gathered ones included (_fsdp_param.py, padded_sharded_param_size).
     """
 
     parameters: float
@@ -147,8 +146,8 @@ class _Sharding:
     def held_gradients(self, layers_done: float) -> float:
         """Return the gradients on the device once the last micro-batch has reduced some, without the running layer's.
 
-        Earlier ones are whole (FSDPParam.unsharded_accumulated_grad), or reduced but not yet over the replicas
-        (FSDPParamGroup._partial_reduce_output).
+        Earlier ones are whole (unsharded_accumulated_grad), or not yet reduced over the replicas
+        (_partial_reduce_output).
         """
         reduced = layers_done * self.trained_layer.shard
         if self.accumulates_whole:

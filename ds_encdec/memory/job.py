@@ -96,8 +96,8 @@ class Parameters:
 class Job:
     """One rank's share of a training step: the configuration, the model's sizes, and the mesh.
 
-    `encoder_tokens`, `decoder_tokens`: of a micro-batch, padding included. `gradient_accumulation_steps`: micro-batches
-    of this rank in one optimizer step. `emulates_bf16`: bfloat16 is multiplied in float32 (model/precision.py).
+    Tokens are a micro-batch's, padding included. `emulates_bf16`: bfloat16 is multiplied in float32
+    (model/precision.py).
     """
 
     config: FullConfig
@@ -182,8 +182,7 @@ def make_job(
 ) -> Job:
     """Return the job of a run. `ratio`: encoder per decoder token of its data; None: `assumed_ratio`.
 
-    `gradient_accumulation_steps` None: the batch and the ranks decide. Raises ConfigError for a pattern of
-    `training.freeze` that matches nothing.
+    Raises ConfigError for a pattern of `training.freeze` that matches nothing.
     """
     steps = gradient_accumulation_steps or max(1, micro_batches_per_step(config, world_size) // world_size)
     ratio = assumed_ratio(config.data) if ratio is None else ratio

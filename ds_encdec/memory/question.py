@@ -163,10 +163,9 @@ def indivisible(config: FullConfig, nodes: int) -> list[str]:
 
 
 def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
-    """Estimate the worst moment of the run of `config` on each of `infra.num_gpus` GPUs in `nodes`. Raises ConfigError.
+    """Estimate the worst moment of the run of `config` on each of `infra.num_gpus` GPUs (or CPU ranks) in `nodes`.
 
-    With `infra.device: cpu` these are ranks on CPUs, and the bytes are their processes'. A micro-batch size of `auto`
-    counts as its first try.
+    A micro-batch size of `auto` counts as its first try. Raises ConfigError.
     """
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     return estimate(planned_job(config, run_sizes(config), nodes))

@@ -54,8 +54,7 @@ def with_recompute(config: Run, mode: str) -> Run:
 def choose_recompute(job: Job, device_bytes: float, *, first: str | None = None) -> Choice:
     """Choose the mode of `job` on devices of `device_bytes`, of which `HEADROOM` stays free; `full` if none fits.
 
-    `first` is taken if it fits, even if a faster one does. Modes that the engine or another setting excludes are
-    skipped.
+    `first` is taken if it fits, even if a faster one does. Modes that the engine or a setting excludes are skipped.
     """
     limit_bytes, tried = device_bytes * (1 - HEADROOM), list[Variant]()
     if job.device == "cpu":

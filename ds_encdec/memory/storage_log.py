@@ -1,7 +1,6 @@
-"""A log of storage sizes by purpose at every moment.
+"""A log of storage sizes by purpose at every moment, noted by a dispatch mode (trace.py, scripts/bench/tracked.py).
 
-A dispatch mode notes the storages that operators make (trace.py, scripts/bench/tracked.py); the log follows their
-deaths and resizes. Sums wait until it is read: purposes may be known late, and storages also die in gloo's threads.
+Sums wait until it is read: a purpose may be known late, and storages also die in other threads (gloo's).
 """
 
 from collections.abc import Iterable, Iterator

@@ -62,10 +62,9 @@ _DEVICE = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class TracedMemory:
-    """Bytes on one rank's device at the worst moment of a traced step.
+    """Bytes on one rank's device at the worst moment of a traced step; categories that are not traced are 0 in `peak`.
 
-    `categories`: the traced ones; the others are 0 in `peak`. `moment`: the part of the step, and the running layer.
-    `seconds`: of the trace. `remark`: parts of this job that it leaves out, in whole sentences.
+    `moment`: the part of the step and the running layer. `remark`: untraced parts of this job, in whole sentences.
     """
 
     peak: Breakdown
@@ -76,10 +75,9 @@ class TracedMemory:
 
 
 def trace_memory(job: Job) -> TracedMemory:
-    """Trace a step of `job` on rank 0, which holds the most if rows do not divide evenly.
+    """Trace a step of `job` on rank 0, which has the most. Do not call it in a process with a process group.
 
-    DeepSpeed's engine cannot run without memory: only activations and logits of one micro-batch are traced. Do not call
-    it in a process with a process group.
+    DeepSpeed's engine cannot run without memory: only activations and logits of one micro-batch are traced.
     """
     start, traced, remarks = time.monotonic(), _STEPS[job.engine], _remarks(job)
     training, lora = job.config.training, job.config.model.lora

@@ -1,7 +1,7 @@
 """Other settings of a job: their estimates, and the choice among those that fit.
 
-A change maps dotted fields to values, like overrides on the command line. All choices follow one order (`_cost`): the
-recommendation is the first that fits, the nearest settings are the first few that differ in kind.
+All choices follow one order (`_cost`): the recommendation is the first change that fits, the nearest settings are the
+first few that differ in kind.
 """
 
 import itertools
@@ -196,10 +196,9 @@ def faster(job: Job, fits: Fits) -> Variant | None:
 
 
 def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
-    """Return the first `count` changes to `job` that need less and fit, or fewer.
+    """Return the first `count` changes to `job` that need less and fit, or fewer; none includes all of an earlier one.
 
-    They differ in kind: none includes all of an earlier one. If these are too few, others follow that leave clearly
-    more memory free.
+    If these are too few, others follow that leave clearly more memory free.
     """
     changes = sorted(_smaller(job), key=lambda change: _cost(job, change))
     found: list[Variant] = []
@@ -216,8 +215,7 @@ def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
 def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
     """Return the sort key of a change, the best first: its offloads, sums in 16 bits, time, and number of new values.
 
-    The time is a share of a step's, assumed for the order only. A network between nodes is ten times slower. A setting
-    that does not exist may come anywhere, as it fits nowhere.
+    The time is a share of a step's, assumed for the order only. A setting that does not exist may come anywhere.
     """
     other = changed(job, change)
     stage, training = other.config.infra.sharding_stage, other.config.training

@@ -200,10 +200,10 @@ def _owned(model: Parameters, ranks: int) -> int:
 
 
 def _replicated(s: _Settings) -> EngineMemory:
-    """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py.
+    """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py. Stage 1 in bf16: bf16_optimizer.py.
 
-    Also stage 1 in bf16 that accumulates in float32, bf16_optimizer.py: float32 gradients of all parameters stay
-    (fp32_groups_gradients_flat) beside p.grad, and optimizer states are partitioned.
+    The latter keeps float32 gradients of all parameters (fp32_groups_gradients_flat) beside p.grad, and partitions
+    states.
     """
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy, also on a single rank; two in two dtypes.
@@ -353,8 +353,7 @@ def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
 def _host(s: _Settings) -> HostBreakdown:
     """Return the offloaded states, and the copies for a background save: the mean of the first node's ranks.
 
-    Rank 0 saves the weights, and each rank its part of frozen ones at stage 3 (FROZEN_PARAM_FRAGMENTS) and its
-    optimizer's states; if all ranks have these whole, only rank 0 does.
+    Each rank saves its own states and, at stage 3, frozen weights (FROZEN_PARAM_FRAGMENTS); rank 0 saves whole ones.
     """
     on_gpu, on_node, infra = s.job.device != "cpu", s.job.ranks_per_node, s.job.config.infra
     states = parameters = save = 0.0
