@@ -195,8 +195,7 @@ class CheckpointManager:
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
         """Make `checkpoint`, from which the run continues, the newest of this folder; return its state here.
 
-        Later steps become `abandoned-…`. Another run's best is not here: the first evaluated checkpoint becomes the
-        best.
+        Later steps become `abandoned-…`. Another run's best is not here: the first evaluated one becomes the best.
         """
         self._newest_step = checkpoint.manifest.step
 

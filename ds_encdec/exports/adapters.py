@@ -86,7 +86,7 @@ def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: 
 
 
 def trained_weights(checkpoint: Path, base: str | None = None) -> WeightSource:
-    """Return a checkpoint's float32 weights, adapters merged into their base at `base`. Raises CheckpointError."""
+    """Return a checkpoint's float32 weights, adapters merged into their base (at `base`). Raises CheckpointError."""
     saved = saved_weights(open_saved_state(checkpoint))
     section = load_saved(checkpoint / "config.yaml").model
     if section.lora is None:

@@ -5,9 +5,10 @@ intermediate size. activations.json has them for each kind of numbers and mode o
 scripts/dev/memory_formulas.py writes it from traces of a small model (trace.py): exact in every storage, for models of
 any size. Formulas here cover only attention on a GPU without a flash kernel, which no trace without a GPU shows.
 
-Symbols: `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk of the loss; `m` keys of the
-longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V` hidden and intermediate size and
-rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d, `K` = k·d; `r` rank of adapters.
+Symbols (docs/memory.md explains the terms): `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk
+of the loss; `m` keys of the longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V`
+hidden and intermediate size and rows of the vocabulary; `h`, `k` query and key/value heads, `d` their width; `Q` = h·d,
+`K` = k·d; `r` rank of adapters.
 """
 
 import json

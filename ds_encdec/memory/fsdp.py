@@ -146,8 +146,7 @@ class _Sharding:
     def held_gradients(self, layers_done: float) -> float:
         """Return the gradients on the device once the last micro-batch has reduced some, without the running layer's.
 
-        Earlier ones are whole (unsharded_accumulated_grad), or not yet reduced over the replicas
-        (_partial_reduce_output).
+        Earlier ones are whole (unsharded_accumulated_grad), or not yet summed over replicas (_partial_reduce_output).
         """
         reduced = layers_done * self.trained_layer.shard
         if self.accumulates_whole:

@@ -96,8 +96,7 @@ class Parameters:
 class Job:
     """One rank's share of a training step: the configuration, the model's sizes, and the mesh.
 
-    Tokens are a micro-batch's, padding included. `emulates_bf16`: bfloat16 is multiplied in float32
-    (model/precision.py).
+    Tokens are a micro-batch's, padding included. `emulates_bf16`: it is multiplied in float32 (model/precision.py).
     """
 
     config: FullConfig

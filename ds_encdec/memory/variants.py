@@ -215,7 +215,8 @@ def nearest(job: Job, fits: Fits, count: int = 3) -> list[Variant]:
 def _cost(job: Job, change: Change) -> tuple[int, bool, float, int]:
     """Return the sort key of a change, the best first: its offloads, sums in 16 bits, time, and number of new values.
 
-    The time is a share of a step's, assumed for the order only. A setting that does not exist may come anywhere.
+    Times are shares of a step's, assumed for the order only. A network between nodes is an order of magnitude slower. A
+    setting that does not exist may come anywhere, as it fits nowhere.
     """
     other = changed(job, change)
     stage, training = other.config.infra.sharding_stage, other.config.training

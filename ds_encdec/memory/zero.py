@@ -200,10 +200,10 @@ def _owned(model: Parameters, ranks: int) -> int:
 
 
 def _replicated(s: _Settings) -> EngineMemory:
-    """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py. Stage 1 in bf16: bf16_optimizer.py.
+    """Stage 0: torch's own optimizer in float32, else fp16/unfused_optimizer.py.
 
-    The latter keeps float32 gradients of all parameters (fp32_groups_gradients_flat) beside p.grad, and partitions
-    states.
+    Also bf16_optimizer.py, stage 1 in bf16 that accumulates in float32: states are partitioned, and float32 gradients
+    of all parameters stay beside p.grad (fp32_groups_gradients_flat).
     """
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy, also on a single rank; two in two dtypes.
