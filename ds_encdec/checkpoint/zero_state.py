@@ -212,7 +212,7 @@ def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 
 
 class _Inert:
-    """Stands in for DeepSpeed's classes in a file, and for `getattr`, by which Python near 3.11.2 pickles enumerations."""
+    """Replaces DeepSpeed's classes, and `getattr`, by which Python 3.11.2 and its neighbours pickle enumerations."""
 
     def __new__(cls, *arguments: object) -> _Inert:
         return super().__new__(cls)
