@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from tiny_export import WORDS, export_tiny
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed")
 
 COMMON = """
 dataset_path: json
@@ -36,11 +39,20 @@ doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["UNTIL"], max_gen_toks: 12}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
+HARNESS = """
+import json, sys
+from pathlib import Path
+import lm_eval
+from lm_eval.tasks import TaskManager
+tasks = TaskManager(include_path=sys.argv[2], include_defaults=False)  # not its own 14,000
+named = ["tiny_choice", "tiny_answer"]
+found = lm_eval.simple_evaluate("hf", sys.argv[1], tasks=named, task_manager=tasks, device="cpu", batch_size=1)
+kept = {name: found[name] for name in ("results", "samples")}
+Path(sys.argv[2], "found.json").write_text(json.dumps(kept, default=str))
+"""
 
 
 def test_the_harness_judges_an_export_as_it_is(tmp_path: Path) -> None:
-    from lm_eval.tasks import TaskManager
-
     folder = export_tiny(tmp_path / "model")
     tokenizer, model = pretrained_tokenizer(str(folder), field=""), Qwen3ForSeq2SeqLM.from_pretrained(folder).eval()
     places = ((3, 4), (20, 9), (40, 1), (0, 6), (9, 2))
@@ -70,14 +82,14 @@ def test_the_harness_judges_an_export_as_it_is(tmp_path: Path) -> None:
         filled = (COMMON + text).replace("FOLDER", str(tmp_path)).replace("UNTIL", until)
         (tmp_path / f"{task}.yaml").write_text(filled)
 
-    found = lm_eval.simple_evaluate(
-        "hf",
-        f"pretrained={folder},trust_remote_code=True,backend=seq2seq,dtype=float32",
-        tasks=["tiny_choice", "tiny_answer"],
-        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),  # not its own 14,000
-        device="cpu",
-        batch_size=1,
+    # A process of its own: transformers keeps the code of loaded folders, by their last names, in each one.
+    arguments = f"pretrained={folder},trust_remote_code=True,backend=seq2seq,dtype=float32"
+    environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run(
+        [sys.executable, "-c", HARNESS, arguments, str(tmp_path)], env=environment, capture_output=True, text=True
     )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
     results, samples = found["results"], found["samples"]
     best = [max(range(3), key=lambda n: likelihood(row["question"], row["choices"][n])) for row in rows]
     assert results["tiny_choice"]["acc,none"] == best.count(1) / 5
