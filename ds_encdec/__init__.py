@@ -1,8 +1,6 @@
-"""Train encoder-decoder language models from Qwen3 checkpoints with DeepSpeed and UL2.
-
-What is named here is the library's front door (docs/library.md). Each name is imported from its home when it is first
-asked for, so that the program's `--help` and its configuration errors do not wait for torch.
-"""
+"""Train encoder-decoder language models from Qwen3 checkpoints with DeepSpeed and UL2. The names here are the library's
+interface (docs/library.md). Each is imported from its module on first use, so that `--help` and configuration errors do
+not wait for torch."""
 
 import os
 import sys
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _is_program = sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == __name__ for word in sys.orig_argv)
-"""Python looks for a module of ours to run, as `python -m ds_encdec.train` asks it to."""
+"""True while Python looks for a module of this package to run, as for `python -m ds_encdec.train`."""
 if _is_program and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
     sys.path.append(sys.path.pop(0))  # where the user's own `datasets.py` hides no library
 

@@ -1,8 +1,5 @@
-"""`ds-encdec VERB`: a thin layer over functions that can be imported.
-
-Imports of torch, transformers and deepspeed happen inside the verbs that need them, so that `--help`
-and `validate` answer at once.
-"""
+"""Runs `ds-encdec VERB`: a thin layer over functions that can be imported. Only verbs that need torch, transformers or
+deepspeed import them, so that `--help` and `validate` answer at once."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of the console script; returns the exit code."""
+    """Run the console script; return the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given:
         _parser("").print_help(sys.stderr)
@@ -74,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_verb(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options behind a verb, and its settings. Raises ConfigError."""
+    """Return the options and settings behind a verb. Raises ConfigError."""
     name = given[0]
     parser = _parser(name)
     if name not in VERBS and not name.startswith("-"):
@@ -85,7 +82,7 @@ def read_verb(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _place() -> dict[str, int]:
-    """The number of this process and of all, as far as its environment can be understood."""
+    """Return the number of this process and of all, or {} if the environment is contradictory."""
     try:
         world = discover(os.environ, choose_port=lambda: 0)
     except ConfigError:  # verbs that need to know raise it themselves
@@ -94,7 +91,6 @@ def _place() -> dict[str, int]:
 
 
 def _parser(called: str) -> Parser:
-    """The parser of every verb, with the arguments of the one that is called."""
     parser = Parser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
@@ -114,7 +110,6 @@ def _parser(called: str) -> Parser:
 
 
 def _listed_verbs() -> str:
-    """The verbs with their summaries in groups, as wide as the terminal."""
     width, indent = shutil.get_terminal_size().columns - 2, 6 + max(map(len, VERBS))
     lines = []
     for title, group in GROUPS.items():
@@ -126,8 +121,6 @@ def _listed_verbs() -> str:
 
 
 class _ShowVersions(argparse.Action):
-    """Prints the versions of this package and its largest libraries, none of which is imported, and ends."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import PackageNotFoundError, version  # not for other calls
 

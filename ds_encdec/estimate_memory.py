@@ -30,11 +30,11 @@ ARGUMENTS: Arguments = {
 }
 
 FILE_COLUMNS = 120
-"""The width of a table that no terminal shows."""
+"""The width of a table that is not shown on a terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Estimate as told by the command line; returns the process's exit code."""
+    """Estimate by the command line; return the process's exit code."""
     program = "python -m ds_encdec.estimate_memory"
     given, example = sys.argv[1:] if arguments is None else arguments, f"{program} my.yaml --gpus 8 --gpu h100-80gb"
     try:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Read the options, estimate and print. Raises ConfigError that lists every problem found."""
+    """Read the options, estimate and print. Raises ConfigError that lists every problem."""
     from ds_encdec.memory.answer import as_json, estimate_tables, show  # not for --help, nor for other verbs
     from ds_encdec.memory.question import read_request
 

@@ -61,7 +61,7 @@ ARGUMENTS: Arguments = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run training as the command line asks; returns the process's exit code."""
+    """Train by the command line; return the process's exit code."""
     example = "deepspeed --num_gpus 8 ds_encdec/train.py --config my.yaml --resume auto"
     given, in_sagemaker = list(sys.argv[1:] if arguments is None else arguments), is_container(os.environ)
     try:
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _speaks() -> bool:
-    """True for rank 0, and where nobody can say which rank this is."""
+    """Return whether this process reports: rank 0 does, and any whose rank is unknown."""
     try:
         return discover(os.environ, choose_port=lambda: 0).is_main
     except ConfigError:
@@ -149,7 +149,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
 
 
 def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
-    """The JSON that DeepSpeed would be given here; for a plain process, on the planned `infra.num_gpus` ranks."""
+    """Return DeepSpeed's JSON for a run here; for a plain process, on the planned `infra.num_gpus` ranks."""
     import torch
 
     from ds_encdec.config.shares import plan_lanes, with_assumed_batch_size
@@ -165,10 +165,8 @@ def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
 
 
 def _refuse_absent(config: FullConfig, resume: str | None) -> None:
-    """Raise now, as the run would once torch is there, for a folder that is taken and for what is named and not there.
-
-    As there, `run.json` has what is wrong with a new run.
-    """
+    """Raise now what the run would raise once torch is loaded, for a folder that is taken or a named one that is
+    missing. As there, `run.json` records the failure of a new run."""
     from ds_encdec.checkpoint.folder import exists_or_replaced
     from ds_encdec.launch.run_folder import RunFolder
     from ds_encdec.training.absent import refuse_absent
@@ -191,10 +189,8 @@ def _refuse_absent(config: FullConfig, resume: str | None) -> None:
 
 
 def _refuse_machine(config: FullConfig, resume: str | None) -> None:
-    """Raise ConfigError for what every rank finds without torch, before the run's folder is made.
-
-    That is a GPU or a package that this machine lacks, or a new run's tokenizer that needs more rows.
-    """
+    """Raise ConfigError, before the run's folder is made, for problems that every rank finds without torch. These are a
+    GPU or package that this machine lacks, and a new run's tokenizer that needs more rows."""
     from ds_encdec.launch.run_folder import RunFolder
     from ds_encdec.training.absent import require_here
 
@@ -206,7 +202,7 @@ def _refuse_machine(config: FullConfig, resume: str | None) -> None:
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[FullConfig, list[str]]:
-    """The run's configuration, and notes on what was written in other words. Raises ConfigError."""
+    """Return the run's configuration, and notes on settings in other words. Raises ConfigError."""
     from ds_encdec.config.schema import read_config
 
     loaded = read_config(options.config, overrides, options.deepspeed_config)

@@ -1,4 +1,4 @@
-"""Arguments of the command line as tables, and the values that argparse cannot read by itself."""
+"""Describes arguments of the command line as tables, and reads values that argparse cannot read by itself."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from typing import Any, NoReturn
 from ds_encdec.base.types import ConfigError
 
 Arguments = dict[str, dict[str, Any]]
-"""Keywords of argparse for each argument, by its names (separated by blanks); at most one with `only_one` is taken."""
+"""Keywords of argparse for each argument, by its names (separated by blanks); those with `only_one` exclude each other.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
-    """A verb of `ds-encdec`, with a summary and an example for its help.
-
-    `run` does what its options and settings say; its exit code is 0 where it returns None. `takes_settings`:
-    `section.field=value` may follow the arguments.
-    """
+    """A verb of `ds-encdec`, with a summary and an example for its help. `run` takes the options and settings, and
+    returns the exit code (None: 0). `takes_settings`: `section.field=value` may follow the arguments."""
 
     run: Callable[[argparse.Namespace, Sequence[str]], int | None]
     summary: str
@@ -33,25 +31,25 @@ class Verb:
 
 
 def mistake(message: str, program: str) -> ConfigError:
-    """The error of a command line of `program`, whose help lists what it takes."""
+    """Return the error of a wrong command line of `program`."""
     return ConfigError(f"command line: {message}\n      `{program} --help` lists what it takes")
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a command line, abbreviates nothing, and tells what is wrong with it as the fields' report does."""
+    """Reads a command line without abbreviations, and reports mistakes in the form of the report on fields."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)  # an abbreviation may be a misspelt setting
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's `message`: the argument, its value, what is allowed, and the nearest."""
+        """Raise ConfigError with argparse's `message`, and the nearest choice."""
         if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
             near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
             message += f"; did you mean {near[0]}?" if near else ""
         raise mistake(message, self.prog)
 
     def explain(self, example: str, *, takes_settings: bool) -> None:
-        """Let the help, once the arguments are there, show an example, and where settings go."""
+        """Make the help show an example, and the place of settings. Call this once all arguments are added."""
         if takes_settings:
             usage = self.format_usage().partition("usage: ")[2].rstrip().replace("%", "%%")
             indent = " " * len(f"usage: {self.prog} ")
@@ -61,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
-    """Give `parser` the arguments of a table."""
+    """Add the arguments of a table to `parser`."""
     group = parser.add_mutually_exclusive_group() if any("only_one" in how for how in arguments.values()) else parser
     for names, how in arguments.items():
         parent, kind = group if "only_one" in how else parser, how.get("type")
@@ -74,17 +72,17 @@ def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
 
 
 def value(text: str, type: Callable[[str], Any] = str, **more: Any) -> dict[str, Any]:
-    """An argument with a value, explained by `text`."""
+    """Return the row of an argument with a value, explained by `text`."""
     return {"type": type, "help": text, **more}
 
 
 def flag(text: str) -> dict[str, Any]:
-    """An option without a value, explained by `text`."""
+    """Return the row of an option without a value, explained by `text`."""
     return {"action": "store_true", "help": text}
 
 
 def positive(number: type[int] | type[float]) -> Callable[[str], float]:
-    """Return what argparse reads a number above 0 with."""
+    """Return a function with which argparse reads numbers above 0."""
 
     def read(text: str) -> float:
         try:
@@ -100,18 +98,18 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 
 COUNT, RATE = positive(int), positive(float)
 _VALUES: dict[Any, str] = {Path: "FILE", COUNT: "N", int: "N", RATE: "X", float: "X"}
-"""How help calls a value of each type, where its argument has no better name."""
+"""The name of a value of each type in the help, if its argument has no better one."""
 
 
 def near_option(name: str, table: Arguments) -> str | None:
-    """The option of `table` that `name`, with or without dashes, most likely stands for; None where none is near."""
+    """Return the option of `table` that `name`, with or without dashes, most likely means; None if none is near."""
     known = {option.strip("-"): option for names in table for option in names.split() if option.startswith("-")}
     near = difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8)
     return known[near[0]] if near else None
 
 
 def tokens(text: str) -> int:
-    """A number of tokens as people write it: 5e11, 500B, 10M."""
+    """Read a number of tokens as people write it: 5e11, 500B, 10M."""
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     unit = units.get(text[-1:].upper(), 1.0)
     try:
@@ -128,7 +126,7 @@ CONFIG: Arguments = {
     "config": value("YAML file, or a shipped one's name (ds-encdec init lists them)", Path, nargs="?"),
     "--config": value("the same, as an option", Path, dest="config_option"),
 }
-"""A configuration that may be named without `--config`; `read_arguments` in config/command_line.py makes them one."""
+"""A configuration that may stand without `--config`; `read_arguments` in config/command_line.py merges the two."""
 CONFIG_FILES = CONFIG | {"--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path)}
 VERBOSITY: Arguments = {
     "-v --verbose": flag("say more: also what concerns developers, and what other ranks log") | {"only_one": True},

@@ -1,4 +1,4 @@
-"""Local files by their paths, or by patterns of them (`*`, `?`, `[abc]`, and `**` for folders at any depth)."""
+"""Finds local files by their paths, or by patterns of them (`*`, `?`, `[abc]`, and `**` for folders at any depth)."""
 
 import os
 import re
@@ -9,11 +9,9 @@ _VARIABLE = re.compile(r"\$(\{[^}]*\}|[A-Za-z_]\w*)")
 
 
 def named_files(name: str, folder: str = "") -> Iterator[str]:
-    """The files that `name` means, in no order: one with this path, or else all that it matches as a pattern.
-
-    `folder`: where a relative `name` starts, itself no pattern. Folders in `name` that are there as they are written
-    are no patterns either: of `run[1]/*.csv` the brackets stand for themselves where there is a folder `run[1]`.
-    """
+    """Yield the files that `name` means, in no order: the one with this path, or else all that it matches as a pattern.
+    `folder`: where a relative `name` starts; it is no pattern. Brackets in `name` are literal if such a folder exists:
+    those of `run[1]/*.csv` if there is a folder `run[1]`."""
     name = os.path.expanduser(name)
     if os.path.isfile(path := os.path.join(folder, name)):
         yield path
@@ -28,7 +26,7 @@ def named_files(name: str, folder: str = "") -> Iterator[str]:
 
 
 def no_file_matches(patterns: Sequence[str]) -> str:
-    """The message for paths and patterns without a file, with what to write for a folder, or for a bracket."""
+    """Return the message for patterns without a file, with advice on folders, brackets and variables."""
     folders = ", ".join(pattern for pattern in patterns if os.path.isdir(os.path.expanduser(pattern)))
     advice = f". {folders}: a folder; add /** for its files" if folders else ""
     if any("[" in pattern for pattern in patterns):
@@ -38,6 +36,6 @@ def no_file_matches(patterns: Sequence[str]) -> str:
 
 
 def variable_in(name: str) -> str | None:
-    """Say that a path has a shell's variable in it; None for one that has none."""
+    """Return a message if a path has a shell's variable in it; None if it has none."""
     found = _VARIABLE.search(name)
     return f"{found[0]} is part of the name: variables are not replaced here, write the value" if found else None

@@ -1,4 +1,4 @@
-"""The results of checks that are made before a run, and how they are printed."""
+"""Holds the results of checks that are made before a run, and formats them."""
 
 import sys
 import textwrap
@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check, on one `host` where it is about hosts: what was seen, and the fix where it failed.
-
-    A check that was `skipped` has not passed. `values`: its figures by name.
-    """
+    """The result of one check, on one `host` if it is about hosts: the observation, and the fix if it failed. A
+    `skipped` check has not passed. `values`: its figures by name."""
 
     check: str
     passed: bool
@@ -23,10 +21,8 @@ class Finding:
 
 
 def describe(findings: Sequence[Finding], width: int = sys.maxsize, column: int = 0) -> str:
-    """The findings in lines of `width` columns; hosts with the same finding share them.
-
-    Messages begin behind the longest name, and not before `column`.
-    """
+    """Return the findings in lines of `width` columns; hosts with the same finding share them. Messages begin behind
+    the longest name, and not before `column`."""
     hosts = {finding.host for finding in findings if finding.host}
     indent = " " * max(column, 3 + max(len(finding.check) for finding in findings))
     shared: dict[tuple[str, str, str, str], list[str]] = {}

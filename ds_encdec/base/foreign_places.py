@@ -1,9 +1,9 @@
-"""Every place inside deepspeed, torch, transformers, peft and datasets that this package reaches for.
+"""Lists every place inside deepspeed, torch, transformers, peft and datasets that this package depends on.
 
-None of them is promised by its library, so each has a row here: an upgrade that renames one is found at the start of a
-run, by name, and not by a step that is no longer guarded. Listed are private names, and public ones that are replaced,
-hidden or read where a library documents neither. `check` looks for them; `replaced` and `write` are the only
-ways to change one, and raise where it is missing or has no row. Nothing here imports a library that is not in use.
+The libraries promise none of them, so an upgrade that renames one is reported by name at the start of a run, and does
+not leave a step unguarded. Listed are private names, and public ones that are replaced, hidden or read undocumented.
+`check` looks for them; `replaced` and `write` are the only ways to change one, and raise if it is missing or has no
+row. Nothing here imports a library that is not in use.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, Literal, NamedTuple
 from ds_encdec.base.types import ConfigError
 
 Use = Literal["call", "read", "write", "replace", "hide", "override"]
-"""The ways in which a place is used. `read` and `write` are of fields, which may exist on objects alone."""
+"""The ways to use a place. `read` and `write` are of fields, which may exist on objects alone."""
 
 
 class Place(NamedTuple):
-    """`owner` is `module` or `module:Class`; `user` is the file that needs the place."""
+    """A name in a library. `owner`: `module` or `module:Class`. `user`: the file that needs the place."""
 
     owner: str
     name: str
@@ -35,14 +35,12 @@ class Place(NamedTuple):
 
     @property
     def library(self) -> str:
-        """The package that the place belongs to."""
+        """The name of the library."""
         return self.owner.partition(".")[0].partition(":")[0]
 
     def is_there(self) -> bool:
-        """Look for the place. Imports its owner's module.
-
-        A field that only a built object has counts as there if the source of its class, or module, assigns it.
-        """
+        """Import the owner's module, and return whether the place exists. A field that only a built object has counts
+        if the source of its class, or module, assigns it."""
         module, _, path = self.owner.partition(":")
         try:
             owner: Any = importlib.import_module(module)
@@ -214,14 +212,11 @@ PLACES = tuple(Place(owner, name, use, user) for owner, use, user, names in _ROW
 _BY_NAME = {name: [place for place in PLACES if place.name == name] for name in {place.name for place in PLACES}}
 _MISSING = object()
 _layers: dict[tuple[int, str], list[list[Any]]] = {}
-"""Owner and name → what was there, and what stands in its place, the last one in force. They leave in any order."""
+"""Owner and name → the original, and its replacements, the last one in force. They leave in any order."""
 
 
 def check(*libraries: str) -> None:
-    """Raise ConfigError unless all places of `libraries` are there that are in use.
-
-    In use are those whose owner's module and whose user's are imported by now.
-    """
+    """Raise ConfigError if a place of `libraries` is missing whose owner's and user's modules are both imported."""
     for place in PLACES:
         modules = place.owner.partition(":")[0], "ds_encdec." + place.user.removesuffix(".py").replace("/", ".")
         if place.library in libraries and sys.modules.keys() >= {*modules} and not place.is_there():
@@ -237,7 +232,7 @@ def _lacks(library: str, what: str, user: str) -> str:
 
 
 def _require(owner: Any, name: str, uses: tuple[Use, ...]) -> None:
-    """Raise ConfigError where `owner` has no `name`, and LookupError where no row has that name."""
+    """Raise ConfigError if `owner` has no `name`, and LookupError if no row has that name."""
     rows = [place for place in _BY_NAME.get(name, []) if place.use in uses]
     if not rows:
         raise LookupError(f"foreign_places.py has no row for {name} with {' or '.join(uses)}")
@@ -249,10 +244,8 @@ def _require(owner: Any, name: str, uses: tuple[Use, ...]) -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Inside, `owner.name` is `new`, as an attribute of `owner` itself: an object, a class or a module.
-
-    Raises ConfigError where there is no such place.
-    """
+    """Replace `owner.name` by `new` inside, as an attribute of `owner` itself: an object, a class or a module. Raises
+    ConfigError if there is no such place."""
     _require(owner, name, ("replace", "hide", "write"))
     key, layer = (id(owner), name), [new]
     layers = _layers.setdefault(key, [[vars(owner).get(name, _MISSING)]])
@@ -271,7 +264,7 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 
 def write(owner: Any, **fields: Any) -> None:
-    """Give `owner` the values of `fields`. Raises ConfigError where it has one of them not."""
+    """Set the `fields` of `owner`. Raises ConfigError if one of them is missing."""
     for name, value in fields.items():
         _require(owner, name, ("write",))
         setattr(owner, name, value)

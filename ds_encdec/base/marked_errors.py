@@ -1,7 +1,5 @@
 """Shows the report of a configuration's problems on a terminal: in colour, with the lines of the file that are wrong.
-
-It reads the report's text (config/settings.py), in which a place stands as `  file:line[:column]: field = value`.
-"""
+It reads the report's text (config/settings.py), in which a place stands as ` file:line[:column]: field = value`."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _KEY = re.compile(r"([\w.-]+)[\"']?\s*:")
 
 
 def marked(report: str, width: int) -> Text:
-    """The report with colours and with marks, for a terminal of `width` columns."""
+    """Return the report with colours and marks, for a terminal of `width` columns."""
     lines = report.splitlines()
     return Text("\n").join(part for number in range(len(lines)) for part in _marked_line(lines, number, width))
 
@@ -40,7 +38,7 @@ def _marked_line(lines: list[str], number: int, width: int) -> Iterator[Text]:
 
 
 def _source(found: re.Match[str], field: str, value: str | None, width: int) -> Iterator[Text]:
-    """The line of the file, and what is meant in it marked below: the value, or the key where that is unknown."""
+    """Yield the line of the file, and below it marks under the value, or under the key if that is unknown."""
     try:
         path = Path(found["file"])
         source = path.read_text().splitlines()[int(found["line"]) - 1] if path.is_file() else ""

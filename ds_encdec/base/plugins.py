@@ -1,7 +1,5 @@
-"""Finds the user's own code: an object named `module:name`, of a module in the working folder or an installed one.
-
-docs/library.md has examples.
-"""
+"""Imports the user's own code: an object `module:name` from the working folder or an installed package
+(docs/library.md)."""
 
 from __future__ import annotations
 
@@ -36,10 +34,8 @@ def is_dotted(name: str) -> bool:
 
 
 def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
-    """Import the object `module:name` that is the value of `field`; a module of a library goes before the user's.
-
-    Raises ConfigError, also for what cannot be called with the arguments that parts of the `kind` are given.
-    """
+    """Import the object `module:name` that is the value of `field`; a library's module goes before the user's. Raises
+    ConfigError, also if the object cannot be called with the arguments of its `kind`."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     module, _, attribute = name.removeprefix(PYTHON).partition(":")
@@ -56,7 +52,6 @@ def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
 
 
 def _require_call(what: str, found: Any, given: tuple[str, ...]) -> None:
-    """Raise ConfigError where `found` cannot be called with the arguments that are called `given` here."""
     if not callable(found):
         raise ConfigError(f"{what} is of type {type(found).__name__}, and no function of ({', '.join(given)})")
     try:
@@ -70,7 +65,8 @@ def _require_call(what: str, found: Any, given: tuple[str, ...]) -> None:
 
 
 def _which(module: str) -> str:
-    """The file that Python takes for `module`, and the one of that name in the working folder, if another is taken."""
+    """Return the end of a message: the file that Python takes for `module`, and the working folder's file that it
+    hides."""
     try:
         spec = importlib.util.find_spec(module)
     except (Exception, SystemExit):  # of packages around it
@@ -86,9 +82,7 @@ def _which(module: str) -> str:
 
 def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
     """Return `TypeError: message (file.py:12)`: an error, and the last line of the user's code that was running.
-
-    Where none was, the place is the library's, or missing with `or_library=False`.
-    """
+    Without such a line the place is the library's, or missing with `or_library=False`."""
     ours = os.path.dirname(os.path.dirname(__file__)) + os.sep
     frames = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith((ours, "<"))]
     libraries = ("site-packages", "dist-packages", get_paths()["stdlib"].strip(os.sep))

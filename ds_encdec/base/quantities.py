@@ -1,26 +1,26 @@
-"""Numbers of things, bytes and durations as text. Every module may import this one."""
+"""Formats numbers of things, bytes and durations as text. Every module may import this one."""
 
 import math
 from collections.abc import Sequence, Sized
 
 GIB = 2**30
-"""Bytes of a GiB, the unit that memory is shown in."""
+"""Bytes of a GiB, the unit of memory in messages."""
 
 
 def count(things: Sized | float, noun: str) -> str:
-    """`1 step`, `2 steps`, `2 batches`."""
+    """Return `1 step`, `2 steps` or `2 batches`."""
     how_many = round(things) if isinstance(things, int | float) else len(things)
     return f"{how_many:,} {noun}" + ("" if how_many == 1 else "es" if noun.endswith(("ch", "ss")) else "s")
 
 
 def listed(words: Sequence[str], most: int = 6) -> str:
-    """The `words`, each on a line of its own; of more than `most` those, and how many there are beyond."""
+    """Return each of the `words` on a line; beyond `most`, only how many more there are."""
     beyond = len(words) - most
     return "".join(f"\n  {line}" for line in [*words[:most], *([f"and {beyond} more"] if beyond > 0 else [])])
 
 
 def short(number: float, decimals: int = 0) -> str:
-    """A number in at most seven places: `9,999`, `100,000`, `1.57 M`, `157 B`. `decimals`: of one below 1,000."""
+    """Return a number in at most seven places: `9,999`, `100,000`, `1.57 M`, `157 B`. `decimals`: below 1,000."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if number >= size * 0.9995:
             figure = number / size
@@ -29,7 +29,7 @@ def short(number: float, decimals: int = 0) -> str:
 
 
 def disk_size(num_bytes: float) -> str:
-    """Bytes as disks are sold: `617.5 KB`, `68.2 GB`."""
+    """Return bytes as disks are sold: `617.5 KB`, `68.2 GB`."""
     for size, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
@@ -37,18 +37,18 @@ def disk_size(num_bytes: float) -> str:
 
 
 def gib(num_bytes: float) -> str:
-    """Memory with its unit, to three significant digits below 100 GiB, as tiny models have little: `0.32 GiB`."""
+    """Return memory with its unit, to three significant digits below 100 GiB, for tiny models: `0.32 GiB`."""
     amount = num_bytes / GIB
     return f"{amount:.3g} GiB" if amount < 100 else f"{amount:,.0f} GiB"
 
 
 def in_gib(num_bytes: float) -> str:
-    """Memory in GiB as a figure of a table, whose header has the unit."""
+    """Return memory in GiB as a figure of a table, whose header has the unit."""
     return f"{num_bytes / GIB:,.1f}"
 
 
 def duration(seconds: float) -> str:
-    """A duration in its two largest units, or in days from 2 days on: `3 min 20 s`, `4.55 days`."""
+    """Return a duration in its two largest units, or in days from 2 days on: `3 min 20 s`, `4.55 days`."""
     seconds = max(0.0, seconds) if math.isfinite(seconds) else 0.0
     minutes, hours, days = int(seconds // 60), int(seconds // 3600), seconds / 86400
     if days >= 2:

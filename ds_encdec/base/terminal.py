@@ -1,11 +1,7 @@
-"""Shows what a program of ours says: its log and its progress, through one console, and its errors.
-
-On a terminal log lines stand above the progress bar. Elsewhere each line begins with its time, level and, where several
-ranks write, rank. Only the programs set this up: who imports the package has a log of their own.
-
-The reader of a program's output may leave before its end, as in `ds-encdec plan | head -1`. For most verbs that is the
-end: nobody wants the rest. A training goes on without: what it is for is in its folder.
-"""
+"""Shows a program's log and progress through one console, and its errors. On a terminal, log lines stand above the
+progress bar. Elsewhere each line begins with its time, level and, if several ranks write, rank. Only programs set this
+up: whoever imports the package has another log. If the reader of the output leaves early, as in `ds-encdec plan | head
+-1`, most verbs end, and a training goes on, for its folder."""
 
 from __future__ import annotations
 
@@ -29,10 +25,8 @@ _ERASED_LINE = "\r\x1b[K"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """The console that log and progress share, on standard output; with `stderr` there, unless the other is a terminal.
-
-    NO_COLOR is rich's to honour.
-    """
+    """Return the console that log and progress share: standard output, or with `stderr` standard error if the former is
+    no terminal. rich honours NO_COLOR."""
     return _console(stderr and not is_terminal(sys.stdout))
 
 
@@ -48,17 +42,15 @@ def _console(stderr: bool) -> Console:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Return whether somebody reads `stream` on a terminal. Open MPI gives ranks one that may end in a file."""
+    """Return whether `stream` is a terminal with a reader. Open MPI gives ranks one that may end in a file."""
     return stream.isatty() and "OMPI_COMM_WORLD_SIZE" not in os.environ
 
 
 def log_to_terminal(
     options: argparse.Namespace, level: int = logging.WARNING, *, rank: int = 0, ranks: int = 1
 ) -> None:
-    """Send the log of this process, one of `ranks`, where its user looks; other ranks than 0 only warn.
-
-    `level` is what is shown without the `options` of `VERBOSITY`.
-    """
+    """Write the log of this process, one of `ranks`, for its user; ranks other than 0 only warn unless verbose. `level`
+    counts without the `options` of `VERBOSITY`."""
     quiet, verbose = getattr(options, "quiet", False), getattr(options, "verbose", False)
     if quiet:
         level = logging.WARNING if level < logging.WARNING else logging.ERROR
@@ -75,12 +67,11 @@ def log_to_terminal(
 
 
 def _handler() -> TerminalHandler | None:
-    """The handler that a program of ours has set up, if it has."""
     return next((one for one in logging.getLogger().handlers if isinstance(one, TerminalHandler)), None)
 
 
 class TerminalHandler(logging.Handler):
-    """Writes log records for people, and for files that keep what people would see; see the module."""
+    """Writes log records for people, and for files; the module says how."""
 
     def __init__(self, rank: int, ranks: int, asked: Sequence[str]) -> None:
         super().__init__()
@@ -103,36 +94,34 @@ class TerminalHandler(logging.Handler):
             self.handleError(record)
 
     def stamped(self, text: str, level: str) -> str:
-        """A line of a file, which says when and, among several ranks, who."""
+        """Return a line of a file, with its time and, among several ranks, its rank."""
         who = f" rank {self.rank}" if self.ranks > 1 else ""
         return f"{datetime.now():%Y-%m-%d %H:%M:%S} {level}{who}: {text}"
 
 
 def verbosity() -> Sequence[str]:
-    """The options of `VERBOSITY` that this program was given, for one that it starts."""
+    """Return this program's options of `VERBOSITY`, for a program that it starts."""
     return () if (handler := _handler()) is None else handler.asked
 
 
 def is_quiet() -> bool:
-    """Return whether progress is to be left out."""
+    """Return whether progress is left out."""
     return "--quiet" in verbosity()
 
 
 def _is_watched() -> bool:
-    """Return whether all that this program says is on a terminal."""
     return is_terminal(sys.stdout) and is_terminal(sys.stderr)
 
 
 def stamped(line: str) -> str:
-    """A line of progress as the log would write it: as it is on a terminal, and where no program has set up the log."""
+    """Return a line of progress as the log would write it: unchanged on a terminal, and if no program has set up the
+    log."""
     return line if (handler := _handler()) is None or _is_watched() else handler.stamped(line, "INFO")
 
 
 def take_over(name: str, harmless: Collection[str] = ()) -> None:
-    """Let the logger of a library that prints by itself log like everybody else, without the `harmless` messages.
-
-    Where no program has set up the log, only these messages are left out.
-    """
+    """Route the logger of a library that prints by itself into this program's log, without the `harmless` messages. If
+    no program has set up the log, only these messages are left out."""
     library = logging.getLogger(name)
     library.addFilter(lambda record: record.getMessage() not in harmless)
     if _handler() is not None:
@@ -141,7 +130,7 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
 
 
 def print_marked(text: str, styles: Mapping[str, str]) -> None:
-    """Print `text`, on a terminal with what the regular expressions in `styles` match in that style."""
+    """Print `text`; on a terminal, what the regular expressions in `styles` match has that style."""
     if not is_terminal(sys.stdout):
         print(text)
         return
@@ -154,7 +143,7 @@ def print_marked(text: str, styles: Mapping[str, str]) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Say why the program ends, on standard error; on a terminal in colour, and with the lines that are wrong."""
+    """Print why the program ends, on standard error; on a terminal in colour, and with the lines that are wrong."""
     if not is_terminal(sys.stderr):
         print(f"error: {error}", file=sys.stderr, flush=True)
         return
@@ -169,7 +158,7 @@ def print_error(error: Exception) -> None:
 
 @contextmanager
 def libraries_print_to_stderr() -> Iterator[TextIO]:
-    """Inside, whatever libraries print goes to standard error; standard output is yielded, for the answer."""
+    """Send whatever libraries print inside to standard error; yield standard output, for the answer."""
     stdout = sys.stdout
     with redirect_stdout(sys.stderr):
         yield stdout
@@ -177,7 +166,7 @@ def libraries_print_to_stderr() -> Iterator[TextIO]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Inside, output that nobody reads any more ends the process, and well: `| head` has what it wanted."""
+    """End the process with exit code 0 if nobody reads its output any more: `| head` has all it needs."""
     try:
         yield
         sys.stdout.flush()
@@ -193,11 +182,9 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def outlive_readers() -> None:
-    """From now on what is printed is dropped where nobody takes it: `| head`, a killed `tee`, a terminal that closed.
-
-    Of the whole process, at its file descriptors: libraries print, too, log, and flush once more at the exit. Streams
-    that are not the process's own (a test's, a notebook's) are left alone.
-    """
+    """Drop, from now on, output that nobody takes: `| head`, a killed `tee`, a terminal that closed. This works at the
+    process's file descriptors, because libraries also print, log, and flush once more at the exit. Streams that are not
+    the process's own (a test's, a notebook's) are left alone."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
@@ -211,7 +198,7 @@ def outlive_readers() -> None:
 
 
 class _Output(io.FileIO):
-    """Takes whatever is written, also where the file does not."""
+    """Takes whatever is written, even if the file does not."""
 
     def write(self, data: Any, /) -> int:
         try:

@@ -1,7 +1,5 @@
-"""The versions of other packages that this one was tested with: the ranges in pyproject.toml.
-
-A range is raised only by a green run of `scripts/dev/newest.sh`, and written nowhere else.
-"""
+"""Reads the tested versions of other packages: the ranges in pyproject.toml. A range is raised only by a green run of
+`scripts/dev/newest.sh`, and written nowhere else."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -13,10 +11,8 @@ _PACKAGE = "ds_encdec"
 
 
 def known_ranges() -> dict[str, Requirement]:
-    """The requirement for each package by name, those of extras as well.
-
-    A clone's own pyproject.toml goes before the installed metadata, which may be older.
-    """
+    """Return the requirement for each package by name, including those of extras. A clone's pyproject.toml goes before
+    the installed metadata, which may be older."""
     found: dict[str, Requirement] = {}
     for requirement in map(Requirement, _lines()):
         if requirement.name != _PACKAGE and requirement.specifier:
@@ -25,7 +21,7 @@ def known_ranges() -> dict[str, Requirement]:
 
 
 def range_of(name: str) -> str:
-    """The range of versions of one package in words: `>=5.3,<5.25`."""
+    """Return the tested range of one package: `>=5.3,<5.25`."""
     requirement = known_ranges().get(name)
     if requirement is None:
         return "any version"
@@ -33,7 +29,7 @@ def range_of(name: str) -> str:
 
 
 def outside_tested_ranges() -> list[str]:
-    """A line for each installed package whose version is outside of its range: package, version and range."""
+    """Return a line for each installed package outside its range: package, version and range."""
     lines = []
     for name, requirement in known_ranges().items():
         try:

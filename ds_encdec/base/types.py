@@ -1,10 +1,9 @@
-"""The names that travel through the engine: one small type for each step of the data flow.
+"""Defines the types that travel through the engine, one for each step of the data flow.
 
     text ─ sources ─► Document ─ tokenizer, ul2 ─► Example ─ packing, collate ─► Batch
          ─ engine ─► LossSum, StepResult ─ monitor ─► metrics ─ checkpoint ─► TrainingState
 
-This is the lowest room but for the tables that it hands on: it imports torch only for type checkers, so that
-`--help` and configuration errors never pay for importing it.
+Torch is imported for type checkers alone, so that `--help` and configuration errors never wait for it.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ IGNORE_INDEX = -100  # label of a position that carries no loss (PyTorch's and H
 
 
 class DsEncDecError(Exception):
-    """A problem the user can mend. The message names what, where and the fix; `exit_code` is the process's.
-
-    `common`: whether every rank ends with it, so that rank 0 alone need say it; None where nobody has told.
-    """
+    """A problem that the user can fix. The message names what, where and the fix; `exit_code` is the process's.
+    `common`: whether every rank ends with it, so that only rank 0 need report it; None if unknown."""
 
     exit_code = 1
     common: bool | None = None
@@ -38,7 +35,7 @@ class DsEncDecError(Exception):
 
 
 class ConfigError(DsEncDecError, exit_code=2):
-    """The configuration, or the machine it asks for, is not usable."""
+    """The configuration, or the machine it needs, is not usable."""
 
 
 class OutputLockedError(DsEncDecError, exit_code=3):
@@ -66,7 +63,7 @@ class HangError(DsEncDecError, exit_code=8):
 
 
 class LostRankError(DsEncDecError, exit_code=9):
-    """A rank, or the connection to it, is gone; those left are not at fault, and a new start may go on."""
+    """A rank, or the connection to it, is gone; the others are not at fault, and a new start may go on."""
 
 
 class GateError(DsEncDecError, exit_code=10):
@@ -74,17 +71,14 @@ class GateError(DsEncDecError, exit_code=10):
 
 
 class Preempted(DsEncDecError, exit_code=75):
-    """The run was asked to stop, saved itself, and can be resumed."""
+    """The run stopped on request, saved itself, and can be resumed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text or record of a source. `key` names it uniquely and stably within the data set.
-
-    `token_ids`: from a source that has token ids from the start, what a `data.examples.ExampleMaker` would read; of a
-    text it is an int32 array [n]. `record`: a whole row, where the objective asks for it. Neither is a part of the
-    `repr`, by whose digest checkpoints know the built-in corpus.
-    """
+    """One text or record of a source. `key` names it uniquely and stably within the data set. `token_ids`: from a
+    source of token ids, the input of a `data.examples.ExampleMaker`; for a text an int32 array [n]. `record`: a whole
+    row, if the objective needs it. Neither is in the `repr`, by whose digest checkpoints know the built-in corpus."""
 
     key: str
     text: str
@@ -94,12 +88,9 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One training pair.
-
-    `encoder_ids` and `decoder_ids`: int32 arrays of token ids. `decoder_ids` are the *targets*; the
-    decoder's input is the same sequence shifted right behind `decoder_start_token_id`.
-    `denoiser` is one of `TASKS`; `document` is the key of the `Document` it was cut from.
-    """
+    """One training pair: int32 arrays of token ids. `decoder_ids` are the *targets*; the decoder's input is the same
+    sequence shifted right behind `decoder_start_token_id`. `denoiser` is one of `TASKS`; `document` is the key of the
+    `Document` it comes from."""
 
     encoder_ids: np.ndarray
     decoder_ids: np.ndarray
@@ -111,9 +102,8 @@ class Example:
 class Batch:
     """One packed micro-batch: two flat buffers without padding between examples.
 
-    Shapes: Te and Td are the token budgets of the two sides, N the examples in the batch. Examples
-    stand one behind the other at the front of each buffer in the same order on both sides; what is
-    left at the end of a buffer is padding, known by length and never by token id.
+    Te and Td are the token budgets of the two sides, N the examples. These stand in the same order on both sides, from
+    the front of each buffer; the rest is padding, known by length and never by token id.
 
     | field | dtype, shape | meaning |
     |---|---|---|
@@ -124,7 +114,7 @@ class Batch:
     | denoiser_ids | int64 [Td] | index into `TASKS` of each decoder token; 0 on padding (no loss there) |
     | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
     | documents | N strings | key of the document of each example |
-    | lane, number | integers | the lane it comes from, and which of that lane's it is: dropout is drawn by them |
+    | lane, number | integers | its lane, and its number there: dropout is drawn by them |
     """
 
     encoder_ids: Tensor
@@ -143,16 +133,16 @@ class Batch:
 
     @property
     def encoder_tokens(self) -> int:
-        """Real encoder tokens."""
+        """The number of real encoder tokens."""
         return sum(self.encoder_lengths)
 
     @property
     def target_tokens(self) -> int:
-        """Tokens that carry loss. Every real decoder token does."""
+        """The number of tokens that carry loss, as every real decoder token does."""
         return sum(self.decoder_lengths)
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch on `device`; copies are asynchronous where the memory is pinned."""
+        """Return the same batch on `device`; copies are asynchronous if the memory is pinned."""
         moved = {
             field.name: value.to(device, non_blocking=True)
             for field in dataclasses.fields(self)
@@ -163,12 +153,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class LossSum:
-    """Loss of one micro-batch on this rank, not yet normalised.
-
-    `total`: float32 scalar with gradient, the sum of token losses in nats. `by_denoiser` and
-    `tokens_by_denoiser`: float32 [len(TASKS)], detached: the same sum and the target tokens
-    split by `TASKS`. All on the engine's device; nothing here has been synchronised.
-    """
+    """The loss of one micro-batch on this rank, not yet normalised. `total`: float32 scalar with gradient, the sum of
+    token losses in nats. `by_denoiser` and `tokens_by_denoiser`: float32 [len(TASKS)], detached: the same sum and the
+    target tokens by `TASKS`. All are on the engine's device, and nothing has been synchronised."""
 
     total: Tensor
     by_denoiser: Tensor
@@ -176,11 +163,9 @@ class LossSum:
 
 
 class RowCounts(NamedTuple):
-    """Rows of the data that were passed over, by pass over their source.
-
-    `bad`: rows that could not be read. `long`: examples above a maximum length, left out or cut off. `last_bad`: the
-    newest bad row's step, lane and problem.
-    """
+    """Counts of rows with a problem, by pass over their source. `bad`: rows that could not be read, and were skipped.
+    `long`: examples above a maximum length, left out or cut off. `last_bad`: the newest bad row's step, lane and
+    problem."""
 
     bad: Sequence[int] = ()
     long: Sequence[int] = ()
@@ -188,7 +173,7 @@ class RowCounts(NamedTuple):
 
     @classmethod
     def summed(cls, counts: Iterable[RowCounts]) -> RowCounts:
-        """The counts of several lanes, or ranks, together; some may have begun fewer passes."""
+        """Return the sum over several lanes, or ranks, some of which may have begun fewer passes."""
         counts = [*counts]
         bad = [sum(of_pass) for of_pass in zip_longest(*(one.bad for one in counts), fillvalue=0)]
         long = [sum(of_pass) for of_pass in zip_longest(*(one.long for one in counts), fillvalue=0)]
@@ -200,12 +185,12 @@ NO_ROWS = RowCounts()
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step. `applied` is False when it was skipped (non-finite gradients, or vetoed).
+    """One optimizer step. `applied` is False if it was skipped (non-finite gradients, or vetoed).
 
-    `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: the rate this
-    step was made with (of the first parameter group). `extra`: whatever else the engine measures, by the name under
-    which it is published (docs/metrics.md): float32 scalars on its device, of the same names on every rank. The mean
-    over the ranks, and over the interval's applied steps, is a metric of the run; nothing else has to know of it.
+    `grad_norm`: float32 scalar tensor, global L2 norm before clipping. `learning_rate`: of this step (the first
+    parameter group's). `extra`: other measurements of the engine by metric name (docs/metrics.md): float32 scalars on
+    its device, with the same names on every rank. Their mean over the ranks, and over the interval's applied steps, is
+    logged without further code.
     """
 
     applied: bool
@@ -215,7 +200,7 @@ class StepResult:
 
 
 def _with_earlier_name(cls: type[TrainingState]) -> type[TrainingState]:
-    """Let `best_value` be given by its earlier name, `best_eval_loss`, too."""
+    """Let `best_value` also be given by its earlier name, `best_eval_loss`."""
     init = cls.__init__
 
     @functools.wraps(init)
@@ -231,20 +216,18 @@ def _with_earlier_name(cls: type[TrainingState]) -> type[TrainingState]:
 @_with_earlier_name
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """The position of a run. Saved in every checkpoint; equal on all ranks.
+    """The position of a run, saved in every checkpoint and equal on all ranks.
 
     `global_step` counts applied optimizer steps (schedules follow it), `data_step` consumed ones, `skipped_steps` their
-    difference. Token counts are global, over all ranks, without padding; `total_tokens_seen` has both sides'. `epoch`
-    is the number of the pass over the data that the slowest lane is in. `best_by` says which evaluation is the best,
-    `TrainingConfig.best_by`: `lowest loss` (nats per target token), `highest exact_match`. `best_value` is that of
-    the best saved checkpoint, which is `best_step`'s: a loss unless `best_by` names another figure. It may be given as
-    `best_eval_loss`. `leading_value` is
-    the best that counted for early stopping, `evaluations_since_leading` how many have come after it. `rollbacks`
-    counts those of the whole run, `bad_rows` the rows that could not be read and were passed over, in the pass over the
-    data that had most of them, `long_rows` likewise those that were too long, and left out or cut off.
+    difference. Token counts are global, without padding; `total_tokens_seen` has both sides'. `epoch`: the pass over
+    the data that the slowest lane is in. `best_by` orders evaluations as `TrainingConfig.best_by`: `lowest loss` (nats
+    per target token), `highest exact_match`. `best_value`: of the best saved checkpoint, that of `best_step`; also
+    accepted as `best_eval_loss`. `leading_value`: the best that counted for early stopping, `evaluations_since_leading`
+    evaluations ago. `rollbacks` counts those of the whole run, `bad_rows` the unreadable rows in the pass with the most
+    of them, `long_rows` likewise those that were too long, and left out or cut off.
 
-    A rollback takes `global_step` and what belongs to the weights back to the checkpoint's; what counts the data
-    consumed (`data_step`, tokens, epoch) goes on.
+    A rollback takes `global_step` and all that belongs to the weights back to the checkpoint's; counts of consumed data
+    (`data_step`, tokens, epoch) go on.
     """
 
     global_step: int = 0
@@ -264,24 +247,24 @@ class TrainingState:
 
     @property
     def encoder_tokens_seen(self) -> int:
-        """Non-padding tokens of the encoder's side."""
+        """The encoder side's tokens, without padding."""
         return self.total_tokens_seen - self.target_tokens_seen
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict, which `from_dict` restores."""
+        """Return a JSON-able dict, which `from_dict` restores."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> TrainingState:
-        """Restore what `to_dict` saved. Raises TypeError for other fields."""
+        """Restore the state of a `to_dict`. Raises TypeError for other fields."""
         return cls(**saved)
 
     def choosing_by(self, best_by: str) -> TrainingState:
-        """The state from which evaluations are compared by `best_by`; what was found by another order is forgotten."""
+        """Return the state that compares evaluations by `best_by`, without results of another order."""
         return self if best_by == self.best_by else dataclasses.replace(self.choosing_anew(), best_by=best_by)
 
     def choosing_anew(self) -> TrainingState:
-        """The state without what its evaluations have found."""
+        """Return the state without the results of its evaluations."""
         forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
         return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)
 
@@ -290,36 +273,33 @@ class WeightSource(Protocol):
     """Looks up a parameter, on the CPU, by its canonical name: the name in `named_parameters()`, a tied one's first."""
 
     def __call__(self, name: str, rows: slice = slice(None), /) -> Tensor:
-        """The parameter, or `rows` (start and stop, no step) of its first dimension. Any floating dtype."""
+        """Return the parameter, or `rows` (start and stop, no step) of its first dimension, in any floating dtype."""
 
 
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
 """The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
 
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
-"""All that optimizers may keep: AdamW has both, Muon the first alone of a hidden matrix."""
+"""The moments that optimizers may keep: AdamW keeps both, Muon only the first of a hidden matrix."""
 
 
 def is_hidden_matrix(name: str) -> bool:
-    """Tell if the parameter of this canonical name is a matrix of a layer, as which Muon steps it."""
+    """Return whether the parameter of this canonical name is a matrix of a layer, which Muon steps as such."""
     return ".layers." in name and name.endswith("_proj.weight")
 
 
 class SavedState(Protocol):
-    """The weights and AdamW state in a checkpoint, whatever engine, sharding and number of ranks wrote them.
-
-    Opened on every rank after the hashes of all files were checked; reads files, talks to no other rank.
-    """
+    """The weights and AdamW state in a checkpoint, whatever engine, sharding and number of ranks wrote them. Every rank
+    opens it after the hashes of all files were checked; it reads files, and has no collectives."""
 
     applied_steps: int
-    """Optimizer steps behind this state: AdamW's own counter, of every parameter."""
+    """Optimizer steps behind this state: AdamW's counter of every parameter."""
     loss_scaler: Mapping[str, float | int] | None
-    """State of a dynamic loss scale (float16), where the engine that saved had one."""
+    """State of a dynamic loss scale (float16), if the engine that saved had one."""
     shapes: Mapping[str, tuple[int, ...]]
     """Neutral name → full shape, in the order of `named_parameters()`."""
 
     def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Elements [start, stop) of the flattened full parameter: float32, one dimension, on the CPU, the caller's own.
-
-        Takes only about as much memory as is asked for. Raises CheckpointError where the checkpoint has no such entry.
-        """
+        """Return elements [start, stop) of the flattened full parameter: float32, one dimension, on the CPU, not
+        shared. Takes only about the memory of these elements. Raises CheckpointError if the checkpoint has no such
+        entry."""

@@ -1,7 +1,5 @@
-"""Reports a rank's start-up error to the others, which would otherwise wait for it.
-
-Torch, which the meeting needs, is imported only where somebody waits: rank 0 reports a wrong configuration at once.
-"""
+"""Reports a rank's start-up error to the others, which would otherwise wait for it. Torch is imported only if a rank
+has to wait, so that rank 0 reports a wrong configuration at once."""
 
 import os
 import socket
@@ -17,17 +15,15 @@ from ds_encdec.base.types import DsEncDecError, Preempted
 from ds_encdec.launch.world import LAUNCHER_PROGRAMS, World
 
 RANK_ZERO_SECONDS = 10.0
-"""How long a rank waits for rank 0, which mostly finds the same, before it prints its own error."""
+"""How long a rank waits for rank 0, which mostly meets the same error, before it prints its own."""
 START_MINUTES = 5.0
-"""The default of `infra.start_timeout_minutes`; the configuration may be what cannot be read."""
+"""The default of `infra.start_timeout_minutes`, which counts because the configuration may be unreadable."""
 
 
 @contextmanager
 def startup_errors_shared(world: World) -> Iterator[None]:
-    """Before the meeting: end the other ranks too at an error inside, with this one's host and words.
-
-    It is raised as the error that all have. An unforeseen one is printed here as well, with its traceback.
-    """
+    """Raise an error of the block on every rank, with the rank and host that met it. Use this before the rendezvous. An
+    unforeseen error is also printed on this rank, with its traceback."""
     try:
         yield
     except Exception as error:
@@ -42,7 +38,7 @@ def startup_errors_shared(world: World) -> Iterator[None]:
 
 
 def _share(world: World, error: DsEncDecError) -> None:
-    """Raise the error that all ranks have of this one; return where no other rank could be reached."""
+    """Raise the common error of all ranks; return if this rank is to raise its own."""
     if world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS:
         return  # it prints now, and the launcher ends the others
     if world.num_nodes == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):

@@ -1,8 +1,5 @@
-"""The facts that the ranks of a run must have in common, compared before the first of them builds anything.
-
-Ranks that differ in a setting would train in silence, each something else. These are comparisons alone: who asks whom
-is meeting.py's matter.
-"""
+"""Compares the facts that the ranks of a run must have in common before any of them builds anything. Ranks that differ
+in a setting would silently train on different terms. rendezvous.py exchanges the facts."""
 
 import hashlib
 import itertools
@@ -34,17 +31,17 @@ OWN_TO_A_HOST = {
     "wandb_entity": "rank 0's alone is used",
     "wandb_run_name": "rank 0's alone is used",
 }
-"""Last parts of the names of settings that may differ between ranks → why."""
+"""Settings that may differ between ranks, by the last part of their names → why."""
 
 _LONGEST_VALUE = 120
 _MOST_LINES = 12
 
 Ranks = Mapping[int, Any]
-"""Something of each rank."""
+"""A value for each rank."""
 
 
 def flat(values: Mapping[str, Any], at: str = "") -> dict[str, str]:
-    """Every value as JSON, under its dotted name; lists of mappings by number."""
+    """Return every value as JSON under its dotted name; lists of mappings are numbered."""
     found: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
@@ -57,17 +54,18 @@ def flat(values: Mapping[str, Any], at: str = "") -> dict[str, str]:
 
 
 def shared_settings(settings: Mapping[str, Any]) -> dict[str, str]:
-    """The settings of a run that every rank must have alike, flat."""
+    """Return the settings that must be equal on all ranks, flat."""
     return {name: value for name, value in flat(settings).items() if name.rpartition(".")[2] not in OWN_TO_A_HOST}
 
 
 def digest(facts: Any) -> str:
-    """Short and equal for equal facts."""
+    """Return a short digest, equal for equal facts."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:15]
 
 
 def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
-    """The versions on this host that ranks compare, by name: of what all need, and what `engines` do."""
+    """Return the versions on this host that ranks compare, by name: of packages that all need, and of those of
+    `engines`."""
     found = {"python": platform.python_version()}
     found |= installed_versions("torch", "transformers", "tokenizers", "numpy")
     found |= installed_versions(*filter(None, (ENGINES[engine].package for engine in engines)))
@@ -75,10 +73,8 @@ def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
 
 
 def own_facts(world: World, device: torch.device, engine: EngineName, settings: Mapping[str, str]) -> dict[str, Any]:
-    """This rank's part of the comparison: what must be `equal`, `versions`, and what a person should know of.
-
-    The package is known by the digest of its files, which changes of a checkout that nobody has committed are in.
-    """
+    """Return this rank's facts: those that must be `equal`, its `versions`, and those that are `noted` for a person.
+    The code counts by a digest of its files, so uncommitted changes differ, too."""
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
     code = digest([[file.relative_to(package).as_posix(), file.read_text(errors="replace")] for file in files])
@@ -97,10 +93,8 @@ def own_facts(world: World, device: torch.device, engine: EngineName, settings: 
 def compare_rank_facts(
     everyones: Mapping[int, Mapping[str, Mapping[str, Any]]], hosts: Ranks
 ) -> tuple[list[str], list[str]]:
-    """Lines on what keeps these ranks, by their `own_facts`, from training together, and on what is worth a warning.
-
-    A version may differ in its last part.
-    """
+    """Return lines on differences that keep the ranks from training together, and on those that deserve a warning. A
+    version that has the same first two parts deserves only a warning."""
     errors = differences({rank: facts["equal"] for rank, facts in everyones.items()}, hosts)
     warnings: list[str] = []
     versions = {rank: facts["versions"] for rank, facts in everyones.items()}
@@ -117,10 +111,8 @@ def compare_rank_facts(
 def differences(
     everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks, alike: Mapping[int, Sequence[int]] | None = None
 ) -> list[str]:
-    """A line for each name under which not all ranks have the same: its values, and whose they are.
-
-    `alike`: the ranks that one of them stands for.
-    """
+    """Return a line for each name whose values differ between ranks, with the values and their ranks. `alike`: rank →
+    the ranks that it stands for."""
     names = dict.fromkeys(itertools.chain.from_iterable(everyones.values()))
     lines = []
     for name in names:
@@ -136,12 +128,12 @@ def differences(
 
 
 def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
-    """Everything that all ranks are to know of each other, in JSON's types. Raises ConfigError for ranks that differ.
+    """Return all that ranks need to know of each other, in JSON's types. Raises ConfigError for ranks that differ.
 
-    `places`: of each rank its `machine`, `address`, `cores`, `uuid` (of its GPU) and `facts`. Returns `sharing`: of
-    each rank, how many have cores of its own; `reached`: of two machines at most the name, and an address that others
-    reach; `kinds`: the ranks of each kind of settings, where there are several; `errors` that are to be told with the
-    differences between those, and `warnings`.
+    `places`: rank → `machine`, `address`, `cores`, `uuid` (of its GPU) and `facts`. Returns `sharing`: for each rank,
+    how many have some of its cores; `reached`: of at most two machines the name, and an address that others reach;
+    `kinds`: the ranks of each kind of settings, if there are several; `errors` to report with the differences between
+    those; `warnings`.
     """
     on_gpu: dict[Any, list[int]] = {}
     kinds: dict[str, list[int]] = {}
@@ -170,7 +162,8 @@ def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> d
 
 
 def sharing(places: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """How many ranks may run on some of each rank's cores, itself included. `places`: of each, machine and cores."""
+    """Return for each rank how many, itself included, may run on some of its cores. `places`: machine and cores of
+    each."""
     users = Counter((machine, tuple(cores)) for machine, cores in places)
     return [
         sum(count for (other, theirs), count in users.items() if other == machine and not set(cores).isdisjoint(theirs))
@@ -184,7 +177,7 @@ def _listed(lines: Sequence[str]) -> str:
 
 
 def not_alike(lines: Sequence[str]) -> ConfigError:
-    """The error of ranks that would not train one model."""
+    """Return the error of ranks that would not train one model."""
     return ConfigError(
         "the ranks do not agree, so they would not train one model:\n"
         + _listed(lines)
@@ -194,7 +187,8 @@ def not_alike(lines: Sequence[str]) -> ConfigError:
 
 
 def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectives) -> None:
-    """Raise DataError on all ranks where they do not read the same data. `fingerprint`: data/fingerprint.py's facts."""
+    """Raise DataError on all ranks unless they read the same data; a collective. `fingerprint`: data/fingerprint.py's
+    facts."""
     mine = flat(fingerprint)
     own = int(digest(mine), 16)
     least, most = collectives.lowest(own, -own)
@@ -216,7 +210,6 @@ def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectiv
 
 
 def _shown(name: str, value: Any) -> str:
-    """The value in few words, and without secrets."""
     text = value if isinstance(value, str) else json.dumps(value)
     _, hidden = shlex.split(masked(["", f"{name}={text}"]))
     text = hidden.removeprefix(f"{name}=")
@@ -224,7 +217,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int], hosts: Ranks) -> str:
-    """`rank 3 (node1)`, `ranks 0-7 (node0), 9 (node1)`; ranks whose host is not known stand without one."""
+    """Return `rank 3 (node1)` or `ranks 0-7 (node0), 9 (node1)`; ranks of unknown hosts have none in brackets."""
     ranks = sorted(ranks)
     places: dict[str | None, list[int]] = {}
     for rank in ranks:
@@ -234,7 +227,7 @@ def ranks_in_words(ranks: Iterable[int], hosts: Ranks) -> str:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Sorted ranks as `0-7, 12`."""
+    """Return sorted ranks as `0-7, 12`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

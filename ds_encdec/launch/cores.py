@@ -1,4 +1,4 @@
-"""The cores of this machine, which ranks share with each other; and the error where it has no GPU."""
+"""Keeps OpenMP from spinning on cores that ranks share, and words the error for a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ _WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def wait_without_spinning(environ: MutableMapping[str, str]) -> None:
-    """Have OpenMP's threads sleep soon after a parallel region. Call this before torch is imported.
-
-    GNU's default is to spin for milliseconds. Documents that are attended to one by one are thousands of regions of
-    microseconds: with two threads and other work on the cores they cost 47 s of CPU time where these settings cost 19 s
-    and one thread 17 s. What the user has set is left.
-    """
+    """Let OpenMP's threads sleep soon after a parallel region, unless the user has set how they wait. Call this before
+    torch is imported. GNU's default spins for milliseconds. Attention to documents one by one is thousands of regions
+    of microseconds: with two threads on busy cores they cost 47 s of CPU time, 19 s with these settings, and 17 s with
+    one thread."""
     if not any(name in environ for name in _WAIT_POLICIES):
         environ.update(GOMP_SPINCOUNT="1000", KMP_BLOCKTIME="0")  # torch's own OpenMP is GNU's, conda's is LLVM's
 
 
 def no_gpu(what: str, named: str = "infra.device=cuda") -> ConfigError:
-    """The error of who wants a GPU, as is `named`, on a machine that has `what`, in words."""
+    """Return the error of a field or option `named` that needs a GPU, on a machine that has `what` ("no GPU")."""
     if named.startswith("--"):
         return ConfigError(f"{named}: this machine has {what}. Leave it out: then a GPU is taken where there is one")
     return ConfigError(

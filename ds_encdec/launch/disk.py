@@ -1,8 +1,5 @@
-"""Files that appear whole under their names or not at all, the user's cache, and file systems that refuse a file.
-
-Refusals are recognised in errors, and reported with the space that is free and the fix. The cache folder holds texts
-that every process needs and that take a second to make, and DeepSpeed's compiled operators.
-"""
+"""Writes files that appear whole or not at all, keeps the user's cache, and reports file systems that refuse a file.
+The cache holds texts that every process needs and that take a second to make, and DeepSpeed's compiled operators."""
 
 import errno
 import hashlib
@@ -31,21 +28,19 @@ _LOOK = "Look at that file system: is it mounted, healthy, and writable for this
 
 
 class DiskRefusedError(CheckpointError):
-    """A file system does not take the files of a checkpoint or model."""
+    """A file system refuses the files of a checkpoint or model."""
 
 
 def disk_error(error: BaseException | None) -> OSError | None:
-    """The OSError of a file system that `error` is or was raised from; None for others, also those of a network.
-
-    A RuntimeError while an OSError was handled counts: torch.save raises that where it cannot close its file.
-    """
+    """Return the OSError of a file system that `error` is or comes from; None for others, including those of a network.
+    A RuntimeError while an OSError was handled counts: torch.save raises that if it cannot close its file."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or (error.__context__ if type(error) is RuntimeError else None)
     return None if isinstance(error, ConnectionError | TimeoutError) else error
 
 
 def free_bytes(folder: Path) -> int | None:
-    """Space on the file system of `folder`; None where that does not say (some network ones report 0 in all)."""
+    """Return the free space of the file system of `folder`; None if it reports none (some network ones: 0 in all)."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -55,10 +50,8 @@ def free_bytes(folder: Path) -> int | None:
 
 @dataclass(slots=True)
 class Writing:
-    """Files that are being written into `folder`, for the error where its file system does not take them.
-
-    `what` they are ("The checkpoint"), how to `make_room`, the rank that writes, and their bytes (0: not known yet).
-    """
+    """Files that are being written into `folder`, with the words of the error if its file system refuses them. `what`:
+    the files ("The checkpoint"). `make_room`: how to free space. `rank`: the writer. `num_bytes`: 0 if unknown."""
 
     folder: Path
     what: str
@@ -68,7 +61,7 @@ class Writing:
 
     @contextmanager
     def refusals_told(self) -> Iterator[None]:
-        """Raise DiskRefusedError where what is wrapped, a block or a function, raises a file system's error."""
+        """Raise DiskRefusedError if the wrapped block or function raises a file system's error."""
         try:
             yield
         except Exception as error:
@@ -82,13 +75,12 @@ class Writing:
             raise self._refused(cause, advice) from error
 
     def require_space(self, num_bytes: int) -> None:
-        """Take note of what the files take. Raises DiskRefusedError where less is free."""
+        """Record the size of the files. Raises DiskRefusedError if less is free."""
         self.num_bytes = num_bytes
         if (free := free_bytes(self.folder)) is not None and free < num_bytes:
             raise self._refused("too little space is free", self.make_room)
 
     def _refused(self, cause: str, advice: str) -> DiskRefusedError:
-        """The error, with the space that is free now: some more will be when what was written is removed."""
         takes = f"takes about {disk_size(self.num_bytes)} and " if self.num_bytes else ""
         free = free_bytes(self.folder)
         has = "an unknown amount" if free is None else disk_size(free)
@@ -97,11 +89,9 @@ class Writing:
 
 @contextmanager
 def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """Open a file that takes the name `path` when the block is left without an error, and is removed otherwise.
-
-    A reader, or a crash, sees the old content or the new one and nothing between; only a kill leaves the temporary file
-    behind. `mode`: its permissions, before the umask. Raises OSError.
-    """
+    """Open a file that takes the name `path` if the block succeeds, and is removed if it raises. A reader, or a crash,
+    sees the old content or the new, and no mixture; only a kill leaves the temporary file behind. `mode`: its
+    permissions, before the umask. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -116,7 +106,7 @@ def atomic_file(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the content of `path`, text in UTF-8, by way of an `atomic_file`. Raises OSError."""
+    """Replace the content of `path`, text in UTF-8, through an `atomic_file`. Raises OSError."""
     with atomic_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
@@ -131,22 +121,20 @@ def flush_folder(path: Path) -> None:
 
 
 def unused_path(path: Path) -> Path:
-    """Return `path`, or where there is one already, `path` with the first number behind it that is free."""
+    """Return `path`, or if it exists, `path` with the first free number behind it."""
     numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(name for name in itertools.chain([path], numbered) if not name.exists())
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/ds_encdec`, which need not exist. Raises RuntimeError without that variable and a home."""
+    """Return `$XDG_CACHE_HOME/ds_encdec`, which may not exist. Raises RuntimeError without that variable and a home."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "ds_encdec")
 
 
 def cached(name: str, made_from: Iterable[bytes], make: Callable[[], str]) -> str:
-    """The text that `make` returns, or returned to an earlier call with this `name` and `made_from`.
-
-    It is kept in `$XDG_CACHE_HOME/ds_encdec/NAME-DIGEST.json`. Without a home, or with an OSError from `made_from`,
-    `make` is called every time; a damaged file is replaced, and one that cannot be written is left out.
-    """
+    """Return the text of `make`, from the cache if an earlier call with this `name` and `made_from` has stored it
+    there. The file is `$XDG_CACHE_HOME/ds_encdec/NAME-DIGEST.json`. A damaged one is replaced. Without a home, after an
+    OSError from `made_from`, or if the file cannot be written, `make` is called every time."""
     path = None
     with suppress(OSError, RuntimeError, ValueError):  # the last two: no home; no JSON
         digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in made_from)).hexdigest()[:32]
@@ -162,11 +150,9 @@ def cached(name: str, made_from: Iterable[bytes], make: Callable[[], str]) -> st
 
 
 def build_folder(environ: Mapping[str, str]) -> Path:
-    """The folder for compiled operators: the user's TORCH_EXTENSIONS_DIR, or a private, stable one.
-
-    The private one carries a hash of what the binaries depend on (versions, instruction set), so an
-    upgrade, or another kind of node that shares the home folder, never loads what does not fit it.
-    """
+    """Return the folder for compiled operators: the user's TORCH_EXTENSIONS_DIR, or a private, stable one. The private
+    name hashes what the binaries depend on (versions, instruction set), so that neither an upgrade nor another kind of
+    node with the same home folder loads binaries that do not fit."""
     if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
@@ -178,14 +164,14 @@ def build_folder(environ: Mapping[str, str]) -> Path:
 
 
 def cpu_line(*beginnings: str) -> str:
-    """The first line of /proc/cpuinfo with one of these beginnings; empty where there is none, as outside Linux."""
+    """Return the first line of /proc/cpuinfo with one of these beginnings; empty if there is none, as outside Linux."""
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         return next((line.rstrip("\n") for line in lines if line.startswith(beginnings)), "")
     return ""
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """The versions of those of `packages` that are installed, by name."""
+    """Return the versions of those of `packages` that are installed, by name."""
     versions = {}
     for name in packages:
         with suppress(PackageNotFoundError):

@@ -1,10 +1,7 @@
-"""The place of a run, and collectives of its ranks outside the engine: small exchanges on the host, over gloo.
-
-They never touch the accelerator, so none of them waits for a kernel. All are no-ops for one process.
-
-Sums, minima and broadcasts take about as long as the logarithm of the number of ranks. An all-gather takes as long as
-the number itself (some 0.1 s at a thousand, BENCHMARKS.md), so there is none.
-"""
+"""Exchanges small records between the ranks of a run on the host, over gloo and outside the engine. The exchanges never
+touch the accelerator, so none waits for a kernel; for one process all are no-ops. Sums, minima and broadcasts take time
+with the logarithm of the number of ranks; an all-gather would take time with the number itself (some 0.1 s at a
+thousand, BENCHMARKS.md), so none is used."""
 
 import logging
 import pickle
@@ -34,19 +31,17 @@ T = TypeVar("T")
 
 ENOUGH_OPEN_FILES = 1 << 16
 GLOO_GROUPS = 3
-"""At most so many groups connect every rank with every other: ours, their background, and DeepSpeed's on CPUs."""
+"""The most groups that connect every rank with every other: this one, its background, and DeepSpeed's on CPUs."""
 OWN_OPEN_FILES = 512
-"""At most so many files of a rank are open beside its connections."""
+"""The most files that a rank opens besides its connections."""
 
 
 class Reduction:
-    """Numbers of all ranks on their way to be combined, element by element, since this was made.
-
-    `waited_seconds`: how long this rank was there before the last one; 0.0 before that one came.
-    """
+    """An all-reduce of numbers, element by element, that is under way since this was made. `waited_seconds`: how long
+    this rank has waited for the last one; 0.0 until that has come."""
 
     def __init__(self, values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-        """Collective; returns at once. `group`: None for the training's own."""
+        """A collective, which returns at once. `group`: None for the training's own."""
         self._values, self.waited_seconds = values, 0.0
         self._work: dist.Work | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -59,23 +54,19 @@ class Reduction:
             self._work.get_future().add_done_callback(note)
 
     def result(self) -> Tensor:
-        """The combined numbers, the same on every rank. Waits for them."""
+        """Wait, and return the combined numbers, the same on every rank."""
         if self._work is not None:
             self._work.wait()
         return self._values
 
 
 class HostCollectives:
-    """A gloo group over all ranks for decisions and small records. Create it once, on every rank.
-
-    `group` is None where it is the training's own.
-    """
+    """A gloo group over all ranks for decisions and small records. Create it once, on every rank. Every method is a
+    collective: all ranks call it. `group` is None if it is the training's own."""
 
     def __init__(self, timeout: timedelta | None = None, *, own_group: bool = False) -> None:
-        """`timeout`: of an exchange, where a group of its own is needed; None is torch's default.
-
-        `own_group`: never share the training's group, so that one other thread of every rank may use it meanwhile.
-        """
+        """A collective. `timeout`: of an exchange in a new group; None is torch's default. `own_group`: never share the
+        training's group, so that another thread of every rank may use this one meanwhile."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.timeout = timeout
@@ -86,34 +77,32 @@ class HostCollectives:
 
     @cached_property
     def background(self) -> "HostCollectives":
-        """The same over a second group, for one thread of every rank beside the main one: that of the save under way.
-
-        It is made where it is asked for first, which is a collective.
-        """
+        """The same over a second group, for one thread of every rank besides the main one, such as that of a save. The
+        first use makes the group, which is a collective."""
         return HostCollectives(self.timeout, own_group=True)
 
     def sum(self, *values: int) -> list[int]:
-        """The sums of every rank's integers, in the order given."""
+        """Return the sum of every rank's integers, each in its place."""
         return self.begin_sum(*values).result().tolist()
 
     def lowest(self, *values: int) -> list[int]:
-        """The smallest of every rank's integers, each in its place."""
+        """Return the smallest of every rank's integers, each in its place."""
         return self.begin_lowest(*values).result().tolist()
 
     def begin_sum(self, *values: int) -> Reduction:
-        """`sum` without the wait."""
+        """Begin `sum`, without the wait."""
         return Reduction(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.SUM, self.group)
 
     def begin_lowest(self, *values: int) -> Reduction:
-        """`lowest` without the wait."""
+        """Begin `lowest`, without the wait."""
         return Reduction(torch.tensor(values, dtype=torch.int64), dist.ReduceOp.MIN, self.group)
 
     def sum_tensor(self, values: Tensor) -> Tensor:
-        """The sum of every rank's tensor, the same on all to the bit; on the host."""
+        """Return the sum of every rank's tensor on the host, the same on all to the bit."""
         return Reduction(values.cpu().clone(), dist.ReduceOp.SUM, self.group).result()
 
     def gather_to_zero(self, record: Any) -> list[Any]:
-        """Every rank's picklable record, in rank order, on rank 0; no records on the others."""
+        """Return every rank's picklable record in rank order on rank 0, and an empty list on the others."""
         if self.world_size == 1:
             return [record]
         pickled = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8)
@@ -125,7 +114,7 @@ class HostCollectives:
         return [pickle.loads(row.numpy().tobytes()) for row in everyone or ()]
 
     def broadcast(self, record: Any, source: int = 0) -> Any:
-        """Rank `source`'s picklable record; what the others bring is not looked at."""
+        """Return rank `source`'s picklable record; those of the others are ignored."""
         if self.world_size == 1:
             return record
         records = [record]
@@ -133,30 +122,26 @@ class HostCollectives:
         return records[0]
 
     def gather(self, record: Any) -> list[Any]:
-        """Every rank's picklable record, in rank order, on every rank; none goes on before all have come."""
+        """Return every rank's picklable record in rank order, on every rank; none returns before all have called."""
         return self.broadcast(self.gather_to_zero(record))
 
     def on_every_rank(self, action: Callable[[], T]) -> T:
-        """Run `action` on every rank; if any raised, all raise the same error (the lowest rank's).
-
-        Only for actions without collectives inside, or whose collectives all ranks reach.
-        """
+        """Run `action` on every rank; if any raised, all raise the lowest rank's error. Use this only for actions
+        without collectives, or whose collectives all ranks reach."""
         result, error = attempt(action)
         self.raise_first(error)
         return result  # type: ignore[return-value]  # no error on any rank, so the action returned
 
     def on_rank_zero(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0 and hand its (picklable) result, or its error, to every rank."""
+        """Run `action` on rank 0, and return its (picklable) result, or raise its error, on every rank."""
         result, error = self.broadcast(attempt(action) if self.rank == 0 else None)
         if error is not None:
             raise error
         return result
 
     def rank_zero_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0, then on the others, which find what it left in a cache.
-
-        If any raised, all raise the same error.
-        """
+        """Run `action` on rank 0, then on the others, which find its work in a cache; if any raised, all raise the same
+        error."""
         first, error = attempt(action) if self.rank == 0 else (None, None)
         error = self.broadcast(error)
         if error is not None:
@@ -164,7 +149,8 @@ class HostCollectives:
         return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:
-        """Raise the lowest rank's error on every rank, each bringing its own or None; with rank and host, but for 0."""
+        """Raise the lowest rank's error on every rank, with rank and host unless it is rank 0's. `error`: this rank's,
+        or None."""
         first = self.lowest(self.world_size if error is None else self.rank)[0]
         if first < self.world_size:
             named = str(error).startswith((f"rank {first}:", f"rank {first} "))
@@ -175,10 +161,8 @@ class HostCollectives:
 
 @dataclass(frozen=True, slots=True)
 class RunContext:
-    """This rank among the others, its device, its engine, and how the ranks' main threads talk to each other.
-
-    Another thread needs the `background` of `collectives`. `undo` takes back what the run changes process-wide.
-    """
+    """This rank among the others: its device, its engine, and the collectives of the ranks' main threads. Another
+    thread needs `collectives.background`. `undo` reverts the run's process-wide changes."""
 
     world: World
     device: torch.device
@@ -188,12 +172,12 @@ class RunContext:
 
     @property
     def engine_spec(self) -> EngineSpec:
-        """The row of the engine."""
+        """The registry's row of the engine."""
         return ENGINES[self.engine]
 
 
 def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return what `action` returns, or the error it raises, which must reach the other ranks before it is raised."""
+    """Return the result of `action`, or the error it raises, which must reach the other ranks before it is raised."""
     try:
         return action(), None
     except DsEncDecError as error:
@@ -206,10 +190,8 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def allow_connections(world: World) -> None:
-    """Raise this process's limit of open files for the ranks' connections, and warn where it stays too low.
-
-    Beyond it connections fail, and errors call them closed by the peer.
-    """
+    """Raise this process's limit of open files for the ranks' connections, and warn if it stays too low. Beyond the
+    limit connections fail, with errors that call them closed by the peer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = max(soft, min(hard, ENOUGH_OPEN_FILES))
     if allowed > soft:

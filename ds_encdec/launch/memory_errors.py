@@ -1,4 +1,4 @@
-"""Which errors mean that memory has run out: torch has a class of its own for one of them only."""
+"""Recognises errors that mean exhausted memory; torch has a class for only one of them."""
 
 import errno
 
@@ -30,15 +30,15 @@ _DRIVER_MESSAGES = (
     "Cuda failure 'out of memory'",  # older ones
     "HIP failure: 'out of memory'",  # RCCL
 )
-"""The driver's error 2. It is the same where the host has no memory left that could be page-locked (cudaHostAlloc)."""
+"""The driver's error 2, which also means that the host has no memory left to page-lock (cudaHostAlloc)."""
 
 _DRIVER_SHORTAGE = 2**30
-"""Bytes. A device on which so many are free has not refused what the driver is asked for past torch: contexts, kernels,
-NCCL's buffers. Then it was the host."""
+"""Bytes. A device with this much free has not refused the driver's allocations past torch (contexts, kernels, NCCL's
+buffers): the host has."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if `error` says that a device or the host has no memory left."""
+    """Return whether `error` says that a device or the host has no memory left."""
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
@@ -47,33 +47,31 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if `text`, an error's message or the last words of a process, is about memory that has run out."""
+    """Return whether `text`, an error's message or the last output of a process, is about exhausted memory."""
     return any(message in text for message in (*_HOST_MESSAGES, *_DEVICE_MESSAGES, *_DRIVER_MESSAGES))
 
 
 def is_of_device(error: BaseException, free_device_bytes: float) -> bool:
-    """True if what ran out, according to `is_out_of_memory`, is a GPU's memory and not the host's.
-
-    `free_device_bytes`: what is free on the GPU now, as the driver says: it decides where the message does not.
-    """
+    """Return whether an `is_out_of_memory` error is about a GPU's memory and not the host's. `free_device_bytes`: free
+    on the GPU now, by its driver; it decides if the message does not."""
     says_so = isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _DEVICE_MESSAGES)
     return says_so or (is_of_driver(error) and free_device_bytes < _DRIVER_SHORTAGE)
 
 
 def is_of_driver(error: BaseException) -> bool:
-    """True if it was a GPU's driver that had no memory left: on the device, or page-locked memory of the host."""
+    """Return whether a GPU's driver had no memory left: on the device, or page-locked memory of the host."""
     return any(message in str(error) for message in _DRIVER_MESSAGES)
 
 
 def out_of_memory(error: BaseException, rank: int) -> OutOfMemoryError:
-    """The error as one of ours, in one line; `rank` is the one that met it."""
+    """Return the error as an OutOfMemoryError in one line; `rank` is the one that met it."""
     if isinstance(error, OutOfMemoryError):
         return error
     return OutOfMemoryError(f"rank {rank} ran out of memory: {in_one_line(error).rstrip('.')}.")
 
 
 def in_one_line(error: BaseException) -> str:
-    """The first line of what an `is_out_of_memory` says, and the one that names the memory, as of NCCL the last."""
+    """Return the first line of an out-of-memory error, and the line that names the memory (NCCL's is the last)."""
     first, *others = str(error).strip().splitlines() or [type(error).__name__]  # Python's MemoryError says nothing
     telling = [] if says_out_of_memory(first) else [line.strip() for line in others if says_out_of_memory(line)]
     return ": ".join([first.rstrip(".:"), *telling[:1]]) if telling else first

@@ -1,4 +1,4 @@
-"""This host among others, as the ranks' meeting needs it: its name, which address reaches whom, who listens where."""
+"""Finds this host's name and addresses among other hosts, and who listens where, for the rendezvous."""
 
 import os
 import socket
@@ -11,7 +11,7 @@ RETRY_SECONDS = 0.5
 
 
 def machine() -> str:
-    """A name that ranks have in common that see each other's processes: the system's start, and the container."""
+    """Return a name that is equal on ranks that see each other's processes: host, system start, and container."""
     facts = [socket.gethostname()]
     for read in (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
@@ -23,7 +23,7 @@ def machine() -> str:
 
 
 def own_address_towards(host: str) -> str | None:
-    """The address that this host sends from when it reaches `host`; None where there is no way. Nothing is sent."""
+    """Return the address that this host sends from when it reaches `host`, without sending; None if there is no way."""
     with suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -33,7 +33,7 @@ def own_address_towards(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has `address`; None where none does."""
+    """Return the name of the interface that has `address`, or None."""
     import psutil  # not for --help, which knows this module
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -43,7 +43,7 @@ def interface_of(address: str) -> str | None:
 
 
 def addresses_of(host: str | None) -> set[str]:
-    """The addresses that this host knows by the name `host`; none for None and for a name that it does not know."""
+    """Return the addresses that this host knows by the name `host`; empty for None and for an unknown name."""
     try:
         return {str(address[0]) for *_, address in socket.getaddrinfo(host, None)} if host else set()
     except OSError:
@@ -51,19 +51,17 @@ def addresses_of(host: str | None) -> set[str]:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether `address` is of this host alone."""
+    """Return whether `address` reaches this host alone."""
     return address == "::1" or address.startswith("127.")
 
 
 def gloo_interface(
     towards_master: str | None, elsewhere: str | None, *, alone: bool, master: str | None = None
 ) -> str | None:
-    """The interface by which this host's ranks are to be reached; None leaves the choice to gloo.
-
-    `towards_master`: the own address that reaches MASTER_ADDR. `elsewhere`: such an address of a rank on another host.
-    `alone`: all ranks are on this host. `master`: MASTER_ADDR. Gloo itself takes the address of the host's own name, as
-    may MASTER_ADDR: Debian makes that 127.0.1.1, and others a bridge of containers, which reach no other host.
-    """
+    """Return the interface by which others reach this host's ranks; None leaves the choice to gloo. `towards_master`:
+    this host's address that reaches MASTER_ADDR. `elsewhere`: the same of a rank on another host. `alone`: all ranks
+    are on this host. `master`: MASTER_ADDR. Gloo takes the address of the host's name, as MASTER_ADDR may: Debian makes
+    that 127.0.1.1, and others a bridge of containers, which reach no other host."""
     if alone:
         return LOOPBACK if LOOPBACK in (name for _, name in socket.if_nameindex()) else None
     is_here = towards_master is None or is_loopback(towards_master) or towards_master in addresses_of(master)
@@ -73,10 +71,8 @@ def gloo_interface(
 
 
 def await_listener(host: str, port: int, deadline: float) -> str | None:
-    """Wait until somebody listens at `host` and `port`; return why not, in words, where that is not before `deadline`.
-
-    `deadline`: of `time.monotonic()`.
-    """
+    """Wait until a program listens at `host` and `port`; return None, or the problem at `deadline` (of
+    `time.monotonic()`)."""
     while True:
         try:
             socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()
@@ -89,7 +85,7 @@ def await_listener(host: str, port: int, deadline: float) -> str | None:
 
 
 def unresolvable(host: str) -> str | None:
-    """Return why no address is known by the name in MASTER_ADDR, in words; None where one is."""
+    """Return why the name in MASTER_ADDR has no address, in words; None if it has one."""
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:

@@ -1,15 +1,12 @@
-"""The ranks of a run: which of them are gone, and what every one was doing when the run hangs.
+"""Finds lost ranks, and ends all ranks, with their stacks, when the run hangs.
 
-A rank that a signal or the system has killed says nothing; the others meet a broken connection, or wait in a collective
-for ever. On its own machine every rank sees whether the others' processes live, and records one that went without a
-word. Where a connection breaks and nobody saw a rank go, the ranks ask through the run's folder, and name those on
-machines that do not answer.
-
-A watchdog thread looks at the main thread's heartbeats (preemption.py). Where they stop for
-`infra.hang_timeout_minutes`, the rank writes the Python stacks of all its threads into a folder that all ranks see; the
-others find that file and write theirs. Launchers kill all ranks as soon as one has ended, so each waits until all have
-written, for some seconds at most, and all end with exit code 8. A rank that runs no other thread, because native code
-holds the interpreter's lock, or whose file system does not take its stacks, is ended by a timer of `faulthandler`.
+A killed rank reports nothing; the others meet a broken connection, or wait in a collective for ever. Every rank records
+those of its machine that end without a record. If a connection breaks and no rank has seen another end, they search
+through the run's folder, and name those on machines that give no sign. If the main thread's heartbeats (preemption.py)
+stop for `infra.hang_timeout_minutes`, a watchdog thread writes all stacks into a folder that all ranks see; the others
+then write theirs. Launchers kill all ranks once one has ended, so each waits some seconds for the others' files, and
+all end with exit code 8. If native code holds the interpreter's lock, or the file system hangs, a timer of
+`faulthandler` ends the rank.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ _BROKEN_NCCL = ("ncclRemoteError", "remote process exited", "NCCL communicator w
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A rank. `machine`: equal for those who see each other's processes, and for no others."""
+    """A rank. `machine`: equal for exactly those that see each other's processes."""
 
     rank: int
     pid: int
@@ -64,11 +61,9 @@ class Peer:
 
 
 class Peers:
-    """The ranks of a run. Use as a context manager around all that they do together.
-
-    `search_seconds`: how long a rank that has lost a connection looks for the one to blame. `leave_seconds`: how long a
-    rank may take to end by itself after one of its machine has gone; launchers kill all 30 seconds after that.
-    """
+    """The ranks of a run; a context manager around all that they do together. `search_seconds`: how long a rank that
+    has lost a connection looks for the lost rank. `leave_seconds`: how long a rank may take to end by itself after
+    another of its machine; launchers kill all 30 seconds after that."""
 
     def __init__(
         self,
@@ -79,7 +74,7 @@ class Peers:
         leave_seconds: float = 20.0,
         poll_seconds: float = 1.0,
     ) -> None:
-        """Collective."""
+        """A collective: every rank calls it."""
         self._run = run
         self._search_seconds = search_seconds
         self._leave_seconds = leave_seconds
@@ -109,7 +104,7 @@ class Peers:
         self._left.set()
 
     def explain(self, error: BaseException) -> DsEncDecError | None:
-        """The error to end with where `error` comes of a rank that is gone, looked for `search_seconds` at most."""
+        """Return the error to end with if `error` comes from a lost rank, or None; search `search_seconds` at most."""
         if len(self._all) == 1 or not (is_broken_connection(error) or self._gone_here()):
             return None
         if self._elsewhere:
@@ -122,7 +117,7 @@ class Peers:
         return awaited(self._search_seconds, look) or LostRankError(_words(self._silent(), error))
 
     def _recorded_end(self) -> DsEncDecError | None:
-        """The end of this start that another rank has written down, as an error with its exit code."""
+        """Return the failure that another rank has recorded for this start, as an error with its exit code."""
         status = self._run.read_status()
         if status.get("state") != "failed" or status == self._run.earlier:
             return None
@@ -131,7 +126,7 @@ class Peers:
         return end
 
     def _watch(self) -> None:
-        """Record who goes without a word, and do not wait for ever in a collective with it."""
+        """Record ranks of this machine that end without a record, and end this one rather than wait for them."""
         while not self._left.wait(self._poll_seconds):
             gone = self._gone_here()
             living = [peer.rank for peer in self._here if peer not in gone]
@@ -156,11 +151,10 @@ class Peers:
                 self._run.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
 
     def _gone_here(self) -> list[Peer]:
-        """The ranks of this machine whose processes have ended."""
         return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]
 
     def _silent(self) -> list[Peer]:
-        """The ranks of other machines of which nobody has said that they live."""
+        """Return the ranks of other machines that have given no sign of life."""
         with suppress(OSError):
             living = os.listdir(self._run.signs)
             return [peer for peer in self._elsewhere if f"rank-{peer.rank}" not in living]
@@ -173,10 +167,8 @@ class Peers:
 
 
 class Watchdog:
-    """Ends this rank, and every other, when one takes no step for too long. Use as a context manager around the loop.
-
-    The watch begins when the first step is over: downloads, compilation and first connections come before, and have no
-    limit but `infra.distributed_timeout_minutes`, that of collectives.
+    """Ends this rank, and every other, if one takes no step for too long; a context manager around the loop. The watch
+    begins after the first step: until then `infra.distributed_timeout_minutes`, that of collectives, is the only limit.
     """
 
     def __init__(
@@ -189,7 +181,7 @@ class Watchdog:
         grace_seconds: float = 15.0,
         poll_seconds: float = 1.0,
     ) -> None:
-        """Collective. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
+        """A collective. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
         self._heartbeat = stop.heartbeat
         self._timeout_seconds = math.inf if timeout_minutes is None else timeout_minutes * 60
         self._run = run
@@ -230,13 +222,12 @@ class Watchdog:
                 self._end(f"no step for more than {self._timeout_seconds:g} s")
 
     def _others_end(self) -> bool:
-        """Return whether some rank has written its stacks, as far as this one sees at this turn."""
         self._turn += 1
         looks = self._turn % self._takers == 0 or self._sign.exists()
         return looks and len(self._missing()) < self._world_size
 
     def _end(self, why: str) -> NoReturn:
-        """Write, wait for the others, and end. `why` is true of some rank, and the same on all."""
+        """Write the stacks, wait for the others', and end. `why` is true of some rank, and the same on all."""
         with suppress(OSError):
             self._sign.touch()  # before the folder, which may be what hangs
         try:
@@ -265,7 +256,7 @@ class Watchdog:
             end_process(HangError.exit_code)
 
     def _missing(self) -> list[int]:
-        """The ranks that have written nothing in this start of the run; all of them where the folder cannot be read."""
+        """Return the ranks without stacks in this start of the run; all of them if the folder cannot be read."""
         written: list[str] = []
         with suppress(OSError):
             written = os.listdir(self.stacks)
@@ -273,14 +264,13 @@ class Watchdog:
 
 
 def _process(pid: int) -> psutil.Process | None:
-    """The process of this number; None where it has ended already."""
     with suppress(psutil.NoSuchProcess):
         return psutil.Process(pid)
     return None
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
-    """True if `error` is, or comes of, a connection between ranks that broke. One that timed out did not."""
+    """Return whether `error` is, or comes from, a broken connection between ranks. One that timed out is not broken."""
     while error is not None:
         known = (*_BROKEN_NCCL, *(_BROKEN if "gloo" in str(error) else ()))
         if isinstance(error, dist.DistNetworkError) or any(words in str(error) for words in known):
@@ -290,7 +280,7 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 
 def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
-    """`error`: what was met, where nobody is known to be gone."""
+    """Return the message about the `lost` ranks; without any, about `error`."""
     if not lost:
         return f"the connection between the ranks broke, but none is known to be gone: look at the network ({error})"
     return (
@@ -302,12 +292,10 @@ def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
 
 @contextmanager
 def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: bool) -> Iterator[Callable[..., None]]:
-    """Keep `run.json` true: running once the function it yields is called (with facts of the run), then how it ended.
-
-    Errors before that are recorded too, unless `spare`: a refused resume leaves the earlier start's good end alone,
-    but no failure, which a supervisor would act on once more. The folder keeps the first rank's reason. Every error
-    leaves as a DsEncDecError.
-    """
+    """Keep `run.json` true: `running` once the yielded function is called (with facts of the run), then how the run
+    ended. Earlier errors are recorded too, unless `spare`: then a refused resume keeps the earlier start's good end,
+    but replaces a failure, on which a supervisor would act again. The folder keeps the first rank's reason. Every error
+    leaves as a DsEncDecError."""
     began = False
 
     def begin(**facts: Any) -> None:
@@ -333,7 +321,7 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
 
 
 def record(folder: RunFolder, state: str, **facts: Any) -> None:
-    """Write `run.json`, or log why that cannot be: it is no reason for a run to end otherwise than it does."""
+    """Write `run.json`, or log why that failed, which does not change how the run ends."""
     try:
         folder.write_status(state, **facts)
     except Exception as error:
@@ -345,7 +333,7 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
 
 
 def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:
-    """The error as one of ours, with an exit code. Where there are `peers`, one of theirs that is gone is named."""
+    """Return the error as a DsEncDecError with an exit code; with `peers`, the one for a lost rank, if any."""
     if isinstance(error, DsEncDecError) and type(error) is not DsEncDecError:
         return error
     if is_out_of_memory(error):

@@ -1,10 +1,9 @@
-"""Asked to stop: signals, and a launcher that is gone.
+"""Notices that a run should stop: by a signal, a launcher that is gone, or a stop file.
 
-Signals reach the ranks at different moments, and some not at all, so the loop exchanges `StopRequest.requested` once
-per step and acts on the common answer. A launcher that is killed signals nobody, so every rank watches its launchers.
-
-A rank whose peer has died may sit in a collective for ever: one that has not taken a step for a while ends at its
-SIGTERM, unless it is saving. Until the ranks have met there is nothing to save, and the watch ends the process.
+Signals reach the ranks at different moments, or not at all, so the loop exchanges `StopRequest.requested` once per step
+and acts on the common answer. A killed launcher signals nobody, so every rank watches its launchers. A rank whose peer
+has died may sit in a collective for ever: one without a step for a while ends at its SIGTERM, unless it is saving.
+Before the ranks have met there is nothing to save, and the watch ends the process.
 """
 
 from __future__ import annotations
@@ -38,18 +37,16 @@ T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 BY_FILE = "ds-encdec stop"
-"""The reason of a run that was asked by its stop file. `scripts/supervise.sh` does not start such a run again."""
+"""The reason of a run that its stop file ended. `scripts/supervise.sh` does not start such a run again."""
 
 SAME_CTRL_C_SECONDS = 2.0
-"""One Ctrl-C reaches a rank from the terminal, and again from a launcher that passes it on."""
+"""Within this time two SIGINTs are one Ctrl-C: from the terminal, and from a launcher that passes it on."""
 
 
 class Heartbeat:
-    """When this rank last showed that it lives: the main thread beats once per step and per evaluation batch.
-
-    `beats`: how many there have been. `has_stepped`: a step of this process is over. `longest_pause_seconds`: the
-    longest time between two beats, saves left out.
-    """
+    """Records when this rank last showed that it lives: the main thread beats once per step and per evaluation batch.
+    `beats`: their number. `has_stepped`: a step of this process is over. `longest_pause_seconds`: the longest time
+    between two beats, without saves."""
 
     def __init__(self) -> None:
         self.beats = 0
@@ -64,12 +61,12 @@ class Heartbeat:
         self.beats += 1
 
     def step_over(self) -> None:
-        """Note that a step is over: from the first on, a watchdog takes silence for a hang."""
+        """Record a step: from the first on, a watchdog takes silence for a hang."""
         self.has_stepped, self._last = True, time.monotonic()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Keep the rank from being taken for stuck during a save, or a wait for one, however long."""
+        """Keep the rank from counting as stuck during a save, or a wait for one, however long."""
         self._end_pause()
         self._busy_depth += 1
         try:
@@ -80,7 +77,7 @@ class Heartbeat:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last beat, or the start where there is none yet; 0 while the rank is busy."""
+        """Seconds since the last beat, or else the start; 0 while the rank is busy."""
         return 0.0 if self._busy_depth else time.monotonic() - self._last
 
     def _end_pause(self) -> None:
@@ -92,12 +89,12 @@ class Heartbeat:
 
 @dataclass(eq=False)
 class StopRequest:
-    """Notices that this run should end. Use as a context manager around the run, in the main thread.
+    """Notices that this run should end; a context manager around the run, in the main thread.
 
-    The loop reads `requested` once per step: that is also its heartbeat. `grace_seconds`: how long the process may live
-    on, to save itself, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM finds a
+    The loop reads `requested` once per step, which is also its heartbeat. `grace_seconds`: how long the process may
+    live on, to save, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM finds a
     rank stuck (at least twice its longest pause so far), unless it is `busy` or has seen the request. Either way the
-    process is ended with HangError's exit code, since nothing else would end it.
+    process ends with HangError's exit code, since nothing else would end it.
     """
 
     world: World
@@ -123,27 +120,28 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """True from the first signal, or from the launcher's end, on. Of this rank: exchange it."""
+        """True from the first signal, or the launcher's end, on; on this rank alone, so exchange it."""
         self.heartbeat.beat()
         self._seen = self.reason is not None
         return self._seen
 
     @property
     def patience_seconds(self) -> float:
-        """How long after its last heartbeat SIGTERM finds this rank stuck."""
+        """Seconds after the last heartbeat from which SIGTERM finds this rank stuck."""
         return max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
 
     def acknowledge(self) -> None:
-        """The ranks have agreed to stop, whoever was asked first: this one may take its time to save."""
+        """Record that the ranks have agreed to stop: this one may take its time to save."""
         self._seen = True
 
     def ranks_have_met(self) -> None:
-        """From now on this rank must not leave alone: the run stops as one, with what it has."""
+        """Record that the ranks have met: from now on none leaves alone, and the run saves and stops as one."""
         self.heartbeat = Heartbeat()  # waiting for the others was no silence
         self._met = True
 
     def folder_is_known(self, stop_file: Path | None, before_end: Callable[[str], None]) -> None:
-        """Watch for `stop_file` too, on the rank that has one, and call `before_end` with why this process is ended."""
+        """Also watch for `stop_file`, on the rank that has one, and call `before_end` with the reason if this process
+        is ended."""
         self._stop_file, self._before_end = stop_file, before_end
 
     def __enter__(self) -> StopRequest:
@@ -179,7 +177,7 @@ class StopRequest:
         self.reason = self.reason or signal.Signals(number).name
 
     def _watch(self) -> None:
-        """Look after launchers and heartbeats, in a thread: the main one may sit in a collective for ever."""
+        """Watch launchers and heartbeats, in a thread: the main one may sit in a collective for ever."""
         first_at, terminated = math.inf, False
         while not self._left.is_set():
             arrived = self._arrived()
@@ -211,28 +209,24 @@ class StopRequest:
             select.select([self._arrivals], [], [], self.poll_seconds)
 
     def _look_for_file(self) -> None:
-        """Look for the stop file, in a thread of its own: a file system that hangs must not end the watch."""
+        """Look for the stop file, in a separate thread: a file system that hangs must not end the watch."""
         while not self._left.wait(self.poll_seconds):
             with suppress(OSError):
                 if self._stop_file is not None and self._stop_file.exists():
                     self.reason = self.reason or BY_FILE
 
     def _gone_launcher(self) -> str | None:
-        """The launcher above this process that is gone, in words.
-
-        One that went before anybody could look has left this process to init, unless a python launcher is process 1.
-        """
+        """Return which launcher above this process is gone, in words, or None. One that went before the first look has
+        left this process to init, unless a python launcher is process 1."""
         if not self._launchers and self.world.launcher in LAUNCHER_PROGRAMS:
             return "launcher gone" if os.getppid() == 1 and not _python_words(1) else None
         return next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
 
     def _arrived(self) -> list[signal.Signals]:
-        """Return the stop signals that have come since the last call; at a SIGUSR2, print the stacks of all threads.
-
-        Python calls a handler only once the main thread is back from native code, such as a collective; the
-        interpreter's own handler has written the number down before. The stacks are printed here, under the
-        interpreter's lock: a handler would read frames of a thread that runs, which has ended a process with SIGSEGV.
-        """
+        """Return the stop signals since the last call; at a SIGUSR2, print the stacks of all threads. Python calls a
+        handler only once the main thread is back from native code, such as a collective, but writes the number to the
+        socket before. The stacks are printed here, under the interpreter's lock: a handler that read frames of a
+        running thread has ended a process with SIGSEGV."""
         try:
             numbers = self._arrivals.recv(4096)
         except BlockingIOError:
@@ -251,7 +245,7 @@ class StopRequest:
 
 
 def awaited(seconds: float, look: Callable[[], T]) -> T:
-    """Return the answer of `look` as soon as that is true, or when `seconds` are over."""
+    """Return the result of `look` as soon as it is true, or when `seconds` are over."""
     deadline = time.monotonic() + seconds
     while not (found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -270,10 +264,8 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def launchers_above(pid: int) -> list[psutil.Process]:
-    """The launcher processes that `pid` descends from, nearest first.
-
-    DeepSpeed has two on a node, and a scheduler ends the far one. Shells and ssh above may go without harm.
-    """
+    """Return the launcher processes that `pid` descends from, nearest first. DeepSpeed has two on a node, and a
+    scheduler ends the far one. Shells and ssh above may end without harm."""
 
     def launches(ancestor: psutil.Process) -> bool:
         # The program comes after python's own -u and -m.
@@ -283,7 +275,7 @@ def launchers_above(pid: int) -> list[psutil.Process]:
 
 
 def _python_words(pid: int) -> list[str]:
-    """The command line of a python program; empty for any other, and where it cannot be seen."""
+    """Return the command line of a python program; empty for any other, and if it cannot be read."""
     with suppress(psutil.Error):
         words = psutil.Process(pid).cmdline()
         return words if words and Path(words[0]).name.startswith("python") else []
@@ -292,10 +284,8 @@ def _python_words(pid: int) -> list[str]:
 
 @contextmanager
 def stop_signals_left_to_this_process() -> Iterator[None]:
-    """Let processes that start inside ignore stop signals, which launchers send to every process of a job.
-
-    They begin with this one's mask. Signals that come for it meanwhile are delivered at the end.
-    """
+    """Let processes that start inside ignore stop signals, which launchers send to every process of a job. They inherit
+    this process's mask; its own signals are delivered at the end."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
     try:
         yield
@@ -304,7 +294,7 @@ def stop_signals_left_to_this_process() -> Iterator[None]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """True if this very process (not a later one with its id) still runs; a zombie does not."""
+    """Return whether this very process (not a later one with its id) still runs; a zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:

@@ -1,8 +1,6 @@
-"""From a World to ranks that can talk: device, environment, process group, and the end of it.
-
-The order matters and is why this is one module: DeepSpeed reads DS_ACCELERATOR when it is first
-imported, OpenMP its thread count when it first runs, and the JIT its folder when it first builds.
-"""
+"""Joins this process to the ranks of a run: device, environment and process group, until it leaves them. The order
+matters, which is why this is one module: DeepSpeed reads DS_ACCELERATOR when it is first imported, OpenMP its thread
+count when it first runs, and the JIT its folder when it first builds."""
 
 import gc
 import importlib
@@ -35,11 +33,9 @@ logger = logging.getLogger(__name__)
 def choose_device(
     requested: Literal["cuda", "cpu", "auto"], world: World, *, named: str = "infra.device=cuda"
 ) -> torch.device:
-    """The device of this rank for what is `requested`, by a field or option that reads `named`.
-
-    Raises ConfigError where this machine has no accelerator that is needed, or fewer than ranks. A launcher may show
-    each rank one of its own; `init_process_group` checks that no two are the same.
-    """
+    """Return this rank's device for the `requested` kind; `named` is its field or option in messages. Raises
+    ConfigError if this machine lacks a needed accelerator, or has fewer than ranks. A launcher may show each rank only
+    one; `init_process_group` checks that no two are the same."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu" or (requested == "auto" and not available):
         return torch.device("cpu")
@@ -67,15 +63,13 @@ def init_process_group(
     settings: Mapping[str, Any] | None = None,
     first: Callable[[], None] = lambda: None,
 ) -> EngineName:
-    """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu).
+    """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu); a collective.
 
-    Returns `engine`, or on all ranks `otherwise` where some rank cannot import the package of `engine`, which must not
+    Returns `engine`, or on all ranks `otherwise` if some rank cannot import the package of `engine`, which must not
     have been imported before; without `otherwise` all raise ConfigError. `timeout` bounds every collective,
-    `start_timeout` (the same if None) each wait for the others here. `meeting`: the name of a run's meeting, or of its
-    probes'. `settings`: those that all ranks must have alike. `first` is called in the new group, within
-    `start_timeout`.
-
-    Raises on all ranks the error of any; ConfigError for ranks that differ; LostRankError for those that do not come.
+    `start_timeout` (None: the same) each wait for the others here. `meeting`: the name of the rendezvous, a run's or
+    its probes'. `settings`: must be equal on all ranks. `first` is called in the new group, within `start_timeout`. All
+    ranks raise the error of any; ConfigError if they differ; LostRankError if some do not come.
     """
     allow_connections(world)
     met = Rendezvous(world, start_timeout or timeout, meeting)
@@ -109,7 +103,7 @@ def init_process_group(
 def _meet(
     met: Rendezvous, world: World, device: torch.device, engine: EngineName, settings: Mapping[str, Any] | None
 ) -> None:
-    """Compare what must be alike, and divide this host among the ranks that are on it. Raises ConfigError on all."""
+    """Compare the facts that must be equal, and divide this host among its ranks. Raises ConfigError on all ranks."""
     shared = shared_settings(settings or {})
     mine, error = attempt(lambda: _own_place(world, device, engine, shared))
     mine = mine or {}
@@ -136,7 +130,7 @@ def _meet(
 
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
-    """Return this rank's entry for `merge_rank_facts`; its device, which may be broken or in use, is taken here."""
+    """Take this rank's device, which may be broken or in use, and return its entry for `merge_rank_facts`."""
     _prepare_environment(world, device)
     if device.type == "cuda":
         _take(device)
@@ -151,7 +145,7 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
 
 
 def _take(device: torch.device) -> None:
-    """Make the GPU this process's, and a first tensor on it. Raises ConfigError for one without expandable segments."""
+    """Put a first tensor on the GPU. Raises ConfigError if it lacks expandable segments."""
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
@@ -167,7 +161,8 @@ def _take(device: torch.device) -> None:
 
 
 def _import(package: str) -> str | None:
-    """Import an engine's package; returns why that failed, or None. Raises nothing: all ranks must hear of it."""
+    """Import an engine's package; return why that failed, or None. It raises nothing, since all ranks must learn the
+    reason."""
     # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     try:
@@ -179,7 +174,7 @@ def _import(package: str) -> str | None:
 
 
 def join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
-    """Make the default process group for FSDP2. Offloaded shards' gradients have their norm reduced on the CPU."""
+    """Make the default process group for FSDP2, which reduces the norm of offloaded shards' gradients on the CPU."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=store, world_size=world.world_size, rank=world.rank)
 
@@ -206,15 +201,13 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
 _JOIN: ByEngine[Callable[[World, torch.device, timedelta, dist.Store], None]] = ByEngine(
     deepspeed=join_deepspeed, fsdp=join_torch
 )
-"""Makes the default process group of an engine."""
+"""The function that makes an engine's default process group."""
 
 
 def shutdown() -> None:
-    """Leave the process group at the end of a run that went well.
-
-    First close the engine and drop every reference to it: on gloo, groups destroyed while a model still held on to them
-    aborted 5 of 8 processes at exit. A rank that failed must not call this, for the barrier would wait for others.
-    """
+    """Leave the process group at the end of a run that went well. First close the engine and drop every reference to
+    it: on gloo, groups destroyed while a model still held on to them aborted 5 of 8 processes at exit. A rank that
+    failed must not call this: the barrier would wait for others."""
     if not dist.is_initialized():
         return
     try:
@@ -229,11 +222,9 @@ def shutdown() -> None:
 
 
 def openmp_threads(environ: Mapping[str, str], cores: int, sharing: int) -> int | None:
-    """This rank's share of the cores it may run on; None where the user has set OMP_NUM_THREADS.
-
-    `sharing`: ranks of the host that may run on some of them, this one included. torchrun sets the variable to 1 where
-    it is unset, and a CPU optimizer on one core takes longer than the rest of the step: its 1 does not count as set.
-    """
+    """Return this rank's share of the cores it may run on; None if the user has set OMP_NUM_THREADS. `sharing`: ranks
+    of the host that may run on some of them, itself included. torchrun sets an unset variable to 1, which does not
+    count: a CPU optimizer on one core takes longer than the rest of the step."""
     given = environ.get("OMP_NUM_THREADS")
     if given is not None and (given != "1" or "TORCHELASTIC_RUN_ID" not in environ):
         return None
@@ -242,7 +233,7 @@ def openmp_threads(environ: Mapping[str, str], cores: int, sharing: int) -> int 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSettings:
-    """Settings of this process that a rank changes when it joins the others."""
+    """The settings of this process that a rank changes when it joins the others."""
 
     environ: Mapping[str, str]
     threads: int
@@ -250,11 +241,12 @@ class ProcessSettings:
 
     @classmethod
     def now(cls) -> Self:
-        """The settings as they are."""
+        """Return the current settings."""
         return cls(dict(os.environ), torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled())
 
     def restore(self, joined: Self) -> None:
-        """Put back what was another in `joined` and has not changed since, so that this process may train again."""
+        """Restore the settings that differ in `joined` and have not changed since, so that this process may train
+        again."""
         for name, value in joined.environ.items():
             if self.environ.get(name) != value == os.environ.get(name):
                 os.environ.pop(name)
@@ -266,7 +258,6 @@ class ProcessSettings:
 
 
 def _prepare_environment(world: World, device: torch.device) -> None:
-    """Export the World to libraries that read it from the environment, and the settings they need."""
     os.environ.update(
         RANK=str(world.rank),
         LOCAL_RANK=str(world.local_rank),

@@ -1,12 +1,12 @@
-"""The meeting of a run's ranks, before there is a group in which they could talk.
+"""Runs the rendezvous of a run's ranks, before they have a process group.
 
-Rank 0 (or torchrun's agent) keeps a store at MASTER_ADDR and MASTER_PORT. A meeting has rounds. In each every rank
-gives a value, or the error for which it cannot go on, and rank 0 makes one answer of them within the time: from all
-values, from an error as soon as there is one, or from the ranks that are missing. All ranks leave with the same answer
-or error. Only rank 0 looks again and again; the others wait for its answer: a thousand ranks cost little.
+Rank 0 (or torchrun's agent) keeps a store at MASTER_ADDR and MASTER_PORT. In each round every rank stores a value, or
+the error that stops it, and rank 0 makes one answer within the time limit: from all values, from an error as soon as
+there is one, or from the missing ranks. All ranks leave with the same answer or error. Only rank 0 polls; the others
+wait for its answer, so a thousand ranks cost little.
 
 In the last round the ranks connect to each other in native code, which gloo lets wait five times its timeout. There a
-thread waits for the answer, and ends the process where the main thread cannot.
+thread waits for the answer, and ends the process if the main thread cannot.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from ds_encdec.launch.world import World
 COMPANY_SECONDS = 1.0
 """How long after a rank's error those of others, mostly the same one, may still come."""
 REPORT_SECONDS = 20.0
-"""How long rank 0 keeps the store for others, who may have to import torch first, to read how the meeting ended."""
+"""How long rank 0 keeps the store for others, which may have to import torch first, to read how the rendezvous ended.
+"""
 LEAVE_SECONDS = 5.0
-"""How long the main thread may take to come out of a connection that is known to have failed."""
+"""How long the main thread may take to leave a connection that is known to have failed."""
 
 _held: Counter[tuple[str, int]] = Counter()
-"""How many meetings of a name this process has been to: the store may be an older one's."""
+"""How often this process has joined a rendezvous of a name: the store may be an older one's."""
 
 
 class Rendezvous:
-    """The ranks of `world`, each of which makes one. `limit`: for each round, from when rank 0 is there."""
+    """The ranks of `world`, each of which makes one. `limit`: of each round, from the arrival of rank 0."""
 
     def __init__(self, world: World, limit: timedelta, name: str = "run") -> None:
-        """Wait for rank 0. Raises LostRankError, and ConfigError for an address or a place that another has."""
+        """Wait for rank 0. Raises LostRankError, and ConfigError if another process has the address or this rank."""
         self._world = world
         self._seconds = limit.total_seconds()
         self.hosts: dict[int, str] = {}
@@ -77,16 +78,14 @@ class Rendezvous:
         error: Exception | None = None,
         late: str = "come",
     ) -> Any:
-        """Hold a round: give `mine` (of JSON's types), or `error`; returns what `decide` makes of everyone's on rank 0.
-
-        `late` ends "has not … in time". Raises what `decide` does, any rank's error, and LostRankError.
-        """
+        """Store `mine` (of JSON's types), or `error`; return what rank 0's `decide` makes of all values. A collective.
+        `late` completes "has not … within" a time. Raises the error of `decide` or of any rank, and LostRankError."""
         self._give(self.store, name, mine, error)
         answer = self._answer(self.store, name, decide, late)
         return self._read(self.store, name, answer)
 
     def connect(self, action: Callable[[], None]) -> None:
-        """Let the ranks connect to each other by `action`, within the meeting's limit. Raises as `round` does."""
+        """Let the ranks connect to each other by `action`, within the limit. Raises as `round` does."""
         if self._world.world_size == 1:
             return action()
         name, late = "connect", "connected to the others"
@@ -127,7 +126,7 @@ class Rendezvous:
     def _answer(
         self, store: dist.Store, name: str, decide: Callable[[dict[int, Any]], Any], late: str
     ) -> Mapping[str, Any]:
-        """The answer of a round, which rank 0 makes; LostRankError where rank 0 is gone."""
+        """Return the answer of a round, which rank 0 makes, or a LostRankError as the answer if rank 0 is gone."""
         try:
             with _store_of_rank_zero(self._world):
                 if not self._world.is_main:
@@ -143,7 +142,7 @@ class Rendezvous:
             return {"error": _preserved(error)}
 
     def _gather(self, store: dist.Store, name: str, late: str) -> dict[int, Any]:
-        """The values of all ranks in this round, on rank 0. Raises their error, and LostRankError."""
+        """Return the values of all ranks in this round, on rank 0. Raises their error, and LostRankError."""
         everyone = range(self._world.world_size)
         keys = [f"{name} {rank}" for rank in everyone]
         problem = f"{name} problem"
@@ -165,7 +164,7 @@ class Rendezvous:
         return {rank: one["value"] for rank, one in entries.items()}
 
     def _first(self, errors: dict[int, dict[str, Any]]) -> DsEncDecError:
-        """The error of the lowest rank, with the places of all who have the same; without, where all have."""
+        """Return the error of the lowest rank, with the places of all ranks that have the same, unless all have it."""
         first = errors[min(errors)]
         alike = [rank for rank, error in errors.items() if error == first]
         who = "" if len(alike) == self._world.world_size else f"{ranks_in_words(alike, self.hosts)}: "
@@ -193,7 +192,7 @@ class Rendezvous:
         raise error
 
     def _read_by_all(self, store: dist.Store, name: str, error: DsEncDecError) -> None:
-        """Count this rank as one that knows how the meeting ended; on rank 0, wait for the others, who may be late."""
+        """Count this rank as one that knows how the rendezvous ended; on rank 0, wait for the others."""
         awaited_ranks = len(self.hosts) if isinstance(error, LostRankError) else self._world.world_size
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             store.add(f"{name} read", 1)
@@ -202,7 +201,7 @@ class Rendezvous:
 
 
 def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | None]:
-    """Like `attempt`; a connection that broke is a lost rank's doing."""
+    """Run `action` as `attempt` does; a broken connection becomes a LostRankError."""
     try:
         action()
     except Exception as error:
@@ -216,7 +215,7 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
 
 
 def _open_store(world: World, seconds: float, title: str) -> dist.Store:
-    """The store where the ranks meet for the meeting of this `title`, which rank 0 keeps from now on."""
+    """Return the store of the rendezvous with this `title`, which rank 0 keeps from now on."""
     if world.world_size == 1:
         return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
@@ -225,10 +224,8 @@ def _open_store(world: World, seconds: float, title: str) -> dist.Store:
 
 
 def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
-    """A store that rank 0 keeps, found by that of torchrun's agent, or of the run that these are probes of.
-
-    The agent's outlives its ranks, and may hold a port of earlier ones, where nobody listens any more.
-    """
+    """Return a store that rank 0 keeps, whose port is in `agents`: the store of torchrun's agent, or of the run with
+    these probes. The agent's outlives its ranks, and may hold a port of earlier ones, where nobody listens any more."""
     key, deadline = f"port of {title}", time.monotonic() + seconds
     if world.is_main:
         store = _tcp_store(world, 0, seconds, keeps=True)
@@ -246,7 +243,6 @@ def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title
 
 
 def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 or torchrun's agent keeps."""
     here, limit = ranks_in_words([world.rank], {world.rank: socket.gethostname()}), _within(seconds)
     deadline = time.monotonic() + seconds
     if not keeps and (problem := await_listener(world.master_addr, world.master_port, deadline)):
@@ -290,7 +286,7 @@ def _tcp_store(world: World, port: int, seconds: float, *, keeps: bool) -> dist.
 
 @contextmanager
 def _store_of_rank_zero(world: World) -> Iterator[None]:
-    """Inside, a store that does not answer is rank 0's end."""
+    """Raise LostRankError if a store does not answer inside: rank 0 is gone with it."""
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -303,13 +299,11 @@ def _store_of_rank_zero(world: World) -> Iterator[None]:
 
 
 def _alone(error: DsEncDecError) -> DsEncDecError:
-    """The error as one that no other rank has heard of."""
     error.common = False
     return error
 
 
 def _preserved(error: Exception) -> dict[str, Any]:
-    """An error as JSON."""
     code = error.exit_code if isinstance(error, DsEncDecError) else DsEncDecError.exit_code
     common = getattr(error, "common", None) is not False
     kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == types.__name__), "DsEncDecError")
@@ -317,7 +311,7 @@ def _preserved(error: Exception) -> dict[str, Any]:
 
 
 def _revived(preserved: Mapping[str, Any]) -> DsEncDecError:
-    """An error that `_preserved` has, of a class of `types`."""
+    """Return the error that `_preserved` has stored, of a class of `types`."""
     error: DsEncDecError = getattr(types, preserved["kind"], DsEncDecError)(preserved["message"])
     error.exit_code, error.common = preserved["exit_code"], preserved["common"]
     return error

@@ -1,19 +1,19 @@
-"""The folder of a run: its paths, the lock that keeps a second run out, and `run.json` with the facts of the run.
+"""Defines the folder of a run: its paths, its lock against a second run, and `run.json` with the facts of the run.
 
 OUTPUT_DIR/
   checkpoints/step-00001000/   see checkpoint/folder.py
   export/final/  best/         the last checkpoint, or the best, as a Hugging Face model, at the end of a run
   export/averaged/             the mean of the last checkpoints as such a model
   logs/                        TensorBoard and W&B files
-  config.yaml  ds_config.json  what the run was started with; the latter where DeepSpeed runs
+  config.yaml  ds_config.json  the configuration of the run; the latter with DeepSpeed
   metrics.jsonl                one JSON object per logging interval
   metrics.abandoned.jsonl      the lines that rollbacks took back
-  samples.jsonl                texts that the model generated in evaluations, where it was asked to
-  ledger.jsonl                 what happened to the run, and what it did about it (monitor/metrics_file.py)
-  profile/                     what `--profile` saw (profiling.py)
-  stacks/                      what every rank was doing when the run hung (launch/peers.py)
+  samples.jsonl                texts that the model generated in evaluations, if these are on
+  ledger.jsonl                 the events of the run (monitor/metrics_file.py)
+  profile/                     the files of `--profile` (training/profiling.py)
+  stacks/                      the stacks of every rank when the run hung (launch/peers.py)
   run.json                     running | completed | preempted | failed, with reason and exit code
-  stop                         there while the run is asked to stop (`ds-encdec stop`)
+  stop                         there after `ds-encdec stop`, until the next start
   .lock                        held by rank 0 as long as it lives
   .signs/                      of ranks that look for lost ones (launch/peers.py)
 """
@@ -44,7 +44,7 @@ from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
 
 _REASON_ON_A_FULL_DISK = 1000
-"""Characters: with them `run.json` stays within the block that it has."""
+"""Characters that keep `run.json` within the block that it has."""
 
 
 class RunFolderGoneError(CheckpointError):
@@ -52,10 +52,8 @@ class RunFolderGoneError(CheckpointError):
 
 
 class RunFolder:
-    """Paths of a run, and on rank 0 its exclusive ownership.
-
-    `earlier`: what `run.json` said when this start claimed the folder; rank 0 hands it to the others.
-    """
+    """The paths of a run, and on rank 0 its exclusive ownership. `earlier`: the content of `run.json` when this start
+    claimed the folder; rank 0 sends it to the others."""
 
     def __init__(self, output_dir: str) -> None:
         self.root = Path(output_dir).expanduser().absolute()
@@ -76,12 +74,10 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self, *, resume: bool) -> dict[str, Any]:
-        """Take the folder for this process (rank 0 only); nothing in it is touched when this fails.
-
-        Returns `earlier`. Raises OutputLockedError where another live process holds it, or where an earlier run is in
-        it and `resume` is False; ConfigError where it cannot be written; Preempted where torchrun has started ranks
-        again that `ds-encdec stop` had ended.
-        """
+        """Take the folder for this process (rank 0 only), and return `earlier`; a failure leaves the folder as it
+        was. Raises OutputLockedError if another live process holds it, or if it has an earlier run and `resume` is
+        False; ConfigError if it cannot be written; Preempted if torchrun has restarted ranks that `ds-encdec stop`
+        had ended."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
             raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
         self._lock = take_folder(self.root, "infra.output_dir", look=lambda: None if resume else self._refuse_used())
@@ -93,7 +89,7 @@ class RunFolder:
         return self.earlier
 
     def refuse_taken(self) -> None:
-        """Raise what `claim` would raise for a new run, where another holds the folder or has left something in it."""
+        """Raise the error of `claim` for a new run if another process holds the folder or has left a run in it."""
         with suppress(OSError), open(self.root / ".lock", "r+") as lock:
             _lock_or_refuse(lock, self.root, "infra.output_dir")  # for this moment
         self._refuse_used()
@@ -107,7 +103,7 @@ class RunFolder:
             )
 
     def require_present(self) -> None:
-        """Raise RunFolderGoneError where the folder that this process has claimed was deleted, or replaced, since."""
+        """Raise RunFolderGoneError if the folder that this process has claimed was deleted or replaced since."""
         try:
             gone = self._lock is not None and not os.path.samestat(
                 os.fstat(self._lock.fileno()), os.stat(self.root / ".lock")
@@ -122,17 +118,15 @@ class RunFolder:
             )
 
     def release(self) -> None:
-        """Give the folder back (also happens by itself when the process ends, however it ends)."""
+        """Release the folder, which also happens when the process ends, however it ends."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def write_status(self, state: str, *, reason: str = "", exit_code: int | None = None, **facts: Any) -> None:
-        """Replace `run.json`; facts given earlier are kept. Raises OSError.
-
-        Any rank may call it. Once this start of the run has ended, no `failed` is taken: the first reason explains, and
-        who is gone after a good end has not failed. On a full disk an ending is written over the old text in place.
-        """
+        """Replace `run.json`, but keep its earlier facts; any rank may call this. Raises OSError. Once this start of
+        the run has ended, `failed` is ignored: the first reason explains, and a rank that goes after a good end has not
+        failed. On a full disk an ending is written over the old text in place."""
         with open(self.root / ".run.json.lock", "a") as lock:
             with suppress(ConfigError):  # a host that cannot lock: better told without
                 lock_file(lock, wait=True)
@@ -152,7 +146,7 @@ class RunFolder:
                     file.truncate()
 
     def _prepare_status(self, *, resume: bool) -> None:
-        """Remove the `run.json` of an earlier run, or correct one that was killed: it says `running` still."""
+        """Remove the `run.json` of an earlier run, or correct that of a killed one, which still says `running`."""
         with suppress(OSError):
             if not resume:
                 self.run_json.unlink(missing_ok=True)
@@ -161,17 +155,15 @@ class RunFolder:
                 self.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
 
     def read_status(self) -> dict[str, Any]:
-        """The content of `run.json`, or {} where there is none."""
+        """Return the content of `run.json`, or {} if there is none."""
         try:
             return json.loads(self.run_json.read_text())
         except (OSError, ValueError):
             return {}
 
     def ask_to_stop(self) -> str:
-        """Ask the run to save and end, from whatever host sees this folder; returns what to tell about it.
-
-        A run that has ended is reported, and no error. Raises ConfigError where no run is in the folder.
-        """
+        """Request that the run save and end, from any host that sees this folder; return the message about it. A run
+        that has ended is a message, and no error. Raises ConfigError if no run is in the folder."""
         status = self.read_status()
         if not status:
             running = [str(path.parent) for path in sorted(self.root.glob("**/run.json"))]
@@ -187,16 +179,14 @@ class RunFolder:
         return f"{self.root}: the run saves after its step, and ends with exit code 75"
 
     def is_used(self) -> bool:
-        """True if a run has left something to lose; one that failed before its first step has not."""
+        """Return whether a run has left something to lose; one that failed before its first step has not."""
         return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
 
 def take_folder(folder: Path, field: str, *, look: Callable[[], None] = lambda: None) -> IO[str]:
-    """Lock `folder` for this process until the returned file is closed; it is made where it is missing.
-
-    `look` may refuse it by an error. Raises ConfigError where it cannot be written, and OutputLockedError where another
-    process has locked it. `field` names it in messages.
-    """
+    """Lock `folder` for this process until the returned file is closed; make it if it is missing. `look` may refuse it
+    by an error. Raises ConfigError if it cannot be written, and OutputLockedError if another process has locked it.
+    `field` names it in messages."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  the caller closes it
@@ -225,10 +215,8 @@ def _lock_or_refuse(lock: IO[str], folder: Path, field: str) -> None:
 
 
 def lock_file(file: IO[str], *, wait: bool = False) -> bool:
-    """Lock `file` until it is closed; False where another process holds it, unless this is to `wait` for that.
-
-    Raises ConfigError where the file system has no locks.
-    """
+    """Lock `file` until it is closed; return False if another process holds it, unless this is to `wait`. Raises
+    ConfigError if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
@@ -243,11 +231,8 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
 
 
 def start_facts(world: World) -> dict[str, Any]:
-    """When and how a run starts: its ranks, the command and its commit, this host, its devices, and versions.
-
-    Those versions are given that decide a run's numbers. Facts that cannot be had here, such as the commit of an
-    installed wheel, are left out.
-    """
+    """Return when and how a run starts: its ranks, command, commit, host, devices, and the versions that decide its
+    numbers. Facts that are missing here, such as the commit of an installed wheel, are left out."""
     import torch  # which a report does without
 
     # Linux names the model there; elsewhere the architecture has to do.
@@ -283,11 +268,8 @@ _SECRETS = re.compile(
 
 
 def masked(words: Sequence[str]) -> str:
-    """The command line without the values of options whose names hold token, secret, key or password.
-
-    `--token X`, `name.token=X`, `{"api_key": "X"}` and `https://user:X@host` are known; `num_tokens` and tokenizers
-    are no secrets.
-    """
+    """Return the command line without the values of options whose names hold a secret (base/secret_names.py). It knows
+    `--token X`, `name.token=X`, `{"api_key": "X"}` and `https://user:X@host`."""
 
     def shown(before: str, word: str) -> str:
         alone = before.startswith("-") and "=" not in before and re.fullmatch(f"(?i){_SECRET}", before)
@@ -297,7 +279,8 @@ def masked(words: Sequence[str]) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """`git_commit` of the checkout that tracks `folder`, and `git_dirty`: tracked files have changed; {} for none."""
+    """Return `git_commit` of the checkout that tracks `folder`, and `git_dirty`: tracked files have changed; {} if none
+    does."""
     git = ("git", "-C", str(folder))
     if not _output(*git, "ls-files", "."):
         return {}  # installed, perhaps into somebody else's repository
@@ -308,7 +291,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    """The output of a program; empty where it is absent, fails, or does not answer within seconds."""
+    """Return the output of a program; empty if it is absent, fails, or does not answer within seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

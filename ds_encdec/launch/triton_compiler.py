@@ -1,4 +1,4 @@
-"""Tries what Triton needs to make its kernels: C that compiles against Python's headers, which slim images lack."""
+"""Tries to compile C against Python's headers, as Triton must to make its kernels; slim images lack the headers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ WITHOUT_KERNELS = "without Triton's kernels the loss takes about five times as l
 
 
 def triton_lacks() -> tuple[str, str] | None:
-    """Compile a C file that includes Python.h, with the compiler that Triton takes.
-
-    Returns what is wrong, if anything, and what mends it and what it costs.
-    """
+    """Compile a C file with Triton's compiler; return the problem, and its fix and cost, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed", f"pip install triton: {WITHOUT_KERNELS}"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"

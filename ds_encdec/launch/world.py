@@ -1,8 +1,6 @@
-"""Which process am I, among how many? Answered from the environment alone, for every launcher.
-
-`discover` is a pure function of its arguments: it reads no file, opens no socket unless it must
-choose a port, and changes nothing. A launcher is one row of `LAUNCHERS`; adding one means adding a row.
-"""
+"""Finds this process's place among the ranks of a run, from the environment alone and for every launcher. `discover` is
+a pure function of its arguments: it reads no file, opens no socket unless it must choose a port, and changes nothing. A
+launcher is one row of `LAUNCHERS`; to add one, add a row."""
 
 import json
 import re
@@ -16,19 +14,15 @@ from typing import Any
 from ds_encdec.base.types import ConfigError
 
 SINGLE_PROCESS = "python"
-"""Launcher name of a process that nobody launched: `python ds_encdec/train.py`."""
+"""Launcher name of a process without a launcher: `python ds_encdec/train.py`."""
 DEFAULT_PORT = "29500"
-"""The port at which ranks meet if nobody names one; torchrun and DeepSpeed take it, too."""
+"""The port of the rendezvous if none is set; torchrun and DeepSpeed take it, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """This process's place among all processes of the run.
-
-    `rank` of `world_size` counts over all nodes, `local_rank` of `local_world_size` on this node, and
-    `node_rank` of `num_nodes` the nodes. `master_addr` and `master_port` are where ranks meet.
-    `launcher` is the name of the row of `LAUNCHERS` that matched, or `SINGLE_PROCESS`.
-    """
+    """A process's place in the run: `rank` counts over all nodes, `local_rank` on this node. Ranks meet at
+    `master_addr` and `master_port`. `launcher`: the name of the matching row of `LAUNCHERS`, or `SINGLE_PROCESS`."""
 
     rank: int = 0
     local_rank: int = 0
@@ -42,26 +36,26 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that speaks for the run."""
+        """True on the one rank that reports for the run."""
         return self.rank == 0
 
 
 _REQUIRED = {name: name.upper() for name in ("rank", "local_rank", "world_size", "master_addr", "master_port")}
-"""Field of a World without which the place is unknown → the environment variable that most launchers set it in."""
+"""Fields of a World without which the place is unknown → the environment variable that most launchers set for it."""
 
 Reader = Callable[[Mapping[str, str]], str]
-"""Finds a field of a World in an environment; "" where it is not there."""
+"""Reads a field of a World from an environment; returns "" if it is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """The environment variables in which one launcher gives a process its place.
 
-    `marker` is a variable that this launcher sets and the rows above it do not. `own`: field of a World → variable,
-    where it is not that of `_REQUIRED`; others may be absent, and one node is assumed. `readers`: of fields that no
-    variable holds as they are. `programs`: the scripts and modules whose python processes are this launcher.
-    `task_programs`: those that start tasks of any program; a task that is the only one is nobody's rank. `advice`: the
-    end of a sentence on how to set what is missing.
+    `marker`: a variable that this launcher sets and the rows above it do not. `own`: field of a World → variable, if
+    `_REQUIRED` has another; fields in neither may be absent, and one node is assumed. `readers`: of fields that no
+    variable holds directly. `programs`: scripts and modules whose python processes are this launcher. `task_programs`:
+    those that start tasks of any program; a single task is no rank. `advice`: ends a sentence on how to set a missing
+    variable.
     """
 
     name: str
@@ -73,35 +67,32 @@ class Launcher:
     advice: str = ""
 
     def has_started(self, environ: Mapping[str, str]) -> bool:
-        """True in the environment of a rank that this launcher has started."""
+        """Return whether this launcher has started the process with this environment as a rank."""
         alone = self.task_programs and environ.get(self.own["world_size"], "") in ("", "1")
         return self.marker in environ and not alone
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list in Slurm's notation: `rack1-03` of `rack[1,4]-[03-05,7],login`."""
+    """Return the first host of a list in Slurm's notation: `rack1-03` of `rack[1,4]-[03-05,7],login`."""
     found = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", found[0]) if found else ""
 
 
 def _port_of(job: str) -> str:
-    """A port between 20000 and 29999 that all ranks of a job choose, and hardly another job on the same host."""
+    """Return a port between 20000 and 29999 that all ranks of a job choose, and hardly another job on the same host."""
     return str(20000 + zlib.crc32(job.encode()) % 10000)
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
-    """The tasks of this node in a list such as `8(x3),4`, one entry for each node."""
+    """Return the tasks of this node in a list such as `8(x3),4`, one entry for each node."""
     entries = [part.partition("(x") for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
     counts = [count for count, _, times in entries for _ in range(int(times.rstrip(")") or 1))]
     return counts[int(environ["SLURM_NODEID"])]
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
-    """The host of rank 0, unless MASTER_ADDR names another.
-
-    `MASTER_ADDR=$(hostname -i) srun` names the host where that was typed, a login node perhaps, or a list, or a
-    loopback address: these are ignored.
-    """
+    """Return MASTER_ADDR, or else the host of rank 0. `MASTER_ADDR=$(hostname -i) srun` names the host where that was
+    typed, perhaps a login node, or a list, or a loopback address: these are ignored."""
     address = environ.get("MASTER_ADDR", "").strip()
     typed_there = address in (environ.get("SLURM_LAUNCH_NODE_IPADDR"), "localhost", "::1") or address.startswith("127.")
     if typed_there or len(address.split()) > 1:
@@ -116,12 +107,11 @@ def _slurm_port(environ: Mapping[str, str]) -> str:
 
 
 def _mpi_address(environ: Mapping[str, str]) -> str:
-    """MASTER_ADDR, or else the first host of a Slurm job in which `mpirun` was called."""
     return environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
 
 
 def _openmpi_address(environ: Mapping[str, str]) -> str:
-    """Mostly the host of `mpirun`, which Open MPI 4 and 5 tell each in its own way; not if rank 0 is elsewhere."""
+    """Return MASTER_ADDR or the host of `mpirun`, which Open MPI 4 and 5 give differently, if rank 0 is there."""
     values = environ.get("OMPI_MCA_orte_hnp_uri", "") + " " + environ.get("PMIX_NAMESPACE", "")
     found = re.search(r"tcp://([^,:]+)", values) or re.search(r" prterun-(.+)-\d+@", values)
     daemon = environ.get("PMIX_SERVER_URI2", "").partition(";")[0]  # the first one is mpirun itself
@@ -211,7 +201,7 @@ LAUNCHERS = (
         },
     ),
 )
-"""Tried in this order: the most particular marker first."""
+"""The rows in the order in which they are tried: the most specific marker first."""
 LAUNCHER_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.programs)
 TASK_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.task_programs)
 
@@ -222,25 +212,20 @@ TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
     "PMIX_RANK": ("prterun, or another PMIx launcher,", lambda rank: int(rank) + 1),  # at least
     "SM_HOSTS": ("SageMaker", lambda hosts: len(json.loads(hosts))),
 }
-"""Programs that start several tasks of a job and have no row, so that each task would take itself for a run of its own.
-
-The variable that tells it → the program, and how the number of tasks is read from its value.
-"""
+"""Programs without a row that start several tasks of a job, each of which would take itself for the whole run. The
+variable that shows it → the program, and how its value gives the number of tasks."""
 
 
 def free_port() -> int:
-    """A TCP port on the loopback interface that was free a moment ago."""
+    """Return a TCP port on the loopback interface that was free a moment ago."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_port) -> World:
-    """Find this process's place in the run.
-
-    `environ` is `os.environ` or any mapping like it; `choose_port` is asked only for a single process
-    that names no MASTER_PORT. Raises ConfigError, naming the variables, when they are incomplete, not
-    numbers, or contradict each other, and where this is one of several tasks that no launcher explains.
-    """
+    """Find this process's place in the run. `environ`: `os.environ` or any mapping like it. `choose_port` is called
+    only for a single process. Raises ConfigError, with the variables, if they are incomplete, not numbers, or
+    contradictory, and if this is one of several tasks that no launcher explains."""
     if launcher := next((row for row in LAUNCHERS if row.has_started(environ)), None):
         world = _read(launcher, environ)
         # An elastic torchrun that has lost its other hosts goes on with this one.
@@ -270,7 +255,7 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
 
 
 def _refuse_runs_side_by_side(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError where this is one task of several, in each of which `launcher` has started a run of its own."""
+    """Raise ConfigError if this is one task of several, in each of which `launcher` has started a separate run."""
     # The first one is the innermost: its daemons may have been started by another.
     row = next((row for row in LAUNCHERS if row.task_programs and row.marker in environ), None)
     starters = {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS
@@ -290,7 +275,8 @@ _TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-e
 def _several_tasks(
     starters: Mapping[str, tuple[str, Callable[[str], int]]], environ: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """The variable of `starters` (as TASK_STARTERS) that tells of more than one task, and who has started how many."""
+    """Return the variable of `starters` (as TASK_STARTERS) that shows several tasks, and who has started how many; or
+    None."""
     for variable, (starter, count) in starters.items():
         tasks, value = 1, environ.get(variable, "")
         with suppress(ValueError, TypeError):  # absent, or not what that starter writes
@@ -301,7 +287,8 @@ def _several_tasks(
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
-    """The place that `launcher` tells. Raises ConfigError for variables that are missing or not numbers."""
+    """Return the place that `launcher` gives. Raises ConfigError for variables that are missing, no numbers, or
+    contradictory."""
     variables = {**_REQUIRED, **launcher.own}
     fields = _fields_of(launcher, variables, environ)
     required = [variables[field] for field in _REQUIRED]
@@ -328,7 +315,6 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
 
 
 def _fields_of(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Each field of a World that `launcher` tells, as text."""
     fields: dict[str, Any] = {}
     for name, variable in variables.items():
         try:
@@ -344,7 +330,7 @@ def _fields_of(launcher: Launcher, variables: Mapping[str, str], environ: Mappin
 
 
 def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:
-    """The first fields whose numbers cannot be true together; `is_node`: the launcher says that there is one node."""
+    """Return the first fields whose numbers contradict each other; `is_node`: the launcher says there is one node."""
     is_whole = world.local_world_size == world.world_size and world.local_rank == world.rank
     rows = (
         (0 <= world.rank < world.world_size, ("rank", "world_size")),

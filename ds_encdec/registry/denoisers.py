@@ -1,9 +1,7 @@
-"""UL2's denoisers, a row each: adding one is adding a row here (and to its table in docs/data.md).
-
-The mixture is UL2's (arXiv 2205.05131); the five tasks and their weights are those of T5Gemma 2 (arXiv 2512.14856,
-section 3.1). A row says how a text is divided between the two sides; `data/examples/chunks.py` does it. This module
-imports neither numpy nor torch, so that the configuration and the memory estimate can ask for lengths and weights.
-"""
+"""Lists UL2's denoisers, a row each; to add one, add a row here (and to its table in docs/data.md). The mixture is
+UL2's (arXiv 2205.05131); the five tasks and their weights are those of T5Gemma 2 (arXiv 2512.14856, section 3.1). A row
+says how `data/examples/chunks.py` divides a text between the two sides. Neither numpy nor torch is imported here,
+because the configuration and the memory estimate read lengths and weights."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,11 +18,9 @@ class DenoisedLengths(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Denoiser:
-    """Replaces spans of `mean_span` tokens on average, a share of `density` of all tokens, by sentinels.
-
-    Without a `mean_span` it is a prefix language model: the decoder continues the text, the last share of `density` of
-    its tokens. `weight`: its default in `data.ul2_task_weights`.
-    """
+    """Replaces spans of `mean_span` tokens on average, a share of `density` of all tokens, by sentinels. Without a
+    `mean_span` it is a prefix language model: the decoder continues the text, with the last share of `density` of its
+    tokens. `weight`: its default in `data.ul2_task_weights`."""
 
     density: float
     weight: float
@@ -36,10 +32,8 @@ class Denoiser:
         return self.mean_span is not None
 
     def lengths(self, raw_tokens: int) -> DenoisedLengths:
-        """The lengths that `raw_tokens` (>= 2) become. They are fixed: no random draw changes them.
-
-        Each side keeps at least one token. Halves round to even, as in T5's and Hugging Face's code.
-        """
+        """Return the lengths that `raw_tokens` (>= 2) become. They are fixed: no random draw changes them. Each side
+        keeps at least one token. Halves round to even, as in T5's and Hugging Face's code."""
         noise = min(max(round(raw_tokens * self.density), 1), raw_tokens - 1)
         if self.mean_span is None:
             return DenoisedLengths(raw_tokens - noise, noise + 1, noise, 0)
@@ -59,15 +53,13 @@ DENOISERS = {
 the end: checkpoints and exported models hold such lists."""
 
 _LONG_TEXT = 1_200_000
-"""Tokens of a text at whose length the roundings of a denoiser do not show."""
+"""Tokens of a text so long that a denoiser's roundings do not show."""
 
 
 def expected_ratio(task_weights: tuple[float, ...]) -> float:
-    """Encoder tokens per decoder token of long texts under these weights of the denoisers.
-
-    A run measures its own (data/inspection.py); on web text the two differ by a percent or two, which moves
-    tokens from one side to the other and leaves their sum.
-    """
+    """Return the encoder tokens per decoder token of long texts under these weights of the denoisers. A run measures
+    its own (data/inspection.py); on web text the two differ by a percent or two, which moves tokens from one side to
+    the other and leaves their sum."""
     lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
     encoder, decoder = (
         sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)

@@ -1,7 +1,5 @@
-"""The engines there are, a row of facts each: code elsewhere asks the row of an engine, never its name.
-
-The functions and classes of an engine are in `ByEngine` tables, each in the module where these things are.
-"""
+"""Lists the engines, a row of facts each: code elsewhere reads the row of an engine, never its name. The functions and
+classes of an engine are in `ByEngine` tables, in the modules to which they belong."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,15 +8,13 @@ from typing import Generic, Literal, TypeVar
 T = TypeVar("T")
 EngineName = Literal["deepspeed", "fsdp"]
 DistributedType = Literal[EngineName, "ddp", "auto"]
-"""The values of `infra.distributed_type`: an engine's name, or another word of its row, or the choice of one."""
+"""The values of `infra.distributed_type`: an engine's name, another word of its row, or `auto`."""
 
 
 @dataclass(frozen=True)
 class ByEngine(Generic[T]):
-    """One thing of each engine, such as the function that builds it.
-
-    A new engine adds a field here: type checkers then name every table that lacks it.
-    """
+    """One value of each engine, such as the function that builds it. A new engine adds a field here: type checkers then
+    name every table that lacks it."""
 
     deepspeed: T
     fsdp: T
@@ -32,14 +28,14 @@ class ByEngine(Generic[T]):
 class EngineSpec:
     """The facts of one engine.
 
-    `title`: its name in texts. `distributed_types`: the values of `infra.distributed_type` that ask for it; `auto`
-    takes the first row that can do what is asked. `package`: the one that must be installed beside torch, or None.
-    `state_format`: `format` in its checkpoints' engine.json. `reduction_field`: the field that makes it reduce after
-    every micro-batch, where that can be chosen. `merges_settings`: its zero1 is zero2, and parameters are offloaded
-    with the optimizer. `saves_compute_weights`: checkpoints of unsharded weights hold them in the compute dtype, too.
-    `gathers_by_hooks`: at stage 3, around layers or inside them. `gathering_ms`: host time that each layer then costs a
-    micro-batch: gathered at once, and module by module, as beside frozen parameters. `instead`: by field the value that
-    it refuses, and the one to take.
+    `title`: its name in texts. `distributed_types`: the values of `infra.distributed_type` that select it; `auto` takes
+    the first row that supports the configuration. `package`: the one needed besides torch, or None. `state_format`:
+    `format` in its checkpoints' engine.json. `reduction_field`: the field that makes it reduce after every micro-batch,
+    if there is a choice. `merges_settings`: its zero1 is zero2, and parameters are offloaded with the optimizer.
+    `saves_compute_weights`: checkpoints of unsharded weights also hold them in the compute dtype. `gathers_by_hooks`:
+    at stage 3, around layers or inside them. `gathering_ms`: host time that each layer then costs a micro-batch:
+    gathered at once, and module by module, as beside frozen parameters. `instead`: field → the value that it refuses,
+    and the one to set.
     """
 
     name: EngineName

@@ -1,9 +1,7 @@
-"""The objectives, a row of facts each: how documents become examples.
-
-The configuration's rules and the memory estimate ask a row, so nothing here needs numpy or torch. A function of a row
-that takes `data` is given the configuration's section. `data.build` has the class that makes the examples,
-`checkpoint.model_card` the texts for the card.
-"""
+"""Lists the objectives, a row of facts each: how documents become examples. The configuration's rules and the memory
+estimate read the rows, so nothing here needs numpy or torch. The argument `data` of a row's functions is the
+configuration's section. `data.build` has the class that makes the examples, `checkpoint.model_card` the texts for the
+card."""
 
 from collections import ChainMap
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -18,7 +16,7 @@ TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """The parts of a template: a text, and the field behind it, None for none. Raises ValueError."""
+    """Return the parts of a template: a text, and the field behind it, or None. Raises ValueError."""
     parts = []
     for text, name, form, conversion in Formatter().parse(template):
         if name == "" or form or conversion:
@@ -29,14 +27,13 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """How a document becomes examples.
+    """The facts on how a document becomes examples.
 
-    `tasks`: the names of its kinds of examples; `weights`: how often each is drawn, relative. `columns`: where a
-    document is a row and not a text, those that are read of a table with such columns. `own_fields`: those of `data`
-    that no other objective reads; `read_fields`: of them, those that decide the token ids of a document. `held_out`:
-    the shares of the documents that are for validation and for test, which `split_fields` decide; with `split_advice`
-    there are some for validation. `expected_ratio`: encoder tokens per decoder token that are assumed before data is
-    looked at.
+    `tasks`: its kinds of examples; `weights`: how often each is drawn, relative. `columns`: if documents are rows and
+    not texts, the columns to read of a table that has these. `own_fields`: fields of `data` that no other objective
+    reads; `read_fields`: those of them that decide a document's token ids. `held_out`: the shares of documents for
+    validation and for test, which `split_fields` decide; with `split_advice` there are some for validation.
+    `expected_ratio`: encoder tokens per decoder token that are assumed before data is read.
     """
 
     tasks: Collection[str]
@@ -51,7 +48,7 @@ class Objective:
 
     @property
     def takes_records(self) -> bool:
-        """True where a document is a row, with its columns, and not a text."""
+        """True if a document is a row, with its columns, and not a text."""
         return self.columns is not None
 
 
@@ -65,7 +62,7 @@ def _held_out_of_records(data: Any) -> tuple[float, float]:
 
 
 def columns_by_field(data: Any) -> dict[str, str]:
-    """The columns that fill the templates, by the names of the templates' fields."""
+    """Return the columns that fill the templates, by the names of the templates' fields."""
     parts = [*template_parts(data.input_template), *template_parts(data.output_template)]
     return {name: data.field_mapping.get(name, name) for _, name in parts if name is not None}
 
@@ -79,7 +76,7 @@ SYSTEM = "system"
 
 
 def conversation_column(data: Any, existing: Container[str]) -> str | None:
-    """The column of the conversation in a row with these columns; None for a row of the templates' fields."""
+    """Return the column of the conversation in a row with these columns; None for a row of the templates' fields."""
     if data.messages_column in existing:
         return str(data.messages_column)
     may_be_other = data.messages_column == _MESSAGES and _SHAREGPT in existing
@@ -91,7 +88,7 @@ def _filling(data: Any, existing: Container[str]) -> set[str]:
 
 
 def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
-    """All where a converter may read any, or where neither a template's columns nor conversations are there."""
+    """Return the columns to read: all for a converter, or without the columns of templates and conversations."""
     filling, conversation = _filling(data, existing), conversation_column(data, existing)
     needs_all = data.converter is not None or not (filling <= {*existing} or conversation)
     beside = {conversation, data.tools_column, SYSTEM} if conversation else {data.tools_column}

@@ -1,20 +1,15 @@
-"""The optimizers: a row of facts for each, by which the configuration, the engines and the memory estimate go.
-
-Any other name is `module:name`, the user's own optimizer; engine/user_optimizer.py says what it must be.
-"""
+"""Lists the optimizers, a row of facts each, for the configuration, the engines and the memory estimate. Any other name
+is `module:name`, the user's own optimizer; engine/user_optimizer.py has its requirements."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """One optimizer.
-
-    `moments`: how many of `types.MOMENTS` it keeps for each trained parameter. `matrix_moments`: how many for a matrix
-    of a layer (`types.is_hidden_matrix`), where it steps these otherwise, in a group of parameters with `is_matrix`;
-    None: as all others. `not_deepspeeds`: why DeepSpeed cannot have this optimizer, and what to set instead; empty
-    where it can.
-    """
+    """One optimizer. `moments`: how many of `types.MOMENTS` it keeps for each trained parameter. `matrix_moments`: how
+    many for a layer's matrix (`types.is_hidden_matrix`), if it steps these differently, in a parameter group with
+    `is_matrix`; None: as all others. `not_deepspeeds`: why DeepSpeed cannot use it, and the setting to take instead;
+    empty if it can."""
 
     name: str
     moments: int = 2
@@ -37,5 +32,5 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 
 
 def row_of(name: str) -> OptimizerRow:
-    """The row of `training.optimizer`; one row stands for all optimizers of users, however many moments they keep."""
+    """Return the row of `training.optimizer`; one row stands for all users' optimizers, whatever they keep."""
     return OPTIMIZERS.get(name, OptimizerRow("module:name"))

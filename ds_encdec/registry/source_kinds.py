@@ -1,7 +1,5 @@
-"""The kinds of data sources, a row each. A new one is a class (data/sources/sources.py has the protocols) and a row.
-
-The configuration's rules ask a row, so nothing of data/ is imported here.
-"""
+"""Lists the kinds of data sources, a row each. A new one is a class (data/sources/sources.py has the protocols) and a
+row. The configuration's rules read the rows, so nothing of data/ is imported here."""
 
 import re
 from dataclasses import dataclass
@@ -11,12 +9,10 @@ from ds_encdec.base.plugins import PYTHON
 
 @dataclass(frozen=True, slots=True)
 class SourceKind:
-    """The reader of the data sets of one kind.
-
-    `reader`: the dotted name of a class or function that returns a source. `needs`: the keyword arguments that it is
-    called with, of those that `data.build.open_sources` offers. `endings`: endings of such files other than the
-    kind's name, which are mistaken for it. `has_columns`: its rows can be read whole, column by column.
-    """
+    """The reader of the data sets of one kind. `reader`: the dotted name of a class or function that returns a
+    source. `needs`: its keyword arguments, of those that `data.build.open_sources` offers. `endings`: endings of
+    such files other than the kind's name, which are mistaken for it. `has_columns`: its rows can be read whole,
+    column by column."""
 
     reader: str
     needs: tuple[str, ...] = ()
@@ -44,7 +40,7 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
 
 
 def kind_of_file(name: str) -> str | None:
-    """The kind of local files that the ending of a file's name says, below that of a compression."""
+    """Return the kind of local files by a file's ending, below that of a compression; None for other endings."""
     ending = re.sub(r"\.(gz|bz2|xz|lzma|zst|lz4)$", "", name.lower()).rpartition(".")[2]
     kinds = (kind for kind, row in LOCAL_SOURCES.items() if row.reads_files and ending in (kind, *row.endings))
     return next(kinds, None)
@@ -57,5 +53,5 @@ OWN = SourceKind("ds_encdec.data.sources.sources:UserReader", ("entry", "text_co
 
 
 def local_kind(name: str) -> SourceKind | None:
-    """The row of a data set's name; None for one of the hub, or of a folder laid out like one."""
+    """Return the row of a data set's name; None for one of the hub, or of a folder laid out like one."""
     return OWN if name.startswith(PYTHON) else LOCAL_SOURCES.get(name)
