@@ -9,9 +9,9 @@ import os
 import sys
 
 if not __package__:
-    # Started as a script, Python puts this folder on the path instead of the one that holds the package; then
-    # `types` would be our types.py. So this comes before every other import. Once the package is found, its home goes
-    # last: it may be the folder that somebody works in, whose `datasets.py` must not hide a library.
+    # For a script, Python puts this folder on the path instead of the one that holds the package; then `evaluate`
+    # would be our folder, and not the library. So this comes before every other import. Once the package is found, its
+    # parent goes last: a user may work in it, whose `datasets.py` must not hide a library.
     _HERE = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [os.path.dirname(_HERE), *(path for path in sys.path if path != _HERE)]
     import ds_encdec  # noqa: F401
@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print("Exit code 75 is no failure, though launchers report it as one.", flush=True)
         return error.exit_code
     except DsEncDecError as error:
-        # Every rank reads the same configuration and finds the same, unless it has been told otherwise.
+        # Every rank reads the same configuration and meets the same error, unless `common` is set.
         common = isinstance(error, ConfigError) if error.common is None else error.common
         if common and not _speaks():
             time.sleep(RANK_ZERO_SECONDS)  # launchers end all ranks as soon as one has left
             return error.exit_code
-        if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
+        if type(error) is DsEncDecError:  # an unforeseen one: show where it comes from
             traceback.print_exc()
         print_error(error)
         return error.exit_code
@@ -121,11 +121,11 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
         raise
     log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
     with StopRequest(world, whole_process=True) as stop:
-        # Imported under watch: this takes a moment, torch and deepspeed take seconds.
+        # Watched while importing: this takes a moment, torch and deepspeed take seconds.
         with startup_errors_shared(world):
             config, notes = _load(options, overrides)
             _log_notes(notes)
-            # Ranks of several hosts, launchers that start again and supervisors learn of it from the run itself.
+            # Several hosts, restarting launchers and supervisors learn of an error from the run itself.
             starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
             if world.is_main and world.num_nodes == 1 and starts_anew:
                 _refuse_absent(config, options.resume)
@@ -212,7 +212,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[FullCo
 def _log_notes(notes: Sequence[str]) -> None:
     for note in notes:
         text = note.removeprefix("warning: ")
-        level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks find the same
+        level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks have the same notes
         logger.log(level, "%s", text)
 
 

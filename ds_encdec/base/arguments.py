@@ -67,7 +67,7 @@ def add(parser: argparse.ArgumentParser, arguments: Arguments) -> None:
         if names.startswith("-") and kind in _VALUES and not how.get("choices"):
             keywords.setdefault("metavar", _VALUES[kind])
         action = parent.add_argument(*names.split(), **keywords)
-        # Underscores are for who is used to them: help has one spelling.
+        # Underscores work, too, but help has one spelling.
         action.option_strings[:] = [name for name in action.option_strings if "_" not in name]  # type: ignore[index]
 
 

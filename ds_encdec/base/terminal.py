@@ -84,7 +84,7 @@ class TerminalHandler(logging.Handler):
             label = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
             if not _is_watched():
                 print(self.stamped(text, record.levelname), file=sys.stderr, flush=True)
-            elif self.rank:  # another process holds the bar, and draws it anew on the next line
+            elif self.rank:  # another process draws the bar, again on the next line
                 print(f"{_ERASED_LINE}rank {self.rank}: {label}{text}", file=sys.stderr, flush=True)
             else:
                 from rich.text import Text
@@ -166,7 +166,7 @@ def libraries_print_to_stderr() -> Iterator[TextIO]:
 
 @contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """End the process with exit code 0 if nobody reads its output any more: `| head` has all it needs."""
+    """End the process with exit code 0 once its output has no reader: `| head` has all it needs."""
     try:
         yield
         sys.stdout.flush()
@@ -182,7 +182,7 @@ def reader_may_leave() -> Iterator[None]:
 
 
 def outlive_readers() -> None:
-    """Drop, from now on, output that nobody takes: `| head`, a killed `tee`, a terminal that closed. This works at the
+    """Drop, from now on, output without a reader (`| head`, a killed `tee`, a closed terminal). This works at the
     process's file descriptors, because libraries also print, log, and flush once more at the exit. Streams that are not
     the process's own (a test's, a notebook's) are left alone."""
     for name in ("stdout", "stderr"):

@@ -284,7 +284,7 @@ MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
 
 
 def is_hidden_matrix(name: str) -> bool:
-    """Return whether the parameter of this canonical name is a matrix of a layer, which Muon steps as such."""
+    """Return whether the parameter of this canonical name is a layer's matrix, which Muon orthogonalizes."""
     return ".layers." in name and name.endswith("_proj.weight")
 
 

@@ -40,9 +40,9 @@ def startup_errors_shared(world: World) -> Iterator[None]:
 def _share(world: World, error: DsEncDecError) -> None:
     """Raise the common error of all ranks; return if this rank is to raise its own."""
     if world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS:
-        return  # it prints now, and the launcher ends the others
+        return  # it prints its error now, and the launcher ends the others
     if world.num_nodes == 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        time.sleep(RANK_ZERO_SECONDS)  # ranks that find the same as rank 0 are ended before they load torch
+        time.sleep(RANK_ZERO_SECONDS)  # ranks with rank 0's error are ended before they load torch
     alone = threading.Timer(RANK_ZERO_SECONDS, _print, [world, error])
     if not world.is_main:
         alone.start()
@@ -57,11 +57,11 @@ def _share(world: World, error: DsEncDecError) -> None:
             raise shared from error
     finally:
         alone.cancel()
-    error.common = bool(error.common)  # which it is where it has been printed
+    error.common = bool(error.common)  # True once it has been printed
 
 
 def _print(world: World, error: DsEncDecError) -> None:
-    if type(error) is DsEncDecError:  # none of the foreseen ones: show where it comes from
+    if type(error) is DsEncDecError:  # an unforeseen one: show where it comes from
         traceback.print_exception(error)
     print_error(type(error)(f"rank {world.rank} ({socket.gethostname()}): {error}"))
     error.common = True

@@ -65,10 +65,10 @@ class Writing:
         try:
             yield
         except Exception as error:
-            refusal = None if isinstance(error, DsEncDecError) else disk_error(error)  # ours says it already
+            refusal = None if isinstance(error, DsEncDecError) else disk_error(error)  # ours explains itself
             if refusal is None:
                 raise
-            # Ranks that write together all raise the error of one, which says whose it is.
+            # Ranks that write together all raise the error of one, which names its rank.
             named = self.rank is None or (refusal.strerror or "").startswith("rank ")
             cause = f"{'' if named else f'rank {self.rank}: '}{refusal}"
             advice = self.make_room if refusal.errno in NO_SPACE else _ADVICE.get(refusal.errno or 0, _LOOK)

@@ -70,8 +70,8 @@ class HostCollectives:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.timeout = timeout
-        # NCCL cannot move host objects without a device synchronisation. A group that has gloo for the CPU can: every
-        # further one costs each rank a connection to each other.
+        # NCCL cannot move host objects without a device synchronisation; a group that has gloo for the CPU can. Every
+        # further group costs each rank a connection to each other.
         needs_own = own_group or (self.world_size > 1 and "cpu:gloo" not in dist.get_backend_config())
         self.group = dist.new_group(backend="gloo", timeout=timeout) if needs_own and dist.is_initialized() else None
 
@@ -107,7 +107,7 @@ class HostCollectives:
             return [record]
         pickled = torch.frombuffer(bytearray(pickle.dumps(record)), dtype=torch.uint8)
         longest = -self.lowest(-len(pickled))[0]
-        # What follows the end of a pickle is not read.
+        # Unpickling ignores the padding.
         padded = torch.nn.functional.pad(pickled, (0, longest - len(pickled)))
         everyone = [torch.empty_like(padded) for _ in range(self.world_size)] if self.rank == 0 else None
         dist.gather(padded, everyone, dst=0, group=self.group)

@@ -72,6 +72,6 @@ def out_of_memory(error: BaseException, rank: int) -> OutOfMemoryError:
 
 def in_one_line(error: BaseException) -> str:
     """Return the first line of an out-of-memory error, and the line that names the memory (NCCL's is the last)."""
-    first, *others = str(error).strip().splitlines() or [type(error).__name__]  # Python's MemoryError says nothing
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]  # Python's MemoryError has no message
     telling = [] if says_out_of_memory(first) else [line.strip() for line in others if says_out_of_memory(line)]
     return ": ".join([first.rstrip(".:"), *telling[:1]]) if telling else first

@@ -131,13 +131,13 @@ class Peers:
             gone = self._gone_here()
             living = [peer.rank for peer in self._here if peer not in gone]
             speaks = bool(self._elsewhere) and self._rank == min(living, default=-1)
-            # Somebody on any machine looks for lost ranks; no answer of the file system is no such sign.
+            # A rank on some machine looks for lost ones (False if the file system does not answer).
             if speaks and os.path.exists(self._run.signs / "search"):
                 for rank in living:
                     self._touch(f"rank-{rank}")
             status = self._run.read_status() if gone else {}
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
-                continue  # it has saved itself, and has said so before it went
+                continue  # it ended well, and recorded that
             if status.get("state") == "running":
                 self._record(_words(gone))
             if not self._left.wait(self._leave_seconds):
@@ -145,7 +145,7 @@ class Peers:
                 end_process((self._recorded_end() or LostRankError()).exit_code)
 
     def _record(self, reason: str) -> None:
-        if self._recorded_end() is None:  # one that failed has recorded that before it ended
+        if self._recorded_end() is None:  # a rank that failed has recorded it before it ended
             logger.error("rank %d: %s", self._rank, reason)
             with suppress(OSError):
                 self._run.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
@@ -186,12 +186,12 @@ class Watchdog:
         self._timeout_seconds = math.inf if timeout_minutes is None else timeout_minutes * 60
         self._run = run
         self._rank, self._world_size = collectives.rank, collectives.world_size
-        # One folder per start: what an earlier start of the run left behind is no news, and is kept.
+        # One folder per start: stacks of an earlier start are kept, and not taken for new ones.
         self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
-        # At each turn one rank of a node asks the shared file system, and a file of the node's own has the others look
-        # too. They take turns, so that one that is stopped makes nobody blind.
+        # At each turn one rank of a node looks at the shared file system, and through a local file has the others look,
+        # too. They take turns, so that a stopped rank does not keep the others from it.
         self._turn, self._takers = stop.world.local_rank, stop.world.local_world_size
         self._sign = Path(tempfile.gettempdir()) / f"ds_encdec-{sha256(bytes(self.stacks)).hexdigest()[:16]}"
         self._left = threading.Event()
@@ -205,16 +205,16 @@ class Watchdog:
     def __exit__(self, *_: object) -> None:
         self._left.set()
         if self._timeout_seconds < math.inf:
-            # A rank gets here by the errors of peers that have ended, while its own watchdog is still waiting for
-            # others: then the watchdog has the last word, and its exit code.
+            # Errors of ended peers bring a rank here while its own watchdog still waits for others: then the watchdog
+            # ends the process, with its exit code.
             self._thread.join()
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
         while not self._left.wait(self._poll_seconds):
             silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.has_stepped else 0.0
-            # Started anew at every turn, so that it runs out only where this thread no longer turns. Standard error by
-            # its file descriptor: the stream of that name may have been replaced by one that has none.
+            # Restarted at every turn, so that it runs out only if this thread stops. Standard error goes by its file
+            # descriptor: the stream may have been replaced by one without.
             faulthandler.dump_traceback_later(
                 max(0.0, self._timeout_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=2
             )
@@ -233,7 +233,7 @@ class Watchdog:
         try:
             self.stacks.mkdir(parents=True, exist_ok=True)
             names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
-            with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # what the others see is complete
+            with atomic_file(self.stacks / f"rank-{self._rank}.txt") as file:  # the others see a complete file
                 file.write(
                     f"rank {self._rank} of {self._world_size}, process {os.getpid()} on {socket.gethostname()}, "
                     f"{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n"
@@ -325,7 +325,7 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
     try:
         folder.write_status(state, **facts)
     except Exception as error:
-        # On a host that does not see the folder, which is what the run ends for, there is nothing to write into.
+        # A host that does not see the folder, which is why the run ends, cannot write into it.
         level = logging.ERROR if folder.root.is_dir() else logging.DEBUG
         logger.log(
             level, "%s could not be written, so it does not say that the run is %s: %s", folder.run_json, state, error

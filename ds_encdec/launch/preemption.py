@@ -1,7 +1,7 @@
 """Notices that a run should stop: by a signal, a launcher that is gone, or a stop file.
 
 Signals reach the ranks at different moments, or not at all, so the loop exchanges `StopRequest.requested` once per step
-and acts on the common answer. A killed launcher signals nobody, so every rank watches its launchers. A rank whose peer
+and acts on the common answer. A killed launcher sends no signal, so every rank watches its launchers. A rank whose peer
 has died may sit in a collective for ever: one without a step for a while ends at its SIGTERM, unless it is saving.
 Before the ranks have met there is nothing to save, and the watch ends the process.
 """
@@ -72,7 +72,7 @@ class Heartbeat:
         try:
             yield
         finally:
-            self._last = time.monotonic()  # before the depth falls; and this was no pause to learn patience from
+            self._last = time.monotonic()  # before the depth falls: a save does not count as a pause
             self._busy_depth -= 1
 
     @property
@@ -82,7 +82,7 @@ class Heartbeat:
 
     def _end_pause(self) -> None:
         now = time.monotonic()
-        if self.beats:  # what comes before the first is the start of the run, and no pause to learn patience from
+        if self.beats:  # the start of the run, before the first, does not count
             self.longest_pause_seconds = max(self.longest_pause_seconds, now - self._last)
         self._last = now
 
@@ -145,7 +145,7 @@ class StopRequest:
         self._stop_file, self._before_end = stop_file, before_end
 
     def __enter__(self) -> StopRequest:
-        # First, so that every signal with a handler is written down.
+        # First, so that every signal with a handler is recorded.
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
         self._previous_handlers = {
             number: signal.signal(number, self._on_signal)
@@ -188,15 +188,15 @@ class StopRequest:
                 first_at = min(first_at, time.monotonic())
             gone = self._gone_launcher()
             if not self._met and (gone or arrived):
-                # Another rank's launcher stops all once that rank has failed, and it has said why.
+                # Another rank's launcher stops all once that rank has failed and reported why.
                 level = logging.WARNING if self.world.is_main else logging.DEBUG
                 why = gone or arrived[0].name
                 logger.log(level, "Stopped before the ranks had met (%s): there was nothing to save.", why)
                 end_process(Preempted.exit_code)
             if gone:
                 self.reason = self.reason or gone
-                asked = first_at < math.inf  # whoever asks a job to stop mostly ends its launcher, too
-                logger.log(logging.INFO if asked else logging.ERROR, "%s: saving and stopping.", gone.capitalize())
+                signalled = first_at < math.inf  # whoever stops a job mostly ends its launcher, too
+                logger.log(logging.INFO if signalled else logging.ERROR, "%s: saving and stopping.", gone.capitalize())
                 if not self._left.wait(self.grace_seconds):
                     self._end(f"Still running {self.grace_seconds:.0f} s after the launcher went")
                 return
@@ -237,10 +237,10 @@ class StopRequest:
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
-        # In a thread, which has ten seconds, for a file system may be what hangs.
-        teller = threading.Thread(target=self._before_end, args=(why,), name="before-end", daemon=True)
-        teller.start()
-        teller.join(10.0)
+        # In a thread with ten seconds, since a file system may hang.
+        reporter = threading.Thread(target=self._before_end, args=(why,), name="before-end", daemon=True)
+        reporter.start()
+        reporter.join(10.0)
         end_process(HangError.exit_code)
 
 

@@ -108,7 +108,7 @@ def _meet(
     mine, error = attempt(lambda: _own_place(world, device, engine, shared))
     mine = mine or {}
     answer = met.round("meet", mine, lambda places: merge_rank_facts(places, met.hosts), error=error)
-    if kinds := answer["kinds"]:  # of settings: one rank of each shows its own
+    if kinds := answer["kinds"]:  # one rank of each kind of settings shows its own
 
         def refuse(everyones: dict[int, Any]) -> None:
             shown = {ranks[0]: everyones[ranks[0]] for ranks in kinds}
@@ -117,7 +117,7 @@ def _meet(
         met.round("settings", shared if world.rank in [ranks[0] for ranks in kinds] else None, refuse)
     for line in answer["warnings"] if world.is_main else ():
         logger.warning("the ranks differ: %s", line)
-    # The ranks of this machine are counted, since not every launcher says how many there are.
+    # The ranks of this machine are counted, since not every launcher gives their number.
     if (threads := openmp_threads(os.environ, len(mine["cores"]), answer["sharing"][world.rank])) is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
@@ -163,10 +163,10 @@ def _take(device: torch.device) -> None:
 def _import(package: str) -> str | None:
     """Import an engine's package; return why that failed, or None. It raises nothing, since all ranks must learn the
     reason."""
-    # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; nothing a user could mend.
+    # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; no user can fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     try:
-        # Not earlier: what _prepare_environment sets is read at import.
+        # Not earlier: the import reads the variables that _prepare_environment sets.
         importlib.import_module(package)
     except Exception as error:  # no CUDA_HOME, another torch's binary interface, a library that is not there
         return f"{type(error).__name__}: {error}"
@@ -184,7 +184,7 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
     import deepspeed
 
     backend = "nccl" if device.type == "cuda" else "gloo"
-    # DeepSpeed itself makes it like this (comm/torch.py): one rank has nobody to connect to.
+    # As DeepSpeed itself does (comm/torch.py): one rank has no other to connect to.
     bound = device if device.type == "cuda" and world.world_size > 1 else None
     dist.init_process_group(
         backend, timeout=timeout, store=store, world_size=world.world_size, rank=world.rank, device_id=bound
@@ -192,9 +192,9 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
     if device.type == "cpu":
         # An optional all-reduce over shared memory that is compiled on first use: minutes, to save microseconds.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # What a schedule's class says when it is made, before anybody could have started it.
+    # A schedule's class logs this when it is made, before it could be started.
     take_over("DeepSpeed", harmless=["Attempting to get learning rate from scheduler before it has started"])
-    # The environment is complete; discovery would ask for mpi4py.
+    # The environment is complete; discovery would need mpi4py.
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
 
 

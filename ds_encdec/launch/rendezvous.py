@@ -90,15 +90,15 @@ class Rendezvous:
             return action()
         name, late = "connect", "connected to the others"
         apart: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # one store's calls wait for each other
-        heard: list[Mapping[str, Any]] = []
+        answers: list[Mapping[str, Any]] = []
         out = threading.Event()
 
         def listen() -> None:
             answer = self._answer(apart, name, lambda everyones: None, late)
-            heard.append(answer)
+            answers.append(answer)
             if "error" in answer and not out.wait(LEAVE_SECONDS):
                 error = _revived(answer["error"])
-                if self._world.is_main or not error.common:  # what only this rank knows, only it can say
+                if self._world.is_main or not error.common:  # only this rank can print an error that only it knows
                     print_error(error)
                 self._read_by_all(apart, name, error)
                 end_process(error.exit_code)
@@ -110,9 +110,9 @@ class Rendezvous:
         self._give(self.store, name, None, error)
         thread.join()
         try:
-            self._read(self.store, name, heard[0])
+            self._read(self.store, name, answers[0])
         except DsEncDecError as ended:
-            raise ended from error  # which tells whether a connection broke
+            raise ended from error  # which shows whether a connection broke
 
     def _give(self, store: dist.Store, name: str, value: Any, error: Exception | None) -> None:
         entry: dict[str, Any] = {"host": socket.gethostname(), "value": value}
@@ -130,7 +130,7 @@ class Rendezvous:
         try:
             with _store_of_rank_zero(self._world):
                 if not self._world.is_main:
-                    # Rank 0 is punctual, so it is waited for a little longer.
+                    # Rank 0 keeps the time limit, so the others wait a little longer.
                     seconds = self._seconds + COMPANY_SECONDS + REPORT_SECONDS
                     store.wait([f"{name} answer"], timedelta(seconds=seconds))
                     return dict(json.loads(store.get(f"{name} answer")))
@@ -153,7 +153,7 @@ class Rendezvous:
         self.hosts |= {rank: one["host"] for rank, one in entries.items()}
         errors = {rank: one["error"] for rank, one in entries.items() if "error" in one}
         missing = [rank for rank in everyone if rank not in entries]
-        # A connection breaks for those who are there because of one who is not.
+        # The connections of the ranks present break because of a missing one.
         if missing and all(error["kind"] == LostRankError.__name__ for error in errors.values()):
             words = self._words(missing, late, errors)
             if unresolved := unresolvable(self._world.master_addr):
@@ -217,15 +217,15 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
 def _open_store(world: World, seconds: float, title: str) -> dist.Store:
     """Return the store of the rendezvous with this `title`, which rank 0 keeps from now on."""
     if world.world_size == 1:
-        return dist.HashStore()  # meets nobody, and needs no port that another program may have taken by now
+        return dist.HashStore()  # one rank needs no port, which another program may have taken
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return _store_at(world, seconds, keeps=world.is_main)
     return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds, title)
 
 
 def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
-    """Return a store that rank 0 keeps, whose port is in `agents`: the store of torchrun's agent, or of the run with
-    these probes. The agent's outlives its ranks, and may hold a port of earlier ones, where nobody listens any more."""
+    """Return a store that rank 0 keeps, whose port is in `agents`: the store of torchrun's agent, or of the run that
+    these are probes of. The agent's outlives its ranks, and may hold a port of earlier ones without a listener."""
     key, deadline = f"port of {title}", time.monotonic() + seconds
     if world.is_main:
         store = _tcp_store(world, 0, seconds, keeps=True)

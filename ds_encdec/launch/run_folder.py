@@ -83,7 +83,7 @@ class RunFolder:
         self._lock = take_folder(self.root, "infra.output_dir", look=lambda: None if resume else self._refuse_used())
         self.checkpoints.mkdir(exist_ok=True)
         with suppress(OSError):
-            self.stop_file.unlink(missing_ok=True)  # an earlier start was meant
+            self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier start
         self._prepare_status(resume=resume)
         self.earlier = self.read_status()
         return self.earlier
@@ -108,7 +108,7 @@ class RunFolder:
             gone = self._lock is not None and not os.path.samestat(
                 os.fstat(self._lock.fileno()), os.stat(self.root / ".lock")
             )
-        except OSError as error:  # where the file system does not answer now, the next save will say so
+        except OSError as error:  # if the file system does not answer now, the next save reports it
             gone = isinstance(error, FileNotFoundError)
         if gone:
             raise RunFolderGoneError(
@@ -128,7 +128,7 @@ class RunFolder:
         the run has ended, `failed` is ignored: the first reason explains, and a rank that goes after a good end has not
         failed. On a full disk an ending is written over the old text in place."""
         with open(self.root / ".run.json.lock", "a") as lock:
-            with suppress(ConfigError):  # a host that cannot lock: better told without
+            with suppress(ConfigError):  # a host that cannot lock writes without
                 lock_file(lock, wait=True)
             previous = self.read_status()
             if state == "failed" and previous != self.earlier and previous.get("state") not in (None, "running"):
@@ -198,7 +198,7 @@ def take_folder(folder: Path, field: str, *, look: Callable[[], None] = lambda: 
     except BaseException:
         lock.close()
         raise
-    with suppress(OSError):  # full; it is locked without these words as well
+    with suppress(OSError):  # a full disk: the lock holds without this text
         lock.truncate(0)
         os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
     return lock
@@ -233,9 +233,9 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
 def start_facts(world: World) -> dict[str, Any]:
     """Return when and how a run starts: its ranks, command, commit, host, devices, and the versions that decide its
     numbers. Facts that are missing here, such as the commit of an installed wheel, are left out."""
-    import torch  # which a report does without
+    import torch  # not needed by a report
 
-    # Linux names the model there; elsewhere the architecture has to do.
+    # Only Linux names the model there.
     cpu = cpu_line("model name").partition(": ")[2] or platform.processor() or platform.machine()
     facts = {
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -283,7 +283,7 @@ def git_state(folder: Path) -> dict[str, Any]:
     does."""
     git = ("git", "-C", str(folder))
     if not _output(*git, "ls-files", "."):
-        return {}  # installed, perhaps into somebody else's repository
+        return {}  # installed, perhaps into another repository
     return {
         "git_commit": _output(*git, "rev-parse", "HEAD"),
         "git_dirty": bool(_output(*git, "status", "--porcelain", "--untracked-files=no")),

@@ -127,14 +127,14 @@ def _openmpi_port(environ: Mapping[str, str]) -> str:
 
 LAUNCHERS = (
     # torch/distributed/elastic/agent/server/local_elastic_agent.py sets these for every worker. `accelerate launch`
-    # calls it, except for CPUs, and Kubeflow's PyTorchJob tells it its place by PET_*.
+    # calls it, except for CPUs, and Kubeflow's PyTorchJob sets its place in PET_*.
     Launcher(
         "torchrun",
         marker="TORCHELASTIC_RUN_ID",
         own={"local_world_size": "LOCAL_WORLD_SIZE", "node_rank": "GROUP_RANK", "num_nodes": "GROUP_WORLD_SIZE"},
         programs=("torchrun", "torch.distributed.run", "accelerate", "accelerate-launch"),
     ),
-    # deepspeed/launcher/launch.py; CROSS_* and LOCAL_SIZE are Horovod's words, which it borrows.
+    # deepspeed/launcher/launch.py; CROSS_* and LOCAL_SIZE are names of Horovod, which it borrows.
     Launcher(
         "deepspeed",
         marker="CROSS_RANK",
@@ -142,7 +142,7 @@ LAUNCHERS = (
         programs=("deepspeed", "deepspeed.launcher.launch"),
     ),
     # Also of `deepspeed --launcher openmpi`. The three below are in this order because mpirun, called in a Slurm job,
-    # starts its daemons by srun, whose variables its ranks then have, too: of the daemons, and not of the ranks.
+    # starts its daemons by srun, so its ranks also have srun's variables, which describe the daemons.
     Launcher(
         "openmpi",
         marker="OMPI_COMM_WORLD_SIZE",
@@ -190,7 +190,7 @@ LAUNCHERS = (
         },
     ),
     # PyTorch's `env://` convention, set by hand or by a launcher that has no row of its own. Kubeflow's PyTorchJob
-    # says nothing of local ranks where each of its pods is one rank.
+    # sets no local rank if each of its pods is one rank.
     Launcher(
         "environment",
         marker="RANK",
@@ -306,8 +306,8 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     ranks, here = fields["world_size"], fields.get("local_world_size", fields["world_size"])
     nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": fields["rank"] // max(here, 1)}
     world = World(**{"local_world_size": here, **nodes, **fields}, launcher=launcher.name)
-    is_told = not fields.keys().isdisjoint(("num_nodes", "local_world_size"))
-    if wrong := _contradicting(world, is_node=world.num_nodes == 1 and is_told):
+    counts_nodes = not fields.keys().isdisjoint(("num_nodes", "local_world_size"))
+    if wrong := _contradicting(world, is_node=world.num_nodes == 1 and counts_nodes):
         names = [variables[field] for field in wrong if field in variables]
         listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
         raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks by one launcher.")

@@ -37,7 +37,7 @@ class Denoiser:
         noise = min(max(round(raw_tokens * self.density), 1), raw_tokens - 1)
         if self.mean_span is None:
             return DenoisedLengths(raw_tokens - noise, noise + 1, noise, 0)
-        # A kept segment is at least one token: more spans than that cannot be told apart.
+        # A kept segment is at least one token: more spans than that cannot be separated.
         spans = min(max(round(noise / self.mean_span), 1), raw_tokens - noise)
         return DenoisedLengths(raw_tokens - noise + spans, noise + spans + 1, noise, spans)
 
