@@ -165,8 +165,8 @@ def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
 
 
 def _refuse_absent(config: FullConfig, resume: str | None) -> None:
-    """Raise now what the run would raise once torch is loaded, for a folder that is taken or a named one that is
-    missing. As there, `run.json` records the failure of a new run."""
+    """Raise before torch loads what the run would raise then, for a taken folder or a missing one that is named. As
+    there, `run.json` records the failure of a new run."""
     from ds_encdec.checkpoint.folder import exists_or_replaced
     from ds_encdec.launch.run_folder import RunFolder
     from ds_encdec.training.absent import refuse_absent

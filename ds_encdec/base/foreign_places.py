@@ -1,10 +1,7 @@
-"""Lists every place inside deepspeed, torch, transformers, peft and datasets that this package depends on.
-
-The libraries promise none of them, so an upgrade that renames one is reported by name at the start of a run, and does
-not leave a step unguarded. Listed are private names, and public ones that are replaced, hidden or read undocumented.
-`check` looks for them; `replaced` and `write` are the only ways to change one, and raise if it is missing or has no
-row. Nothing here imports a library that is not in use.
-"""
+"""Lists every place inside deepspeed, torch, transformers, peft and datasets that this package depends on: private
+names, and public ones that are replaced, hidden or read undocumented. The libraries promise none, so an upgrade that
+renames one is reported at the start of a run, and does not leave a step unguarded. `replaced` and `write` are the only
+ways to change one. No unused library is imported."""
 
 from __future__ import annotations
 
@@ -244,8 +241,7 @@ def _require(owner: Any, name: str, uses: tuple[Use, ...]) -> None:
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Replace `owner.name` by `new` inside, as an attribute of `owner` itself: an object, a class or a module. Raises
-    ConfigError if there is no such place."""
+    """Replace `owner.name`, of an object, class or module, by `new` inside. Raises ConfigError if it is missing."""
     _require(owner, name, ("replace", "hide", "write"))
     key, layer = (id(owner), name), [new]
     layers = _layers.setdefault(key, [[vars(owner).get(name, _MISSING)]])

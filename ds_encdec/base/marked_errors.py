@@ -38,7 +38,7 @@ def _marked_line(lines: list[str], number: int, width: int) -> Iterator[Text]:
 
 
 def _source(found: re.Match[str], field: str, value: str | None, width: int) -> Iterator[Text]:
-    """Yield the line of the file, and below it marks under the value, or under the key if that is unknown."""
+    """Yield the line of the file, and marks below it: under the value, or the key if that is unknown."""
     try:
         path = Path(found["file"])
         source = path.read_text().splitlines()[int(found["line"]) - 1] if path.is_file() else ""

@@ -1,5 +1,4 @@
-"""Imports the user's own code: an object `module:name` from the working folder or an installed package
-(docs/library.md)."""
+"""Imports users' code: an object `module:name` from the working folder or an installed package (docs/library.md)."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def _require_call(what: str, found: Any, given: tuple[str, ...]) -> None:
 
 
 def _which(module: str) -> str:
-    """Return the end of a message: the file that Python takes for `module`, and the working folder's file that it
-    hides."""
+    """Return a message's end: Python's file for `module`, and the working folder's file that it hides."""
     try:
         spec = importlib.util.find_spec(module)
     except (Exception, SystemExit):  # of packages around it

@@ -1,7 +1,7 @@
 """Shows a program's log and progress through one console, and its errors. On a terminal, log lines stand above the
-progress bar. Elsewhere each line begins with its time, level and, if several ranks write, rank. Only programs set this
-up: whoever imports the package has another log. If the reader of the output leaves early, as in `ds-encdec plan | head
--1`, most verbs end, and a training goes on, for its folder."""
+progress bar; elsewhere each has its time, level and, among several ranks, rank. Only programs set this up, not the
+import. If a reader leaves early (`plan | head`), most verbs end, but a training goes on: its results are in its folder.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ERASED_LINE = "\r\x1b[K"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the console that log and progress share: standard output, or with `stderr` standard error if the former is
+    """Return the console of log and progress, on standard output, or with `stderr` on standard error if the former is
     no terminal. rich honours NO_COLOR."""
     return _console(stderr and not is_terminal(sys.stdout))
 
@@ -114,8 +114,7 @@ def _is_watched() -> bool:
 
 
 def stamped(line: str) -> str:
-    """Return a line of progress as the log would write it: unchanged on a terminal, and if no program has set up the
-    log."""
+    """Return a line of progress as the log writes it: unchanged on a terminal, and if no program has set up the log."""
     return line if (handler := _handler()) is None or _is_watched() else handler.stamped(line, "INFO")
 
 

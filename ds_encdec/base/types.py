@@ -89,8 +89,8 @@ class Document:
 @dataclass(frozen=True, slots=True)
 class Example:
     """One training pair: int32 arrays of token ids. `decoder_ids` are the *targets*; the decoder's input is the same
-    sequence shifted right behind `decoder_start_token_id`. `denoiser` is one of `TASKS`; `document` is the key of the
-    `Document` it comes from."""
+    sequence shifted right behind `decoder_start_token_id`. `denoiser`: one of `TASKS`. `document`: its `Document`'s
+    key."""
 
     encoder_ids: np.ndarray
     decoder_ids: np.ndarray
@@ -163,9 +163,8 @@ class LossSum:
 
 
 class RowCounts(NamedTuple):
-    """Counts of rows with a problem, by pass over their source. `bad`: rows that could not be read, and were skipped.
-    `long`: examples above a maximum length, left out or cut off. `last_bad`: the newest bad row's step, lane and
-    problem."""
+    """Counts of rows by pass over their source. `bad`: unreadable, so skipped. `long`: examples above a maximum length,
+    left out or cut off. `last_bad`: the newest bad row's step, lane and problem."""
 
     bad: Sequence[int] = ()
     long: Sequence[int] = ()
@@ -300,6 +299,5 @@ class SavedState(Protocol):
     """Neutral name → full shape, in the order of `named_parameters()`."""
 
     def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Return elements [start, stop) of the flattened full parameter: float32, one dimension, on the CPU, not
-        shared. Takes only about the memory of these elements. Raises CheckpointError if the checkpoint has no such
-        entry."""
+        """Return elements [start, stop) of the flattened full parameter: float32, on the CPU, not shared, and taking
+        only their own memory. Raises CheckpointError if the checkpoint has no such entry."""

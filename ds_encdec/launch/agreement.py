@@ -64,8 +64,7 @@ def digest(facts: Any) -> str:
 
 
 def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
-    """Return the versions on this host that ranks compare, by name: of packages that all need, and of those of
-    `engines`."""
+    """Return the versions on this host that ranks compare: of packages that all need, and of those of `engines`."""
     found = {"python": platform.python_version()}
     found |= installed_versions("torch", "transformers", "tokenizers", "numpy")
     found |= installed_versions(*filter(None, (ENGINES[engine].package for engine in engines)))
@@ -73,8 +72,7 @@ def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
 
 
 def own_facts(world: World, device: torch.device, engine: EngineName, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return this rank's facts: those that must be `equal`, its `versions`, and those that are `noted` for a person.
-    The code counts by a digest of its files, so uncommitted changes differ, too."""
+    """Return this rank's facts to compare; the code counts by a digest, so uncommitted changes differ, too."""
     package = Path(__file__).parents[1]
     files = sorted(package.rglob("*.py"))
     code = digest([[file.relative_to(package).as_posix(), file.read_text(errors="replace")] for file in files])
@@ -111,8 +109,7 @@ def compare_rank_facts(
 def differences(
     everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks, alike: Mapping[int, Sequence[int]] | None = None
 ) -> list[str]:
-    """Return a line for each name whose values differ between ranks, with the values and their ranks. `alike`: rank →
-    the ranks that it stands for."""
+    """Return a line for each name whose values differ between ranks. `alike`: rank → the ranks it stands for."""
     names = dict.fromkeys(itertools.chain.from_iterable(everyones.values()))
     lines = []
     for name in names:
@@ -129,12 +126,9 @@ def differences(
 
 def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
     """Return all that ranks need to know of each other, in JSON's types. Raises ConfigError for ranks that differ.
-
-    `places`: rank → `machine`, `address`, `cores`, `uuid` (of its GPU) and `facts`. Returns `sharing`: for each rank,
-    how many have some of its cores; `reached`: of at most two machines the name, and an address that others reach;
-    `kinds`: the ranks of each kind of settings, if there are several; `errors` to report with the differences between
-    those; `warnings`.
-    """
+    `places`: rank → `machine`, `address`, `cores`, GPU's `uuid` and `facts`. Returns `sharing`; `reached`: of at most
+    two machines the name, and an address that others reach; `kinds`: the ranks of each kind of settings, if there are
+    several; `errors` to report with the differences between those; `warnings`."""
     on_gpu: dict[Any, list[int]] = {}
     kinds: dict[str, list[int]] = {}
     reached: dict[str, str | None] = {}
@@ -162,8 +156,7 @@ def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> d
 
 
 def sharing(places: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
-    """Return for each rank how many, itself included, may run on some of its cores. `places`: machine and cores of
-    each."""
+    """Return for each rank how many, itself included, may run on its cores. `places`: machine and cores of each."""
     users = Counter((machine, tuple(cores)) for machine, cores in places)
     return [
         sum(count for (other, theirs), count in users.items() if other == machine and not set(cores).isdisjoint(theirs))
@@ -187,8 +180,7 @@ def not_alike(lines: Sequence[str]) -> ConfigError:
 
 
 def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectives) -> None:
-    """Raise DataError on all ranks unless they read the same data; a collective. `fingerprint`: data/fingerprint.py's
-    facts."""
+    """Raise DataError on all ranks unless all have the same `fingerprint` (data/fingerprint.py). A collective."""
     mine = flat(fingerprint)
     own = int(digest(mine), 16)
     least, most = collectives.lowest(own, -own)

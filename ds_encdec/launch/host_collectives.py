@@ -140,8 +140,7 @@ class HostCollectives:
         return result
 
     def rank_zero_first(self, action: Callable[[], T]) -> T:
-        """Run `action` on rank 0, then on the others, which find its work in a cache; if any raised, all raise the same
-        error."""
+        """Run `action` on rank 0, then on the others, which find its work in a cache; all raise the first error."""
         first, error = attempt(action) if self.rank == 0 else (None, None)
         error = self.broadcast(error)
         if error is not None:
@@ -149,8 +148,7 @@ class HostCollectives:
         return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:
-        """Raise the lowest rank's error on every rank, with rank and host unless it is rank 0's. `error`: this rank's,
-        or None."""
+        """Raise the lowest rank's `error` (None: none here) on every rank, naming rank and host unless it is rank 0's."""
         first = self.lowest(self.world_size if error is None else self.rank)[0]
         if first < self.world_size:
             named = str(error).startswith((f"rank {first}:", f"rank {first} "))
@@ -190,8 +188,8 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def allow_connections(world: World) -> None:
-    """Raise this process's limit of open files for the ranks' connections, and warn if it stays too low. Beyond the
-    limit connections fail, with errors that call them closed by the peer."""
+    """Raise the limit of open files for the ranks' connections, and warn if it stays too low: connections beyond it
+    fail, with errors that call them closed by the peer."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = max(soft, min(hard, ENOUGH_OPEN_FILES))
     if allowed > soft:

@@ -71,8 +71,7 @@ def gloo_interface(
 
 
 def await_listener(host: str, port: int, deadline: float) -> str | None:
-    """Wait until a program listens at `host` and `port`; return None, or the problem at `deadline` (of
-    `time.monotonic()`)."""
+    """Wait until a program listens at `host` and `port`; return None, or the problem at the monotonic `deadline`."""
     while True:
         try:
             socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline - time.monotonic()))).close()

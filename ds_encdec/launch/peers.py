@@ -167,9 +167,8 @@ class Peers:
 
 
 class Watchdog:
-    """Ends this rank, and every other, if one takes no step for too long; a context manager around the loop. The watch
-    begins after the first step: until then `infra.distributed_timeout_minutes`, that of collectives, is the only limit.
-    """
+    """Ends this rank, and every other, if one takes no step for too long; a context manager around the loop. Before the
+    end of the first step only `infra.distributed_timeout_minutes`, the limit of collectives, holds."""
 
     def __init__(
         self,
@@ -280,7 +279,6 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 
 def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
-    """Return the message about the `lost` ranks; without any, about `error`."""
     if not lost:
         return f"the connection between the ranks broke, but none is known to be gone: look at the network ({error})"
     return (

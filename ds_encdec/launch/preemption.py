@@ -140,8 +140,8 @@ class StopRequest:
         self._met = True
 
     def folder_is_known(self, stop_file: Path | None, before_end: Callable[[str], None]) -> None:
-        """Also watch for `stop_file`, on the rank that has one, and call `before_end` with the reason if this process
-        is ended."""
+        """Watch for `stop_file` too, on the rank that has one; call `before_end` with the reason before this process is
+        ended."""
         self._stop_file, self._before_end = stop_file, before_end
 
     def __enter__(self) -> StopRequest:
@@ -264,8 +264,8 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def launchers_above(pid: int) -> list[psutil.Process]:
-    """Return the launcher processes that `pid` descends from, nearest first. DeepSpeed has two on a node, and a
-    scheduler ends the far one. Shells and ssh above may end without harm."""
+    """Return the launchers that `pid` descends from, nearest first: DeepSpeed has two on a node, and a scheduler ends
+    the far one. Shells and ssh above may end without harm."""
 
     def launches(ancestor: psutil.Process) -> bool:
         # The program comes after python's own -u and -m.
@@ -275,7 +275,6 @@ def launchers_above(pid: int) -> list[psutil.Process]:
 
 
 def _python_words(pid: int) -> list[str]:
-    """Return the command line of a python program; empty for any other, and if it cannot be read."""
     with suppress(psutil.Error):
         words = psutil.Process(pid).cmdline()
         return words if words and Path(words[0]).name.startswith("python") else []

@@ -145,7 +145,6 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
 
 
 def _take(device: torch.device) -> None:
-    """Put a first tensor on the GPU. Raises ConfigError if it lacks expandable segments."""
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
@@ -161,8 +160,7 @@ def _take(device: torch.device) -> None:
 
 
 def _import(package: str) -> str | None:
-    """Import an engine's package; return why that failed, or None. It raises nothing, since all ranks must learn the
-    reason."""
+    """Import an engine's package; return the problem, or None. It raises nothing, as all ranks must learn it."""
     # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; no user can fix that.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     try:
@@ -245,7 +243,7 @@ class ProcessSettings:
         return cls(dict(os.environ), torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled())
 
     def restore(self, joined: Self) -> None:
-        """Restore the settings that differ in `joined` and have not changed since, so that this process may train
+        """Restore the settings that `joined` changed, and that have not changed since, so that this process may train
         again."""
         for name, value in joined.environ.items():
             if self.environ.get(name) != value == os.environ.get(name):

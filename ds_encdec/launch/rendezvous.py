@@ -164,7 +164,7 @@ class Rendezvous:
         return {rank: one["value"] for rank, one in entries.items()}
 
     def _first(self, errors: dict[int, dict[str, Any]]) -> DsEncDecError:
-        """Return the error of the lowest rank, with the places of all ranks that have the same, unless all have it."""
+        """Return the error of the lowest rank, with the places of all that have the same, unless all ranks have it."""
         first = errors[min(errors)]
         alike = [rank for rank, error in errors.items() if error == first]
         who = "" if len(alike) == self._world.world_size else f"{ranks_in_words(alike, self.hosts)}: "
@@ -215,7 +215,6 @@ def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | No
 
 
 def _open_store(world: World, seconds: float, title: str) -> dist.Store:
-    """Return the store of the rendezvous with this `title`, which rank 0 keeps from now on."""
     if world.world_size == 1:
         return dist.HashStore()  # one rank needs no port, which another program may have taken
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
@@ -311,7 +310,6 @@ def _preserved(error: Exception) -> dict[str, Any]:
 
 
 def _revived(preserved: Mapping[str, Any]) -> DsEncDecError:
-    """Return the error that `_preserved` has stored, of a class of `types`."""
     error: DsEncDecError = getattr(types, preserved["kind"], DsEncDecError)(preserved["message"])
     error.exit_code, error.common = preserved["exit_code"], preserved["common"]
     return error

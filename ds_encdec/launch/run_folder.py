@@ -74,10 +74,9 @@ class RunFolder:
         self._lock: IO[str] | None = None
 
     def claim(self, *, resume: bool) -> dict[str, Any]:
-        """Take the folder for this process (rank 0 only), and return `earlier`; a failure leaves the folder as it
-        was. Raises OutputLockedError if another live process holds it, or if it has an earlier run and `resume` is
-        False; ConfigError if it cannot be written; Preempted if torchrun has restarted ranks that `ds-encdec stop`
-        had ended."""
+        """Take the folder for this process (rank 0 only), and return `earlier`; a failure changes nothing in it. Raises
+        OutputLockedError if another live process has it, or without `resume` if a run is in it; ConfigError if it
+        cannot be written; Preempted if torchrun restarts ranks that `ds-encdec stop` has ended."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
             raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
         self._lock = take_folder(self.root, "infra.output_dir", look=lambda: None if resume else self._refuse_used())
@@ -184,9 +183,8 @@ class RunFolder:
 
 
 def take_folder(folder: Path, field: str, *, look: Callable[[], None] = lambda: None) -> IO[str]:
-    """Lock `folder` for this process until the returned file is closed; make it if it is missing. `look` may refuse it
-    by an error. Raises ConfigError if it cannot be written, and OutputLockedError if another process has locked it.
-    `field` names it in messages."""
+    """Make `folder`, and lock it for this process until the returned file is closed; `field` names it in messages.
+    Raises ConfigError if it cannot be written, OutputLockedError if another process has it, and the error of `look`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  the caller closes it
@@ -215,7 +213,7 @@ def _lock_or_refuse(lock: IO[str], folder: Path, field: str) -> None:
 
 
 def lock_file(file: IO[str], *, wait: bool = False) -> bool:
-    """Lock `file` until it is closed; return False if another process holds it, unless this is to `wait`. Raises
+    """Lock `file` until it is closed; return False if another process holds it, unless `wait` is set. Raises
     ConfigError if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -279,8 +277,7 @@ def masked(words: Sequence[str]) -> str:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """Return `git_commit` of the checkout that tracks `folder`, and `git_dirty`: tracked files have changed; {} if none
-    does."""
+    """Return the `git_commit` that tracks `folder`, and `git_dirty` if tracked files have changed; {} if none does."""
     git = ("git", "-C", str(folder))
     if not _output(*git, "ls-files", "."):
         return {}  # installed, perhaps into another repository
@@ -291,7 +288,6 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def _output(*command: str) -> str:
-    """Return the output of a program; empty if it is absent, fails, or does not answer within seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

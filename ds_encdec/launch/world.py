@@ -1,6 +1,5 @@
-"""Finds this process's place among the ranks of a run, from the environment alone and for every launcher. `discover` is
-a pure function of its arguments: it reads no file, opens no socket unless it must choose a port, and changes nothing. A
-launcher is one row of `LAUNCHERS`; to add one, add a row."""
+"""Finds this process's place among the ranks of a run, from the environment alone. A launcher is one row of
+`LAUNCHERS`; to add one, add a row."""
 
 import json
 import re
@@ -84,7 +83,6 @@ def _port_of(job: str) -> str:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
-    """Return the tasks of this node in a list such as `8(x3),4`, one entry for each node."""
     entries = [part.partition("(x") for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
     counts = [count for count, _, times in entries for _ in range(int(times.rstrip(")") or 1))]
     return counts[int(environ["SLURM_NODEID"])]
@@ -223,9 +221,9 @@ def free_port() -> int:
 
 
 def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_port) -> World:
-    """Find this process's place in the run. `environ`: `os.environ` or any mapping like it. `choose_port` is called
-    only for a single process. Raises ConfigError, with the variables, if they are incomplete, not numbers, or
-    contradictory, and if this is one of several tasks that no launcher explains."""
+    """Find this process's place in the run; a pure function but for `choose_port`, which is called only for a single
+    process. Raises ConfigError, with the variables, if they are incomplete, not numbers, or contradictory, and if this
+    is one of several tasks that no launcher explains."""
     if launcher := next((row for row in LAUNCHERS if row.has_started(environ)), None):
         world = _read(launcher, environ)
         # An elastic torchrun that has lost its other hosts goes on with this one.
@@ -275,8 +273,7 @@ _TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-e
 def _several_tasks(
     starters: Mapping[str, tuple[str, Callable[[str], int]]], environ: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """Return the variable of `starters` (as TASK_STARTERS) that shows several tasks, and who has started how many; or
-    None."""
+    """Return the variable of `starters` that shows several tasks, and who has started how many; or None."""
     for variable, (starter, count) in starters.items():
         tasks, value = 1, environ.get(variable, "")
         with suppress(ValueError, TypeError):  # absent, or not what that starter writes
@@ -287,8 +284,7 @@ def _several_tasks(
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
-    """Return the place that `launcher` gives. Raises ConfigError for variables that are missing, no numbers, or
-    contradictory."""
+    """Return the place that `launcher` gives. Raises ConfigError for missing, invalid or contradictory variables."""
     variables = {**_REQUIRED, **launcher.own}
     fields = _fields_of(launcher, variables, environ)
     required = [variables[field] for field in _REQUIRED]

@@ -1,7 +1,6 @@
-"""Lists UL2's denoisers, a row each; to add one, add a row here (and to its table in docs/data.md). The mixture is
-UL2's (arXiv 2205.05131); the five tasks and their weights are those of T5Gemma 2 (arXiv 2512.14856, section 3.1). A row
-says how `data/examples/chunks.py` divides a text between the two sides. Neither numpy nor torch is imported here,
-because the configuration and the memory estimate read lengths and weights."""
+"""Lists UL2's denoisers (arXiv 2205.05131), a row each; to add one, add a row (and one to the table in docs/data.md).
+The five tasks and their weights are T5Gemma 2's (arXiv 2512.14856, section 3.1). `data/examples/chunks.py` divides
+texts. The configuration and the memory estimate read the rows, so numpy and torch are not imported."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -57,9 +56,8 @@ _LONG_TEXT = 1_200_000
 
 
 def expected_ratio(task_weights: tuple[float, ...]) -> float:
-    """Return the encoder tokens per decoder token of long texts under these weights of the denoisers. A run measures
-    its own (data/inspection.py); on web text the two differ by a percent or two, which moves tokens from one side to
-    the other and leaves their sum."""
+    """Return the encoder tokens per decoder token of long texts under these weights. A run measures its own ratio
+    (data/inspection.py): on web text that differs by a percent or two, but not the sum of tokens."""
     lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
     encoder, decoder = (
         sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)

@@ -1,7 +1,6 @@
 """Lists the objectives, a row of facts each: how documents become examples. The configuration's rules and the memory
-estimate read the rows, so nothing here needs numpy or torch. The argument `data` of a row's functions is the
-configuration's section. `data.build` has the class that makes the examples, `checkpoint.model_card` the texts for the
-card."""
+estimate read the rows, so nothing here needs numpy or torch. `data` is the configuration's section. `data.build` has
+the classes that make examples, `checkpoint.model_card` the card's texts."""
 
 from collections import ChainMap
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -88,7 +87,6 @@ def _filling(data: Any, existing: Container[str]) -> set[str]:
 
 
 def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
-    """Return the columns to read: all for a converter, or without the columns of templates and conversations."""
     filling, conversation = _filling(data, existing), conversation_column(data, existing)
     needs_all = data.converter is not None or not (filling <= {*existing} or conversation)
     beside = {conversation, data.tools_column, SYSTEM} if conversation else {data.tools_column}

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """One optimizer. `moments`: how many of `types.MOMENTS` it keeps for each trained parameter. `matrix_moments`: how
-    many for a layer's matrix (`types.is_hidden_matrix`), if it steps these differently, in a parameter group with
-    `is_matrix`; None: as all others. `not_deepspeeds`: why DeepSpeed cannot use it, and the setting to take instead;
-    empty if it can."""
+    """One optimizer. `moments`: how many of `types.MOMENTS` it keeps for each trained parameter; `matrix_moments`: for
+    a layer's matrix, if it steps these differently, in a parameter group with `is_matrix`. `not_deepspeeds`: why
+    DeepSpeed cannot use it, and the setting to take instead; empty if it can."""
 
     name: str
     moments: int = 2

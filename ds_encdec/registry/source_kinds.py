@@ -9,10 +9,9 @@ from ds_encdec.base.plugins import PYTHON
 
 @dataclass(frozen=True, slots=True)
 class SourceKind:
-    """The reader of the data sets of one kind. `reader`: the dotted name of a class or function that returns a
-    source. `needs`: its keyword arguments, of those that `data.build.open_sources` offers. `endings`: endings of
-    such files other than the kind's name, which are mistaken for it. `has_columns`: its rows can be read whole,
-    column by column."""
+    """The reader of one kind of data sets. `reader`: the dotted name of a function that returns a source. `needs`: its
+    keyword arguments, of those of `data.build.open_sources`. `endings`: of such files, mistaken for the kind's name.
+    `has_columns`: its rows can be read whole, column by column."""
 
     reader: str
     needs: tuple[str, ...] = ()

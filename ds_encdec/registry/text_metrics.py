@@ -1,6 +1,5 @@
-"""Lists the metrics that compare generated texts with references, a row each; `evaluate/metrics.py` has their
-functions. All figures are on the scale of 0 to 100. Nothing is imported here, because the configuration reads the
-figures' names."""
+"""Lists the metrics that compare generated texts with references, a row each; evaluate/metrics.py has their functions.
+All figures are on the scale of 0 to 100. The configuration reads their names, so nothing is imported here."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,9 +10,8 @@ from ds_encdec.base.plugins import is_dotted
 
 @dataclass(frozen=True, slots=True)
 class TextMetric:
-    """One metric, which yields `figures`, means over the examples or figures of the whole set. `package`: the module
-    that it imports, if any, which the `extra` of this package installs. `needs_model`: it takes another model, as
-    `bertscore_model`."""
+    """One metric, which yields `figures`. `package`: the module that it imports, if any, which the `extra` of this
+    package installs. `needs_model`: it takes another model, as `bertscore_model`."""
 
     figures: tuple[str, ...]
     package: str | None = None
@@ -51,8 +49,7 @@ def not_installed(names: Iterable[str]) -> Iterator[str]:
 
 
 def usable(names: Iterable[str]) -> tuple[list[str], str]:
-    """Return those of the metrics `names` whose packages are installed, and the others with the command to install (or
-    "")."""
+    """Return the installed ones of the metrics `names`, and the others with the command to install them (or "")."""
     rows = {name: text_metric(name) for name in names}
     found = [name for name in rows if not any(not_installed([name]))]
     absent = {name: row.extra or "" for name, row in rows.items() if row is not None and name not in found}
