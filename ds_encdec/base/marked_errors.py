@@ -52,9 +52,9 @@ def _source(found: re.Match[str], field: str, value: str | None, width: int) -> 
         return
     start, end = mark.span("meant" if value is not None else 0)
     margin = f"{found['line']:>8} | "
-    room = max(20, width - len(margin))
-    first = max(0, min(start - 4, end - room)) if end > room else 0
-    end = min(end, first + room)
+    columns = max(20, width - len(margin))
+    first = max(0, min(start - 4, end - columns)) if end > columns else 0
+    end = min(end, first + columns)
     below = " " * (len(margin) - 2) + "| "
-    yield Text.assemble((margin, "dim"), source[first : first + room])
+    yield Text.assemble((margin, "dim"), source[first : first + columns])
     yield Text.assemble((below, "dim"), " " * (start - first), ("^" * (end - start), "bold red"))

@@ -148,7 +148,7 @@ class HostCollectives:
         return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:
-        """Raise the lowest rank's `error` (None: none here) on every rank, naming rank and host unless it is rank 0's."""
+        """Raise the lowest rank's `error` (or None) on every rank, with rank and host unless it is rank 0's."""
         first = self.lowest(self.world_size if error is None else self.rank)[0]
         if first < self.world_size:
             named = str(error).startswith((f"rank {first}:", f"rank {first} "))

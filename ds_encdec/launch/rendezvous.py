@@ -37,8 +37,7 @@ from ds_encdec.launch.world import World
 COMPANY_SECONDS = 1.0
 """How long after a rank's error those of others, mostly the same one, may still come."""
 REPORT_SECONDS = 20.0
-"""How long rank 0 keeps the store for others, which may have to import torch first, to read how the rendezvous ended.
-"""
+"""How long rank 0 keeps the store for others, which may still import torch, to read how the rendezvous ended."""
 LEAVE_SECONDS = 5.0
 """How long the main thread may take to leave a connection that is known to have failed."""
 
