@@ -145,6 +145,7 @@ def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
         "a data source",
         "a metric of generated texts",
         "an optimizer",
+        "a verb",
         "a launcher",
     ]
     for what, where, _, test in rows:
