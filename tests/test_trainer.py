@@ -76,10 +76,10 @@ def test_what_checkpoints_and_another_metric_know_of_the_best() -> None:
     state = TrainingState.from_dict({**saved, "evaluations_since_leading": 3})
     assert (state.best_by, state.best_value, state.best_step) == ("lowest loss", 2.0, 8)
     assert (state.leading_value, state.evaluations_since_leading) == (1.5, 3)
-    assert state.choosing_by(TrainingConfig().best_by) == state == TrainingState.from_dict(state.to_dict())
+    assert state.with_best_by(TrainingConfig().best_by) == state == TrainingState.from_dict(state.to_dict())
     anew = TrainingState(global_step=9, best_by="highest chrf")
-    assert state.choosing_by(TrainingConfig(metric_for_best_model="eval_chrf").best_by) == anew
-    assert state.choosing_anew() == TrainingState(global_step=9)
+    assert state.with_best_by(TrainingConfig(metric_for_best_model="eval_chrf").best_by) == anew
+    assert state.without_best() == TrainingState(global_step=9)
     assert TrainingConfig(metric_for_best_model="chrf", greater_is_better=False).best_by == "lowest chrf"
 
 

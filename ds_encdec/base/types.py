@@ -258,11 +258,11 @@ class TrainingState:
         """Restore the state of a `to_dict`. Raises TypeError for other fields."""
         return cls(**saved)
 
-    def choosing_by(self, best_by: str) -> TrainingState:
+    def with_best_by(self, best_by: str) -> TrainingState:
         """Return the state that compares evaluations by `best_by`, without results of another order."""
-        return self if best_by == self.best_by else dataclasses.replace(self.choosing_anew(), best_by=best_by)
+        return self if best_by == self.best_by else dataclasses.replace(self.without_best(), best_by=best_by)
 
-    def choosing_anew(self) -> TrainingState:
+    def without_best(self) -> TrainingState:
         """Return the state without the results of its evaluations."""
         forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
         return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)

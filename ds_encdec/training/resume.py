@@ -76,7 +76,7 @@ def restore_data(checkpoint: Checkpoint, data: TrainingData, state: TrainingStat
         checkpoint.path,
         changes(fingerprint, data.fingerprint),
     )
-    return state.choosing_anew()
+    return state.without_best()
 
 
 def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:
@@ -89,7 +89,7 @@ def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: Train
             state.best_by,
             training.best_by,
         )
-    return state.choosing_by(training.best_by)
+    return state.with_best_by(training.best_by)
 
 
 def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
@@ -140,7 +140,7 @@ def roll_back(
             logger.error(refusal)
         return None
     saved = checkpoint.read_json("trainer.json")
-    then = checkpoint.training_state().choosing_by(state.best_by)
+    then = checkpoint.training_state().with_best_by(state.best_by)
     load_engine(engine, checkpoint, collectives)
     gone_back = dataclasses.replace(
         then,  # except for the counters of data
