@@ -19,7 +19,7 @@ class GenerationSettings:
     num_beams: int = _setting(1, "beams of the search")
     temperature: float = _setting(0.0, "temperature of sampling; 0 takes the likeliest token")
     top_p: float = _setting(1.0, "sample from the likeliest tokens that have this share")
-    top_k: int = _setting(0, "sample from so many of the likeliest tokens; 0: from all")
+    top_k: int = _setting(0, "number of likeliest tokens to sample from; 0: all")
     repetition_penalty: float = _setting(1.0, "above 1: tokens that were generated are less likely")
     seed: int = _setting(0, "seed of sampling")
     batch_tokens: int = _setting(16_384, "tokens of a batch at most, input and new ones")
