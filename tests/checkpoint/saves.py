@@ -27,6 +27,13 @@ def find(manager: CheckpointManager, resume: str | None) -> Checkpoint | None:
     return find_checkpoint(manager.folder, HostCollectives(), resume)
 
 
+def found(manager: CheckpointManager, resume: str | Path = "auto") -> Checkpoint:
+    """The checkpoint that there is."""
+    checkpoint = find(manager, str(resume))
+    assert checkpoint is not None
+    return checkpoint
+
+
 def engine(before_writing: Callable[[], object] = lambda: None, num_bytes: int = NUM_BYTES) -> Stage:
     """The `stage` of an engine that calls `before_writing`, and says that it will write `num_bytes`."""
 

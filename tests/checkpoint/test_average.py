@@ -36,28 +36,23 @@ def average(run: Path, out: Path, last: int = 5, dtype: torch.dtype = torch.floa
 
 
 @pytest.mark.parametrize("last", [3, 9])
-def test_the_mean_of_the_newest_is_exact(tmp_path: Path, last: int) -> None:
+def test_the_mean_of_the_newest_is_exact_and_rounded_once(tmp_path: Path, last: int) -> None:
     states = save_run(tmp_path)
     steps = average(tmp_path, tmp_path / "out", last)
+    average(tmp_path, tmp_path / "rounded", last, torch.bfloat16)
     assert steps == {3: [400, 900, 1200], 9: [100, 400, 900, 1200]}[last]
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert tensors.keys() == states[100]["weight"].keys()
+    rounded = load_file(tmp_path / "rounded" / "model.safetensors")
     for name, found in tensors.items():
         total = states[steps[0]]["weight"][name].numpy().copy()
         for step in steps[1:]:
             total += states[step]["weight"][name].numpy()
         assert np.array_equal(found.numpy(), total / np.float32(len(steps)))
+        assert torch.equal(rounded[name], found.bfloat16())
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"mean of the checkpoints at steps {', '.join(map(str, steps))}" in card
     assert Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "out").config.num_encoder_layers == 3
-
-
-def test_the_mean_is_rounded_once(tmp_path: Path) -> None:
-    save_run(tmp_path)
-    average(tmp_path, tmp_path / "exact")
-    average(tmp_path, tmp_path / "rounded", dtype=torch.bfloat16)
-    exact, rounded = (load_file(tmp_path / out / "model.safetensors") for out in ("exact", "rounded"))
-    assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in exact.items())
 
 
 def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -290,43 +291,36 @@ def test_a_failure_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_card_tells_the_runs_facts() -> None:
+LOCAL = {"model_name_or_path": "./a/b"}
+MIXTURE = [
+    {"dataset_name": "someone/it's: #1", "weight": 2},
+    {"dataset_name": "text", "data_files": "a", "weight": 1},
+]
+FINE_TUNING = {
+    "objective": "sft",
+    "dataset_name": "a/b",
+    "eval_dataset_name": "c/d",
+    "input_template": 'Say "{it}" {{|}}:\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "encoder_only"),
+    [
+        pytest.param({}, False, id="pre-trained"),
+        pytest.param({"model": LOCAL, "data": {"mixture": MIXTURE}}, True, id="encoder of a mixture"),
+        pytest.param({"data": FINE_TUNING}, False, id="fine-tuned"),
+    ],
+)
+def test_the_card_has_the_runs_facts(
+    settings: dict[str, Any], encoder_only: bool, golden: Callable[[object], None]
+) -> None:
+    """Any name fits into its header, which names only what is on the hub."""
     state = TrainingState(global_step=1200, total_tokens_seen=11_000_000, target_tokens_seen=6_000_000)
-    card = model_card(FullConfig(), state, "checkpoint `step-00001200`")
-    header, _, body = card.removeprefix("---\n").partition("\n---\n")
-    assert yaml.safe_load(header) == {
-        "library_name": "transformers",  # and no pipeline, for none could load it
-        "base_model": "Qwen/Qwen3-0.6B",
-        "license": "apache-2.0",
-        "datasets": ["HuggingFaceFW/fineweb-edu"],
-        "tags": ["encoder-decoder", "ul2", "qwen3"],
-    }
-    for fact in (
-        "`step-00001200`",
-        "1,200 of 100,000",
-        "5,000,000",
-        "6,000,000",
-        "HuggingFaceFW/fineweb-edu",
-        "0.0002",
-    ):
-        assert fact in body
-    assert "not evaluated" in body
-    assert "{" not in body.split("```")[0]
-
-
-def test_a_cards_header_takes_any_name_and_names_only_what_is_on_the_hub() -> None:
-    state = TrainingState(global_step=1)
-    sources = [
-        {"dataset_name": "someone/it's: #1", "weight": 2},
-        {"dataset_name": "text", "data_files": "a", "weight": 1},
-    ]
-    config = FullConfig.model_validate({"model": {"model_name_or_path": "./a/b"}, "data": {"mixture": sources}})
-    card = model_card(config, state, "x", encoder_only=True)
-    header = yaml.safe_load(card.split("---\n")[1])
-    assert (header["datasets"], header["pipeline_tag"]) == (["someone/it's: #1"], "feature-extraction")
-    assert header.keys().isdisjoint({"base_model", "license", "language"})
-    assert header["library_name"] == "sentence-transformers"
-    assert "| Data | `someone/it's: #1` × 2, `text` × 1 |" in card
+    config = FullConfig.model_validate(settings)
+    card = model_card(config, state, "checkpoint `step-00001200`", encoder_only=encoder_only)
+    assert yaml.safe_load(card.split("---\n")[1])["tags"][-1] == "qwen3"
+    golden(re.sub(r"\(written under [^)]*\)", "(written under VERSIONS)", card))
 
 
 def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
@@ -335,27 +329,7 @@ def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\n{base.to_yaml()}\n---\n")
     config = FullConfig.model_validate({"model": {"model_name_or_path": str(tmp_path)}})
     header = yaml.safe_load(model_card(config, TrainingState(global_step=1), "x").split("---\n")[1])
-    assert header["language"] == ["en", "de"]
-    assert (header["license"], header["license_name"]) == ("other", "ours")
-    assert header["base_model"] == "Qwen/Qwen3-0.6B"
-
-
-def test_the_card_of_a_fine_tuned_model_shows_its_template() -> None:
-    data = {
-        "objective": "sft",
-        "dataset_name": "a/b",
-        "eval_dataset_name": "c/d",
-        "input_template": 'Say "{it}" {{|}}:\n',
-    }
-    card = model_card(FullConfig.model_validate({"data": data}), TrainingState(global_step=1), "x")
-    header = yaml.safe_load(card.split("---\n")[1])
-    assert header["datasets"] == ["a/b", "c/d"]
-    assert header["tags"] == ["encoder-decoder", "sft", "qwen3"]
-    assert 'inputs = tokenizer("Say \\"{it}\\" {|}:\\n", return_tensors="pt")' in card
-    assert "| input_template | `'Say \"{it}\" {{\\|}}:\\n'` |\n" in card
-    assert "supervised fine-tuning" in card
-    assert "denois" not in card
-    assert "Where the data had conversations" in card
+    assert {name: header[name] for name in ("language", "license", "license_name", "base_model")} == base.to_dict()
 
 
 def test_the_untrained_card_says_so() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saves import find, make_manager, save
+from saved_checkpoints import flip_byte
+from saves import NUM_BYTES, find, found, make_manager, save
 
 from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.checkpoint.folder import Checkpoint
@@ -28,23 +31,16 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
         find(manager, str(tmp_path))
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
-def test_auto_passes_over_a_damaged_checkpoint_and_a_path_is_refused(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", [flip_byte, lambda shard: os.truncate(shard, NUM_BYTES - 1), Path.unlink])
+def test_auto_passes_over_a_damaged_checkpoint_and_a_path_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
     manager = make_manager(tmp_path)
     save(manager, 1)
     newest = save(manager, 2)
     shard = newest / "zero" / "shard.bin"
-    content = bytearray(shard.read_bytes())
-    if damage == "flip":
-        content[500] ^= 1
-        shard.write_bytes(content)
-    elif damage == "truncate":
-        shard.write_bytes(content[:-1])
-    else:
-        shard.unlink()
-    found = find(manager, "auto")
-    assert found is not None
-    assert found.manifest.step == 1
+    damage(shard)
+    assert found(manager).manifest.step == 1
     with pytest.raises(CheckpointError, match=r"shard\.bin"):
         find(manager, str(newest))
 
@@ -53,11 +49,9 @@ def test_auto_looks_no_later_than_it_is_told(tmp_path: Path) -> None:
     manager = make_manager(tmp_path)
     for step in (2, 4, 6):
         save(manager, step)
-    steps = {}
-    for latest in (7, 5, 4, 1):
-        found = find_checkpoint(manager.folder, HostCollectives(), "auto", at_most=latest)
-        steps[latest] = found and found.manifest.step
-    assert steps == {7: 6, 5: 4, 4: 4, 1: None}
+    for latest, step in ((7, 6), (5, 4), (4, 4), (1, None)):
+        newest = find_checkpoint(manager.folder, HostCollectives(), "auto", at_most=latest)
+        assert (newest and newest.manifest.step) == step
 
 
 def test_auto_never_starts_anew_over_damaged_checkpoints(tmp_path: Path) -> None:

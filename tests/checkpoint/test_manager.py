@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
-from saves import find, make_manager, save
+from saves import found, make_manager, save
 
 from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
@@ -24,9 +23,7 @@ def test_a_saved_checkpoint_lists_every_file_and_is_found(tmp_path: Path) -> Non
     manifest = read_manifest(path)
     assert {record.path for record in manifest.files} == {"zero/shard.bin", "trainer.json"}
     assert manifest.num_bytes == sum(p.stat().st_size for p in path.rglob("*") if p.is_file() and p.name != MANIFEST)
-    found = find(manager, "auto")
-    assert found is not None
-    assert found.read_json("trainer.json") == {"step": 7}
+    assert found(manager).read_json("trainer.json") == {"step": 7}
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -46,17 +43,13 @@ def test_going_back_puts_the_later_steps_aside(tmp_path: Path) -> None:
     save(manager, 10)
     save(manager, 20, "best")
     save(manager, 30, "best")
-    back = find(manager, str(tmp_path / "step-00000020"))
-    assert back is not None
     state = TrainingState(global_step=20, best_value=1.5, best_step=20)
-    assert manager.adopt(back, state) == state
+    assert manager.adopt(found(manager, tmp_path / "step-00000020"), state) == state
     assert sorted(committed_steps(tmp_path)) == [10, 20]
     assert [path.name[:23] for path in tmp_path.glob("abandoned-*")] == ["abandoned-step-00000030"]
     assert (tmp_path / "best").resolve().name == (tmp_path / "latest").resolve().name == "step-00000020"
     save(manager, 25)
-    found = find(manager, "auto")
-    assert found is not None
-    assert found.manifest.step == 25
+    assert found(manager).manifest.step == 25
 
 
 def test_a_complete_run_that_is_resumed_stays_complete(tmp_path: Path) -> None:
@@ -64,15 +57,11 @@ def test_a_complete_run_that_is_resumed_stays_complete(tmp_path: Path) -> None:
     save(manager, 10, "best")
     last = save(manager, 20, "final")
     state = TrainingState(global_step=20, best_value=1.5, best_step=10)
-    for resume in ("auto", str(last)):
-        found = find(manager, resume)
-        assert found is not None
-        assert manager.adopt(found, state) == state
+    for resume in ("auto", last):
+        assert manager.adopt(found(manager, resume), state) == state
         assert (tmp_path / "final").resolve() == (tmp_path / "latest").resolve() == last
         assert (tmp_path / "best").resolve().name == "step-00000010"
-    earlier = find(manager, str(tmp_path / "step-00000010"))
-    assert earlier is not None
-    manager.adopt(earlier, state)
+    manager.adopt(found(manager, tmp_path / "step-00000010"), state)
     assert not (tmp_path / "final").is_symlink()  # what it pointed to is put aside
 
 
@@ -80,9 +69,7 @@ def test_going_on_from_what_was_put_aside_points_at_nothing_that_is_gone(tmp_pat
     manager = make_manager(tmp_path)
     aside = save(manager, 10).rename(tmp_path / "abandoned-step-00000010-20260101T000000")
     (tmp_path / "latest").unlink()
-    found = find(manager, str(aside))
-    assert found is not None
-    state = manager.adopt(found, TrainingState(global_step=10, best_value=1.0, best_step=10))
+    state = manager.adopt(found(manager, aside), TrainingState(global_step=10, best_value=1.0, best_step=10))
     assert state.best_step is None
     assert [path.name for path in tmp_path.iterdir()] == [aside.name]
 
@@ -92,9 +79,8 @@ def test_a_checkpoint_of_another_run_brings_no_best(tmp_path: Path) -> None:
     other = make_manager(tmp_path / "a")
     save(other, 10, "best")
     manager = make_manager(tmp_path / "b")
-    found = find(manager, str(tmp_path / "a" / "step-00000010"))
-    assert found is not None
-    state = manager.adopt(found, TrainingState(global_step=10, best_value=1.0, best_step=10))
+    foreign = found(manager, tmp_path / "a" / "step-00000010")
+    state = manager.adopt(foreign, TrainingState(global_step=10, best_value=1.0, best_step=10))
     assert (state.best_value, state.best_step) == (None, None)
     assert sorted(committed_steps(tmp_path / "a")) == [10]
 
@@ -108,18 +94,8 @@ def test_what_a_kill_at_any_rename_leaves_is_mended(tmp_path: Path) -> None:
     # Killed while a pointer was moved: a link to a folder is no folder.
     (tmp_path / ".latest.tmp").symlink_to(path.name)
     manager.prepare()
-    found = find(manager, "auto")
-    assert found is not None
-    assert found.manifest.step == 3
+    assert found(manager).manifest.step == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000003"]
-
-
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path)
-    first = json.loads((save(manager, 3) / MANIFEST).read_text())
-    second = json.loads((save(manager, 3) / MANIFEST).read_text())
-    assert first != second
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-00000003"]
 
 
 def test_verify_reads_every_file(tmp_path: Path) -> None:

@@ -45,12 +45,8 @@ def test_a_checkpoint_a_run_and_its_folder_of_checkpoints(run: Path, capsys: Out
     assert line.endswith(f" {size / 1e9:.3f} GB")
     for path in (run, run / "checkpoints"):
         assert cli.main(["verify", str(path)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        assert [line.partition(" on ")[0].rpartition("; ")[2] for line in lines] == [
-            "step 100, dcp zero0",
-            "step 200, deepspeed zero0",
-            "step 300, dcp zero0",
-        ]
+        found = [line.partition(" on ")[0].rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()]
+        assert found == ["step 100, dcp zero0", "step 200, deepspeed zero0", "step 300, dcp zero0"]
 
 
 def test_every_damaged_one_is_named_and_the_others_are_still_checked(run: Path, capsys: Output) -> None:
@@ -65,8 +61,7 @@ def test_every_damaged_one_is_named_and_the_others_are_still_checked(run: Path, 
     assert f"{missing}: missing" in shown.err
 
 
-def test_what_is_no_checkpoint(tmp_path: Path, capsys: Output) -> None:
-    assert cli.main(["verify", str(tmp_path / "nothing")]) == 5
-    assert "no such folder" in capsys.readouterr().err
-    assert cli.main(["verify", str(tmp_path)]) == 5
-    assert "no manifest.json" in capsys.readouterr().err
+@pytest.mark.parametrize(("name", "message"), [("nothing", "no such folder"), ("", "no manifest.json")])
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: Output, name: str, message: str) -> None:
+    assert cli.main(["verify", str(tmp_path / name)]) == 5
+    assert message in capsys.readouterr().err
