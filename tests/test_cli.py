@@ -67,43 +67,27 @@ def test_programs_have_an_example_and_take_settings(
     assert "\nexample:\n" in shown
 
 
-def test_a_misspelt_verb_is_answered_with_its_neighbour(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["trian"]) == 2
-    first, *_ = capsys.readouterr().err.splitlines()
-    assert first == "error: command line: there is no verb trian: did you mean train?"
+MISTYPED = """
+trian
+report folder --token hf_0123 --api-key=sk-1
+train --profile x
+train --profile 0
+train --profile 1.5
+generate --model . --text x --max_new_token 3
+report output --compar y
+stop output --quit
+evaluate --model . --split valid
+export a b --dtype bfloat
+"""
 
 
-def test_of_an_argument_that_nothing_takes_only_the_name_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", "folder", "--token", "hf_0123", "--api-key=sk-1"]) == 2
-    first, help_of, *_ = capsys.readouterr().err.splitlines()
-    assert first == "error: command line: unrecognized arguments: --token --api-key"
-    assert help_of == "      `ds-encdec report --help` lists what it takes"
-
-
-@pytest.mark.parametrize("given", ["x", "0", "1.5"])
-def test_a_bad_value_is_told_as_those_of_fields_are(capsys: pytest.CaptureFixture[str], given: str) -> None:
-    assert train.main(["--profile", given]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"error: command line: argument --profile: {given} is not a whole number above 0",
-        "      `ds_encdec/train.py --help` lists what it takes",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ("generate --model . --text x --max_new_token 3", "--max-new-tokens"),
-        ("report output --compar y", "--compare"),
-        ("stop output --quit", "--quiet"),
-        ("evaluate --model . --split valid", "validation"),
-        ("export a b --dtype bfloat", "bfloat16"),
-    ],
-)
-def test_a_misspelt_option_or_choice_is_answered_with_its_neighbour(
-    capsys: pytest.CaptureFixture[str], given: str, meant: str
+def test_what_is_mistyped_is_answered_with_its_neighbour(
+    capsys: pytest.CaptureFixture[str], golden: Callable[[object], None]
 ) -> None:
-    assert cli.main(given.split()) == 2
-    assert capsys.readouterr().err.splitlines()[0].endswith(f"; did you mean {meant}?")
+    """Of arguments that nothing takes only the names are shown: their values may be secret."""
+    for line in MISTYPED.strip().splitlines():
+        assert cli.main(line.split()) == 2
+    golden(re.sub(r" \(choose from .*?\)", "", capsys.readouterr().err))  # the quotes depend on Python
 
 
 def test_options_of_every_verb_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:

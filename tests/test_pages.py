@@ -54,14 +54,3 @@ def test_what_fails_is_wrong_and_so_is_other_output(pages: ModuleType, tmp_path:
     assert pages.type_in(found[3], tmp_path) == "it does not print ['left'], as the page says"
     for command, wrong in (("exit 3", "exit code 3"), ('eval "$(echo error: no >&2; exit 2)"', "it prints an error")):
         assert pages.type_in(pages.Typed("page", 1, command), tmp_path) == wrong
-
-
-def test_the_pages_have_commands_that_need_no_gpu_and_only_known_ones_are_left_out(pages: ModuleType) -> None:
-    typed = [one for page in pages.PAGES for one in pages.commands(page, (ROOT / page).read_text())]
-    left_out = [one.text for one in typed if pages.refused(one, None) not in (None, "an environment is active")]
-    assert len(typed) - len(left_out) > 30
-    assert len(left_out) < 15
-    shortened = {pages.re.sub(pattern, to, one.text) for one in typed for pattern, to in pages.SHORTER} - {
-        one.text for one in typed
-    }
-    assert len(shortened) >= len(pages.SHORTER)  # each of them still finds its command

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,31 +134,20 @@ def test_auto_is_planned_by_its_global_batch(capsys: pytest.CaptureFixture[str])
     assert found["sequences_per_step"] == 128
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--gpus", "8", "--nodes", "3"], "multiple of 3"),
-        (["data.num_lanes=63"], "cannot be divided evenly"),
-        (["model.model_name_or_path=Qwen/Qwen3-7B"], "nothing is downloaded for an estimate"),
-        (["training.colour=3"], "unknown key"),
-        (["--price-per-gpu-hour", "2"], "needs a rate"),
-        (["--measured", "/nowhere"], "no such folder"),
-    ],
-)
-def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
-    assert main(["plan", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(("text", "tokens"), [("500B", 5e11), ("5e11", 5e11), ("10M", 1e7), ("1.5K", 1500), ("7", 7)])
 def test_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str], text: str, tokens: float) -> None:
     assert plan(capsys, "--tokens", text)["num_tokens"] == tokens
 
 
-@pytest.mark.parametrize("text", ["0.5", "0", "-5", "many", "B", "inf", "nan"])
-def test_what_is_no_number_of_tokens(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    assert main(["plan", f"--tokens={text}"]) == 2
-    assert "is not a number of tokens" in capsys.readouterr().err
+REFUSED = "--gpus=8 --nodes=3; data.num_lanes=63; model.model_name_or_path=Qwen/Qwen3-7B; training.colour=3"
+REFUSED += "; --price-per-gpu-hour=2; --measured=/nowhere; --tokens=0.5; --tokens=0; --tokens=-5; --tokens=many"
+REFUSED += "; --tokens=B; --tokens=inf; --tokens=nan"
+
+
+def test_bad_input(capsys: pytest.CaptureFixture[str], golden: Callable[[object], None]) -> None:
+    for case in REFUSED.split("; "):
+        assert main(["plan", *case.split()]) == 2
+    golden(re.sub(r"(?m)^(.{160}).+", r"\1...", capsys.readouterr().err))
 
 
 def test_a_small_model_has_megabytes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,23 +30,20 @@ from ds_encdec.training import start_banner as start_banner_module
 from ds_encdec.training.start_banner import start_banner
 
 
-def test_its_lines_are_aligned_and_agree_with_the_plan() -> None:
-    config = FullConfig.model_validate({"model": {"lora": {"r": 8}}, "infra": {"offload_params": "cpu"}})
+def test_its_lines_are_aligned_and_agree_with_the_plan(golden: Callable[[object], None]) -> None:
+    config = FullConfig.model_validate(
+        {"model": {"lora": {"r": 8}}, "infra": {"offload_params": "cpu", "output_dir": "/tmp/runs/one"}}
+    )
     job = planned_job(config, run_sizes(config), nodes=1)
     context = RunContext(World(world_size=8), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
     lines = start_banner(job, context, ExpectedMemory(job, estimate(job)), start_step=1000, epochs=None)
     assert len({len(line) - len(line[11:].lstrip()) for line in lines}) == 1
     said = {line[:11].rstrip(): line[11:].lstrip() for line in lines}
     plan = plan_run(config)
-    assert said["model"].startswith(f"Qwen/Qwen3-0.6B: {job.parameters:,} parameters, trainable parameters: ")
-    assert said["engine"] == (
-        "DeepSpeed, zero3, optimizer offloaded to cpu, parameters offloaded to cpu, bf16, recompute full"
-    )
-    assert said["ranks"] == "8 on 1 node, cpu"
+    golden("\n".join(line for line in lines if not line.startswith("memory")))
     assert said["a step"] == (
         f"{plan['sequences_per_step']:,} sequences in 64 micro-batches, {plan['tokens_per_step']:,} tokens with padding"
     )
-    assert said["the run"].startswith(f"steps 1,000 to 100,000, {99_000 * plan['tokens_per_step']:,} tokens, into /")
     assert said["memory"].startswith("estimated peak per ")
     fewer = RunContext(World(world_size=2), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
     assert "2 on 1 node, cpu (the configuration was planned for 8)" in str(

@@ -14,18 +14,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = (
-    *(
-        "infra.num_gpus=1",
-        "infra.device=cpu",
-        "data.num_lanes=1",
-        "data.max_seq_length=64",
-        "training.num_train_steps=2",
-    ),
-    *("data.max_encoder_length=32", "data.max_decoder_length=32", "training.per_device_train_batch_size=1"),
-    *("training.eval_samples=2", "training.eval_steps=2", "training.save_steps=2", "training.warmup_steps=1"),
-    *("training.bf16=false", "training.activation_checkpointing=none", "training.report_to=none"),
-)
+SETTINGS = """
+infra.num_gpus=1 infra.device=cpu data.num_lanes=1 data.max_seq_length=64 training.num_train_steps=2
+data.max_encoder_length=32 data.max_decoder_length=32 training.per_device_train_batch_size=1
+training.eval_samples=2 training.eval_steps=2 training.save_steps=2 training.warmup_steps=1
+training.bf16=false training.activation_checkpointing=none training.report_to=none
+"""
 RUNS = (
     ("infra.sharding_stage=zero3", "infra.offload_optimizer=cpu"),
     ("infra.sharding_stage=zero2", "infra.offload_optimizer=none"),
@@ -80,7 +74,7 @@ print(json.dumps(changed))
 
 @pytest.mark.launch
 def test_a_run_leaves_its_libraries_as_it_found_them(tmp_path: Path) -> None:
-    runs = [[*SETTINGS, *run, f"infra.output_dir={tmp_path}/{number}"] for number, run in enumerate(RUNS)]
+    runs = [[*SETTINGS.split(), *run, f"infra.output_dir={tmp_path}/{number}"] for number, run in enumerate(RUNS)]
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"}
     # The allocator reads its setting once in a process: a run that sets it does so for good.
     given = {"PYTHONPATH": str(ROOT), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}

@@ -64,12 +64,9 @@ def test_lanes_fall_evenly_on_the_ranks() -> None:
     assert plan_lanes(load(gradient_accumulation_steps=4), world_size=4, saved_lanes=8) == (8, 2)
 
 
-def test_ranks_that_do_not_divide_the_lanes_are_told_which_do() -> None:
+def test_ranks_must_divide_the_lanes_and_the_global_batch() -> None:
     with pytest.raises(ConfigError, match=r"data\.num_lanes=8 cannot be divided evenly among 3 ranks.*: 1, 2, 4, 8\."):
         plan_lanes(load_config(None, ["data.num_lanes=8"]), world_size=3)
-
-
-def test_ranks_must_divide_the_global_batch() -> None:
     with pytest.raises(ConfigError, match=r"global_batch_size=25 .* 2 ranks: make it a multiple of 2, such as 26"):
         micro_batch_candidates(load(per_device_train_batch_size="auto", global_batch_size=25), 2)
 
