@@ -1,6 +1,8 @@
-"""Every engine's checkpoint, from 1, 2 and 4 ranks, continued by every engine on 1, 2 and 4 ranks: docs/portability.md.
+"""Every engine's checkpoint, from 1, 2 and 4 ranks, continued by every engine on 1, 2 and 4 ranks.
 
-    python scripts/dev/checkpoint_matrix.py          write docs/portability.md (three quarters of an hour on two cores)
+It writes the second part of docs/parity.md:
+
+    python scripts/dev/checkpoint_matrix.py          write it (three quarters of an hour on two cores)
     python scripts/dev/checkpoint_matrix.py --print    only print the page
 
 Needs the `dev` extra: the runs are the tests' own (tests/distributed/portable_runs.py).
@@ -33,9 +35,12 @@ from portable_matrix import (  # noqa: E402
 )
 from portable_runs import ADAPTERS, ENGINES, SAVED_STEP, STEPS  # noqa: E402
 
-PAGE = ROOT / "docs" / "portability.md"
+PAGE = ROOT / "docs" / "parity.md"
 
-INTRODUCTION = """# Checkpoints across engines and numbers of ranks
+HEADING = "\n## Checkpoints across engines"
+INTRODUCTION = (
+    HEADING
+    + """ and numbers of ranks
 
 Each engine trained a tiny model in float32 on real text for {saved} steps on 1, 2 and 4 ranks and was stopped; from
 each of the {savers} checkpoints each engine went on for {steps} steps on 1, 2 and 4 ranks ({pairs} continuations).
@@ -43,11 +48,12 @@ The table shows, worst of the nine combinations of ranks, the largest difference
 token) from a run that was never interrupted. The bound is 1e-5. The samples of every step, lane by lane, were
 {samples}.
 
-Regenerate this page with `python scripts/dev/checkpoint_matrix.py`. `tests/distributed/test_portable_checkpoints.py`
-repeats {tested} of the pairs over fewer steps, each between DeepSpeed and FSDP2.
+`python scripts/dev/checkpoint_matrix.py` writes these tables. `tests/distributed/test_portable_checkpoints.py` repeats
+{tested} of the pairs over fewer steps, each between DeepSpeed and FSDP2.
 """
+)
 ADAPTER_INTRODUCTION = """
-## Adapters
+### Adapters
 
 The same with LoRA (rank 4, dropout 0.1, full recomputation): each of {savers} checkpoints of adapters, continued by
 each engine on another number of ranks for {steps} steps ({pairs} continuations), against a run on one rank that was
@@ -64,7 +70,7 @@ def main() -> None:
     if options.print:
         print(page)
     else:
-        PAGE.write_text(page)
+        PAGE.write_text(PAGE.read_text().partition(HEADING)[0] + page)
 
 
 def whole_models() -> str:

@@ -1,6 +1,8 @@
-"""Trains a tiny model with every engine on 1, 2 and 4 ranks and compares each loss with plain torch's: docs/parity.md.
+"""Trains a tiny model with every engine on 1, 2 and 4 ranks and compares each loss with plain torch's.
 
-    python scripts/dev/parity_table.py            write docs/parity.md (about a quarter of an hour on two cores)
+It writes the first part of docs/parity.md:
+
+    python scripts/dev/parity_table.py            write it (about a quarter of an hour on two cores)
     python scripts/dev/parity_table.py --print    only print the table
 
 Needs the `dev` extra: the runs and the oracle are the tests' own (tests/distributed/parity_runs.py).
@@ -23,6 +25,8 @@ PAGE = ROOT / "docs" / "parity.md"
 
 INTRODUCTION = """# Parity of the engines
 
+## Losses against plain torch
+
 The same tiny model, seed and micro-batches under every engine and on 1, 2 and 4 ranks, against plain torch in one
 process (float32, `torch.optim.AdamW`, no sharding): the largest difference of a step's loss (nats per target token)
 over {steps} optimizer steps of {lanes} micro-batches with unequal target tokens, one of them empty, clipping active
@@ -33,9 +37,11 @@ the oracle's adapters are peft's own) to {lora_last:.2f}, with Muon (`torch.opti
 In float32 the bound is 1e-5. In bf16 it is {bf16_bound:g}: products have 8 bits there, and no engine's are better than
 another's. `_hybrid` shards over half of the ranks.
 
-Regenerate this page with `python scripts/dev/parity_table.py`; `tests/distributed/test_parity_table.py` checks its rows
-and repeats some of them.
+`python scripts/dev/parity_table.py` writes this table; `tests/distributed/test_parity_table.py` repeats some of its
+rows.
 """
+NEXT_PART = "\n## Checkpoints across engines"
+"""Where the part of checkpoint_matrix.py begins."""
 BF16_BOUND = 0.03
 
 
@@ -57,7 +63,7 @@ def main() -> None:
     if options.print:
         print(page)
     else:
-        PAGE.write_text(page)
+        PAGE.write_text(page + NEXT_PART + PAGE.read_text().partition(NEXT_PART)[2])
 
 
 def render(worst: dict[tuple[str, str, int], float], oracles: dict[str, list[float]]) -> str:
