@@ -142,7 +142,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
             profile=options.profile,
         )
     if in_sagemaker and world.is_main:
-        from ds_encdec.exports.final_export import hand_over
+        from ds_encdec.exports.hugging_face import hand_over
         from ds_encdec.launch.run_folder import RunFolder
 
         hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))

@@ -28,12 +28,7 @@ from typing import Any
 
 from ds_encdec.base.quantities import count
 from ds_encdec.base.types import CheckpointError, TrainingState
-from ds_encdec.checkpoint.manifest import (
-    MANIFEST,
-    DamagedCheckpointError,
-    Manifest,
-    verify_checkpoint,
-)
+from ds_encdec.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, verify_checkpoint
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.engine.protocol import read_record
 from ds_encdec.launch.disk import Writing, flush_folder, unused_path
@@ -164,7 +159,17 @@ class CheckpointFolder:
             )
         try:
             delete(replaced)
-            self._prune()
+            pointed = {link.resolve() for name in _POINTERS if (link := self.path / name).exists()}
+            older = [path for _, path in sorted(committed_steps(self.path).items())]
+            superfluous = [path for path in older[: -self._keep] if path.resolve() not in pointed] if self._keep else []
+            if len(superfluous) > 1:  # each new one replaces one; more are due to a lowered limit
+                names = ", ".join(path.name for path in superfluous)
+                logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
+            for path in superfluous:
+                hidden = path.with_name(f"{_REMOVED}{path.name}")
+                delete(hidden)
+                os.rename(path, hidden)  # invisible in one step
+                delete(hidden)
         except OSError as error:
             logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
 
@@ -195,20 +200,6 @@ class CheckpointFolder:
         for path in (*self.path.glob(f"{_REMOVED}*"), *self.path.glob(".probe-*")):
             delete(path)
 
-    def _prune(self) -> None:
-        """Delete checkpoints beyond `keep` that no pointer names. Raises OSError."""
-        pointed = {link.resolve() for name in _POINTERS if (link := self.path / name).exists()}
-        older = [path for _, path in sorted(committed_steps(self.path).items())][: -self._keep] if self._keep else []
-        superfluous = [path for path in older if path.resolve() not in pointed]
-        if len(superfluous) > 1:  # each new one replaces one; more are due to a lowered limit
-            names = ", ".join(path.name for path in superfluous)
-            logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
-        for path in superfluous:
-            hidden = path.with_name(f"{_REMOVED}{path.name}")
-            delete(hidden)
-            os.rename(path, hidden)  # invisible in one step
-            delete(hidden)
-
 
 def committed_steps(folder: Path) -> dict[int, Path]:
     """Return step number → path of every committed checkpoint under `folder`."""
@@ -238,18 +229,15 @@ class Checkpoint:
         return CheckpointJson(self.path / name)
 
     def __str__(self) -> str:
-        record = read_record(self.path)
-        line = (
-            f"{self.path}: whole; step {self.manifest.step:,}, {self.manifest.engine} {record.sharding_stage} on "
-            f"{count(record.world_size, 'rank')}, {len(self.manifest.files)} files, "
-            f"{self.manifest.num_bytes / 1e9:.3f} GB"
-        )
+        record, manifest = read_record(self.path), self.manifest
+        line = f"{self.path}: whole; step {manifest.step:,}, {manifest.engine} {record.sharding_stage} on "
+        line += f"{count(record.world_size, 'rank')}, {len(manifest.files)} files, {manifest.num_bytes / 1e9:.3f} GB"
         facts = self.read_json("trainer.json").get("saved") if (self.path / "trainer.json").is_file() else None
-        if not isinstance(facts, dict):
-            return line
-        loss = facts.get("loss")
-        at = f", at a training loss of {loss:.4g}" if isinstance(loss, float) else ""
-        return f"{line}, saved {facts.get('time')} ({facts.get('reason')}){at}"
+        if isinstance(facts, dict):
+            line += f", saved {facts.get('time')} ({facts.get('reason')})"
+            if isinstance(loss := facts.get("loss"), float):
+                line += f", at a training loss of {loss:.4g}"
+        return line
 
     def training_state(self) -> TrainingState:
         """Return the saved counters. Raises DamagedCheckpointError."""

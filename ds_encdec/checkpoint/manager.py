@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -76,14 +75,6 @@ class _SaveUnderWay:
     blocked_seconds: float = 0.0
     ended: Future[float] = field(default_factory=Future)
 
-    def run(self, write: Callable[[], None]) -> None:
-        """Call `write`, and record the time of its end or its error."""
-        try:
-            write()
-            self.ended.set_result(time.monotonic())
-        except BaseException as error:  # raised by collect(); torch's CheckpointException is no Exception
-            self.ended.set_exception(error)
-
 
 class CheckpointManager:
     """Saves the checkpoints of one run. Every rank calls every method."""
@@ -138,12 +129,18 @@ class CheckpointManager:
             self._save = save
             return
 
-        write = partial(self._write_and_commit, step, staged, write_rest, pointers)
+        def write() -> None:
+            try:
+                self._write_and_commit(step, staged, write_rest, pointers)
+                save.ended.set_result(time.monotonic())
+            except BaseException as error:  # raised by collect(); torch's CheckpointException is no Exception
+                save.ended.set_exception(error)
+
         self._save = save
         if in_background:
-            threading.Thread(target=save.run, args=(write,), name=f"save-{step}", daemon=True).start()
+            threading.Thread(target=write, name=f"save-{step}", daemon=True).start()
         else:
-            save.run(write)
+            write()
         save.blocked_seconds = time.monotonic() - save.began
 
     def at(self, step: int) -> Path:
@@ -163,21 +160,15 @@ class CheckpointManager:
         began = time.monotonic()
         error = save.ended.exception()
         self._save = None  # not before: an interrupted wait leaves it to `close`
-        save.blocked_seconds += time.monotonic() - began
-        if error is not None and not isinstance(error, DiskRefusedError):
-            raise error
+        blocked_seconds, seconds, problem = save.blocked_seconds + time.monotonic() - began, 0.0, None
         if error is None:
+            seconds = save.ended.result() - save.began
             self._failures, self._newest_step = 0, save.state.global_step
+        elif isinstance(error, DiskRefusedError):
+            self._failures, problem = self._failures + 1, str(error)
         else:
-            self._failures += 1
-        return SaveOutcome(
-            save.state,
-            save.blocked_seconds,
-            save.ended.result() - save.began if error is None else 0.0,
-            problem=None if error is None else str(error),
-            failures=self._failures,
-            newest_step=self._newest_step,
-        )
+            raise error
+        return SaveOutcome(save.state, blocked_seconds, seconds, problem, self._failures, self._newest_step)
 
     def close(self) -> None:
         """Wait for a save that nobody will collect, because training raised, and log its outcome."""

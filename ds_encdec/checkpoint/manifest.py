@@ -89,17 +89,29 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest of a committed checkpoint. Raises DamagedCheckpointError with the problem."""
     path = checkpoint / MANIFEST
     try:
-        return _manifest(read_json(path))
+        content = read_json(path)
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a value of type {type(content).__name__}")
+        version = content.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"its format version is {version!r:.40}; this version of ds_encdec reads {FORMAT_VERSION}")
+        if content.pop("sha256", None) != _content_hash(content):
+            raise ValueError("its SHA-256 of itself is another, so it was changed or damaged")
+        return TypeAdapter(Manifest).validate_python(content)
     except (FileNotFoundError, NotADirectoryError) as error:
-        finals = [path for path in (checkpoint / "final", checkpoint / "checkpoints" / "final") if path.exists()]
         problem = f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}."
-        if finals:
-            problem = f"{checkpoint} is not a checkpoint, but holds some: give {finals[0]} or one beside it."
-        elif not checkpoint.exists():
+        if not checkpoint.exists():
             problem = f"{checkpoint}: no such folder."
+        for final in (checkpoint / "final", checkpoint / "checkpoints" / "final"):
+            if final.exists():
+                problem = f"{checkpoint} is not a checkpoint, but holds some: give {final} or one beside it."
         raise DamagedCheckpointError(problem) from error
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        problem = f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r:.80}: {wrong['msg']}"
+        raise DamagedCheckpointError(f"{path} is not a manifest: {problem}.") from error
     except ValueError as error:
         raise DamagedCheckpointError(f"{path} is not a manifest: {error}.") from error
 
@@ -143,21 +155,6 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
             raise DamagedCheckpointError(f"{path}: {error.strerror}, but the manifest lists it.") from error
         if digest != record.sha256:
             raise DamagedCheckpointError(f"{path}: its SHA-256 is not the manifest's; the file was changed or damaged.")
-
-
-def _manifest(content: Any) -> Manifest:
-    if not isinstance(content, dict):
-        raise ValueError(f"it holds a value of type {type(content).__name__}")
-    version = content.get("format_version")
-    if version != FORMAT_VERSION:
-        raise ValueError(f"its format version is {version!r:.40}; this version of ds_encdec reads {FORMAT_VERSION}")
-    if content.pop("sha256", None) != _content_hash(content):
-        raise ValueError("its SHA-256 of itself is another, so it was changed or damaged")
-    try:
-        return TypeAdapter(Manifest).validate_python(content)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r:.80}: {wrong['msg']}") from error
 
 
 def _content_hash(content: dict[str, Any]) -> str:

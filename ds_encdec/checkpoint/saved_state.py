@@ -13,13 +13,13 @@ import os
 import pickle
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
@@ -34,16 +34,6 @@ _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 """Header before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""
 _UNREADABLE = (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError)
 """Errors of reading a damaged archive; the last two come from names of no encoding and later versions of the format."""
-
-
-class _Chunk(NamedTuple):
-    """The file of a chunk's archive, its first byte and size there, and the chunk's elements."""
-
-    path: Path
-    offset: int
-    num_bytes: int
-    numel: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,48 +119,61 @@ class DcpState(FragmentedState):
             raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint.")
         entries = metadata.state_dict_metadata.items()
         tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
-        self._data_offset = cache(_data_offset)  # until a chunk is read again, its archive need not be opened again
-        fragments = {key: self._fragments_of(folder, key, tensor, metadata) for key, tensor in tensors.items()}
+        fragments = {key: list(_fragments(folder, key, tensor, metadata)) for key, tensor in tensors.items()}
         # The planner's table keeps the order of the saved state dict; the other is ordered by writing ranks.
         weights = [key for key in metadata.planner_data or tensors if key.startswith("weight.")]
         shapes = {key.removeprefix("weight."): tuple(tensors[key].size) for key in weights}
         super().__init__(read_record(checkpoint), folder, shapes, fragments)
 
-    def _fragments_of(
-        self, folder: Path, key: str, tensor: TensorStorageMetadata, metadata: Metadata
-    ) -> list[Fragment]:
-        """Return the chunks of one tensor, without empty ones (ranks without a row)."""
-        dtype = tensor.properties.dtype
-        is_frozen = dtype == torch.bfloat16 and key.startswith("weight.")
-        if dtype != torch.float32 and not is_frozen:
-            raise CheckpointError(f"{folder}: {key} is {dtype}, not float32.")
-        found = []
-        for block in tensor.chunks:
-            if (numel := prod(block.sizes)) == 0:
-                continue
-            if block.sizes[1:] != tensor.size[1:]:
-                raise CheckpointError(f"{folder}: {key} is cut along other dimensions than its first.")
-            place: Any = metadata.storage_data[MetadataIndex(key, block.offsets)]
-            if Path(place.relative_path).name != place.relative_path:
-                raise CheckpointError(
-                    f"{folder / '.metadata'} names a file outside its folder: {place.relative_path!r}."
-                )
-            chunk = _Chunk(folder / place.relative_path, place.offset, place.length, numel, dtype)
-            start = block.offsets[0] * prod(tensor.size[1:])
-            found.append(Fragment(start, start + numel, partial(self._copy, chunk)))
-        return found
 
-    def _copy(self, chunk: _Chunk, _: StateKind, out: Tensor, first: int) -> None:
-        read = out if chunk.dtype == out.dtype else torch.empty_like(out, dtype=chunk.dtype)
+def _fragments(folder: Path, key: str, tensor: TensorStorageMetadata, metadata: Metadata) -> Iterator[Fragment]:
+    """Yield the chunks of one tensor, without empty ones (ranks without a row)."""
+    dtype = tensor.properties.dtype
+    if dtype != torch.float32 and not (dtype == torch.bfloat16 and key.startswith("weight.")):  # a frozen weight
+        raise CheckpointError(f"{folder}: {key} is {dtype}, not float32.")
+    row = prod(tensor.size[1:])
+    for block in tensor.chunks:
+        if (numel := prod(block.sizes)) == 0:
+            continue
+        if block.sizes[1:] != tensor.size[1:]:
+            raise CheckpointError(f"{folder}: {key} is cut along other dimensions than its first.")
+        place: Any = metadata.storage_data[MetadataIndex(key, block.offsets)]
+        if Path(place.relative_path).name != place.relative_path:
+            raise CheckpointError(f"{folder / '.metadata'} names a file outside its folder: {place.relative_path!r}.")
+        copy = _chunk_reader(folder / place.relative_path, place.offset, place.length, numel, dtype)
+        yield Fragment(block.offsets[0] * row, block.offsets[0] * row + numel, copy)
+
+
+def _chunk_reader(
+    path: Path, offset: int, num_bytes: int, numel: int, dtype: torch.dtype
+) -> Callable[[StateKind, Tensor, int], None]:
+    """Return the `copy` of a `Fragment`: `numel` elements in the archive at `offset` of the file `path`."""
+
+    @cache  # until the chunk is read again, its archive need not be opened again
+    def first_byte() -> int:
+        """Return where in the file the elements begin: behind the entry's local header, a name and an extra field."""
+        with open(path, "rb") as file:
+            view = cast(IO[bytes], _Archive(file, offset, num_bytes))
+            entries = [entry for entry in ZipFile(view).infolist() if entry.filename.endswith("/data/0")]
+            if [(one.compress_type, one.file_size) for one in entries] != [(ZIP_STORED, dtype.itemsize * numel)]:
+                raise EOFError("not one plain contiguous tensor")
+            view.seek(entries[0].header_offset)
+            *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(view.read(_LOCAL_HEADER.size))
+            return offset + entries[0].header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+
+    def copy(_: StateKind, out: Tensor, first: int) -> None:
+        read = out if dtype == out.dtype else torch.empty_like(out, dtype=dtype)
         try:
-            with open(chunk.path, "rb") as file:
-                file.seek(self._data_offset(chunk) + read.itemsize * first)
+            with open(path, "rb") as file:
+                file.seek(first_byte() + read.itemsize * first)
                 if file.readinto(memoryview(read.view(torch.uint8).numpy())) != read.nbytes:  # type: ignore[arg-type]
                     raise EOFError("it is too short")
         except _UNREADABLE as error:
-            raise CheckpointError(f"{chunk.path}: a tensor in it is not readable: {error}") from error
+            raise CheckpointError(f"{path}: a tensor in it is not readable: {error}") from error
         if read is not out:
             out.copy_(read)
+
+    return copy
 
 
 _PLAIN = {
@@ -219,19 +222,3 @@ class _Archive(_ReaderView):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         return super().seek(*(offset, whence) if whence != os.SEEK_END else (self.len + offset, os.SEEK_SET))
-
-
-def _data_offset(chunk: _Chunk) -> int:
-    """Return the byte of its file at which a chunk's elements begin. Raises one of `_UNREADABLE`.
-
-    They follow the entry's local header, whose last two numbers are the lengths of a name and of an extra field.
-    """
-    with open(chunk.path, "rb") as file:
-        view = cast(IO[bytes], _Archive(file, chunk.offset, chunk.num_bytes))
-        entries = [entry for entry in ZipFile(view).infolist() if entry.filename.endswith("/data/0")]
-        sizes = [(entry.compress_type, entry.file_size) for entry in entries]
-        if sizes != [(ZIP_STORED, chunk.dtype.itemsize * chunk.numel)]:
-            raise EOFError("not one plain contiguous tensor")
-        view.seek(entries[0].header_offset)
-        *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(view.read(_LOCAL_HEADER.size))
-        return chunk.offset + entries[0].header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes

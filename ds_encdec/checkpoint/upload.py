@@ -92,7 +92,13 @@ class Uploads(Callback):
             if earlier is not None:
                 earlier.join()
             try:
-                self._copy_new(with_exports=is_end)
+                files, root = self._open()
+                endings = (".json", ".jsonl", ".yaml")
+                self._put(files, root, [path for path in self._run.root.iterdir() if path.suffix in endings])
+                steps = sorted(committed_steps(self._run.checkpoints).items(), reverse=True)
+                exports = [path.parent for path in self._run.exports.glob("*/config.json")] if is_end else []
+                for folder in [*(path for _, path in steps), *exports]:
+                    self._copy(files, root, folder)
             except Exception as error:  # whatever a file system raises
                 again = "Copy the run's folder there yourself." if is_end else "It is tried again after the next save."
                 self._warn(error, again)
@@ -116,15 +122,6 @@ class Uploads(Callback):
 
         files, root = url_to_fs(self._url)
         return files, root
-
-    def _copy_new(self, *, with_exports: bool) -> None:
-        files, root = self._open()
-        endings = (".json", ".jsonl", ".yaml")
-        self._put(files, root, [path for path in self._run.root.iterdir() if path.suffix in endings])
-        steps = committed_steps(self._run.checkpoints)
-        exports = [path.parent for path in self._run.exports.glob("*/config.json")] if with_exports else []
-        for folder in [*(path for _, path in sorted(steps.items(), reverse=True)), *exports]:
-            self._copy(files, root, folder)
 
     def _copy(self, files: Any, root: str, folder: Path) -> None:
         """Copy a whole folder, unless the same one is there. If training deletes it meanwhile, it is left out."""

@@ -1,4 +1,4 @@
-"""Reads the tensors of DeepSpeed's own files, of any ZeRO stage and number of ranks, without DeepSpeed.
+"""Opens the tensors of a checkpoint, and reads those in DeepSpeed's files, of any ZeRO stage, without DeepSpeed.
 
 No code that a file names is run. The files are mapped, not read: a range costs only its own bytes. Their layout
 (DeepSpeed 0.19.8, runtime/zero; compare its utils/zero_to_fp32.py):
@@ -29,9 +29,11 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from ds_encdec.base.types import MOMENTS, CheckpointError, StateKind
-from ds_encdec.checkpoint.saved_state import Fragment, FragmentedState
+from ds_encdec.base.types import MOMENTS, CheckpointError, SavedState, StateKind
+from ds_encdec.checkpoint.manifest import verify_checkpoint
+from ds_encdec.checkpoint.saved_state import DcpState, Fragment, FragmentedState
 from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, end_to_end, own_parts, read_record
+from ds_encdec.registry.engines import STATE_FORMATS, ByEngine
 
 _Tensors = Mapping[str, Tensor]
 """Flat tensors of one length: `weight`, and the moments if there are any."""
@@ -51,10 +53,8 @@ class ZeroState(FragmentedState):
         for piece, part in pieces:
             copy = partial(self._copy, piece, part)
             fragments[piece.name].append(Fragment(piece.start, piece.start + piece.length, copy))
-        kinds = ("weight", *MOMENTS)
-        super().__init__(
-            record, folder, shapes, {f"{kind}.{name}": fragments[name] for kind in kinds for name in shapes}
-        )
+        by_key = {f"{kind}.{name}": found for kind in ("weight", *MOMENTS) for name, found in fragments.items()}
+        super().__init__(record, folder, shapes, by_key)
 
     def _copy(self, piece: Piece, part: Callable[[], _Tensors], kind: StateKind, out: Tensor, first: int) -> None:
         """Copy `piece` of `part` from `first` on into `out`. Moments before the first step are zeros."""
@@ -110,12 +110,13 @@ def _frozen(folder: Path, record: EngineRecord, stage: int, numels: Mapping[str,
 class _Parts:
     """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened on demand.
 
-    A rank loads from few files. The first rank's gives the layout of all, since a group's parts have the same size.
+    A rank loads from few files. The first rank's gives the layout of all, since a group's parts have the same size:
+    `sizes`, the elements of a part of each group, padding included, and `alignments`, the padding behind each parameter
+    of each group, empty if they are not aligned.
     """
 
     def __init__(self, folder: Path, stage: int, world_size: int) -> None:
-        self._stage = stage
-        self.world_size = world_size
+        self._stage, self.world_size = stage, world_size
         self._files: list[Path] = []
         paths = list(folder.iterdir())
         for rank in range(world_size):
@@ -126,36 +127,30 @@ class _Parts:
                     f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one"
                 )
             self._files += found
-        self._opened: dict[int, list[_Tensors]] = {}
-        self.sizes: Sequence[int] = ()
-        """Elements of a part of each group, padding included."""
-        self.alignments: Sequence[Sequence[int]] = ()
-        """Padding behind each parameter of each group; empty: not aligned."""
-        self._open(0)
+        self._opened = {0: self._open(0)}
 
     def part(self, rank: int, group: int) -> _Tensors:
         """Return rank `rank`'s part of a group. Raises CheckpointError."""
         if rank not in self._opened:
             with _layout_checked(self._files[rank]):
-                self._open(rank)
+                self._opened[rank] = self._open(rank)
         return self._opened[rank][group]
 
-    def _open(self, rank: int) -> None:
+    def _open(self, rank: int) -> list[_Tensors]:
         states = _load(self._files[rank])["optimizer_state_dict"]
         if self._stage == 3:
             weights, base = states["fp32_flat_groups"], states["optimizer_state_dict"]
-            paddings = [0] * len(weights)
         else:
             weights, base = states["single_partition_of_fp32_groups"], states["base_optimizer_state"]
-            # BF16_Optimizer, which has no "zero_stage", saves its parts with their padding at the end, never aligned.
-            paddings = states["group_paddings"] if "zero_stage" in states else [0] * len(weights)
+        # Otherwise parts are saved with their padding: in stage 3, and by BF16_Optimizer, which has no "zero_stage".
+        is_cut = self._stage < 3 and "zero_stage" in states
+        paddings = states["group_paddings"] if is_cut else [0] * len(weights)
         sizes = [weight.numel() + padding for weight, padding in zip(weights, paddings, strict=True)]
         if rank == 0:
             self.sizes, self.alignments = sizes, states.get("param_alignment_paddings") or [[] for _ in sizes]
         if sizes != self.sizes:
             raise ValueError(f"parts of {sizes} elements, and of {self.sizes} on rank 0")
-        parts = zip(weights, _moments(base), strict=True)
-        self._opened[rank] = [{"weight": weight} | moments for weight, moments in parts]
+        return [{"weight": weight} | moments for weight, moments in zip(weights, _moments(base), strict=True)]
 
 
 @contextmanager
@@ -231,3 +226,19 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+
+_READERS: ByEngine[Callable[[Path], SavedState]] = ByEngine(deepspeed=ZeroState, fsdp=DcpState)
+
+
+def open_saved_state(checkpoint: Path, *, verified: bool = False) -> SavedState:
+    """Open the weights and optimizer state in a committed checkpoint, whose files are hashed first unless `verified`.
+
+    Opening unpickles some. Raises CheckpointError, naming the file, for damage or an unknown format.
+    """
+    if not verified:
+        verify_checkpoint(checkpoint)
+    written_as = read_record(checkpoint).format
+    if written_as not in STATE_FORMATS:
+        raise CheckpointError(f"{checkpoint}: engine.json names an unknown format, {written_as!r}.")
+    return _READERS[STATE_FORMATS[written_as].name](checkpoint)

@@ -10,11 +10,12 @@ import torch
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
+from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.exports.model_card import untrained_model_card
 from ds_encdec.memory.job import QWEN3_IDS, QWEN3_ROWS
 from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.model.source import read_config, resolve_model
+from ds_encdec.model.source import resolve_model
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
@@ -26,7 +27,7 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
     sentinels at the default ids. Raises CheckpointError if the source cannot be read, or `out` is not empty."""
     section = ModelConfig(model_name_or_path=source, num_sentinel_tokens=num_sentinel_tokens)
     folder = model_folder(source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
-    stored = read_config(folder)
+    stored = read_stored_model(folder / "config.json")
     tokenizer = None
     if (folder / "tokenizer.json").is_file():
         tokenizer, vocabulary = load_tokenizer(

@@ -52,10 +52,9 @@ from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import choose_trained
+from ds_encdec.model.lora import choose_trained, detach_frozen, quantize_into, quantized_matrices
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.quantized import detach_frozen, quantize_into, quantized_matrices
-from ds_encdec.model.trained import canonical_name
+from ds_encdec.model.parameter_count import canonical_name
 
 _COPY_AHEAD_BYTES = 10_000_000
 """Bytes that a writer copies from the GPU ahead of its writes; DCP's default."""

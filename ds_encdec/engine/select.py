@@ -152,16 +152,10 @@ def create_engine(
     if config.infra.sharding_stage.endswith("_hybrid"):
         _warn_of_shards_across_nodes(config, context)
     lora = config.model.lora
-    if lora is not None:
-        from ds_encdec.model.lora import require_peft, with_new_adapters
+    if lora is not None and weights is not None:
+        from ds_encdec.model.lora import with_new_adapters
 
-        require_peft()
-        if lora.quantize != "none":
-            from ds_encdec.model.quantized import require_bitsandbytes
-
-            require_bitsandbytes()
-        if weights is not None:
-            weights = with_new_adapters(weights, lora, model_config, config.training.seed)
+        weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     config = _with_compilation_decided(config, context)
     return BUILDERS[context.engine](config, context, model_config, weights, gradient_accumulation_steps)
 

@@ -27,7 +27,7 @@ from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.trained import canonical_name
+from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.objectives import TASKS
 from ds_encdec.registry.optimizers import row_of
 

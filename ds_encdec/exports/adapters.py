@@ -13,16 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ds_encdec.base.types import CheckpointError, WeightSource
-from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
+from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
+from ds_encdec.checkpoint.folder import Checkpoint, written_whole
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
-from ds_encdec.checkpoint.open_state import open_saved_state
 from ds_encdec.checkpoint.saved_state import saved_weights
+from ds_encdec.checkpoint.zero_state import open_saved_state
+from ds_encdec.config.model_sections import LoraConfig as LoraSection
 from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.exports.model_card import hub_id
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import merged_weights, peft_fields, peft_names, require_peft
+from ds_encdec.model.lora import merged_weights, peft_fields
+from ds_encdec.model.parameter_count import is_adapter
 from ds_encdec.model.source import Base, base_model
 from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 
@@ -30,16 +32,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BASE_RECORD = "base.json"
-ADAPTER_FILE = "adapter_model.safetensors"
 
 
 def base_record(section: ModelConfig, base: Base) -> dict[str, Any]:
     """Return the record of the adapters' base for a checkpoint, for people and for `opened_base`."""
-    snapshot = base.folder is not None and base.folder.parent.name == "snapshots"  # of a repository on the hub
+    folder = base.folder
     return {
         "name_or_path": section.model_name_or_path,
-        "folder": None if base.folder is None else str(base.folder.resolve()),
-        "revision": base.folder.name if snapshot and base.folder is not None else None,
+        "folder": None if folder is None else str(folder.resolve()),
+        # Of a repository on the hub.
+        "revision": folder.name if folder is not None and folder.parent.name == "snapshots" else None,
         "sha256": _digest(base),
         **{name: fact for name, fact in base.facts.items() if name != "shapes"},
     }
@@ -75,13 +77,9 @@ def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: 
     try:
         base = base_model(section, Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model"), seed)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{wanted}, which was looked for in {place}: {error}. {option} says where it is"
-        ) from error
+        raise CheckpointError(f"{wanted}, which cannot be read from {place}: {error}. Name it by {option}.") from error
     if hashed and (found := _digest(base)) != expected:
-        raise CheckpointError(
-            f"{wanted}, but the weights in {place} are others (sha256 {found}). {option} names another"
-        )
+        raise CheckpointError(f"{wanted}, but {place} has other weights (sha256 {found}). Name their base by {option}.")
     return base
 
 
@@ -104,8 +102,10 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
     """Write the adapters as a folder for peft, which names `base`, else the run's own. Raises CheckpointError."""
     from safetensors.torch import save_file
 
-    refuse_existing(out)
-    require_peft()
+    try:
+        from peft import LoraConfig, TaskType
+    except ImportError as error:
+        raise ConfigError("--adapter needs peft, which is not installed: pip install 'ds_encdec[lora]'") from error
     path = checkpoint.expanduser().resolve()
     config = load_saved(path / "config.yaml")
     lora = config.model.lora
@@ -114,37 +114,33 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
     saved = open_saved_state(path)
     weights = saved_weights(saved)
     tensors: dict[str, Tensor] = {
-        file_name: weights(name).to(torch.float32).contiguous() for file_name, name in peft_names(saved.shapes).items()
+        f"base_model.model.{name}": weights(name).to(torch.float32).contiguous()
+        for name in filter(is_adapter, saved.shapes)
     }
     if base is not None:
         opened_base(path, _at(config.model, base), "--base")  # raises unless it is their base
-    named = base or config.model.model_name_or_path
     with written_whole(out) as (unfinished, writing):
         writing.require_space(sum(tensor.nbytes for tensor in tensors.values()))
-        save_file(tensors, unfinished / ADAPTER_FILE, metadata={"format": "pt"})
-        write_peft_config(unfinished, config.model, named)
+        save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        LoraConfig(
+            **peft_fields(lora),
+            task_type=TaskType.SEQ_2_SEQ_LM,
+            inference_mode=True,
+            base_model_name_or_path=base or config.model.model_name_or_path,
+        ).save_pretrained(str(unfinished))
         write_tokenizer(pretrained_tokenizer(str(path / "model"), field="CHECKPOINT"), unfinished)
-        (unfinished / "README.md").write_text(_card(path, config, base))
+        (unfinished / "README.md").write_text(_card(path, config, lora, base))
 
 
-def write_peft_config(folder: Path, section: ModelConfig, base: str | None) -> None:
-    """Write peft's configuration of the adapters of `section`, for inference beside the model `base`."""
-    from peft import LoraConfig, TaskType
-
-    assert section.lora is not None
-    LoraConfig(
-        **peft_fields(section.lora),
-        task_type=TaskType.SEQ_2_SEQ_LM,
-        inference_mode=True,
-        base_model_name_or_path=base,
-    ).save_pretrained(str(folder))
-
-
-def _card(checkpoint: Path, config: FullConfig, base: str | None) -> str:
-    record, lora = read_json(checkpoint / "model" / BASE_RECORD), config.model.lora
+def _card(checkpoint: Path, config: FullConfig, lora: LoraSection, base: str | None) -> str:
+    record = read_json(checkpoint / "model" / BASE_RECORD)
     step = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state().global_step
-    assert lora is not None
-    place = _place(record, base)
+    # A folder's path, or an id on the hub; None for random weights.
+    place = name = base or record["name_or_path"]
+    if name is not None and (folder := Path(name).expanduser()).is_dir():
+        place = str(folder.resolve())
+    elif not base and not record.get("revision"):
+        place = record["folder"]
     return f"""---
 library_name: peft
 {f"base_model: {place}" if hub_id(place) else "tags: [lora]"}
@@ -171,14 +167,6 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 `ds-encdec export CHECKPOINT OUT` without `--adapter` writes the merged model, which needs neither peft nor the base.
 """
-
-
-def _place(record: dict[str, Any], base: str | None) -> str | None:
-    """Return the path of a base's folder, or its id on the hub; None for random weights."""
-    name = base or record["name_or_path"]
-    if name is not None and (folder := Path(name).expanduser()).is_dir():
-        return str(folder.resolve())
-    return name if base or record.get("revision") else record["folder"]
 
 
 def _digest(base: Base) -> str:

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder, alone or averaged with its neighbours.
+"""Exports a checkpoint as a Hugging Face folder, alone or averaged with its neighbours, also at the end of a run.
 
 The folder has the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)` (or
 `AutoModel`, for an encoder alone) loads it without ds_encdec and deepspeed. Weights late on a trajectory scatter around
@@ -21,9 +21,9 @@ from transformers import GenerationConfig
 
 from ds_encdec.base.quantities import count
 from ds_encdec.base.types import CheckpointError, WeightSource
-from ds_encdec.checkpoint.folder import Checkpoint, committed_steps, refuse_existing, written_whole
+from ds_encdec.checkpoint.folder import Checkpoint, clear_leftovers, committed_steps, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
-from ds_encdec.config.schema import load_saved
+from ds_encdec.config.schema import TrainingConfig, load_saved
 from ds_encdec.exports.adapters import trained_weights
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.launch.run_folder import RunFolder
@@ -49,8 +49,6 @@ ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel
 
 MIN_AVERAGED = 3
 """Fewest checkpoints of a run whose mean is written at its end."""
-MAX_SHARD_BYTES = 5_000_000_000
-"""Largest safetensors file of an export, as Hugging Face cuts them."""
 _MAX_GAP = 2
 """Largest gap between neighbours in `training.save_steps`: two, because one save may have failed."""
 
@@ -62,7 +60,7 @@ def export_hf(
     out: Path,
     *,
     dtype: torch.dtype,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: int = 5_000_000_000,
     card: str,
     longest_text: int | None = None,
     replace: bool = False,
@@ -71,8 +69,9 @@ def export_hf(
 
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
     `longest_text` tokens (None: the number of positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are read, converted
-    to `dtype` and written one by one. The folder appears complete or not at all; `replace` and errors: see
-    `written_whole`. Raises ConfigError if the code does not fit the installed transformers.
+    to `dtype` and written one by one, into files of at most `max_shard_bytes`. The folder appears complete or not at
+    all; `replace` and errors: see `written_whole`. Raises ConfigError if the code does not fit the installed
+    transformers.
     """
     is_encoder = isinstance(config, Qwen3EncoderConfig)
     if not is_encoder:
@@ -139,52 +138,53 @@ def export_checkpoint(
 
     `replace`: replace an earlier export at `out` once this one is complete. `base`: the adapters' base, if moved.
     """
-    out, path = Path(out).expanduser(), Path(checkpoint).expanduser().resolve()
-    if not replace:
-        refuse_existing(out)  # before minutes of reading
-    _export_trained(
-        path,
-        trained_weights(path, base),
-        f"checkpoint `{path.name}`",
-        out,
-        field="CHECKPOINT",
-        dtype=dtype,
-        encoder_only=encoder_only,
-        replace=replace,
+    path = Path(checkpoint).expanduser().resolve()
+    words = f"checkpoint `{path.name}`"
+    _export_mean(
+        [path], words, Path(out).expanduser(), "CHECKPOINT", base, dtype, encoder_only=encoder_only, replace=replace
     )
 
 
-def _export_trained(
-    checkpoint: Path,
-    weights: WeightSource,
+def _export_mean(
+    checkpoints: Sequence[Path],
     described: str,
     out: Path,
-    *,
     field: str,
+    base: str | None,
+    dtype: torch.dtype,
+    *,
     encoder_only: bool = False,
-    **how: Any,
+    replace: bool,
 ) -> None:
-    """Export `weights`, `described` in words, with files of `checkpoint`, which the argument `field` named."""
-    config = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
-    saved = Checkpoint(checkpoint, read_manifest(checkpoint))
-    state = saved.training_state()
-    run = load_saved(checkpoint / "config.yaml")
-    export_hf(
-        weights,
-        Qwen3EncoderConfig.of(config) if encoder_only else config,
-        pretrained_tokenizer(str(checkpoint / "model"), field=field),
-        out,
-        card=model_card(run, state, described, encoder_only=encoder_only, forms=_input_forms(saved)),
-        longest_text=run.data.max_encoder_length,
-        **how,
-    )
+    """Export the mean of the weights of `checkpoints`, `described` in words, with the files of the last one, which the
+    argument `field` named. Weights are summed from the first to the last, then divided."""
+    if not replace:
+        refuse_existing(out)  # before minutes of reading
+    sources = [trained_weights(checkpoint, base) for checkpoint in checkpoints]
 
+    def mean(name: str, rows: slice = slice(None), /) -> Tensor:
+        total = sources[0](name, rows)
+        for source in sources[1:]:
+            total += source(name, rows)
+        return total.div_(len(sources)) if sources[1:] else total
 
-def _input_forms(saved: Checkpoint) -> list[str]:
-    """Return the forms of the fine-tuning inputs; empty if the checkpoint does not record them."""
+    newest = checkpoints[-1]
+    config = Qwen3Seq2SeqConfig.from_pretrained(newest / "model")
+    saved = Checkpoint(newest, read_manifest(newest))
+    run = load_saved(newest / "config.yaml")
     data = saved.read_json("trainer.json").get("data")
-    forms = data.get("input_forms") if isinstance(data, dict) else None
-    return forms if isinstance(forms, list) else []
+    forms = data.get("input_forms") if isinstance(data, dict) else None  # not every checkpoint records them
+    forms = forms if isinstance(forms, list) else []
+    export_hf(
+        mean,
+        Qwen3EncoderConfig.of(config) if encoder_only else config,
+        pretrained_tokenizer(str(newest / "model"), field=field),
+        out,
+        dtype=dtype,
+        card=model_card(run, saved.training_state(), described, encoder_only=encoder_only, forms=forms),
+        longest_text=run.data.max_encoder_length,
+        replace=replace,
+    )
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
@@ -201,7 +201,7 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
                 )
             return
         logger.info(
-            "Averaging the last checkpoints: rank 0 reads %s MB. The run is complete; this may be interrupted.",
+            "Averaging the last checkpoints: rank 0 reads %s MB. This may be interrupted.",
             f"{sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e6:,.0f}",
         )
         steps = average_checkpoints(run, run.averaged, last=last, dtype=torch.float32, replace=True)
@@ -229,8 +229,6 @@ def average_checkpoints(
     `export_checkpoint`. Card, tokenizer and configuration are those of the newest checkpoint. Returns the averaged
     steps. Raises CheckpointError for fewer than two checkpoints, damaged ones, and different models.
     """
-    if not replace:
-        refuse_existing(out)  # before minutes of reading
     checkpoints = last_checkpoints(run.checkpoints, last)
     if len(checkpoints) < 2:
         problem = f"{run.root} has {len(checkpoints)} in a row. training.save_total_limit says how many a run keeps."
@@ -240,16 +238,16 @@ def average_checkpoints(
             problem = f"{run.root} is one: give the folder of its run."
         raise CheckpointError(f"An average takes at least two checkpoints, but {problem}")
     paths, steps = [path.resolve() for path in checkpoints.values()], list(checkpoints)
-    _refuse_different_models(paths)
-    _export_trained(
-        paths[-1],
-        mean_weights([trained_weights(path, base) for path in paths]),
-        f"mean of the checkpoints at steps {', '.join(map(str, steps))}",
-        out,
-        field="RUN",
-        dtype=dtype,
-        replace=replace,
-    )
+    expected, *others = (architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model")) for path in paths)
+    for path, found in zip(paths[1:], others, strict=True):
+        for field, value in expected.items():
+            if found.get(field) != value:
+                raise CheckpointError(
+                    f"{paths[0].name} and {path.name} are of different models, which have no average: {field} is "
+                    f"{value!r} in the one and {found.get(field)!r} in the other."
+                )
+    described = f"mean of the checkpoints at steps {', '.join(map(str, steps))}"
+    _export_mean(paths, described, out, "RUN", base, dtype, replace=replace)
     return steps
 
 
@@ -266,24 +264,48 @@ def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
     return dict(reversed(row))
 
 
-def mean_weights(sources: Sequence[WeightSource]) -> WeightSource:
-    """Return the mean of float32 sources: summed from the first to the last, then divided."""
+def hand_over(run: RunFolder, folder: Path) -> None:
+    """Copy the exported model of a complete run into `folder`, all that its platform keeps; errors are only logged."""
+    out = next((run.exports / name for name in ("best", "final") if (run.exports / name).is_dir()), None)
+    if out is None:
+        logger.warning("%s has no model, because none was exported.", folder)
+        return
+    try:
+        shutil.copytree(out, folder, dirs_exist_ok=True)
+    except OSError as error:
+        logger.error("%s could not be copied to %s: %s", out, folder, error)
+        return
+    logger.info("the model is in %s", folder)
 
-    def lookup(name: str, rows: slice = slice(None), /) -> Tensor:
-        total = sources[0](name, rows)
-        for source in sources[1:]:
-            total += source(name, rows)
-        return total.div_(len(sources))
 
-    return lookup
+def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool) -> None:
+    """Write a complete run's float32 weights to `export/final`, or with `load_best_model_at_end` to `export/best`.
+
+    An earlier export that is no older stays, unless the run `has_trained` now. Errors are only logged.
+    """
+    name = "best" if training.load_best_model_at_end else "final"
+    if name == "best" and not (run.checkpoints / name).exists():
+        logger.warning("load_best_model_at_end: no checkpoint of this run was evaluated, so the last one is exported.")
+        name = "final"
+    out, checkpoint = run.exports / name, run.checkpoints / name
+    if not checkpoint.exists() and (saved := committed_steps(run.checkpoints)):
+        checkpoint = saved[max(saved)]  # stopped at its present end: no step was the last
+    model, saved_at = out / "config.json", checkpoint / MANIFEST
+    is_newer = model.exists() and (not saved_at.exists() or model.stat().st_mtime_ns >= saved_at.stat().st_mtime_ns)
+    if not training.export_at_end or (is_newer and not has_trained):
+        return
+    try:
+        manifest = read_manifest(checkpoint.resolve())
+        size = f"{manifest.num_bytes / 1e6:,.0f} MB"
+        logger.info("Exporting the %s checkpoint (step %d, %s). This may be interrupted.", name, manifest.step, size)
+        export_checkpoint(checkpoint, out, replace=True)
+    except Exception as error:
+        logger.error("The %s checkpoint could not be exported: %s. `ds-encdec export` tries again.", name, error)
+        return
+    logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
 
 
-def _refuse_different_models(checkpoints: Sequence[Path]) -> None:
-    first, *others = ((path, architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model"))) for path in checkpoints)
-    for path, found in others:
-        for field, expected in first[1].items():
-            if found.get(field) != expected:
-                raise CheckpointError(
-                    f"{first[0].name} and {path.name} are of different models, which have no average: {field} is "
-                    f"{expected!r} in the one and {found.get(field)!r} in the other."
-                )
+def clear_exports(run: RunFolder) -> None:
+    """Remove leftovers of a killed export in `export/`, and restore the folder that it was replacing."""
+    for name in (run.averaged.name, "final", "best"):
+        clear_leftovers(run.exports, name)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,60 +28,15 @@ _INHERITED = ("license", "license_name", "license_link", "language")
 """Fields that a card copies from the card of its base model, if this machine has that."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Objective:
-    """Words for the card. `described`: rows by input forms; `prompt`: an example input; `prompt_is`: its meaning."""
-
-    tag: str
-    taught_by: str
-    described: Callable[[DataConfig, Sequence[str]], dict[str, str]]
-    prompt: Callable[[DataConfig | None], str]
-    prompt_is: str
-
-
-def _is_chat_alone(forms: Sequence[str]) -> bool:
-    """Return whether all inputs were conversations; False if their forms are unknown."""
-    return [*forms] == [CHAT]
-
-
-def _described_mixture(data: DataConfig, _: Sequence[str]) -> dict[str, str]:
-    weights = ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)
-    return {f"UL2 weights ({', '.join(DENOISERS)})": weights}
-
-
-def _described_inputs(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
-    names = () if _is_chat_alone(forms) else ("input_template", "output_template")
+def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
+    """Return the card's rows on the objective. `forms`: of the fine-tuning inputs."""
+    if data.objective == "ul2":
+        weights = ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)
+        return {f"UL2 weights ({', '.join(DENOISERS)})": weights}
+    names = () if [*forms] == [CHAT] else ("input_template", "output_template")
     conversations = {"Conversations": "through the tokenizer's chat template"} if CHAT in forms else {}
     templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
     return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates, **conversations}
-
-
-def _shown_template(data: DataConfig | None) -> str:
-    assert data is not None, "an untrained model has no templates"
-    parts = template_parts(data.input_template)
-    return "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
-
-
-_OBJECTIVES = {
-    "ul2": _Objective(
-        tag="ul2",
-        taught_by="pre-training on UL2's mixture of denoisers",
-        described=_described_mixture,
-        prompt=lambda _: "The capital of France is <extra_id_0>.",
-        prompt_is="`<extra_id_0>`, `<extra_id_1>`, … in the input mark gaps; the output repeats each with the text "
-        "that fills it. An input without them is a prefix, and the output continues it.",
-    ),
-    "sft": _Objective(
-        tag="sft",
-        taught_by="supervised fine-tuning",
-        described=_described_inputs,
-        prompt=_shown_template,
-        prompt_is="The input is the template of the training data: put a value in the place of each name in braces. "
-        "Where the data had conversations (`data.messages_column`), these went through the tokenizer's chat template "
-        "instead.",
-    ),
-}
-"""Words by the value of `data.objective`."""
 
 
 def model_card(
@@ -101,11 +55,14 @@ def model_card(
     sources = data.mixture or [data]
     names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
     shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
-    best = state.best_value
+    lora, frozen, best = model.lora, ", ".join(f"`{pattern}`" for pattern in training.freeze), state.best_value
+    trained = {"Frozen": frozen} if frozen else {}
+    if lora is not None:
+        trained = {"Trained": f"LoRA adapters (r {lora.r}, alpha {lora.lora_alpha:g}), merged"}
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
         "Weights": weights,
-        **_trained(config),
+        **trained,
         "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
         "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
         "Target tokens seen": f"{state.target_tokens_seen:,}",
@@ -113,67 +70,53 @@ def model_card(
         if best is None
         else f"{state.best_by}, {best:.4f}",
         "Data": ", ".join(shares or names),
-        **_OBJECTIVES[data.objective].described(data, forms),
+        **_objective_rows(data, forms),
         "Longest encoder and decoder sequence (tokens)": f"{data.max_encoder_length}, {data.max_decoder_length}",
         "Peak learning rate, schedule": f"{training.learning_rate:g}, {training.lr_scheduler_type}",
         "Weight decay, gradient clipping": f"{training.weight_decay:g}, {training.max_grad_norm:g}",
         "Precision": "bfloat16" if training.bf16 else "float16" if training.fp16 else "float32",
         "Seed": str(training.seed),
-        "Loads under": _tried(),
     }
-    return _card(rows, config, encoder_only, is_chat=_is_chat_alone(forms))
-
-
-def _tried() -> str:
-    ranges = f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS}"
-    return f"{ranges} (written under {torch.__version__} and {transformers.__version__})"
-
-
-def _trained(config: FullConfig) -> dict[str, str]:
-    lora, frozen = config.model.lora, ", ".join(f"`{pattern}`" for pattern in config.training.freeze)
-    if lora is not None:
-        return {"Trained": f"LoRA adapters (r {lora.r}, alpha {lora.lora_alpha:g}), merged"}
-    return {"Frozen": frozen} if frozen else {}
+    return _card(rows, config, encoder_only, is_chat=[*forms] == [CHAT])
 
 
 def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
     """Return the card of an initialised, untrained model. `description`: the origin of its weights."""
-    rows = {
-        "Weights": description,
-        "Parameters": f"{count_parameters(config):,}",
-        "Training": "none yet",
-        "Loads under": _tried(),
-    }
-    return _card(rows, None)
+    return _card({"Weights": description, "Parameters": f"{count_parameters(config):,}", "Training": "none yet"}, None)
 
 
 def _card(
     rows: Mapping[str, str], config: FullConfig | None, encoder_only: bool = False, *, is_chat: bool = False
 ) -> str:
-    """Return the card of a model that `config` trained, or (None) of an untrained one.
+    """Return the card of a model that `config` trained, or (None) of an untrained one. `is_chat`: all its inputs were
+    conversations.
 
     The header names only what can be on the hub; licence and language are those of the model that the run started from.
     The whole model has no `pipeline_tag`: transformers 5 has no pipeline for encoder-decoders of text.
     """
-    objective = _OBJECTIVES["ul2" if config is None else config.data.objective]
+    objective, prompt = "ul2", "The capital of France is <extra_id_0>."
+    if config is not None and config.data.objective == "sft":
+        parts = template_parts(config.data.input_template)
+        objective, prompt = "sft", "".join(text if name is None else f"{text}{{{name}}}" for text, name in parts)
     tags = ["sentence-transformers", "text-encoder", "embeddings"] if encoder_only else ["encoder-decoder"]
     header = ModelCardData(
         library_name="sentence-transformers" if encoder_only else "transformers",
         pipeline_tag="feature-extraction" if encoder_only else None,
-        tags=[*tags, objective.tag, "qwen3"],
+        tags=[*tags, objective, "qwen3"],
         **({} if config is None else _origin(config)),
     )
-    return str(
-        ModelCard.from_template(
-            header,
-            template_path=str(_TEMPLATE),
-            rows=rows,
-            encoder=encoder_only,
-            objective=objective,
-            is_chat=is_chat,
-            prompt=json.dumps(objective.prompt(None if config is None else config.data), ensure_ascii=False),
-        )
+    ranges = f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS}"
+    tried = f"{ranges} (written under {torch.__version__} and {transformers.__version__})"
+    card = ModelCard.from_template(
+        header,
+        template_path=str(_TEMPLATE),
+        rows={**rows, "Loads under": tried},
+        encoder=encoder_only,
+        objective=objective,
+        is_chat=is_chat,
+        prompt=json.dumps(prompt, ensure_ascii=False),
     )
+    return str(card)
 
 
 def _origin(config: FullConfig) -> dict[str, Any]:
@@ -182,22 +125,17 @@ def _origin(config: FullConfig) -> dict[str, Any]:
     datasets = list(dict.fromkeys(known for one in named if (known := hub_id(one))))
     if config.model.architecture is not None:
         return {"datasets": datasets or None}
-    card = _card_of(name)
+    # The card of the base in its folder or in the hub's cache.
+    path: Any = Path(name or "").expanduser() / "README.md"
+    if not path.is_file() and hub_id(name):
+        path = try_to_load_from_cache(str(name), "README.md")
+    found = isinstance(path, (str, Path)) and Path(path).is_file()
+    card = ModelCard(Path(path).read_text(), ignore_metadata_errors=True).data.to_dict() if found else {}
     base = hub_id(name) or card.get("base_model")
     inherited = {key: card.get(key) for key in _INHERITED}
     if inherited["license"] is None and str(base).startswith("Qwen/Qwen3-"):
         inherited["license"] = "apache-2.0"  # all of these have that one
     return {"base_model": base, "datasets": datasets or None, **inherited}
-
-
-def _card_of(name: str | None) -> dict[str, Any]:
-    """Return the header of the card of a model in a folder or in the hub's cache; empty without one."""
-    path: Any = Path(name or "").expanduser() / "README.md"
-    if not path.is_file() and hub_id(name):
-        path = try_to_load_from_cache(str(name), "README.md")
-    if not isinstance(path, (str, Path)) or not Path(path).is_file():
-        return {}
-    return ModelCard(Path(path).read_text(), ignore_metadata_errors=True).data.to_dict()
 
 
 def hub_id(name: str | None) -> str | None:

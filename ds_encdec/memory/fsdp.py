@@ -77,7 +77,7 @@ class _Sharding:
         self.layers = job.sizes.num_encoder_layers + job.sizes.num_hidden_layers
         self.units, self.in_layers = set(model.layers.values()), sum(layer.all for layer in model.layers.values())
         lora = job.config.model.lora
-        packs = lora is not None and lora.quantize != "none"  # matrices that FSDP2 does not know: model/quantized.py
+        packs = lora is not None and lora.quantize != "none"  # matrices that FSDP2 does not know: model/lora.py
         in_4_bits = {kind for kind in model.kinds if packs and kind[1:] == (True, False) and len(kind[0]) > 1}
         self.quantized = _NF4 * sum(prod(kind[0]) * model.kinds[kind] for kind in in_4_bits)
         kinds = [(kind, times) for kind, times in model.kinds.items() if kind not in in_4_bits]

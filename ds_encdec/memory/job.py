@@ -20,8 +20,13 @@ from ds_encdec.config.stored_model import COUNTS, OF_OUR_OWN, read_stored_model
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
-from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, ModelSizes, num_encoder_layers
-from ds_encdec.model.trained import model_shapes, trained_shapes
+from ds_encdec.model.parameter_count import (
+    EMBEDDING_ROWS_MULTIPLE,
+    ModelSizes,
+    model_shapes,
+    num_encoder_layers,
+    trained_shapes,
+)
 from ds_encdec.registry.engines import ENGINES, EngineName
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of

@@ -3,7 +3,7 @@
 A *layout* decides which positions see which; layers call both layouts alike. The decoder's merged attention (T5Gemma 2,
 arXiv 2512.14856) is one softmax over the encoder's output and the decoder's own past, under a causal mask aligned to
 the bottom right corner. Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads,
-head_dim]. This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
+head_dim].
 """
 
 from __future__ import annotations
@@ -73,8 +73,14 @@ class PackedLayout:
         decoder_cu = F.pad(decoder_cu_seqlens[:segments], (0, 1), value=decoder_tokens)
         merged_lengths = tuple(e + d for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
         merged = decoder_cu, encoder_cu + decoder_cu, decoder_lengths, merged_lengths
-        merge_index = _merge_index(encoder_cu, decoder_cu, encoder_tokens, decoder_tokens)
+        # For each row of the per-document [encoder ; decoder] order, its row in [all encoder ; all decoder].
         rows = torch.arange(encoder_tokens + decoder_tokens, device=encoder_cu.device)
+        # Empty segments end where they start; `right=True` steps over them.
+        document = torch.searchsorted((encoder_cu + decoder_cu)[1:].contiguous(), rows, right=True)
+        offset = rows - (encoder_cu + decoder_cu)[document]
+        length = encoder_cu[document + 1] - encoder_cu[document]
+        from_decoder = encoder_tokens + decoder_cu[document] + offset - length
+        merge_index = torch.where(offset < length, encoder_cu[document] + offset, from_decoder)
         return cls(
             encoder=Segments(encoder_cu, encoder_cu, encoder_lengths, encoder_lengths, encoder_tail, encoder_tail),
             merged=Segments(*merged, decoder_tail, encoder_tail + decoder_tail),
@@ -185,16 +191,3 @@ def _check_mask(name: str, mask: Tensor | None, length: int) -> None:
             f"{name} has shape {list(mask.shape)}: needed is [batch, {length}], a column for each token, those in the "
             "cache included"
         )
-
-
-def _merge_index(encoder_cu: Tensor, decoder_cu: Tensor, encoder_tokens: int, decoder_tokens: int) -> Tensor:
-    """Return, for each row of the per-document [encoder ; decoder] order, its row in [all encoder ; all decoder]."""
-    merged_cu = encoder_cu + decoder_cu
-    row = torch.arange(encoder_tokens + decoder_tokens, device=encoder_cu.device)
-    # Empty segments end where they start; `right=True` steps over them.
-    document = torch.searchsorted(merged_cu[1:].contiguous(), row, right=True)
-    offset = row - merged_cu[document]
-    encoder_length = encoder_cu[document + 1] - encoder_cu[document]
-    from_encoder = encoder_cu[document] + offset
-    from_decoder = encoder_tokens + decoder_cu[document] + offset - encoder_length
-    return torch.where(offset < encoder_length, from_encoder, from_decoder)

@@ -2,20 +2,19 @@
 
 Queries of a document see its keys and no others, if causal under a mask aligned to the bottom right. GPU kernels are
 operators inside a graph of torch.compile, which lengths reach as tensors or as sizes of tensors, never as constants;
-one call per document ends a graph. A GPU kernel is taken only if it agrees with that on a few documents. This module is
-exported as remote code: it imports nothing of ds_encdec outside its folder.
+one call per document ends a graph. A GPU kernel is taken only if it agrees with that on a few documents.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -63,18 +62,6 @@ class MaskedCall:
         return cls(queries, keys, mask)
 
 
-def _neighbours(lengths: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    group: list[tuple[int, int]] = []
-    for one in lengths:
-        queries, keys = (sum(side) for side in zip(*group, one, strict=True))
-        if group and queries * keys > _JOINED_SCORES:
-            yield group
-            group = []
-        group.append(one)
-    if group:
-        yield group
-
-
 class Segments:
     """The places of each document's queries and keys in their flat buffers.
 
@@ -107,8 +94,13 @@ class Segments:
         """Return the calls in which documents are attended in turn; with `joins`, short neighbours share one."""
         key = causal, dtype, device, joins
         if key not in self.made:
-            lengths = zip(self.query_lengths, self.key_lengths, strict=True)
-            groups = _neighbours(lengths) if joins else ([one] for one in lengths)
+            groups: list[list[tuple[int, int]]] = []
+            for one in zip(self.query_lengths, self.key_lengths, strict=True):
+                together = [*groups[-1], one] if groups and joins else [one]
+                if len(together) > 1 and prod(sum(side) for side in zip(*together, strict=True)) <= _JOINED_SCORES:
+                    groups[-1] = together
+                else:
+                    groups.append([one])
             self.made[key] = tuple(MaskedCall.of(group, causal, dtype, device) for group in groups)
         return self.made[key]
 
@@ -203,14 +195,14 @@ def attend_by_document(
     return torch.cat([one[0].transpose(0, 1) for one in out]).to(dtype) if out else q[0].transpose(0, 1).to(dtype)
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Attend, in torch, from q [B, Lq, heads, D] to k, v [B, Lk, key_value_heads, D] where `mask` is True."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     if grouped and mask is not None and q.device.type != "cpu":  # the fused kernel that takes masks takes no groups
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped, **options).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped).transpose(1, 2)
 
 
 @torch.compiler.assume_constant_result
@@ -257,10 +249,6 @@ def _torch_refusal(wanted: KernelQuery) -> str:
     return "it has no dropout" if wanted.dropout else ""
 
 
-def _flash_attn_refusal(wanted: KernelQuery) -> str:
-    return _flash_refusal(wanted) or ("it is not installed" if flash_attn is None else "")
-
-
 def _fa3_refusal(wanted: KernelQuery) -> str:
     if refusal := _torch_refusal(wanted):
         return refusal
@@ -279,8 +267,12 @@ def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
         return refusal
     key = kernel.name, wanted.device, wanted.dtype, wanted.head_dim
     if key not in _verdicts:
+        registry, before = nn.attention, None
         try:
-            with _activated(kernel.implementation), torch.autocast(wanted.device.type, enabled=False):
+            if kernel.implementation:
+                before = registry.current_flash_attention_impl()
+                registry.activate_flash_attention_impl(kernel.implementation)
+            with torch.autocast(wanted.device.type, enabled=False):
                 if not (error := _trial_error(kernel, wanted)) <= 1.0:
                     raise ArithmeticError(f"its results are off by {error:.3g} times what rounding explains")
             _verdicts[key] = ""
@@ -288,26 +280,12 @@ def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
             reason = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
             _verdicts[key] = f"it fails on a few documents: {reason}"
             logger.warning("Attention on %s does without %s: %s", wanted.device, kernel.name, _verdicts[key])
+            # torch warns where there is nothing to restore.
+            if kernel.implementation and registry.current_flash_attention_impl() != before:
+                registry.restore_flash_attention_impl()
+                if before is not None:
+                    registry.activate_flash_attention_impl(before)
     return _verdicts[key]
-
-
-@contextmanager
-def _activated(implementation: str) -> Iterator[None]:
-    """Activate `implementation`, if any, in torch's operators; undo that after an error."""
-    if not implementation:
-        yield
-        return
-    registry = nn.attention
-    before = registry.current_flash_attention_impl()
-    try:
-        registry.activate_flash_attention_impl(implementation)
-        yield
-    except Exception:
-        if registry.current_flash_attention_impl() != before:  # torch warns where there is nothing to restore
-            registry.restore_flash_attention_impl()
-            if before is not None:
-                registry.activate_flash_attention_impl(before)
-        raise
 
 
 _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
@@ -318,48 +296,45 @@ _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
 @torch.enable_grad()
 def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
     """Return the largest difference from `attend_by_document` in float32, over what rounding explains, or NaN."""
-    cases = ((_TRIAL, True, (3, 8)), (_TRIAL, True, (0, 5)), (((9, 9), (64, 64)), False, (0, 0)))
-    return float(torch.stack([_error_of_case(kernel, wanted, *case) for case in cases]).max())
-
-
-def _error_of_case(
-    kernel: AttentionKernel,
-    wanted: KernelQuery,
-    documents: tuple[tuple[int, int], ...],
-    causal: bool,
-    tails: tuple[int, int],
-) -> Tensor:
-    query_lengths, key_lengths = zip(*documents, strict=True)
-    queries, keys = sum(query_lengths) + tails[0], sum(key_lengths) + tails[1]
-    query_edges, key_edges = (
-        torch.tensor([0, *accumulate(side), sum(side), sum(side), tokens], dtype=torch.int32, device=wanted.device)
-        for side, tokens in ((query_lengths, queries), (key_lengths, keys))
-    )
-    segments = Segments(query_edges, key_edges, query_lengths, key_lengths, *tails)
-    generator = torch.Generator(wanted.device).manual_seed(0)
-    q, k, v, weights = (
-        torch.randn(tokens, heads, wanted.head_dim, generator=generator, device=wanted.device).to(wanted.dtype)
-        for tokens, heads in ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
-    )
-    weights[sum(query_lengths) :] = 0.0
-    results: list[list[Tensor]] = []
-    for attend, dtype in ((kernel.attend, wanted.dtype), (attend_by_document, torch.float32)):
-        inputs = tuple(x.to(dtype).requires_grad_() for x in (q, k, v))
-        out = attend(inputs[0], inputs[1], inputs[2], segments, causal, 0.0)
-        gradients = torch.autograd.grad((out * weights.to(dtype)).float().sum(), inputs)
-        results.append([out.detach() * (weights != 0), *gradients])
-    errors = [
-        ((actual.float() - expected).abs() / (0.05 + 0.05 * expected.abs())).max()
-        for actual, expected in zip(*results, strict=True)
-    ]
-    return torch.stack(errors).max()
+    errors: list[Tensor] = []
+    for documents, causal, tails in (
+        (_TRIAL, True, (3, 8)),
+        (_TRIAL, True, (0, 5)),
+        (((9, 9), (64, 64)), False, (0, 0)),
+    ):
+        query_lengths, key_lengths = zip(*documents, strict=True)
+        queries, keys = sum(query_lengths) + tails[0], sum(key_lengths) + tails[1]
+        query_edges, key_edges = (
+            torch.tensor([0, *accumulate(side), sum(side), sum(side), tokens], dtype=torch.int32, device=wanted.device)
+            for side, tokens in ((query_lengths, queries), (key_lengths, keys))
+        )
+        segments = Segments(query_edges, key_edges, query_lengths, key_lengths, *tails)
+        generator = torch.Generator(wanted.device).manual_seed(0)
+        q, k, v, weights = (
+            torch.randn(tokens, heads, wanted.head_dim, generator=generator, device=wanted.device).to(wanted.dtype)
+            for tokens, heads in ((queries, 4), (keys, 2), (keys, 2), (queries, 4))
+        )
+        weights[sum(query_lengths) :] = 0.0
+        results: list[list[Tensor]] = []
+        for attend, dtype in ((kernel.attend, wanted.dtype), (attend_by_document, torch.float32)):
+            inputs = tuple(x.to(dtype).requires_grad_() for x in (q, k, v))
+            out = attend(inputs[0], inputs[1], inputs[2], segments, causal, 0.0)
+            gradients = torch.autograd.grad((out * weights.to(dtype)).float().sum(), inputs)
+            results.append([out.detach() * (weights != 0), *gradients])
+        for actual, expected in zip(*results, strict=True):
+            errors.append(((actual.float() - expected).abs() / (0.05 + 0.05 * expected.abs())).max())
+    return float(torch.stack(errors).max())
 
 
 BY_DOCUMENT = AttentionKernel("one call per document", lambda _: "", attend_by_document, is_flash=False)
 KERNELS = (
     AttentionKernel("FlashAttention 3", _fa3_refusal, attend_in_torch, implementation="FA3"),
     AttentionKernel("torch.nn.attention.varlen", _torch_refusal, attend_in_torch),
-    AttentionKernel("flash_attn", _flash_attn_refusal, _attend_in_flash_attn),
+    AttentionKernel(
+        "flash_attn",
+        lambda wanted: _flash_refusal(wanted) or ("it is not installed" if flash_attn is None else ""),
+        _attend_in_flash_attn,
+    ),
     BY_DOCUMENT,
 )
 """Every kernel, the fastest first. The last one runs everywhere."""

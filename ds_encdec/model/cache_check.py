@@ -21,28 +21,6 @@ INPUTS = 8  # several: tokens of a single one may be the same by chance
 
 def check_cache(config: Qwen3Seq2SeqConfig) -> None:
     """Raise ConfigError if greedy tokens of a tiny random model differ with and without the cache."""
-    ids = torch.arange(2, 2 + 6 * INPUTS).view(INPUTS, 6)
-    options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
-    options["return_dict_in_generate"] = False  # a configuration with output_hidden_states sets it
-    try:
-        model = _tiny(config)
-        with_cache, without = (
-            model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=use, **options)[:, 1:].tolist()
-            for use in (True, False)
-        )
-    except Exception as error:  # whatever another version of transformers raises
-        raise ConfigError(f"generate() fails, {_under()}: {type(error).__name__}: {error}") from error
-    for cached, plain in zip(with_cache, without, strict=True):
-        if cached != plain:
-            raise ConfigError(
-                f"generate() writes other tokens with its cache ({cached}) than without ({plain}), {_under()}."
-            )
-
-
-def _tiny(config: Qwen3Seq2SeqConfig) -> Qwen3ForSeq2SeqLM:
-    fields = config.to_dict()
-    del fields["model_type"]
-    groups = config.num_attention_heads // config.num_key_value_heads
     sizes = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -50,7 +28,7 @@ def _tiny(config: Qwen3Seq2SeqConfig) -> Qwen3ForSeq2SeqLM:
         "num_hidden_layers": 2,
         "num_encoder_layers": 2,
         "num_attention_heads": 4,
-        "num_key_value_heads": max(1, 4 // groups),
+        "num_key_value_heads": max(1, 4 * config.num_key_value_heads // config.num_attention_heads),
         "head_dim": 16,
         "pad_token_id": 0,
         "eos_token_id": 1,
@@ -60,18 +38,30 @@ def _tiny(config: Qwen3Seq2SeqConfig) -> Qwen3ForSeq2SeqLM:
         "initializer_range": 0.2,  # attention far from uniform, and likeliest tokens far from the next
         "use_cache": True,
     }
-    tiny = Qwen3Seq2SeqConfig(**fields | sizes)
-    with torch.random.fork_rng(devices=[]):  # training's random numbers stay the same
-        model = Qwen3ForSeq2SeqLM(tiny).float().eval()
-    weights = random_weights(tiny, seed=0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights(name))
-    return model
-
-
-def _under() -> str:
-    return (
+    tiny = Qwen3Seq2SeqConfig(
+        **{name: value for name, value in config.to_dict().items() if name != "model_type"} | sizes
+    )
+    ids = torch.arange(2, 2 + 6 * INPUTS).view(INPUTS, 6)
+    options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
+    options["return_dict_in_generate"] = False  # a configuration with output_hidden_states sets it
+    under = (
         f"under transformers {transformers.__version__} with torch {torch.__version__}; tested were transformers "
         f"{range_of('transformers')} and torch {range_of('torch')}, install one of those"
     )
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():  # training's random numbers stay the same
+            model = Qwen3ForSeq2SeqLM(tiny).float().eval()
+            weights = random_weights(tiny, seed=0)
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights(name))
+        with_cache, without = (
+            model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=use, **options)[:, 1:].tolist()
+            for use in (True, False)
+        )
+    except Exception as error:  # whatever another version of transformers raises
+        raise ConfigError(f"generate() fails, {under}: {type(error).__name__}: {error}") from error
+    for cached, plain in zip(with_cache, without, strict=True):
+        if cached != plain:
+            raise ConfigError(
+                f"generate() writes other tokens with its cache ({cached}) than without ({plain}), {under}."
+            )

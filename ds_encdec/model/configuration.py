@@ -1,13 +1,31 @@
-"""The configurations of both models, as saved in `config.json`.
-
-This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
-"""
+"""The configurations of both models, as saved in `config.json`."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
+
+_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "pad_token_id": 151643,
+    "eos_token_id": 151645,
+    "decoder_start_token_id": 151643,
+    "loss_chunk_tokens": 1024,
+    "use_flash_attention": True,
+}
 
 
 class Qwen3Seq2SeqConfig(PretrainedConfig):
@@ -23,80 +41,35 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
     model_type = "qwen3_seq2seq"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # the Trainer adds a list to it
 
-    def __init__(
-        self,
-        vocab_size: int = 151936,
-        hidden_size: int = 1024,
-        intermediate_size: int = 3072,
-        num_hidden_layers: int = 28,
-        num_encoder_layers: int | None = None,
-        num_attention_heads: int = 16,
-        num_key_value_heads: int = 8,
-        head_dim: int = 128,
-        hidden_act: str = "silu",
-        max_position_embeddings: int = 40960,
-        initializer_range: float = 0.02,
-        rms_norm_eps: float = 1e-6,
-        rope_parameters: dict[str, Any] | None = None,
-        tie_word_embeddings: bool = True,
-        use_cache: bool = True,
-        pad_token_id: int = 151643,
-        eos_token_id: int = 151645,
-        decoder_start_token_id: int = 151643,
-        sentinel_token_ids: list[int] | None = None,
-        mode_token_ids: list[int] | None = None,
-        loss_chunk_tokens: int = 1024,
-        use_flash_attention: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        _refuse_impossible(num_attention_heads, num_key_value_heads, head_dim)
-        _refuse_other_rotations(rope_parameters, kwargs)
+    def __init__(self, **kwargs: Any) -> None:
+        fields = _DEFAULTS | kwargs
+        heads, key_heads, head_dim = (
+            fields[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        if heads % key_heads:
+            raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_heads})")
+        if head_dim % 2:
+            raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
+        _refuse_other_rotations(kwargs)
         # Set here, since Hugging Face looks for the rotary parameters before it sets fields, and drops `use_cache`.
-        self.use_cache = use_cache
+        self.use_cache = fields.pop("use_cache")
         default = {"rope_type": "default", "rope_theta": kwargs.get("rope_theta") or 1e6}
-        self.rope_parameters = rope_parameters or default
-        own = {
-            "vocab_size": vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size,
-            "num_hidden_layers": num_hidden_layers,
-            "num_encoder_layers": num_hidden_layers if num_encoder_layers is None else num_encoder_layers,
-            "num_attention_heads": num_attention_heads,
-            "num_key_value_heads": num_key_value_heads,
-            "head_dim": head_dim,
-            "hidden_act": hidden_act,
-            "max_position_embeddings": max_position_embeddings,
-            "initializer_range": initializer_range,
-            "rms_norm_eps": rms_norm_eps,
-            "tie_word_embeddings": tie_word_embeddings,
-            "pad_token_id": pad_token_id,
-            "eos_token_id": eos_token_id,
-            "decoder_start_token_id": decoder_start_token_id,
-            "sentinel_token_ids": list(sentinel_token_ids or []),
-            "mode_token_ids": list(mode_token_ids or []),
-            "loss_chunk_tokens": loss_chunk_tokens,
-            "use_flash_attention": use_flash_attention,
-            # Constants of the architecture: an older file cannot turn them off. Hugging Face picks a loss by class
-            # name; an unknown name would get the causal one, which shifts the labels a second time.
-            "is_encoder_decoder": True,
-            "loss_type": "ForMaskedLM",
-        }
-        super().__init__(**kwargs | own)
+        self.rope_parameters = fields.pop("rope_parameters", None) or default
+        if fields.get("num_encoder_layers") is None:
+            fields["num_encoder_layers"] = fields["num_hidden_layers"]
+        for name in ("sentinel_token_ids", "mode_token_ids"):
+            fields[name] = list(fields.get(name) or [])
+        # Constants of the architecture: an older file cannot turn them off. Hugging Face picks a loss by class name; an
+        # unknown name would get the causal one, which shifts the labels a second time.
+        super().__init__(**fields | {"is_encoder_decoder": True, "loss_type": "ForMaskedLM"})
 
 
-def _refuse_impossible(heads: int, key_heads: int, head_dim: int) -> None:
-    if heads % key_heads:
-        raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_heads})")
-    if head_dim % 2:
-        raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
-
-
-def _refuse_other_rotations(rope_parameters: dict[str, Any] | None, others: dict[str, Any]) -> None:
-    blocks = {"rope_parameters": rope_parameters or {}, "rope_scaling": others.get("rope_scaling") or {}}
+def _refuse_other_rotations(given: dict[str, Any]) -> None:
+    blocks = {name: given.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
     for name, rope in blocks.items():
         if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
             raise ValueError(f"{name} has the rope type {kind!r}, which this model does not compute: remove it")
-    bases = [base for base in (others.get("rope_theta"), *(rope.get("rope_theta") for rope in blocks.values())) if base]
+    bases = [base for base in (block.get("rope_theta") for block in (given, *blocks.values())) if base]
     if any(base != bases[0] for base in bases):
         raise ValueError(f"rope_theta, rope_parameters, rope_scaling: bases {bases} differ, keep that of the training")
 

@@ -1,7 +1,7 @@
 """`Qwen3EncoderModel`, a stack of Qwen3 layers with bidirectional attention, and all that the decoder shares with it.
 
 Only a module's own forward pass reads its weights, and each module is called equally often for any packed batch: ZeRO-3
-gathers by module. This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
+gathers by module.
 """
 
 from collections.abc import Collection, Mapping

@@ -1,12 +1,13 @@
 """Adapters of low rank, which peft puts into the model: y = W x + lora_alpha / r · B (A dropout(x)).
 
 A is drawn as peft draws it, keyed by (seed, name) like all random weights; B is zero, so that a run begins as the model
-it starts from.
+it starts from. The frozen matrices may be in 4 bits (NF4 with quantized scales; QLoRA, arXiv 2305.14314), which
+bitsandbytes packs. Packed matrices cannot be sharded or gathered, so they leave the model while an engine wraps it, and
+are filled afterwards, one at a time; every rank holds all of them.
 """
 
-import importlib.util
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -17,25 +18,19 @@ from ds_encdec.base.foreign_places import write
 from ds_encdec.base.types import ConfigError, WeightSource
 from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.sections import Sections
-from ds_encdec.model.parameter_count import ModelSizes
-from ds_encdec.model.precision import Linear
-from ds_encdec.model.trained import (
+from ds_encdec.model.parameter_count import (
     ADAPTER,
     LORA_A,
     LORA_B,
+    ModelSizes,
     canonical_name,
     frozen_names,
     has_adapter,
     is_adapter,
     model_shapes,
 )
+from ds_encdec.model.precision import Linear
 from ds_encdec.model.weights import keyed_generator
-
-
-def require_peft() -> None:
-    """Raise ConfigError if peft is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.lora needs peft, which is not installed: pip install 'ds_encdec[lora]'")
 
 
 def choose_trained(model: nn.Module, config: Sections) -> None:
@@ -44,7 +39,16 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
     pattern that matches nothing."""
     lora = config.model.lora
     if lora is not None:
-        _add_adapters(model, lora)
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+
+        # Values come from a weight source or a checkpoint.
+        inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
+        for name, module in model.named_modules():
+            if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
+                if type(module) is not nn.Linear:
+                    raise ConfigError(f"peft {version('peft')} makes {name} a {type(module).__name__}, not a Linear.")
+                write(module, __class__=Linear)  # computes the same in the device's fast precision
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
     frozen = frozen_names(config, named)
     for name, parameter in named.items():
@@ -60,21 +64,6 @@ def peft_fields(lora: LoraConfig) -> dict[str, Any]:
         "target_modules": list(lora.target_modules),
         "bias": "none",
     }
-
-
-def _add_adapters(model: nn.Module, lora: LoraConfig) -> None:
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
-
-    # Values come from a weight source or a checkpoint.
-    inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
-    for name, module in model.named_modules():
-        if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
-            if type(module) is not nn.Linear:
-                raise ConfigError(
-                    f"peft {version('peft')} makes {name} a {type(module).__name__} where 0.21 has Linear"
-                )
-            write(module, __class__=Linear)  # computes the same in the device's fast precision
 
 
 def with_new_adapters(base: WeightSource, lora: LoraConfig, sizes: ModelSizes, seed: int) -> WeightSource:
@@ -124,6 +113,49 @@ def merged_in_turn(parameters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -
             yield name, parameter
 
 
-def peft_names(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return canonical names by the name in a peft folder's file, for each adapter's matrix in `shapes`."""
-    return {f"base_model.model.{name}": name for name in shapes if is_adapter(name)}
+class QuantizedLinear(nn.Module):
+    """A `Linear` whose matrix is frozen in 4 bits, and empty until `quantize_into`."""
+
+    weight: nn.Parameter
+    quant_state: Any
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+
+    def unpacked(self) -> Tensor:
+        """Return the matrix in the compute dtype."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        matrix: Tensor = dequantize_4bit(self.weight.data, self.quant_state)
+        return matrix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features]."""
+        from bitsandbytes import matmul_4bit
+
+        product: Tensor = matmul_4bit(x, self.weight.t(), quant_state=self.quant_state)
+        return product
+
+
+def detach_frozen(model: nn.Module) -> None:
+    """Replace all frozen matrices of the layers by empty `QuantizedLinear`s."""
+    for name, module in list(model.named_modules()):
+        if type(module) is Linear and not module.weight.requires_grad:
+            model.set_submodule(name, QuantizedLinear(module.in_features, module.out_features))
+
+
+def quantized_matrices(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Return the matrices in 4 bits by canonical name."""
+    modules = ((canonical_name(f"{name}.weight"), module) for name, module in model.named_modules())
+    return {name: module for name, module in modules if isinstance(module, QuantizedLinear)}
+
+
+def quantize_into(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
+    """Fill the matrices that `detach_frozen` emptied, packed in the compute dtype and on the device."""
+    for name, module in quantized_matrices(model).items():
+        from bitsandbytes.functional import quantize_4bit
+
+        weight = weights(name).to(device, dtype)
+        packed, module.quant_state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        module.weight = nn.Parameter(packed, requires_grad=False)

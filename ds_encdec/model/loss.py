@@ -7,8 +7,7 @@ CPUs with instructions for 16 bits, which round each product's result to 16 bits
 
 Training may optimise more than the reported token losses: label smoothing, (1 - share) * -log p(target) + share *
 mean(-log p); z-loss, its coefficient times the square of the logarithm of the softmax's normaliser (PaLM, arXiv
-2204.02311, section 5); or a user's own loss. This module is exported as remote code: it imports nothing of ds_encdec
-outside its folder.
+2204.02311, section 5); or a user's own loss.
 """
 
 import logging
@@ -85,7 +84,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 own_loss,
             )
             if hidden_grad is not None and logit_grads is not None:
-                _multiply_into(hidden_grad[chunk], logit_grads, matmul_weight)
+                if hidden_grad.dtype == logit_grads.dtype:
+                    torch.mm(logit_grads, matmul_weight, out=hidden_grad[chunk])
+                else:
+                    hidden_grad[chunk].copy_(_matmul(logit_grads, matmul_weight))
             if weight_grad is not None and logit_grads is not None:
                 _add_product(weight_grad, logit_grads.T, states)
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would exist
@@ -137,13 +139,6 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b)
 
 
-def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    else:
-        out.copy_(_matmul(a, b))
-
-
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `a @ b` to the float32 `total`, on a GPU within the product."""
     if a.dtype == torch.float32:
@@ -156,19 +151,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 def _gives_float32(x: Tensor, *, adding: bool = False) -> bool:
     """Return whether products (`adding`: sums with them) of operands like `x` are float32, as in cuBLAS."""
-    if not x.is_cuda or torch.version.hip is not None:
-        return False
-    return (x.dtype != torch.bfloat16 or _capability(x.device) >= (8, 0)) and passes_trial(x.device, x.dtype, adding)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return x.is_cuda and torch.version.hip is None and passes_trial(x.device, x.dtype, adding)
 
 
 @cache
 def passes_trial(device: torch.device, dtype: torch.dtype, adding: bool) -> bool:
     """Return whether a float32 product of operands in `dtype`, laid out as in the loss, is correct in this torch."""
+    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
+        return False
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(48, n, generator=generator).to(device, dtype) for n in (64, 32))
     result = torch.ones(64, 32, device=device)

@@ -2,8 +2,7 @@
 
 The operators read and write the logits about twelve times; the kernel reads each row twice, for its maximum and the sum
 of its exponentials, and to write the gradients. Both compute in float32. A device gets the kernel only if it compiles
-there and agrees with the operators on a few rows. This module is exported as remote code: it imports nothing of
-ds_encdec outside its folder.
+there and agrees with the operators on a few rows.
 """
 
 import logging

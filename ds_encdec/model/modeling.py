@@ -5,7 +5,7 @@ and its keys and values, through the layer's own projections, from the encoder's
 under one softmax (merged attention, T5Gemma 2, arXiv 2512.14856). Decoder queries and keys are rotated (RoPE); keys
 from the encoder are normalised but not rotated. Two call forms have equal logits: packed flat buffers
 (`packing=PackedLayout`, training) and Hugging Face's ordinary [batch, length] with masks (`generate`,
-`from_pretrained`). This module is exported as remote code: it imports nothing of ds_encdec outside its folder.
+`from_pretrained`).
 """
 
 import inspect

@@ -1,37 +1,42 @@
-"""Names, shapes and number of the model's parameters, and its operations, from its sizes alone and without torch.
+"""Names, shapes and number of the model's parameters, which of them a run trains, and the model's operations; no torch.
 
-*Canonical names*, which checkpoints and weight sources use, are those of `Qwen3ForSeq2SeqLM.named_parameters()`.
+*Canonical names*, which checkpoints and weight sources use, are those of `Qwen3ForSeq2SeqLM.named_parameters()`. A
+matrix with an adapter keeps its name, although peft calls it `….q_proj.base_layer.weight`; its adapter's are
+`….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`.
 Operations are counted for the MFU (PaLM, arXiv 2204.02311, appendix B): matrix products of real tokens and visible
 pairs, two for each multiplication and addition; not recomputation, normalisation and element-wise work.
 """
 
-from collections.abc import Sequence
-from itertools import product
+from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Protocol
 
+from ds_encdec.base.types import ConfigError
+from ds_encdec.config.model_sections import LoraConfig
+from ds_encdec.config.sections import Sections
+from ds_encdec.config.settings import closest
+
+ADAPTER = "default"
+"""peft's name of the one adapter, which is part of the names of modules, and not of the files it saves."""
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
+"""Endings of the names of an adapter's two matrices."""
 EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, for matrix kernels
+
+Shapes = dict[str, tuple[int, ...]]
 
 
 class ModelSizes(Protocol):
     """The sizes behind the parameters; without `num_encoder_layers`, both sides have equally many layers."""
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102 - the schema documents them
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_hidden_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_attention_heads(self) -> int: ...  # noqa: D102
-    @property
-    def num_key_value_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def intermediate_size(self) -> int: ...  # noqa: D102
-    @property
-    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    tie_word_embeddings: bool
 
 
 def num_encoder_layers(sizes: ModelSizes) -> int:
@@ -39,28 +44,11 @@ def num_encoder_layers(sizes: ModelSizes) -> int:
     return getattr(sizes, "num_encoder_layers", sizes.num_hidden_layers)
 
 
-def parameter_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(sizes: ModelSizes) -> Shapes:
     """Return all parameters' shapes by canonical name, in the order of `named_parameters()`, without a tied head."""
-    embedding = (sizes.vocab_size, sizes.hidden_size)
-    shapes: dict[str, tuple[int, ...]] = {"shared.weight": embedding}
-    for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
-        for layer, (name, shape) in product(range(layers), _layer_shapes(sizes).items()):
-            shapes[f"{side}.layers.{layer}.{name}"] = shape
-        shapes[f"{side}.norm.weight"] = (sizes.hidden_size,)
-    if not sizes.tie_word_embeddings:
-        shapes["lm_head.weight"] = embedding
-    return shapes
-
-
-def count_parameters(sizes: ModelSizes) -> int:
-    """Return the number of parameters; a tied embedding counts once."""
-    return sum(map(prod, parameter_shapes(sizes).values()))
-
-
-def _layer_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
     hidden, inner = sizes.hidden_size, sizes.intermediate_size
     query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    return {
+    of_layer: Shapes = {
         "self_attn.q_proj.weight": (query, hidden),
         "self_attn.k_proj.weight": (key, hidden),
         "self_attn.v_proj.weight": (key, hidden),
@@ -73,6 +61,17 @@ def _layer_shapes(sizes: ModelSizes) -> dict[str, tuple[int, ...]]:
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
+    shapes: Shapes = {"shared.weight": (sizes.vocab_size, hidden)}
+    for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
+        for layer in range(layers):
+            shapes |= {f"{side}.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+        shapes[f"{side}.norm.weight"] = (hidden,)
+    return shapes if sizes.tie_word_embeddings else shapes | {"lm_head.weight": shapes["shared.weight"]}
+
+
+def count_parameters(sizes: ModelSizes) -> int:
+    """Return the number of parameters; a tied embedding counts once."""
+    return sum(map(prod, parameter_shapes(sizes).values()))
 
 
 def training_flops(
@@ -99,3 +98,74 @@ def forward_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_len
     decoder_layer = layer_weights * decoder_tokens + 2 * key_weights * encoder_tokens + pair * merged_pairs
     head = sizes.hidden_size * sizes.vocab_size * decoder_tokens
     return 2 * (num_encoder_layers(sizes) * encoder_layer + sizes.num_hidden_layers * decoder_layer + head)
+
+
+def canonical_name(name: str) -> str:
+    """Return the canonical name of a parameter that `named_parameters()` calls `name`."""
+    return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether `name` is one of an adapter's matrices."""
+    return name.endswith((LORA_A, LORA_B))
+
+
+def has_adapter(name: str, lora: LoraConfig) -> bool:
+    """Return whether the parameter `name` is a matrix that has an adapter."""
+    return name.startswith(("encoder.layers.", "decoder.layers.")) and name.split(".")[-2] in lora.target_modules
+
+
+def model_shapes(sizes: ModelSizes, lora: LoraConfig | None) -> Shapes:
+    """Return all parameters' shapes, with adapters, by canonical name in the order of `named_parameters()`."""
+    shapes: Shapes = {}
+    for name, shape in parameter_shapes(sizes).items():
+        shapes[name] = shape
+        if lora is not None and has_adapter(name, lora):
+            module, (rows, columns) = name.removesuffix(".weight"), shape
+            shapes |= {module + LORA_A: (lora.r, columns), module + LORA_B: (rows, lora.r)}
+    return shapes
+
+
+def trained_shapes(config: Sections, sizes: ModelSizes) -> Shapes:
+    """Return the shape of every parameter that `config` trains. Raises ConfigError as `frozen_names` does."""
+    shapes = model_shapes(sizes, config.model.lora)
+    frozen = frozen_names(config, shapes)
+    return {name: shape for name, shape in shapes.items() if name not in frozen}
+
+
+def trained_share(config: Sections, sizes: ModelSizes) -> float:
+    """Return the parameters that `config` trains, as a share of all."""
+    trained, shapes = trained_shapes(config, sizes), model_shapes(sizes, config.model.lora)
+    return sum(map(prod, trained.values())) / sum(map(prod, shapes.values()))
+
+
+def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
+    """Return the `names` that `config` freezes. ConfigError for an unmatched pattern, or if nothing is trained."""
+    if config.model.lora is not None:
+        return frozenset(name for name in names if not is_adapter(name))
+    matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in config.training.freeze}
+    for pattern, matching in matches.items():
+        if not matching:
+            raise ConfigError(f"training.freeze: no parameter is called {pattern!r}; {_alike(pattern, names)}")
+    frozen = frozenset(name for matching in matches.values() for name in matching)
+    if frozen and len(frozen) == len(names):
+        raise ConfigError(
+            f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters, and nothing would be "
+            "trained"
+        )
+    return frozen
+
+
+def _alike(pattern: str, names: Collection[str]) -> str:
+    """Return a hint: a pattern that may have been meant or, if none is alike, one for each kind of parameter."""
+    parts = [name.split(".") for name in names]
+    beginnings = (f"{'.'.join(part[:length])}.*" for part in parts for length in range(1, len(part)))
+    if guess := closest(pattern, dict.fromkeys([*names, *beginnings])):
+        return f"did you mean {guess!r}?"
+    kinds = (".".join("*" if one.isdigit() or one in ("encoder", "decoder") else one for one in part) for part in parts)
+    return f"there are {', '.join(dict.fromkeys(kinds))}"
+
+
+def trained_summary(trained: int, parameters: int) -> str:
+    """Return a line for logs with the numbers of trained parameters and of all."""
+    return f"trainable parameters: {trained:,} of {parameters:,} ({trained / parameters:.2%})".replace("%", " %")

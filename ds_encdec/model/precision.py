@@ -1,8 +1,7 @@
 """Products in the precision that a device multiplies fast.
 
 A CPU without bfloat16 instructions takes 4.4 times as long for a bf16 product as for casting to float32, multiplying,
-and rounding, to the same numbers (AVX-512 Xeon without avx512_bf16, torch 2.13). This module is exported as remote
-code: it imports nothing of ds_encdec outside its folder.
+and rounding, to the same numbers (AVX-512 Xeon without avx512_bf16, torch 2.13).
 """
 
 import platform

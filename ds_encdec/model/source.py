@@ -54,9 +54,15 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
     if section.model_name_or_path is None:
         raise ConfigError("model.model_name_or_path: name a model, or give its sizes in model.architecture")
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
-    stored = read_config(folder)
+    stored = read_stored_model(folder / "config.json")
     if stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
-        fields, origin = _qwen3_fields(stored, folder), "encoder and decoder from the decoder-only Qwen3"
+        if missing := [name for name in _COPIED if name not in stored]:
+            raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
+        origin = "encoder and decoder from the decoder-only Qwen3"
+        fields = {name: stored[name] for name in _COPIED} | {
+            "hidden_act": stored.get("hidden_act", "silu"),
+            "tie_word_embeddings": stored.get("tie_word_embeddings", False),
+        }
     else:
         _require_known(section, stored, vocabulary)
         fields, origin = {name: stored[name] for name in stored.keys() - _NOT_COPIED}, "the encoder-decoder"
@@ -81,7 +87,9 @@ class Base:
         if self.folder is None:
             return self.drawn
         paths = sorted(self.folder.glob("*.safetensors"))
-        return {**self.drawn, "files": {path.name: _sha256(str(path), *_version(path)) for path in paths}}
+        stats = [path.stat() for path in paths]
+        hashes = [_sha256(path, stat.st_size, stat.st_mtime_ns) for path, stat in zip(paths, stats, strict=True)]
+        return {**self.drawn, "files": dict(zip([path.name for path in paths], hashes, strict=True))}
 
 
 def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> Base:
@@ -91,16 +99,11 @@ def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> B
         drawn["initializer_range"] = config.initializer_range
         return Base(random_weights(config, seed), None, drawn)
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
-    return Base(_weights_in(folder, read_config(folder), config, seed), folder, drawn)
-
-
-def _version(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+    return Base(_weights_in(folder, read_stored_model(folder / "config.json"), config, seed), folder, drawn)
 
 
 @cache
-def _sha256(path: str, _size: int, _mtime_ns: int) -> str:
+def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
     """Return the hash of a file, which a process reads once while size and time stay the same."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -111,40 +114,22 @@ def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Voc
     drawn and never trained, and peft, on the base as it is, would give other probabilities than the merged model."""
     sentinels, modes = stored.get("sentinel_token_ids", ()), stored.get("mode_token_ids", ())
     lacking = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} - {*sentinels, *modes}
-    if lacking and section.lora is None:
+    if lacking and section.lora is not None:
+        lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=bool(vocabulary.mode_token_ids))
+        raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
+    if lacking:
         logger.info(
             "%s has %d sentinels and %d mode tokens: rows of the embedding for %d further ones are drawn "
             "(model.num_sentinel_tokens=%d)",
             *(section.model_name_or_path, len(sentinels), len(modes), len(lacking), len(vocabulary.sentinel_ids)),
         )
-    if section.lora is None or not lacking:
-        return
-    lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=bool(vocabulary.mode_token_ids))
-    raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
 
 
 def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
     of_qwen3 = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
-    known = () if of_qwen3 else ("sentinel_token_ids", "mode_token_ids")
-    trained_ids = {token_id for name in known for token_id in stored.get(name, ())}
-    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - trained_ids
+    known = () if of_qwen3 else (*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ()))
+    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - {*known}
     return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=of_qwen3)
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the `config.json` of a model folder. Raises CheckpointError as `read_stored_model` does."""
-    return read_stored_model(folder / "config.json")
-
-
-def _qwen3_fields(stored: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return our configuration's fields from a Qwen3's `config.json`. Raises CheckpointError for a missing field."""
-    if missing := [name for name in _COPIED if name not in stored]:
-        raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
-    return {
-        **{name: stored[name] for name in _COPIED},
-        "hidden_act": stored.get("hidden_act", "silu"),
-        "tie_word_embeddings": stored.get("tie_word_embeddings", False),
-    }
 
 
 def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:

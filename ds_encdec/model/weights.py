@@ -9,7 +9,7 @@ trained ones, dimension by dimension. Folders are read and written one tensor at
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -74,7 +74,7 @@ def stored_weights(
     decoder-only model's. Checks names and shapes of all tensors now (CheckpointError), and reads each tensor when it is
     used.
     """
-    source, name_of = SafetensorsFolder(folder), _qwen3_name if of_qwen3 else str
+    source = SafetensorsFolder(folder)
     # The trained rows are those below all new ones.
     total_rows = max(stored_rows, config.vocab_size)
     added = {row for row in added_ids if row < stored_rows}.union(range(stored_rows, total_rows))
@@ -83,6 +83,11 @@ def stored_weights(
         name: (stored_rows, *shape[1:]) if name in VOCABULARY_PARAMETERS else shape
         for name, shape in parameter_shapes(config).items()
     }
+
+    def name_of(name: str) -> str:
+        qwen3 = re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
+        return qwen3 if of_qwen3 else name
+
     source.check({name_of(name): shape for name, shape in shapes.items()})
 
     def stored(name: str, rows: slice = slice(None), /) -> Tensor:
@@ -106,10 +111,6 @@ def stored_weights(
     return extended
 
 
-def _qwen3_name(name: str) -> str:
-    return re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
-
-
 def _row_statistics(weights: WeightSource, name: str, count: int, width: int) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation over the first `count` rows, float32 [width], summed by pieces in float64."""
     starts = range(0, count, _STATISTICS_ROWS)
@@ -124,7 +125,21 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file_of = self._read_index()
+        if (folder / SINGLE_FILE).is_file():  # as in transformers, it takes precedence over an index
+            with self._open(SINGLE_FILE) as file:
+                self._file_of: dict[str, str] = dict.fromkeys(file.keys(), SINGLE_FILE)
+            return
+        index = folder / INDEX_FILE
+        if not index.is_file():
+            raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE} (other formats are not read)")
+        try:
+            self._file_of = read_json(index)["weight_map"]
+            if not all(isinstance(shard, str) and Path(shard).name == shard for shard in self._file_of.values()):
+                raise ValueError("weight_map: a shard is no file name")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
+        if missing := sorted(shard for shard in set(self._file_of.values()) if not (folder / shard).is_file()):
+            raise CheckpointError(f"{index} names the shard {missing[0]}, which is missing. Copy it there again")
 
     def tensor(self, name: str, rows: slice = slice(None), /) -> Tensor:
         """Return one tensor (or `rows` of it) on the CPU, as stored. Raises CheckpointError if it is missing."""
@@ -157,25 +172,6 @@ class SafetensorsFolder:
                         wanted = f"but the folder's config.json asks for {shapes[name]}"
                         raise CheckpointError(f"{where}: {name} has shape {shape}, {wanted}")
 
-    def _read_index(self) -> dict[str, str]:
-        """Return the file of each tensor. As in transformers, one whole file takes precedence over an index."""
-        if (self._folder / SINGLE_FILE).is_file():
-            with self._open(SINGLE_FILE) as file:
-                return dict.fromkeys(file.keys(), SINGLE_FILE)
-        index = self._folder / INDEX_FILE
-        if not index.is_file():
-            neither = f"{self._folder} has neither {SINGLE_FILE} nor {INDEX_FILE}"
-            raise CheckpointError(f"{neither} (other formats are not read)")
-        try:
-            file_of: dict[str, str] = read_json(index)["weight_map"]
-            if not all(isinstance(shard, str) and Path(shard).name == shard for shard in file_of.values()):
-                raise ValueError("weight_map: a shard is no file name")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
-        if missing := sorted(shard for shard in set(file_of.values()) if not (self._folder / shard).is_file()):
-            raise CheckpointError(f"{index} names the shard {missing[0]}, which is missing. Copy it there again")
-        return file_of
-
     def _open(self, name: str) -> Any:
         # Opened for each tensor: an open file stays mapped, and all pages read count as our memory.
         try:
@@ -201,29 +197,22 @@ def write_safetensors_folder(
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
-    for file, names in split.filename_to_tensors.items():
-        _write_file(folder / file, names, shapes, weights, dtype)
+    for shard, names in split.filename_to_tensors.items():
+        # Tensor by tensor: safetensors' own writer needs all of them in memory.
+        offsets = pairwise(accumulate((dtype.itemsize * prod(shapes[name]) for name in names), initial=0))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
+            name: {"dtype": _DTYPE_NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(begin_and_end)}
+            for name, begin_and_end in zip(names, offsets, strict=True)
+        }
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        with (folder / shard).open("wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for name in names:
+                tensor = weights(name).detach().to(dtype).contiguous()
+                if tuple(tensor.shape) != tuple(shapes[name]):
+                    raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}")
+                file.write(tensor.view(torch.uint8).numpy().data)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _write_file(
-    path: Path, names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], weights: WeightSource, dtype: torch.dtype
-) -> None:
-    """Write one safetensors file tensor by tensor; safetensors' own writer needs all of them in memory."""
-    offsets = pairwise(accumulate((dtype.itemsize * prod(shapes[name]) for name in names), initial=0))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}} | {
-        name: {"dtype": _DTYPE_NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(begin_and_end)}
-        for name, begin_and_end in zip(names, offsets, strict=True)
-    }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        for name in names:
-            tensor = weights(name).detach().to(dtype).contiguous()
-            if tuple(tensor.shape) != tuple(shapes[name]):
-                raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}")
-            file.write(tensor.view(torch.uint8).numpy().data)

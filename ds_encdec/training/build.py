@@ -28,8 +28,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.exports.adapters import one_base
-from ds_encdec.exports.final_export import clear_exports, export_at_end
-from ds_encdec.exports.hugging_face import average_last_checkpoints
+from ds_encdec.exports.hugging_face import average_last_checkpoints, clear_exports, export_at_end
 from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import DiskRefusedError
@@ -148,7 +147,7 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
     with stop.heartbeat.busy():  # no step follows, and nobody is stuck
         shutdown()
         if world.is_main:
-            export_at_end(folder, config.training, anew=has_stepped)
+            export_at_end(folder, config.training, has_trained=has_stepped)
             average_last_checkpoints(folder, last=config.training.average_checkpoints)
         uploads.finish()
     folder.release()

@@ -11,7 +11,7 @@ from ds_encdec.base.quantities import listed
 from ds_encdec.base.types import CheckpointError, DivergedError, DsEncDecError, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
-from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.checkpoint.zero_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs

@@ -23,8 +23,7 @@ from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.gpus import peak_flops
-from ds_encdec.model.parameter_count import training_flops
-from ds_encdec.model.trained import trained_share
+from ds_encdec.model.parameter_count import trained_share, training_flops
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder

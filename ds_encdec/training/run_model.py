@@ -11,8 +11,8 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.sources.builtin_corpus import builtin_documents
 from ds_encdec.exports.adapters import base_record, opened_base
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.parameter_count import trained_shapes
 from ds_encdec.model.source import base_model, resolve_model
-from ds_encdec.model.trained import trained_shapes
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
 

@@ -13,7 +13,7 @@ from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
-from ds_encdec.model.trained import trained_summary
+from ds_encdec.model.parameter_count import trained_summary
 from ds_encdec.registry.engines import ENGINES
 
 

@@ -23,9 +23,8 @@ from ds_encdec.exports.adapters import base_record, export_adapter, one_base, op
 from ds_encdec.exports.hugging_face import average_checkpoints, export_checkpoint, export_hf
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.parameter_count import parameter_shapes, trained_shapes
 from ds_encdec.model.source import base_model
-from ds_encdec.model.trained import trained_shapes
 from ds_encdec.model.weights import random_weights
 
 Saved = Callable[..., Path]
@@ -158,5 +157,5 @@ def test_random_bases_are_known_by_their_seed(checkpoint: Path) -> None:
     first, again, other = (base_record(section, base_model(section, config(), seed)) for seed in (1, 1, 2))
     assert first == again
     assert first["sha256"] != other["sha256"]
-    with pytest.raises(CheckpointError, match=r"the weights in model\.architecture are others"):
+    with pytest.raises(CheckpointError, match=r"model\.architecture has other weights"):
         opened_base(checkpoint, section, "--base")

@@ -1,4 +1,4 @@
-"""The mean of a run's last checkpoints: exact, of any engines mixed, and refused where there is none."""
+"""The mean of a run's last checkpoints, exact and of any engines mixed, and the export at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from saved_checkpoints import State, config, flip_byte, random_state, save_check
 
 from ds_encdec import cli
 from ds_encdec.base.types import CheckpointError
-from ds_encdec.exports.final_export import clear_exports
-from ds_encdec.exports.hugging_face import average_checkpoints, average_last_checkpoints
+from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.exports.hugging_face import average_checkpoints, average_last_checkpoints, clear_exports, export_at_end
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
@@ -147,3 +147,27 @@ def test_only_the_end_of_a_run_replaces_its_earlier_mean(
         shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
     average_last_checkpoints(run, last=5)
     assert "is the mean of an earlier end of this run" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["final", "best"])
+def test_an_export_of_an_earlier_end_is_made_again(tmp_path: Path, name: str) -> None:
+    run, link = RunFolder(str(tmp_path)), tmp_path / "checkpoints" / name
+    training = TrainingConfig(load_best_model_at_end=name == "best")
+    card = run.exports / name / "README.md"
+    for step in (100, 200):  # the second end is killed before its export, and continued
+        save_checkpoint(run.checkpoints, step, random_state(config(), seed=step), config())
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"step-{step:08d}")
+        export_at_end(run, training, has_trained=step == 100)
+        assert f"checkpoint `step-{step:08d}`" in card.read_text()
+    written = card.stat().st_ctime_ns
+    export_at_end(run, training, has_trained=False)
+    assert card.stat().st_ctime_ns == written
+
+
+def test_a_run_that_was_stopped_where_it_now_ends_has_no_final_checkpoint(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path))
+    for step in (100, 200):
+        save_checkpoint(run.checkpoints, step, random_state(config(), seed=step), config())
+    export_at_end(run, TrainingConfig(), has_trained=False)
+    assert "checkpoint `step-00000200`" in (run.exports / "final" / "README.md").read_text()

@@ -16,8 +16,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ds_encdec.base.types import CheckpointError, DsEncDecError
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import read_manifest
-from ds_encdec.checkpoint.open_state import open_saved_state
 from ds_encdec.checkpoint.saved_state import saved_weights
+from ds_encdec.checkpoint.zero_state import open_saved_state
 from ds_encdec.config.schema import ArchitectureConfig, FullConfig
 from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.launch.host_collectives import HostCollectives

@@ -26,9 +26,9 @@ from saved_checkpoints import (
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from ds_encdec.base.types import CheckpointError
-from ds_encdec.checkpoint import open_state
-from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.checkpoint import zero_state
 from ds_encdec.checkpoint.saved_state import DcpState, saved_weights
+from ds_encdec.checkpoint.zero_state import open_saved_state
 from ds_encdec.engine.protocol import ENGINE_RECORD
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.registry.engines import ByEngine
@@ -66,7 +66,7 @@ def test_damage_is_found_before_anything_is_unpickled(tmp_path: Path, monkeypatc
     def opened(*_: Any, **__: Any) -> None:
         raise AssertionError("unpickled")
 
-    monkeypatch.setattr(open_state, "_READERS", ByEngine(opened, opened))
+    monkeypatch.setattr(zero_state, "_READERS", ByEngine(opened, opened))
     with pytest.raises(CheckpointError, match=r"dcp/\.metadata: its SHA-256"):
         open_saved_state(path)
     with pytest.raises(AssertionError, match="unpickled"):

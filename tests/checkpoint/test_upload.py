@@ -18,13 +18,23 @@ from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.launch.run_folder import RunFolder
 
 
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder(str(tmp_path / "run"))
+    run.root.mkdir()
+    return run
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "there"
+
+
 def tell(uploads: Uploads, checkpoint: Path) -> None:
     uploads.after_save(TrainingState(), checkpoint)
 
 
-def test_checkpoints_and_exports_arrive_whole(tmp_path: Path) -> None:
-    run, there = RunFolder(str(tmp_path / "run")), tmp_path / "there"
-    run.root.mkdir()
+def test_checkpoints_and_exports_arrive_whole(run: RunFolder, there: Path) -> None:
     manager = make_manager(run.checkpoints)
     (run.root / "metrics.jsonl").write_text("{}\n")
     uploads = Uploads(run, f"file://{there}")
@@ -47,10 +57,8 @@ def test_checkpoints_and_exports_arrive_whole(tmp_path: Path) -> None:
 
 
 def test_what_fails_is_no_manifest_a_warning_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, there = RunFolder(str(tmp_path / "run")), tmp_path / "there"
-    run.root.mkdir()
     manager, tried, put = make_manager(run.checkpoints), threading.Event(), LocalFileSystem.put_file
     broken = True
 
@@ -74,10 +82,8 @@ def test_what_fails_is_no_manifest_a_warning_and_tried_again(
 
 
 def test_a_slow_copy_holds_nothing_up_and_what_was_deleted_meanwhile_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, there = RunFolder(str(tmp_path / "run")), tmp_path / "there"
-    run.root.mkdir()
     manager, copies, put = make_manager(run.checkpoints, keep=1), threading.Event(), LocalFileSystem.put_file
 
     def put_file(self: LocalFileSystem, path: str, *arguments: Any, **options: Any) -> None:
@@ -95,10 +101,8 @@ def test_a_slow_copy_holds_nothing_up_and_what_was_deleted_meanwhile_is_left_out
 
 @pytest.mark.parametrize("told", ["meanwhile", "later"])
 def test_a_step_that_a_rollback_saves_again_while_it_is_copied_arrives_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+    run: RunFolder, there: Path, monkeypatch: pytest.MonkeyPatch, told: str
 ) -> None:
-    run, there = RunFolder(str(tmp_path / "run")), tmp_path / "there"
-    run.root.mkdir()
     manager, put = make_manager(run.checkpoints), LocalFileSystem.put_file
     uploads, step = Uploads(run, f"file://{there}"), run.checkpoints / "step-00000001"
 
@@ -118,24 +122,21 @@ def test_a_step_that_a_rollback_saves_again_while_it_is_copied_arrives_whole(
     assert (there / "checkpoints" / step.name / "zero/shard.bin").read_bytes() != first
 
 
-def test_a_new_run_does_not_write_over_the_copies_of_another(tmp_path: Path) -> None:
-    there, run = f"file://{tmp_path / 'there'}", RunFolder(str(tmp_path / "one"))
-    run.root.mkdir()
+def test_a_new_run_does_not_write_over_the_copies_of_another(run: RunFolder, there: Path, tmp_path: Path) -> None:
+    url = f"file://{there}"
     run.run_json.write_text("{}")
-    uploads = Uploads(run, there)
+    uploads = Uploads(run, url)
     uploads.claim("auto")
     tell(uploads, save(make_manager(run.checkpoints), 1))
     uploads.finish()
-    Uploads(run, there).claim("auto")  # continues from its own checkpoints
-    Uploads(RunFolder(str(tmp_path / "other")), there).claim(str(run.checkpoints / "step-00000001"))
+    Uploads(run, url).claim("auto")  # continues from its own checkpoints
+    Uploads(RunFolder(str(tmp_path / "other")), url).claim(str(run.checkpoints / "step-00000001"))
     for resume in (None, "auto"):
         with pytest.raises(ConfigError, match=r"infra.upload_to: .* holds the copies of a run already"):
-            Uploads(RunFolder(str(tmp_path / "other")), there).claim(resume)
+            Uploads(RunFolder(str(tmp_path / "other")), url).claim(resume)
 
 
-def test_a_password_in_the_url_is_not_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = RunFolder(str(tmp_path / "run"))
-    run.root.mkdir()
+def test_a_password_in_the_url_is_not_logged(run: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     uploads = Uploads(run, "ftp://someone:hunter2@127.0.0.1:9/run")
     with caplog.at_level(logging.INFO):
         uploads.claim(None)

@@ -34,8 +34,8 @@ from ds_encdec.engine.staging import StagingArea
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.lora import quantized_matrices
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.quantized import quantized_matrices
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:

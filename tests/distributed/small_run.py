@@ -16,7 +16,7 @@ from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.trained import is_adapter
+from ds_encdec.model.parameter_count import is_adapter
 
 ACCUMULATION = 3
 """A first micro-batch, a last one, and one that is neither."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from gloo_ranks import run_ranks
 
-from ds_encdec.model.trained import is_adapter
+from ds_encdec.model.parameter_count import is_adapter
 
 pytestmark = pytest.mark.distributed
 

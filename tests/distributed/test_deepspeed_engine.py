@@ -44,8 +44,7 @@ from torch_oracle import TorchOracle
 
 from ds_encdec.base.types import StepResult
 from ds_encdec.checkpoint.zero_state import ZeroState
-from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.trained import is_adapter
+from ds_encdec.model.parameter_count import is_adapter, parameter_shapes
 
 pytestmark = pytest.mark.distributed
 

@@ -52,8 +52,7 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import read_record
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.trained import trained_shapes
+from ds_encdec.model.parameter_count import parameter_shapes, trained_shapes
 
 pytestmark = pytest.mark.distributed
 

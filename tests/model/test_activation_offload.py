@@ -10,7 +10,7 @@ import torch
 from tiny_models import pack, tiny_model
 from torch import Tensor, nn
 
-from ds_encdec.model.activation_offload import ActivationOffload, Streams, _pack, _Record, _tensors
+from ds_encdec.model.activation_checkpointing import ActivationOffload, Streams, _pack, _Record, _tensors
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 

@@ -11,8 +11,7 @@ from tiny_models import qwen3_folder, resolve, vocabulary
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from ds_encdec.model.attention import PackedLayout, PaddedLayout
-from ds_encdec.model.attention_kernels import attend_by_document
+from ds_encdec.model.attention import PaddedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 LENGTH = 11
@@ -53,42 +52,10 @@ def test_with_an_empty_encoder_the_decoder_is_qwen3_for_causal_lm(qwen3_and_ours
 
 
 @torch.no_grad()
-def test_with_an_empty_encoder_the_packed_loss_is_qwen3s(qwen3_and_ours: Pair, ids: Tensor) -> None:
-    qwen3, ours = qwen3_and_ours
-    ours.lm_head.weight[95:], qwen3.lm_head.weight[95:] = 0.0, 0.0
-    labels = ids.roll(-1, dims=1)
-    expected = torch.nn.functional.cross_entropy(qwen3(ids).logits.flatten(0, 1), labels.flatten(), reduction="none")
-    boundaries, positions = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32), torch.arange(LENGTH).repeat(2)
-    lengths = (LENGTH, LENGTH)
-    layout = PackedLayout.build(0 * boundaries, boundaries, (0, 0), lengths, positions[:0], positions)
-    output = ours(input_ids=ids[0, :0], decoder_input_ids=ids.flatten(), labels=labels.flatten(), packing=layout)
-    torch.testing.assert_close(output.token_losses, expected, rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
 def test_with_a_causal_mask_the_encoder_is_qwen3_model(qwen3_and_ours: Pair, ids: Tensor) -> None:
     qwen3, ours = qwen3_and_ours
     expected = qwen3.model(ids).last_hidden_state
     layout = PaddedLayout.build(encoder_length=LENGTH, device=ids.device)
     layout = replace(layout, encoder_mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()[None, None])
     states = ours.encoder(ours.shared(ids), layout=layout)
-    torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)
-
-
-@torch.no_grad()
-def test_with_a_causal_mask_the_packed_encoder_is_qwen3_model(
-    qwen3_and_ours: Pair, ids: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    qwen3, ours = qwen3_and_ours
-    expected = qwen3.model(ids).last_hidden_state.flatten(0, 1)
-    boundaries = torch.tensor([0, LENGTH, 2 * LENGTH], dtype=torch.int32)
-    positions = torch.arange(LENGTH).repeat(2)
-    lengths = (LENGTH, LENGTH)
-    layout = PackedLayout.build(boundaries, boundaries, lengths, lengths, positions, positions)
-    monkeypatch.setattr(
-        PackedLayout,
-        "attend_encoder",
-        lambda self, q, k, v: attend_by_document(q, k, v, self.encoder, causal=True),
-    )
-    states = ours.encoder(ours.shared(ids.flatten()), layout=layout)
     torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-5)

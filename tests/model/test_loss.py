@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,80 +21,87 @@ from ds_encdec.model.loss import linear_cross_entropy
 TOKENS, VOCAB = 37, 211
 
 
-def results(loss: Tensor, hidden: Tensor, weight: Tensor, scale: float) -> list[Tensor]:
+Values = list[Tensor]
+"""A loss, and the gradients of hidden states and weight."""
+Inputs = Callable[[torch.dtype], tuple[Tensor, Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def results(loss: Tensor, hidden: Tensor, weight: Tensor, scale: float = 1.0) -> Values:
     (loss * scale).backward()
     return [loss.detach(), hidden.grad, weight.grad]
 
 
-def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=-100, reduction="sum")
+def ours(
+    dtype: torch.dtype, chunk_tokens: int = 8, scale: float = 1.0, inputs: Inputs = loss_inputs, **options: Any
+) -> tuple[Values, Tensor]:
+    """The loss and gradients, and the token losses."""
+    hidden, weight, labels = inputs(dtype)
+    loss, token_losses = linear_cross_entropy(hidden, weight, labels, chunk_tokens, **options)
+    return results(loss, hidden, weight, scale), token_losses
+
+
+def exact(dtype: torch.dtype, definition: Loss, scale: float = 1.0, inputs: Inputs = loss_inputs) -> Values:
+    """The same of the whole logits that have labels, in float64."""
+    hidden, weight, labels = inputs(dtype)
+    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    has_loss = labels != -100
+    return results(definition((hidden @ weight.T)[has_loss], labels[has_loss]).sum(), hidden, weight, scale)
+
+
+def rounded(dtype: torch.dtype, definition: Loss) -> Values:
+    """The plain form, whose logits are rounded to `dtype`."""
+    hidden, weight, labels = loss_inputs(dtype)
+    has_loss = labels != -100
+    return results(definition((hidden @ weight.T).float()[has_loss], labels[has_loss]).sum(), hidden, weight)
+
+
+def optimized(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    smoothed = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
+    return smoothed + z_loss * logits.logsumexp(dim=-1).square().sum()
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 8, 37, 1000])
 def test_float32_equals_the_plain_form(chunk_tokens: int) -> None:
+    found, token_losses = ours(torch.float32, chunk_tokens, scale=0.37)
+    for value, expected in zip(found, exact(torch.float32, optimized, scale=0.37), strict=True):
+        assert relative_error(value, expected) < 1e-6
     hidden, weight, labels = loss_inputs(torch.float32)
-    expected = results(plain(hidden, weight, labels), hidden, weight, scale=0.37)
-    hidden, weight, labels = loss_inputs(torch.float32)
-    loss, token_losses = linear_cross_entropy(hidden, weight, labels, chunk_tokens)
-    for value, exact in zip(results(loss, hidden, weight, scale=0.37), expected, strict=True):
-        assert relative_error(value, exact) < 1e-6
     per_token = F.cross_entropy((hidden @ weight.T).float(), labels, ignore_index=-100, reduction="none")
     torch.testing.assert_close(token_losses, per_token, rtol=1e-5, atol=1e-6)
     assert (token_losses[::5] == 0).all()
     assert not token_losses.requires_grad
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_loss_of_ones_own_is_optimised_and_cross_entropy_reported(dtype: torch.dtype) -> None:
-    """The focal loss (arXiv 1708.02002, equation 4) of gamma 2, by autograd from all logits at once."""
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    """The focal loss (arXiv 1708.02002, equation 4) of gamma 2."""
+    log_p = logits.log_softmax(dim=-1).gather(-1, labels[:, None])[:, 0]
+    return -((1 - log_p.exp()) ** 2) * log_p
 
-    def focal(logits: Tensor, labels: Tensor) -> Tensor:
-        log_p = logits.log_softmax(dim=-1).gather(-1, labels[:, None])[:, 0]
-        return -((1 - log_p.exp()) ** 2) * log_p
 
+def steep(logits: Tensor, labels: Tensor) -> Tensor:
+    """At ignored positions, which get label 0, neither value nor slope are finite; 0 times that is NaN."""
+    return (logits[:, 0] * (labels != 0)).abs().sqrt() + torch.where(labels == 0, torch.nan, 0.0)
+
+
+def inputs_without_label_0(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, labels = loss_inputs(dtype)
-    ours = results(linear_cross_entropy(hidden, weight, labels, 8, own_loss=focal)[0], hidden, weight, scale=0.37)
-    token_losses = linear_cross_entropy(hidden, weight, labels, 8, own_loss=focal)[1]
-    assert torch.equal(token_losses, linear_cross_entropy(hidden, weight, labels, 8)[1])
-    exact, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    has_loss = labels != -100
-    total = focal((exact @ exact_weight.T)[has_loss], labels[has_loss]).sum()
-    for value, expected in zip(ours, results(total, exact, exact_weight, scale=0.37), strict=True):
-        assert relative_error(value, expected) < (1e-5 if dtype == torch.float32 else 2e-2)
+    return hidden, weight, torch.where(labels == 0, 1, labels)
 
 
-def test_what_a_loss_of_ones_own_makes_of_ignored_positions_does_not_leak() -> None:
-    """It sees label 0 there, and may have a value, or a slope, that is not finite; 0 times that is NaN."""
-
-    def steep(logits: Tensor, labels: Tensor) -> Tensor:
-        distance = logits[:, 0] * (labels != 0)  # 0 at ignored positions: its root has an infinite slope
-        return distance.abs().sqrt() + torch.where(labels == 0, torch.nan, 0.0)
-
-    hidden, weight, labels = loss_inputs(torch.float32)
-    labels = torch.where(labels == 0, 1, labels)
-    loss, token_losses = linear_cross_entropy(hidden, weight, labels, 8, own_loss=steep)
-    has_loss = labels != -100
-    assert 0 < has_loss.sum() < len(labels)
-    ours = results(loss, hidden, weight, scale=0.37)
-    assert (ours[1][~has_loss] == 0).all()
-    assert (token_losses[~has_loss] == 0).all()
-    exact, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    total = steep((exact @ exact_weight.T)[has_loss], labels[has_loss]).sum()
-    for value, expected in zip(ours, results(total, exact, exact_weight, scale=0.37), strict=True):
-        assert relative_error(value, expected) < 1e-5
-
-
-def exact_results(hidden: Tensor, weight: Tensor, labels: Tensor, **extras: float) -> list[Tensor]:
-    """The same in float64."""
-    hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
-    return results(optimized(hidden @ weight.T, labels, **extras), hidden, weight, scale=1.0)
-
-
-def optimized(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """The definition, on whole logits."""
-    logits, labels = logits[labels != -100], labels[labels != -100]
-    smoothed = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=label_smoothing)
-    return smoothed + z_loss * logits.logsumexp(dim=-1).square().sum()
+@pytest.mark.parametrize(
+    ("own_loss", "dtype", "tolerance"),
+    [(focal, torch.float32, 1e-5), (focal, torch.bfloat16, 2e-2), (steep, torch.float32, 1e-5)],
+)
+def test_an_own_loss_is_optimised_and_cross_entropy_reported(
+    own_loss: Any, dtype: torch.dtype, tolerance: float
+) -> None:
+    inputs = inputs_without_label_0 if own_loss is steep else loss_inputs
+    found, token_losses = ours(dtype, scale=0.37, inputs=inputs, own_loss=own_loss)
+    assert torch.equal(token_losses, ours(dtype, inputs=inputs)[1])
+    assert (found[1][::5] == 0).all()
+    for value, expected in zip(found, exact(dtype, own_loss, scale=0.37, inputs=inputs), strict=True):
+        assert relative_error(value, expected) < tolerance
 
 
 EXTRAS = ({"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "z_loss": 1e-4})
@@ -101,15 +110,12 @@ EXTRAS = ({"label_smoothing": 0.1}, {"z_loss": 1e-2}, {"label_smoothing": 0.1, "
 @pytest.mark.parametrize("extras", EXTRAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_smoothing_and_z_loss_equal_their_definitions(dtype: torch.dtype, extras: dict[str, float]) -> None:
-    hidden, weight, labels = loss_inputs(dtype)
-    exact = exact_results(hidden, weight, labels, **extras)
-    rounded = results(optimized((hidden @ weight.T).float(), labels, **extras), hidden, weight, scale=1.0)
-    hidden, weight, labels = loss_inputs(dtype)
-    loss, token_losses = linear_cross_entropy(hidden, weight, labels, 8, **extras)
-    for value, of_whole, expected in zip(results(loss, hidden, weight, scale=1.0), rounded, exact, strict=True):
-        within = 1e-6 if dtype == torch.float32 else 1.1 * relative_error(of_whole, expected)
+    definition = partial(optimized, **extras)
+    found, token_losses = ours(dtype, **extras)
+    for value, plain, expected in zip(found, rounded(dtype, definition), exact(dtype, definition), strict=True):
+        within = 1e-6 if dtype == torch.float32 else 1.1 * relative_error(plain, expected)
         assert relative_error(value, expected) <= within
-    assert torch.equal(token_losses, linear_cross_entropy(hidden, weight, labels, 8)[1])
+    assert torch.equal(token_losses, ours(dtype)[1])
 
 
 @pytest.mark.parametrize("emulated", [True, False])
@@ -119,20 +125,14 @@ def test_bfloat16_is_no_further_from_exact_than_the_plain_form(emulated: bool, m
     But for a CPU that multiplies bfloat16 itself: it rounds each product, and is three times as fast.
     """
     monkeypatch.setattr(precision, "_EMULATED_ON_CPU", frozenset({torch.bfloat16} if emulated else ()))
-    hidden, weight, labels = loss_inputs(torch.bfloat16)
-    rounded = results(plain(hidden, weight, labels), hidden, weight, scale=1.0)
-    exact = exact_results(hidden, weight, labels)
-    hidden, weight, labels = loss_inputs(torch.bfloat16)
     with Products() as products:
-        ours = results(linear_cross_entropy(hidden, weight, labels, 8)[0], hidden, weight, scale=1.0)
+        found, _ = ours(torch.bfloat16)
     assert products.dtypes == {torch.float32 if emulated else torch.bfloat16}
-    assert ours[0].dtype == torch.float32
-    assert ours[1].dtype == ours[2].dtype == torch.bfloat16
-    assert relative_error(ours[0], exact[0]) < (1e-6 if emulated else 1e-3)
-    for value, plain_value, exact_value in zip(ours, rounded, exact, strict=True):
-        assert relative_error(value, exact_value) <= (1.0 if emulated else 1.1) * relative_error(
-            plain_value, exact_value
-        )
+    assert [value.dtype for value in found] == [torch.float32, torch.bfloat16, torch.bfloat16]
+    expected = exact(torch.bfloat16, optimized)
+    assert relative_error(found[0], expected[0]) < (1e-6 if emulated else 1e-3)
+    for value, plain, exact_value in zip(found, rounded(torch.bfloat16, optimized), expected, strict=True):
+        assert relative_error(value, exact_value) <= (1.0 if emulated else 1.1) * relative_error(plain, exact_value)
 
 
 @pytest.mark.parametrize(
@@ -161,20 +161,21 @@ def test_float16_loses_no_small_gradients(
     towards = weight[labels].float() + 1.5 * torch.randn(tokens, hidden_size, generator=generator)
     hidden = (4 * F.normalize(towards)).half()
     hidden.requires_grad_(), weight.requires_grad_()
-    exact = exact_results(hidden, weight, labels, **extras)
+    states, rows = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    expected = results(optimized(states @ rows.T, labels, **extras), states, rows)
     probabilities = torch.softmax(hidden.detach().double() @ weight.detach().double().T, dim=-1)
     assert (probabilities < 2**-25).double().mean() > 0.5  # rounded as they are, to float16's 0
     (linear_cross_entropy(hidden, weight, labels, tokens, **extras)[0] * loss_scale).backward()
     if extras.get("z_loss", 0.0) < 1e-2:  # a large one leaves them less room
         assert (rounded[1] == 0).double().mean() < 0.05  # of the gradients of logits, as they are multiplied
     found = (hidden.grad.double() / loss_scale, weight.grad.double() / loss_scale)
-    assert relative_error(found[0], exact[1]) < 1e-3
-    assert relative_error(found[1], exact[2]) < 1e-3
+    assert relative_error(found[0], expected[1]) < 1e-3
+    assert relative_error(found[1], expected[2]) < 1e-3
     if extras:
         return
     # Rows of tokens that are no target. At scale 1 float16 itself, which the gradient comes out in, is too coarse.
     others = slice(vocab // 2, None)
-    by_row = (found[1] - exact[2])[others].norm(dim=1) / exact[2][others].norm(dim=1)
+    by_row = (found[1] - expected[2])[others].norm(dim=1) / expected[2][others].norm(dim=1)
     assert by_row.quantile(0.9) < (1e-3 if loss_scale > 1 else 3e-3)
 
 

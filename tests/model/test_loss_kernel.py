@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,21 +43,6 @@ def test_the_kernel_gives_what_the_operators_give(number: int, interpreted: dict
         assert relative_error(found, expected) < (tolerance if index in (2, 3) else 1e-5)
     assert not interpreted["cases"][number][1][::5].any()  # no loss, no gradient
     assert not interpreted["cases"][number][2][::5].any()
-
-
-@needs_triton
-def test_bfloat16_of_the_kernel_is_as_near_to_the_exact_gradients(interpreted: dict[str, Any]) -> None:
-    """But for one rounding more, in other places: versions of Triton differ in where they round."""
-    rounding = torch.finfo(torch.bfloat16).eps / 2
-    number = CASES.index((torch.bfloat16, 0.0, 0.0))
-    hidden, weight, labels = (one.detach() for one in inputs(torch.bfloat16))
-    hidden, weight = (one.double().requires_grad_() for one in (hidden, weight))
-    loss = torch.nn.functional.cross_entropy(hidden @ weight.T, labels, ignore_index=-100, reduction="sum")
-    (loss * 0.37).backward()
-    by_operators = results(CASES[number])
-    for index, exact in ((2, hidden.grad), (3, weight.grad)):
-        found = relative_error(interpreted["cases"][number][index], exact)
-        assert found <= math.hypot(relative_error(by_operators[index], exact), rounding)
 
 
 @needs_triton
@@ -132,10 +116,6 @@ def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_so(
     assert all(reason in message for message in caplog.messages if reason)
 
 
-def test_a_cpu_takes_the_operators() -> None:
-    assert not loss_kernel.runs_on(torch.zeros(2, 3), torch.float32)
-
-
 def test_the_kernel_is_asked_for_what_the_operators_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of a GPU around the kernel, which stands in here: chunks of unequal size, extras, a frozen weight."""
     calls: list[tuple[int, bool]] = []
@@ -173,12 +153,6 @@ def test_a_micro_batch_moves_a_fifth_of_what_operators_move() -> None:
 
 
 @needs_shapes
-@pytest.mark.parametrize("extras", [{"label_smoothing": 0.1}, {"label_smoothing": 0.1, "z_loss": 1e-4}])
-def test_smoothing_and_z_loss_move_no_more_logits(extras: dict[str, float]) -> None:
-    assert counted(**extras).num_bytes < 1.001 * counted().num_bytes
-
-
-@needs_shapes
 def test_the_weights_gradient_is_summed_up_in_its_product() -> None:
     """So that larger chunks, which sum up less often, move less in products, and nothing else changes."""
     small, large = counted(chunk_tokens=1024), counted(chunk_tokens=4096)
@@ -188,6 +162,13 @@ def test_the_weights_gradient_is_summed_up_in_its_product() -> None:
 
 
 @needs_shapes
-def test_float16_waits_in_float32_for_its_loss_scale() -> None:
-    """Of hidden states alone: 10 bytes for each more, no logit more."""
-    assert counted(dtype=torch.float16).num_bytes < 1.03 * counted().num_bytes
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [
+        ({"label_smoothing": 0.1}, 1.001),
+        ({"label_smoothing": 0.1, "z_loss": 1e-4}, 1.001),
+        ({"dtype": torch.float16}, 1.03),  # hidden states wait in float32 for the loss scale, and no logits
+    ],
+)
+def test_other_losses_move_no_more_logits(options: dict[str, Any], share: float) -> None:
+    assert counted(**options).num_bytes < share * counted().num_bytes

@@ -65,25 +65,6 @@ def test_loss_is_the_mean_over_real_labels_without_a_second_shift(model: Qwen3Fo
     torch.testing.assert_close(output.logits, given)
 
 
-def test_decoding_step_by_step_with_the_cache_gives_the_same_logits(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
-    encoder_ids, decoder_ids = ids[:2], ids[1:3]
-    mask = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
-    expected = model(input_ids=encoder_ids, attention_mask=mask, decoder_input_ids=decoder_ids).logits
-    encoded = model.get_encoder()(encoder_ids, mask)
-    past, steps = None, []
-    for step in range(decoder_ids.shape[1]):
-        output = model(
-            encoder_outputs=encoded,
-            attention_mask=mask,
-            decoder_input_ids=decoder_ids[:, step : step + 1],
-            past_key_values=past,
-            use_cache=True,
-        )
-        past = output.past_key_values
-        steps.append(output.logits)
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "top_k": 20}], ids=str)
 def test_generate_with_cache_equals_without(model: Qwen3ForSeq2SeqLM, ids: Tensor, options: dict[str, Any]) -> None:
     generated = []

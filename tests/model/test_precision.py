@@ -27,7 +27,3 @@ def test_bf16_product_is_the_rounded_float32_product(
     torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=1e-3)
     assert layer.weight.grad is not None
     assert (layer.weight.grad.dtype, x.grad.dtype) == (torch.bfloat16, torch.bfloat16)  # type: ignore[union-attr]
-
-
-def test_float32_is_left_alone() -> None:
-    assert product_dtype(torch.zeros(1)) == torch.float32

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from tiny_models import SIZES, qwen3_folder, resolve, tiny_config, tiny_model, vocabulary
 
 from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
+from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.source import read_config, resolve_model
-from ds_encdec.model.weights import SafetensorsFolder, random_weights, write_safetensors_folder
+from ds_encdec.model.source import resolve_model
+from ds_encdec.model.weights import SafetensorsFolder, random_weights
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -145,7 +144,7 @@ def test_impossible_architectures_are_configuration_errors() -> None:
 def test_a_configuration_that_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_config(tmp_path)
+        read_stored_model(tmp_path / "config.json")
 
 
 def test_unusable_folders_say_what_is_wrong(tmp_path: Path) -> None:
@@ -198,9 +197,6 @@ def test_an_index_that_names_the_wrong_shard_is_noticed(tmp_path: Path) -> None:
     index.write_text(json.dumps(stored))
     with pytest.raises(CheckpointError, match=f"{shards[0]} has no model.norm.weight"):
         resolve(tmp_path)
-    index.write_text("{}")
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
-        resolve(tmp_path)
 
 
 def test_a_hub_id_without_cache_or_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,25 +204,3 @@ def test_a_hub_id_without_cache_or_network_says_what_to_do(tmp_path: Path, monke
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=r"Qwen/Qwen3-0.6B is not a local folder, .* give the folder's path"):
         resolve_model(ModelConfig(), vocabulary(), seed=0)
-
-
-@pytest.mark.parametrize("max_shard_bytes", [10**9, 20_000])
-def test_written_safetensors_are_what_safetensors_reads(tmp_path: Path, max_shard_bytes: int) -> None:
-    config = tiny_config(tie_word_embeddings=False)
-    weights, shapes = random_weights(config, 0), parameter_shapes(config)
-    write_safetensors_folder(tmp_path, shapes, weights, dtype=torch.bfloat16, max_shard_bytes=max_shard_bytes)
-    files = sorted(tmp_path.glob("*.safetensors"))
-    assert (len(files) > 1) == (max_shard_bytes == 20_000)
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
-        assert len(files) == 1 or file.stat().st_size < max_shard_bytes + 4096
-        tensors |= load_file(file)
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
-    assert tensors.keys() == shapes.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, weights(name).bfloat16())
-    if len(files) > 1:
-        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-        assert index["weight_map"].keys() == shapes.keys()
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())

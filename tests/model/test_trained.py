@@ -15,11 +15,16 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.cli import main
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.lora import choose_trained, merged_weights, peft_names, with_new_adapters
+from ds_encdec.model.lora import choose_trained, merged_weights, with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.parameter_count import (
+    canonical_name,
+    is_adapter,
+    model_shapes,
+    parameter_shapes,
+    trained_shapes,
+)
 from ds_encdec.model.precision import Linear
-from ds_encdec.model.trained import canonical_name, is_adapter, model_shapes, trained_shapes, trained_summary
 from ds_encdec.model.weights import random_weights
 
 SIZES: Qwen3Seq2SeqConfig = tiny_config()
@@ -65,7 +70,7 @@ def test_validate_looks_at_the_patterns(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_adapters_stand_where_peft_puts_them() -> None:
-    """Names, shapes and order are those of the model; the names in a folder are those that peft itself saves under."""
+    """Names, shapes and order are those of the model; and names those under which peft saves."""
     config = run({"r": 4, "lora_dropout": 0.0})
     lora = config.model.lora
     assert lora is not None
@@ -81,7 +86,7 @@ def test_adapters_stand_where_peft_puts_them() -> None:
     assert {type(module) for module in products} == {Linear}
     plain = Qwen3ForSeq2SeqLM(SIZES)
     inject_adapter_in_model(PeftConfig(r=4, target_modules=list(lora.target_modules)), plain)
-    assert {f"base_model.model.{name}" for name in get_peft_model_state_dict(plain)} == peft_names(shapes).keys()
+    assert get_peft_model_state_dict(plain).keys() == trained.keys()
 
 
 def test_adapters_begin_like_pefts_and_change_nothing() -> None:
@@ -102,7 +107,3 @@ def test_adapters_begin_like_pefts_and_change_nothing() -> None:
             assert torch.equal(found, base(name))
     together = merged_weights(base, source, lora)
     assert all(torch.equal(together(name), base(name)) for name in parameter_shapes(SIZES))
-
-
-def test_numbers_are_told() -> None:
-    assert trained_summary(10_092_544, 1_046_609_920) == "trainable parameters: 10,092,544 of 1,046,609,920 (0.96 %)"

@@ -25,7 +25,7 @@ from ds_encdec.base.quantities import disk_size
 from ds_encdec.base.types import Batch, CheckpointError, LossSum, TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
-from ds_encdec.checkpoint.open_state import open_saved_state
+from ds_encdec.checkpoint.zero_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.examples.protocol import usable_documents, with_ids
@@ -38,8 +38,7 @@ from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.lora import choose_trained, with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import count_parameters
-from ds_encdec.model.trained import canonical_name, trained_shapes, trained_summary
+from ds_encdec.model.parameter_count import canonical_name, count_parameters, trained_shapes, trained_summary
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
 from ds_encdec.training.run_model import RunModel, new_model

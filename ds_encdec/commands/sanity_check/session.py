@@ -13,12 +13,12 @@ from ds_encdec.base.types import ConfigError, DsEncDecError, GateError, OutOfMem
 from ds_encdec.commands.sanity_check.checks import CHECKS, Check, Subject
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import with_assumed_batch_size
+from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.engine.select import join_ranks
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.recompute import needs_recompute_choice
-from ds_encdec.model.source import read_config
 from ds_encdec.monitor.metrics_file import strict_json
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def config_for_model(
 ) -> FullConfig:
     """Return the configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
     `overrides` come last. Raises ConfigError, and CheckpointError for a folder that is not a model's."""
-    stored = read_config(model)
+    stored = read_stored_model(model / "config.json")
     settings: dict[str, Any] = {
         "model.model_name_or_path": json.dumps(str(model)),
         "model.tokenizer_name_or_path": "null",

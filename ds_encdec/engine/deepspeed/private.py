@@ -23,7 +23,7 @@ from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.engine.kept_state import kept_state
 from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
 from ds_encdec.engine.sharded_engine import Shard
-from ds_encdec.model.trained import canonical_name
+from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
 _GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")

@@ -61,7 +61,7 @@ from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.trained import canonical_name, trained_shapes
+from ds_encdec.model.parameter_count import canonical_name, trained_shapes
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
 logger = logging.getLogger(__name__)
