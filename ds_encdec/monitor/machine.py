@@ -78,11 +78,11 @@ def performance_metrics(
     num_steps: int,
     tokens: float,
     num_devices: int,
-    flops: float | None = None,
+    flops: float,
     peak_flops_per_device: float | None = None,
 ) -> dict[str, float]:
-    """Return the `perf/` metrics of an interval; `perf/mfu` only if FLOPs and the peak are known. `tokens`
-    (non-padding, both sides) and `flops` (of the model, without recomputation) are of all ranks."""
+    """Return the `perf/` metrics of an interval; `perf/mfu` only if the peak is known. `tokens` (non-padding, both
+    sides) and `flops` (of the model, without recomputation) are of all ranks."""
     seconds = max(lap.training_s, 1e-9)
     metrics = {
         "perf/tokens_per_sec": tokens / seconds,
@@ -90,7 +90,7 @@ def performance_metrics(
         "perf/step_time_s": seconds / max(num_steps, 1),
         "perf/data_wait_frac": lap.data_wait_s / seconds,
     }
-    if flops is not None and peak_flops_per_device is not None:
+    if peak_flops_per_device is not None:
         metrics["perf/mfu"] = flops / seconds / (peak_flops_per_device * num_devices)
     return metrics
 
@@ -184,8 +184,36 @@ class MachineWatch:
         measured."""
         self._intervals += 1
         self._memory_intervals += 1
+        ranks, settings = len(rank_stats), self._settings
+        speed, drop = tokens_per_second / ranks, settings.throughput_drop_threshold
+        is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
+        least = drop * self.throughput.mean if is_compared else 0.0
+        if self._intervals > 1 and not math.isnan(speed):
+            self.throughput.add(speed)  # a low one too: a speed that stays becomes the usual one
+        shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
+        share, most = max(shares), settings.data_wait_threshold
+        slow, late = settings.straggler_threshold, settings.straggler_late_threshold
+        latest, lateness = _latest(rank_stats)
+        rows = [
+            ("throughput", "throughput_drop", speed < least, speed, least,
+             f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
+             f"monitor.throughput_drop_threshold={drop:g} times the mean of the intervals before"),
+            ("data", "data_wait", share > most, share, most,  # of any rank: ranks that wait for data take turns
+             f"rank {shares.index(share)} waits for its next batch for {share:.1%} of the time, more than the share "
+             f"monitor.data_wait_threshold={most:g} in {PERSISTENT_INTERVALS} logging intervals in a row"),
+            *((f"slow {rank}", "straggler", ratio > slow, ratio, slow,
+               f"rank {rank} is slow: for the same arithmetic it takes {ratio:.2f} times as long as the "
+               f"{'faster' if ranks == 2 else 'median'} rank, more than monitor.straggler_threshold={slow:g} times")
+              for rank, ratio in enumerate(_slowness(rank_stats))),
+            (f"late {latest}", "straggler", lateness > late, lateness, late,
+             f"rank {latest} is late: others wait for it before the steps for {lateness:.1%} of the time, more than "
+             f"the share monitor.straggler_late_threshold={late:g}"),
+        ]  # fmt: skip
+        # Faults by streak; a fault that has lasted for long enough is an alert.
+        faults = {streak: (kind, step, *facts) for streak, kind, is_fault, *facts in rows if is_fault}
+        self._streaks = {streak: self._streaks.get(streak, 0) + 1 for streak in faults}
         return [
-            *self._judge_persistent(step, rank_stats, tokens_per_second / len(rank_stats)),
+            *(make_alert(*fault) for key, fault in faults.items() if self._streaks[key] == PERSISTENT_INTERVALS),
             *self._judge_memory(step, "host", [rank.memory["host"] for rank in rank_stats]),
             *self._judge_memory(step, "device", [rank.memory.get("device", 0) for rank in rank_stats]),
         ]
@@ -209,48 +237,6 @@ class MachineWatch:
             metrics |= {"health/slowest_rank": slowest, "health/slowest_rank_ratio": ratios[slowest]}
             metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
         return metrics
-
-    def _judge_persistent(self, step: int, rank_stats: Sequence[RankStats], speed: float) -> list[dict[str, Any]]:
-        """Return the alerts of figures beyond their limits for `PERSISTENT_INTERVALS` in a row; `speed` is per rank."""
-        settings, ranks = self._settings, len(rank_stats)
-        is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
-        least = settings.throughput_drop_threshold * self.throughput.mean if is_compared else 0.0
-        if self._intervals > 1 and not math.isnan(speed):
-            self.throughput.add(speed)  # a low one too: a speed that stays becomes the usual one
-        seen: dict[str, dict[str, Any]] = {}  # one alert a streak
-        if speed < least:
-            message = (
-                f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
-                f"monitor.throughput_drop_threshold={settings.throughput_drop_threshold:g} times the mean of the "
-                "intervals before"
-            )
-            seen["throughput"] = make_alert("throughput_drop", step, speed, least, message)
-        shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
-        share, limit = max(shares), settings.data_wait_threshold
-        if share > limit:  # of any rank: ranks that wait for data take turns
-            message = (
-                f"rank {shares.index(share)} waits for its next batch for {share:.1%} of the time, more than the share "
-                f"monitor.data_wait_threshold={limit:g} in {PERSISTENT_INTERVALS} logging intervals in a row"
-            )
-            seen["data"] = make_alert("data_wait", step, share, limit, message)
-        limit = settings.straggler_threshold
-        for rank, ratio in enumerate(_slowness(rank_stats)):
-            if ratio > limit:
-                message = (
-                    f"rank {rank} is slow: for the same arithmetic it takes {ratio:.2f} times as long as the "
-                    f"{'faster' if ranks == 2 else 'median'} rank, more than "
-                    f"monitor.straggler_threshold={limit:g} times"
-                )
-                seen[f"slow {rank}"] = make_alert("straggler", step, ratio, limit, message)
-        (latest, lateness), limit = _latest(rank_stats), settings.straggler_late_threshold
-        if lateness > limit:
-            message = (
-                f"rank {latest} is late: others wait for it before the steps for {lateness:.1%} of the time, more than "
-                f"the share monitor.straggler_late_threshold={limit:g}"
-            )
-            seen[f"late {latest}"] = make_alert("straggler", step, lateness, limit, message)
-        self._streaks = {key: self._streaks.get(key, 0) + 1 for key in seen}
-        return [alert for key, alert in seen.items() if self._streaks[key] == PERSISTENT_INTERVALS]
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:
         if self._memory_intervals < MEMORY_BASELINE_INTERVALS.start:

@@ -15,7 +15,7 @@ import math
 import statistics
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any
@@ -35,8 +35,6 @@ class MetricWindow:
     """The last `window_size` values of one metric. An empty window has mean and std 0.0, min inf and max -inf."""
 
     def __init__(self, window_size: int = 100) -> None:
-        if window_size < 1:
-            raise ValueError(f"window_size is {window_size}; it must be at least 1")
         self.window_size = window_size
         self.values: deque[float] = deque(maxlen=window_size)
 
@@ -106,11 +104,9 @@ class StepRecord:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
         """Restore a saved record exactly."""
-        parts = {
-            part: {name: float(value) for name, value in values[part].items()}
-            for part in ("loss_sums", "target_tokens", "extra")
-        }
-        return cls(**{**values, **parts, "grad_norm": float(values["grad_norm"])})
+        names = ("loss_sums", "target_tokens", "extra")
+        sums = {name: {key: float(value) for key, value in values[name].items()} for name in names}
+        return cls(**{**values, **sums, "grad_norm": float(values["grad_norm"])})
 
 
 class StepAccumulator:
@@ -121,8 +117,8 @@ class StepAccumulator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._begin_step()
-        # The steps that have not been reduced, and this rank's part of their sums.
-        self._pending: list[tuple[StepRecord, Tensor]] = []
+        # The steps that have not been reduced: facts, names of the engine's metrics, and this rank's part of the sums.
+        self._pending: list[tuple[dict[str, Any], list[str], Tensor]] = []
         self._records: list[StepRecord] = []
 
     def add(self, loss_sum: LossSum, *, encoder_tokens: int) -> None:
@@ -132,29 +128,30 @@ class StepAccumulator:
 
     def end_step(self, result: StepResult, *, global_step: int, data_step: int) -> None:
         """Close the current step, applied or not; the counters are those after it."""
-        step = StepRecord(  # `reduce` fills in the sums over the ranks
-            global_step=global_step,
-            data_step=data_step,
-            applied=result.applied,
-            learning_rate=result.learning_rate,
-            grad_norm=math.nan,
-            loss_sums={},
-            target_tokens={},
-            encoder_tokens=0,
-            extra=dict.fromkeys(result.extra, math.nan),
-        )
         metrics = [value.detach().to(self.sums) for value in (result.grad_norm, *result.extra.values())]
         tokens = self.sums.new_full((1,), self._encoder_tokens)
-        self._pending.append((step, torch.cat([self.sums.flatten(), tokens, torch.stack(metrics)])))
+        row = torch.cat([self.sums.flatten(), tokens, torch.stack(metrics)])
+        counters = {"global_step": global_step, "data_step": data_step}
+        facts = {**counters, "applied": result.applied, "learning_rate": result.learning_rate}
+        self._pending.append((facts, list(result.extra), row))
         self._begin_step()
 
     def reduce(self) -> list[StepRecord]:
         """Return all steps since the last `take`. A collective: every rank calls it after the same steps."""
         pending, self._pending = self._pending, []
         if pending:
-            ranks = _gather(torch.cat([row for _, row in pending]))
-            totals = iter(sum_in_rank_order(ranks).tolist())
-            self._records += [_summed(step, totals, len(ranks)) for step, _ in pending]
+            ranks = _gather(torch.cat([row for *_, row in pending]))
+            # An all-reduce would add in an order that depends on the buffer's size.
+            totals = iter(functools.reduce(torch.add, ranks).tolist())
+            for facts, names, _ in pending:
+                loss_sums, target_tokens = (dict(zip(TASKS, totals, strict=False)) for _ in range(2))
+                encoder_tokens = int(next(totals))
+                grad_norm, *means = (total / len(ranks) for total in islice(totals, 1 + len(names)))
+                extra = dict(zip(names, means, strict=True))
+                self._records.append(
+                    StepRecord(**facts, grad_norm=grad_norm, loss_sums=loss_sums, target_tokens=target_tokens,
+                               encoder_tokens=encoder_tokens, extra=extra)
+                )  # fmt: skip
         return list(self._records)
 
     def take(self) -> list[StepRecord]:
@@ -176,21 +173,6 @@ class StepAccumulator:
         self._encoder_tokens = 0
 
 
-def _summed(step: StepRecord, totals: Iterator[float], num_ranks: int) -> StepRecord:
-    """Return the step with its totals over all ranks, the next values of `totals`."""
-    loss_sums, target_tokens = (dict(zip(TASKS, totals, strict=False)) for _ in range(2))
-    encoder_tokens = int(next(totals))
-    grad_norm, *means = (total / num_ranks for total in islice(totals, 1 + len(step.extra)))
-    return dataclasses.replace(
-        step,
-        grad_norm=grad_norm,
-        loss_sums=loss_sums,
-        target_tokens=target_tokens,
-        encoder_tokens=encoder_tokens,
-        extra=dict(zip(step.extra, means, strict=True)),
-    )
-
-
 def _gather(row: Tensor) -> list[Tensor]:
     """Return every rank's `row`, in rank order. A collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -198,11 +180,6 @@ def _gather(row: Tensor) -> list[Tensor]:
     gathered = [torch.empty_like(row) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, row)
     return gathered
-
-
-def sum_in_rank_order(ranks: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the ranks' tensors. An all-reduce would add in an order that depends on the buffer's size."""
-    return functools.reduce(torch.add, ranks)
 
 
 def by_denoiser(sums: Tensor) -> list[dict[str, float]]:

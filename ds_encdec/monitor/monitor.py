@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -25,18 +25,6 @@ MAX_HISTORY = 10_000  # observations that `TrainingMonitor.history` keeps, the n
 
 LEARNING_RATE_ROUNDING = 1e-12
 """Difference between two learning rates that is never an alert: a rate of 0 after rounding."""
-
-
-class PhaseLimits(Protocol):
-    """The limits that `validate_phase` reads of a phase's configuration; losses in nats per target token."""
-
-    @property
-    def max_loss_after_warmup(self) -> float:
-        """Largest loss allowed at the end of the warm-up."""
-
-    @property
-    def min_loss_decrease(self) -> float:
-        """Least that the loss must have fallen since the first step."""
 
 
 class Observation(NamedTuple):
@@ -144,27 +132,19 @@ class TrainingMonitor:
         current = self.loss_window.mean if len(self.loss_window) else None
         decrease = None if self.initial_loss is None or current is None else self.initial_loss - current
         return {
-            "loss": {
-                "current": current,
-                "initial": self.initial_loss,
-                "after_warmup": self.warmup_complete_loss,
-                "min": self.min_loss,
-                "max": self.max_loss,
-                "decrease": decrease,
-            },
-            "grad_norm": {
-                "mean": self.grad_norm_window.mean,
-                "std": self.grad_norm_window.std,
-                "max": self.grad_norm_window.max if len(self.grad_norm_window) else 0.0,
-            },
+            "loss": {"current": current, "initial": self.initial_loss, "after_warmup": self.warmup_complete_loss,
+                     "min": self.min_loss, "max": self.max_loss, "decrease": decrease},
+            "grad_norm": {"mean": self.grad_norm_window.mean, "std": self.grad_norm_window.std,
+                          "max": max(self.grad_norm_window.values, default=0.0)},
             "throughput": {"mean_tokens_per_sec": self.throughput_window.mean},
             "alerts": list(self.alerts),
             "steps": self.steps,
-        }
+        }  # fmt: skip
 
-    def validate_phase(self, phase_config: PhaseLimits) -> dict[str, Any]:
-        """Judge the run by the phase's gate: `passed`, and `checks` of `name`, `passed`, `message`. A loss that was
-        never measured fails its check. Spikes that a rollback took back do not count."""
+    def validate_phase(self, phase_config: Any) -> dict[str, Any]:
+        """Judge the run by the phase's gate, `max_loss_after_warmup` and `min_loss_decrease`: `passed`, and `checks` of
+        `name`, `passed`, `message`. A loss that was never measured fails its check. Spikes that a rollback took back do
+        not count."""
         after_warmup, decrease = self.warmup_complete_loss, self.get_summary()["loss"]["decrease"]
         all_spikes = [alert for alert in self.alerts if alert["type"] == "loss_spike"]
         spikes = sum("rolled_back" not in alert for alert in all_spikes)
@@ -188,51 +168,40 @@ class TrainingMonitor:
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the history, strictly JSON-able."""
         windows = {name: getattr(self, name).state_dict() for name in _WINDOWS}
-        return {
-            **{name: getattr(self, name) for name in _SAVED},
-            **windows,
-            "alerts": strict_json(_newest(self.alerts)),
-        }
+        return {name: getattr(self, name) for name in _SAVED} | windows | {"alerts": strict_json(self.alerts)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`."""
         vars(self).update({name: state[name] for name in _SAVED})
         for name in _WINDOWS:
             getattr(self, name).load_state_dict(state[name])
-        self.alerts = [
-            alert | {name: float(alert[name]) for name in ("value", "threshold")} for alert in state["alerts"]
-        ]
+        numbers = ("value", "threshold")
+        self.alerts = [alert | {name: float(alert[name]) for name in numbers} for alert in state["alerts"]]
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Restore an earlier `state_dict` of this run, as a rollback does; the alerts since then stay, marked."""
         alerts = self.alerts
         self.load_state_dict(state)
-        kept = {(alert["step"], alert["message"]) for alert in self.alerts}
-        self.alerts = [
-            alert if (alert["step"], alert["message"]) in kept else alert | {"rolled_back": True} for alert in alerts
-        ]
+        kept = [alert["message"] for alert in self.alerts]  # each begins with its step
+        self.alerts = [alert if alert["message"] in kept else alert | {"rolled_back": True} for alert in alerts]
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
         """Return the alerts of a step by itself, against the window before its loss is in it."""
-        alerts = []
-        if not math.isfinite(loss) or not (math.isfinite(grad_norm) or self.loss_scaling):
-            message = f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"
-            value = grad_norm if math.isfinite(loss) else loss
-            alerts.append(make_alert("non_finite", step, value, math.inf, message))
+        finite_loss, finite_norm = math.isfinite(loss), math.isfinite(grad_norm)
         limit, count = self.loss_spike_threshold * self.loss_window.mean, len(self.loss_window)
-        if count >= self.loss_spike_min_values and limit < loss < math.inf:
-            message = (
-                f"loss {loss:.4f} is above {limit:.4f}, monitor.loss_spike_threshold={self.loss_spike_threshold:g} "
-                f"times the mean of the {count} losses before it"
-            )
-            alerts.append(make_alert("loss_spike", step, loss, limit, message))
-        if self.grad_norm_threshold < grad_norm < math.inf:
-            message = (
-                f"gradient norm {grad_norm:.4f} before clipping is above the largest one allowed, "
-                f"monitor.grad_norm_threshold={self.grad_norm_threshold:g}"
-            )
-            alerts.append(make_alert("grad_explosion", step, grad_norm, self.grad_norm_threshold, message))
-        return alerts
+        is_full_enough, largest = count >= self.loss_spike_min_values, self.grad_norm_threshold
+        rows = [
+            ("non_finite", not finite_loss or not (finite_norm or self.loss_scaling),
+             grad_norm if finite_loss else loss, math.inf,
+             f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"),
+            ("loss_spike", finite_loss and loss > limit and is_full_enough, loss, limit,
+             f"loss {loss:.4f} is above {limit:.4f}, monitor.loss_spike_threshold={self.loss_spike_threshold:g} "
+             f"times the mean of the {count} losses before it"),
+            ("grad_explosion", finite_norm and grad_norm > largest, grad_norm, largest,
+             f"gradient norm {grad_norm:.4f} before clipping is above the largest one allowed, "
+             f"monitor.grad_norm_threshold={largest:g}"),
+        ]  # fmt: skip
+        return [make_alert(kind, step, *facts) for kind, is_seen, *facts in rows if is_seen]
 
     def _judge_plateau(self, step: int) -> list[dict[str, Any]]:
         """Return one alert per stretch of steps in which the full window's mean has not fallen by enough."""
