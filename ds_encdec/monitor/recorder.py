@@ -93,8 +93,8 @@ class Recorder:
 
     @property
     def veto(self) -> Callable[[Tensor], bool] | None:
-        """A function that decides by a step's finite gradient norm (float32 scalar) whether to skip it; the same on all
-        ranks. None, and so no wait for the device at each step, unless some alert is answered with `skip_step`."""
+        """A collective that decides by a step's finite gradient norm (float32 scalar) whether to skip it; the same on
+        all ranks. None, and so no wait for the device at each step, unless some alert is answered with `skip_step`."""
         return self._refuses if self.judges_every_step else None
 
     @property
@@ -136,7 +136,7 @@ class Recorder:
         self.monitor.throughput_window.add(speed)
         of_machines = self.machine.update(state.global_step, rank_stats, tokens_per_second=speed)
         actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
-        estimate = {} if self.estimated_bytes is None else {"mem/estimated_bytes": self.estimated_bytes}
+        optional = {"data/long_rows": long_rows or None, "mem/estimated_bytes": self.estimated_bytes}
         self.publish(
             state,
             {
@@ -146,24 +146,20 @@ class Recorder:
                 "train/target_tokens_seen": state.target_tokens_seen,
                 "train/epoch": state.epoch,
                 "data/bad_rows": bad_rows,
-                **({"data/long_rows": long_rows} if long_rows else {}),
                 **performance,
                 **self.machine.metrics(rank_stats),
-                **estimate,
+                **{name: value for name, value in optional.items() if value is not None},
                 "health/alerts": self._alerts_in_interval.total(),
                 "health/rollbacks": state.rollbacks,
                 **self._once,
             },
         )
-        self._alerts_in_interval.clear()
         self._once = {}
-        self._note_rows(bad_rows, long_rows)
+        self._alerts_in_interval.clear()
+        if long_rows and not self._last.long_rows and self.collectives.rank == 0:
+            logger.warning("%s; data/long_rows in metrics.jsonl counts on", self._long_rows_in_words(long_rows))
+        self._last = replace(self._last, bad_rows=bad_rows, long_rows=long_rows)
         return actions, rows
-
-    def _note_rows(self, bad: int, long: int) -> None:
-        if long and not self._last.long_rows and self.collectives.rank == 0:
-            logger.warning("%s; data/long_rows in metrics.jsonl counts on", self._long_rows_in_words(long))
-        self._last = replace(self._last, bad_rows=bad, long_rows=long)
 
     def log_save(self, *, blocked_seconds: float, seconds: float) -> None:
         """Put the pause of training for a checkpoint and its whole time into the next line of metrics."""
@@ -197,8 +193,8 @@ class Recorder:
         """Record why the run stopped early, log the number of rows left out, and close the sinks."""
         last = self._last
         if exit_code:
-            where = {"step": last.global_step, "data_step": last.data_step}
-            self.events.write("stop", **where, exit_code=exit_code, message=reason)
+            step, data_step = last.global_step, last.data_step
+            self.events.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
         if last.long_rows and self.collectives.rank == 0:
             logger.info("%s", self._long_rows_in_words(last.long_rows))
         if last.bad_rows and self.collectives.rank == 0:
@@ -220,7 +216,6 @@ class Recorder:
         self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # taken before this clock ran
 
     def _refuses(self, norm: Tensor) -> bool:
-        """Decide on a veto (see `veto`). A collective."""
         sums = self._steps.sums
         rank_zeros = norm.to(sums) if self.collectives.rank == 0 else sums.new_zeros(())
         *totals, norm_value = self.collectives.sum_tensor(torch.cat([sums.flatten(), rank_zeros.view(1)])).tolist()

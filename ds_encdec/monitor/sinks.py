@@ -6,8 +6,9 @@ import logging
 import math
 import netrc
 import os
+import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -15,15 +16,17 @@ from textwrap import indent
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from ds_encdec.base import terminal
 from ds_encdec.base.plugins import load_plugin
 from ds_encdec.base.quantities import duration
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.monitor.console import ProgressLine, shown
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 
 logger = logging.getLogger(__name__)
@@ -69,27 +72,23 @@ def open_sinks(
     hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened."""
     if rank != 0:
         return []
-    logging_dir = run_dir / config.infra.logging_dir
-    openers: dict[str, Callable[[], Sink]] = {
-        "console": lambda: ConsoleSink(
-            config.training.num_train_steps, start_step=start_step, best=config.training.metric_for_best_model
-        ),
-        "tensorboard": lambda: TensorBoardSink(logging_dir / "tensorboard", config, start_step=start_step),
-        "wandb": lambda: WandbSink(logging_dir, config, report and partial(report, run_dir)),
-    }
-    chosen = (*(() if terminal.is_quiet() else ("console",)), *config.training.report_to)
-    for name in set(chosen) - set(openers):
-        openers[name] = partial(_own_sink, name, config, logging_dir, start_step)
-    folder = RunFolder(str(run_dir))
+    training, logging_dir, folder = config.training, run_dir / config.infra.logging_dir, RunFolder(str(run_dir))
     files: list[Sink] = [JsonlSink(folder.metrics, start_step=start_step)]
-    if config.training.eval_generate_samples:
+    if training.eval_generate_samples:
         files.append(SamplesSink(folder.samples, start_step=start_step))
-    return [*files, *(GuardedSink(name, opener) for name, opener in openers.items() if name in chosen)]
 
+    def open_tracker(name: str) -> Sink:
+        if name == "console":
+            return ConsoleSink(training.num_train_steps, start_step=start_step, best=training.metric_for_best_model)
+        if name == "tensorboard":
+            return TensorBoardSink(logging_dir / name, config, start_step=start_step)
+        if name == "wandb":
+            return WandbSink(logging_dir, config, report and partial(report, run_dir))
+        sink: Sink = load_plugin("training.report_to", name, "sinks")(config, logging_dir, start_step)
+        return sink
 
-def _own_sink(name: str, config: FullConfig, logging_dir: Path, start_step: int) -> Sink:
-    sink: Sink = load_plugin("training.report_to", name, "sinks")(config, logging_dir, start_step)
-    return sink
+    names = dict.fromkeys([*["console"] * (not terminal.is_quiet()), *training.report_to])
+    return [*files, *(GuardedSink(name, partial(open_tracker, name)) for name in names)]
 
 
 def _guarded(method: str) -> Callable[..., None]:
@@ -136,12 +135,10 @@ class JsonlSink(Sink):
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line."""
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         append_line(self._file, {"step": step} | finite)
 
     def go_back(self, step: int, rollback: int) -> None:
-        """Move the lines of later steps to the other file; a disk that refuses is an error in the log."""
         try:
             abandoned = self._path.with_name(f"{self._path.stem}.abandoned{self._path.suffix}")
             cut_after(self._path, step, aside=abandoned, rollback=rollback)
@@ -151,7 +148,6 @@ class JsonlSink(Sink):
             logger.error("%s: the metrics after step %d could not be put aside: %s", self._path, step, error)
 
     def close(self, exit_code: int = 0) -> None:
-        """Make the lines durable and close the file."""
         try:
             os.fsync(self._file.fileno())
             self._file.close()
@@ -163,60 +159,97 @@ class SamplesSink(JsonlSink):
     """Writes samples.jsonl: one generated text a line, with `step`; cut and moved like metrics.jsonl."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write nothing: the metrics are in the other file."""
+        pass  # the metrics are in the other file
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Append a line for each sample."""
         for sample in samples:
             append_line(self._file, {"step": step, **sample._asdict()})
 
 
+# Label, metric and format of all that a line may show, in this order.
+_SHOWN = (
+    ("loss", "train/loss", "{:.4f}"),
+    ("lr", "train/learning_rate", "{:.2e}"),
+    ("grad norm", "train/grad_norm", "{:.3f}"),
+    ("skipped", "train/skipped_steps", "{:.0f}"),
+    ("tokens/s", "perf/tokens_per_sec", "{:,.0f}"),
+    ("MFU", "perf/mfu", "{:.1%}"),
+    ("eval loss", "eval/loss", "{:.4f}"),
+    ("perplexity", "eval/perplexity", "{:.2f}"),
+    ("exact match", "eval/exact_match", "{:.1f} %"),
+    ("ROUGE-L", "eval/rougeL", "{:.1f}"),
+    ("chrF", "eval/chrf", "{:.1f}"),
+    ("BLEU", "eval/bleu", "{:.1f}"),
+)
+_BAR_WIDTHS = (8, 40)
+
+
+def shown(metrics: Mapping[str, float], best: str = "loss") -> list[str]:
+    """Return the metrics that a person watches, labelled, the most important first: `best`, then the others."""
+    chosen = f"eval/{best}"
+    of_sets = [name for name in metrics if re.fullmatch("eval/.+/loss", name)]
+    rows = [*_SHOWN, *((f"{name.split('/')[1]} loss", name, "{:.4f}") for name in of_sets)]
+    if all(name != chosen for _, name, _ in rows):
+        rows.append((best, chosen, "{:.4g}"))
+    known = [row for row in rows if row[1] in metrics and (metrics[row[1]] or row[1] != "train/skipped_steps")]
+    known.sort(key=lambda row: row[1] != chosen)
+    return [f"{label} {form.format(metrics[name])}" for label, name, form in known]
+
+
 class ConsoleSink(Sink):
-    """Shows a progress bar on a terminal, else one line per logging interval. Evaluations are always printed."""
+    """Shows a line at the bottom of a terminal, with step, bar, ETA and as many metrics as fit, else prints one line
+    per logging interval. Evaluations are always printed."""
 
     def __init__(
         self, total_steps: int, *, start_step: int = 0, best: str = "loss", console: Console | None = None
     ) -> None:
-        self._total_steps, self._best = total_steps, best
+        self._total_steps, self._step, self._best = total_steps, start_step, best
+        self._metrics, self._eta = ["waiting for the first metrics"], ""
         self._console = console or terminal.console()
-        self._line = ProgressLine(total_steps, start_step)
         self._live: Live | None = None
         if self._console.is_interactive:
-            self._live = Live(self._line, console=self._console, refresh_per_second=2)
+            self._live = Live(self, console=self._console, refresh_per_second=2)
             self._live.start()
             self._console.show_cursor()  # a killed process could not restore it
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the most important metrics of `step`."""
         parts, eta = shown(metrics, self._best), ""
         if "perf/step_time_s" in metrics:
             eta = f"ETA {duration((self._total_steps - step) * metrics['perf/step_time_s'])}"
         if "train/loss" in metrics and self._live is not None:
-            self._line.step, self._line.metrics, self._line.eta = step, parts, eta or self._line.eta
+            self._step, self._metrics, self._eta = step, parts, eta or self._eta
             self._live.refresh()
         elif parts or eta:
-            parts = [f"step {step}/{self._total_steps}", *parts, *filter(None, [eta])]
-            text = " | ".join(parts)
-            text = terminal.stamped(text) if self._live is None else text
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            text = " | ".join(filter(None, [f"step {step}/{self._total_steps}", *parts, eta]))
+            self._print(terminal.stamped(text) if self._live is None else text)
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Print the first sample, each of its texts in one line at most."""
-        for name, text in zip(Sample._fields, samples[0], strict=True):
+        width = self._console.width if self._live is not None else 160
+        for name, text in samples[0]._asdict().items():
             line = f"  {name}: {' '.join(text.split()) or '(nothing)'}"
-            width = self._console.width if self._live is not None else 160
-            self._console.print(
-                line if len(line) <= width else f"{line[: width - 1]}…", markup=False, highlight=False, soft_wrap=True
-            )
+            self._print(line if len(line) <= width else f"{line[: width - 1]}…")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def go_back(self, step: int, rollback: int) -> None:
-        """Move the bar back."""
-        self._line.step = step
+        self._step = step
 
     def close(self, exit_code: int = 0) -> None:
-        """Leave the bar as it stands."""
         if self._live is not None:
             self._live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        words = list(filter(None, [f"step {self._step}/{self._total_steps}", self._eta]))
+        free = options.max_width - sum(len(word) + 1 for word in words)
+        narrowest, widest = _BAR_WIDTHS
+        bar = max(narrowest, min(widest, free // 4))
+        lines = [" | ".join(self._metrics[:count]) for count in range(len(self._metrics), -1, -1)]
+        fitting = next((line for line in lines if len(line) <= free - bar - 1), "")
+        head, *eta = (Text(word, style="bold") for word in words)
+        grid = Table.grid(padding=(0, 1))
+        grid.add_row(head, ProgressBar(self._total_steps, self._step, width=bar), *eta, fitting)
+        yield grid
 
 
 class TensorBoardSink(Sink):
@@ -231,24 +264,21 @@ class TensorBoardSink(Sink):
         self._writer.add_text("configuration", indent(config.dump_yaml(), "    "), start_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar("train/data_step" if name == "data_step" else name, value, step)
         self._writer.flush()
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Add one table, which TensorBoard shows as text."""
-        lines = [Sample._fields, ["---"] * len(Sample._fields), *(map(_markdown_cell, sample) for sample in samples)]
+        rows = [[escape(text).replace("|", "&#124;").replace("\n", "<br>") for text in one] for one in samples]
+        lines = [Sample._fields, ["---"] * len(Sample._fields), *rows]
         self._writer.add_text("eval/samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
         self._writer.flush()
 
     def go_back(self, step: int, rollback: int) -> None:
-        """Hide the later points by a new event file."""
         self._writer.close()
         self._writer = self._open(step)
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the event file."""
         self._writer.close()
 
 
@@ -279,18 +309,15 @@ class WandbSink(Sink):
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one point."""
         self._run.log({"step": step, **metrics})
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
-        """Log one table."""
         import wandb
 
         table = wandb.Table(columns=list(Sample._fields), data=[list(sample) for sample in samples])
         self._run.log({"step": step, "eval/samples": table})
 
     def close(self, exit_code: int = 0) -> None:
-        """Finish the W&B run; it is shown as failed unless `exit_code` is 0, and has a report if it is."""
         try:
             if exit_code == 0 and self._report is not None:
                 import wandb
@@ -300,10 +327,6 @@ class WandbSink(Sink):
                 self._run.log_artifact(page)
         finally:
             self._run.finish(exit_code=exit_code)
-
-
-def _markdown_cell(text: str) -> str:
-    return escape(text).replace("|", "&#124;").replace("\n", "<br>")
 
 
 def _start_wandb(**arguments: Any) -> Any:

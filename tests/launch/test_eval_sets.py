@@ -16,7 +16,7 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig, load_config
 from ds_encdec.data.sources.sources import named_sources
-from ds_encdec.monitor.console import shown
+from ds_encdec.monitor.sinks import shown
 
 
 def evaluations(folder: Path, name: str, how: str, **changes: Any) -> list[dict[str, float]]:
