@@ -34,6 +34,8 @@ HIGHEST_LIMIT = 2.0
 """Multiple of the highest value up to which a limit is drawn: a higher one would flatten the curve."""
 
 Style = dict[str, Any]
+AlertMark = tuple[float, float, int]
+"""Step, height in the unit of the chart, and number of the alerts that share it."""
 
 _COLOURED = {
     "ink": ("text.color", "axes.titlecolor"),
@@ -45,27 +47,15 @@ styled = matplotlib.rc_context({**_RC, "svg.hashsalt": "report"}, Path(__file__)
 """A decorator that draws figures in the style of the page, and makes the same figure give the same bytes."""
 _LINES = tuple(name for name in COLOURS if name.startswith("line"))
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-_STYLES: Mapping[str, Style] = {
-    label: {"label": label, **style}
-    for label, style in {
-        "taken back": {"color": COLOURS["abandoned"], "linewidth": 1, "alpha": 0.8, "linestyle": "--"},
-        "lowest": {"color": COLOURS["line2"], "linestyle": "none", "marker": "*", "markersize": 10},
-        "restart": {"color": COLOURS["muted"], "linewidth": 0.9, "linestyle": ":"},
-        "rollback": {"color": COLOURS["rollback"], "linewidth": 1.1},
-        "alert": {
-            "color": COLOURS["alert"], "linestyle": "none", "marker": "v", "markersize": 5.5,
-            "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3,
-        },
-    }.items()
-}  # fmt: skip
-"""Styles of a chart's marks, by their labels in the legend."""
-_NUMBER_OF_ALERTS: Style = {
-    "xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5, "color": COLOURS["alert"],
-}  # fmt: skip
-_LIMITS: tuple[Style, ...] = (
-    {"color": COLOURS["line3"], "linestyle": ":"},
-    {"color": COLOURS["alert"], "linestyle": "--"},
-)
+_TAKEN_BACK: Style = {"label": "taken back", "color": COLOURS["abandoned"], "lw": 1, "alpha": 0.8, "ls": "--"}
+_LOWEST: Style = {"label": "lowest", "color": COLOURS["line2"], "ls": "none", "marker": "*", "markersize": 10}
+_RESTART: Style = {"label": "restart", "color": COLOURS["muted"], "lw": 0.9, "ls": ":"}
+_ROLLBACK: Style = {"label": "rollback", "color": COLOURS["rollback"], "lw": 1.1}
+_ALERT: Style = {"label": "alert", "color": COLOURS["alert"], "ls": "none", "marker": "v", "markersize": 5.5,
+                 "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3}  # fmt: skip
+_TIMES: Style = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5,
+                 "color": COLOURS["alert"]}  # fmt: skip
+_LIMITS: tuple[Style, ...] = ({"color": COLOURS["line3"], "ls": ":"}, {"color": COLOURS["alert"], "ls": "--"})
 
 
 class Chart(NamedTuple):
@@ -73,14 +63,6 @@ class Chart(NamedTuple):
 
     caption: str
     svg: str
-
-
-class AlertMark(NamedTuple):
-    """A mark for `times` alerts, at the highest of their values in the unit of the chart."""
-
-    step: float
-    value: float
-    times: int
 
 
 @dataclass(frozen=True)
@@ -171,31 +153,31 @@ def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     if "peak" in curves and "device" not in curves:  # without a GPU it is the same memory as the host's
         curves = {"host, highest so far" if label == "peak" else label: curve for label, curve in curves.items()}
     marks = alert_marks(run, plan)
-    known = np.concatenate([[mark.value for mark in marks], *(curve.known for curve in curves.values())])
+    known = np.concatenate([[value for _, value, _ in marks], *(curve.known for curve in curves.values())])
     axes, alone = new_axes(plan), len(plan.metrics) == 1
     for taken_back in run.abandoned.values() if alone else ():
         branch = plan.curve(taken_back, next(iter(plan.metrics)))
-        axes.plot(branch.steps, branch.values, **_STYLES["taken back"])
+        axes.plot(branch.steps, branch.values, **_TAKEN_BACK)
     for index, (label, curve) in enumerate(curves.items()):
         draw_curve(axes, curve, plan, label, index, alone=alone)
     if plan.key == "eval_loss":
         (curve,) = curves.values()
         lowest = int(np.nanargmin(curve.values))
-        axes.plot(curve.steps[lowest], curve.values[lowest], **_STYLES["lowest"])
+        axes.plot(curve.steps[lowest], curve.values[lowest], **_LOWEST)
     for (label, path), style in zip(plan.limits.items(), _LIMITS, strict=False):
         limit = run.number(path)
         if limit is not None and limit <= HIGHEST_LIMIT * known.max():
             axes.axhline(limit, label=label.format(number(limit)), linewidth=1.1, **style)
     for entry in run.entries("start"):
         if entry.get("resumed_from"):
-            axes.axvline(entry["step"], **_STYLES["restart"])
+            axes.axvline(entry["step"], **_RESTART)
     for entry in run.entries("rollback"):
-        axes.axvline(entry["step"], **_STYLES["rollback"])
+        axes.axvline(entry["step"], **_ROLLBACK)
         axes.axvspan(back_to(entry), entry["step"], color=COLOURS["rollback"], alpha=0.09, linewidth=0)
-    for mark in marks[:MAX_MARKS]:
-        axes.plot(mark.step, mark.value, **_STYLES["alert"])
-        if mark.times > 1:
-            axes.annotate(f"×{mark.times}", (mark.step, mark.value), **_NUMBER_OF_ALERTS)
+    for step, value, times in marks[:MAX_MARKS]:
+        axes.plot(step, value, **_ALERT)
+        if times > 1:
+            axes.annotate(f"×{times}", (step, value), **_TIMES)
     return finish(axes, plan, describe(curves, marks), known, pictures)
 
 
@@ -206,8 +188,9 @@ def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> st
     (curve,) = curves.values()
     lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
     top, at, remark = curve.values[highest], curve.steps[highest], ""
-    if marks and marks[0].value > top:
-        top, at, remark = marks[0].value, marks[0].step, " (alert)"
+    if marks and marks[0][1] > top:
+        at, top, _ = marks[0]
+        remark = " (alert)"
     gaps = len(curve) - len(curve.known)
     return (
         f"first {number(curve.known[0])}, last {number(curve.known[-1])}, "
@@ -233,20 +216,18 @@ def draw_curve(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int
 
 
 def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
-    """Return the marks of a chart, the highest first; the alerts of one step share a mark at the highest of them. An
-    alert is at its own value if that is the metric, else on the curve."""
+    """Return the marks of a chart, the highest first; the alerts of one step share one at the highest of them. An alert
+    is at its own value if that is the metric, else on the curve."""
     heights: dict[float, list[float]] = defaultdict(list)
     curve = run.curve(next(iter(plan.metrics)))
     for alert in run.entries("alert"):
         kind, step, value = str(alert.get("type")), alert["step"], alert.get("value")
-        if kind not in plan.alerts:
-            continue
         if kind != plan.measured_alert or not is_number(value):
             value = float(curve.at(np.array([step]))[0])
-        if not np.isnan(value):
+        if kind in plan.alerts and not np.isnan(value):
             heights[step].append(value * plan.scale)
-    marks = [AlertMark(step, max(values), len(values)) for step, values in heights.items()]
-    return sorted(marks, key=lambda mark: -mark.value)
+    marks = [(step, max(values), len(values)) for step, values in heights.items()]
+    return sorted(marks, key=lambda mark: -mark[1])
 
 
 def new_axes(plan: ChartPlan, over: str = "optimizer step") -> Axes:
@@ -259,7 +240,18 @@ def finish(axes: Axes, plan: ChartPlan, caption: str, known: np.ndarray, picture
     finite) chooses the vertical scale; the plan's key is unique in the page."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    _scale(axes, plan, known)
+    if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
+        axes.yaxis.set_minor_locator(NullLocator())
+    elif plan.from_zero:
+        axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
+    written, large = power_of_ten if np.abs(known).max() < 0.01 else number, EngFormatter(sep="")
+    axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: written(value))
+    # More ticks than intervals would stand between points, where nothing was logged.
+    intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
+    axes.xaxis.set_major_locator(MaxNLocator(min(6, intervals), steps=[1, 2, 5, 10], integer=True))
+    axes.xaxis.set_major_formatter(large)
     handles, labels = axes.get_legend_handles_labels()
     if entries := dict(zip(labels, handles, strict=True)):  # below the drawing, where it covers no curve
         columns = max(1, min(len(entries), int(figure.get_figwidth() * 14 / (max(map(len, entries)) + 6))))
@@ -273,32 +265,13 @@ def finish(axes: Axes, plan: ChartPlan, caption: str, known: np.ndarray, picture
     return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
 
 
-def _scale(axes: Axes, plan: ChartPlan, known: np.ndarray) -> None:
-    if plan.log and known.min() > 0 and known.max() > LOG_SCALE_FROM * float(np.median(known)):
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=7))
-        axes.yaxis.set_minor_locator(NullLocator())
-    elif plan.from_zero:
-        axes.set_ylim(bottom=0, top=None if known.max() > 0 else 1)
-    written = power_of_ten if np.abs(known).max() < 0.01 else number
-    large = EngFormatter(sep="")
-    axes.yaxis.set_major_formatter(large if known.max() >= 10_000 else lambda value, _: written(value))
-    # More ticks than intervals would stand between points, where nothing was logged.
-    intervals = max([4, *(np.size(line.get_xdata()) - 1 for line in axes.lines)])
-    axes.xaxis.set_major_locator(MaxNLocator(min(6, intervals), steps=[1, 2, 5, 10], integer=True))
-    axes.xaxis.set_major_formatter(large)
-
-
 def _for_page(svg: str, key: str, label: str) -> str:
     """Return the `<svg>` element alone, with unique ids, variables for colours, and a description."""
     head, body = svg[svg.index("<svg") :].split(">", 1)
     view_box = head.split('viewBox="')[1].split('"')[0]
-    rows = [
-        (r'\bid="', f'id="{key}-'),
-        (r'(url\(|href=")#', rf"\g<1>#{key}-"),
-        (r" font-family: [^;\"]*;", ""),
-        *((colour, f"var(--{name})") for name, colour in COLOURS.items()),
-    ]
-    for pattern, text in rows:
-        body = re.sub(pattern, text, body)
+    body = re.sub(r'\bid="', f'id="{key}-', body)
+    body = re.sub(r'(url\(|href=")#', rf"\g<1>#{key}-", body)
+    body = re.sub(r" font-family: [^;\"]*;", "", body)
+    for name, colour in COLOURS.items():
+        body = body.replace(colour, f"var(--{name})")
     return f'<svg role="img" aria-label="{escape(label)}" viewBox="{view_box}">{body.strip()}'

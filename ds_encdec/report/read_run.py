@@ -148,8 +148,8 @@ def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
             f"{folder.metrics}: no line of metrics, so there is nothing to draw; {state}{reason}. "
             "The first line is written after training.logging_steps steps."
         )
-    if gaps := {name: count for name, curve in curves.items() if (count := len(curve) - len(curve.known))}:
-        named = ", ".join(sorted(gaps))
+    gaps = {name: len(curve) - len(curve.known) for name, curve in curves.items()}
+    if named := ", ".join(sorted(name for name, count in gaps.items() if count)):
         notes.append(f"{sum(gaps.values()):,} values are not finite and are gaps in the curves: {named}.")
     branches: dict[int, list[Entry]] = defaultdict(list)
     for line in _read_lines(folder.abandoned_metrics, notes):

@@ -90,9 +90,25 @@ def write_last_report(path: Path) -> Path:
 
 
 def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, list[str]]:
+    """Write the page of the first run, compared with the others. Warnings name runs whose losses mean different things.
+    Raises DataError if two have no loss in common."""
+    run, *others = runs
+    for other in others:
+        if not any(len(run.curve(metric).known) and len(other.curve(metric).known) for metric in _LOSSES):
+            metrics = " and ".join(_LOSSES)
+            raise DataError(f"{run.path} and {other.path} cannot be compared: neither of {metrics} was logged by both.")
     folder.mkdir(parents=True, exist_ok=True)  # before drawing, which takes time
-    run, pictures = runs[0], folder if png else None
-    comparison = compare_runs(runs, pictures) if len(runs) > 1 else None
+    names, pictures = distinct_names(runs), folder if png else None
+    comparison: dict[str, Any] = {}
+    if others:
+        table = zip(*map(outcomes, runs), strict=True)
+        comparison = {
+            "names": names,
+            "warnings": list(incomparable(runs, names)),
+            "charts": [chart for plan in COMPARED if (chart := _chart_of_runs(plan, runs, names, pictures))],
+            "outcomes": [[rows[0][0], *(value for _, value in rows)] for rows in table],
+            "differing": differences([run.config for run in runs]),
+        }
     charts, empty = charts_of(run, pictures)
     alerts = Counter(str(entry.get("type", "unknown")) for entry in run.entries("alert"))
     page = write_page(
@@ -105,27 +121,7 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
         alert_types=alerts.most_common(),
         steps_taken_back=int(sum(entry["step"] - back_to(entry) for entry in run.entries("rollback"))),
     )
-    return page, comparison["warnings"] if comparison else []
-
-
-def compare_runs(runs: Sequence[Run], pictures: Path | None = None) -> dict[str, Any]:
-    """Return the part of the page that compares `runs`, by name; `pictures`: see `charts_of`. `outcomes` are rows of a
-    name and a value for each run, `differing` the same by field of the configuration. Warnings name runs whose losses
-    mean different things. Raises DataError if two have no loss in common."""
-    for other in runs[1:]:
-        if not any(len(runs[0].curve(metric).known) and len(other.curve(metric).known) for metric in _LOSSES):
-            raise DataError(
-                f"{runs[0].path} and {other.path} cannot be compared: "
-                f"neither of {' and '.join(_LOSSES)} was logged by both."
-            )
-    names = distinct_names(runs)
-    return {
-        "names": names,
-        "warnings": list(incomparable(runs, names)),
-        "charts": [chart for plan in COMPARED if (chart := _chart_of_runs(plan, runs, names, pictures))],
-        "outcomes": [[rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)],
-        "differing": differences([run.config for run in runs]),
-    }
+    return page, comparison.get("warnings", [])
 
 
 def distinct_names(runs: Sequence[Run]) -> list[str]:
