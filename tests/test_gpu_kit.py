@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 
 PARTS = """
-import os, signal, time
+import multiprocessing, os, signal, time
 def fine(kit): kit.row("a figure", value=2.5)
 def wrong(kit): kit.row("a figure", ok=False, value=3.5)
 def raises(kit):
@@ -24,6 +24,7 @@ def hangs(kit):
     time.sleep(3600)
 def reads(kit): kit.row("read", value=(kit.shared / "left").read_text())
 def leaves(kit): (kit.shared / "left").write_text("there")
+def spawned_only(kit): type(multiprocessing.current_process()).__name__ == "SpawnProcess" or killed(kit)
 """
 RUN = """
 import sys
@@ -36,7 +37,7 @@ parts.append(Part("reads", "some_parts:reads", 300, needs=("leaves", "hangs")))
 check = Check(parts, Path("out"), 900, dry_run=False, forks=True)
 print("passed:", check.run())
 Check([Part("late", "some_parts:fine", 60)], Path("late"), 5, dry_run=False).run()
-unforked = Part("machine", "some_parts:killed", 300, proves_forks=True)
+unforked = Part("machine", "some_parts:spawned_only", 300, proves_forks=True)
 print("without forks:", Check([unforked], Path("again"), 900, dry_run=True).run())
 """
 

@@ -14,19 +14,31 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-if TYPE_CHECKING:  # the process that only starts others imports no torch
-    from ds_encdec.base.types import Batch
-    from ds_encdec.config.schema import FullConfig
-    from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import torch
+from turns import Contender, in_turns, median, report
+
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.engine.sharded_engine import packed_forward
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
+from ds_encdec.launch.process_group import choose_device, init_process_group
+from ds_encdec.launch.world import discover
+from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.training.auto_batch.probe import full_batch, zero_weights
 
 LAYERS, WIDTH, TOKENS, MICRO_BATCHES = 28, 32, 32, 3
 
@@ -71,107 +83,58 @@ def main() -> None:
     if options.row:
         serve(ROWS[options.row], options)
         return
-    found = measure(options.only.split() or list(ROWS), options)
-    print(f"{options.layers}+{options.layers} layers of width {WIDTH}, recompute {options.recompute}: CPU ms")
-    print(f"{'':20}{'micro-step':>12}{'of bare':>10}{'step':>10}")
-    bare = found.get("bare", {}).get("micro_step_ms")
-    for name, row in found.items():
-        ratio = f"{row['micro_step_ms'] / bare:.2f}" if bare else ""
-        print(f"{name:20}{row['micro_step_ms']:12.1f}{ratio:>10}{row['step_ms']:10.1f}")
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("recompute", "layers", "rounds")}
-        options.json.write_text(json.dumps({"settings": settings, "rows": found}, indent=1) + "\n")
-
-
-def measure(names: list[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The medians of each row, and its figures of every round."""
-    processes = {name: _start(name, options) for name in names}
-    rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(options.rounds):
-        for name, process in processes.items():
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write("\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-            if not answer:
-                raise SystemExit(f"{name} has ended with exit code {process.wait()}")
-            rounds[name].append(json.loads(answer))
-    for process in processes.values():
-        process.communicate()
-    return {
-        name: {key: statistics.median(one[key] for one in found) for key in found[0]} | {"rounds": found}
+    words = ["--recompute", options.recompute, "--layers", str(options.layers)]
+    takes: dict[str, Callable[[], Any]] = {}
+    with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
+        for name in options.only.split() or ROWS:
+            command = [sys.executable, __file__, "--row", name, *words]
+            row = Contender(command, Path(folder) / f"{name.replace('/', '-')}.log")
+            stack.callback(row.close)
+            takes[name] = partial(row.take, 1)
+        rounds = in_turns(takes, options.rounds)
+    bare = [one["micro-step"] for (one,) in rounds.get("bare", [])]
+    rows = [
+        {
+            "row": name,
+            "micro-step": median(one["micro-step"] for (one,) in found),
+            "of bare": median(one["micro-step"] for (one,) in found) / median(bare) if bare else None,
+            "step": median(one["step"] for (one,) in found),
+        }
         for name, found in rounds.items()
-    }
-
-
-def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[str]:
-    from ds_encdec.launch.world import free_port
-
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        **dict.fromkeys(("RANK", "LOCAL_RANK"), "0"),
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1"),
-    }
-    words = ["--row", name, "--recompute", options.recompute, "--layers", str(options.layers)]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, __file__, *words], env=environment, **pipes)
+    ]
+    layers = f"{options.layers}+{options.layers} layers of width {WIDTH}"
+    report(f"{layers}, recompute {options.recompute}: CPU ms", rows, options.json, rounds=rounds)
 
 
 def serve(infra: dict[str, Any], options: argparse.Namespace) -> None:
     """Answer each line of the input with the figures of one step, as JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    micro_step, step = _runner(infra, options)
+    micro_step, step = (_engine if infra else _bare)(_config(infra, options), _model_config(options.layers))
+
+    def measured() -> dict[str, float]:
+        times = [time.process_time()]
+        for number in range(MICRO_BATCHES):
+            micro_step(number == MICRO_BATCHES - 1)
+        times.append(time.process_time())
+        step()
+        times.append(time.process_time())
+        return {"micro-step": (times[1] - times[0]) * 1e3 / MICRO_BATCHES, "step": (times[2] - times[1]) * 1e3}
+
     for _ in range(3):  # ZeRO-3 learns the order of the modules
-        _timed_step(micro_step, step)
+        measured()
     for _ in sys.stdin:
-        answers.write(json.dumps(_timed_step(micro_step, step)) + "\n")
-        answers.flush()
-
-
-def _timed_step(micro_step: Callable[[bool], None], step: Callable[[], None]) -> dict[str, float]:
-    times = [time.process_time()]
-    for number in range(MICRO_BATCHES):
-        micro_step(number == MICRO_BATCHES - 1)
-    times.append(time.process_time())
-    step()
-    times.append(time.process_time())
-    return {"micro_step_ms": (times[1] - times[0]) * 1e3 / MICRO_BATCHES, "step_ms": (times[2] - times[1]) * 1e3}
-
-
-def _runner(infra: dict[str, Any], options: argparse.Namespace) -> tuple[Callable[[bool], None], Callable[[], None]]:
-    """Runs a micro-batch (told if it is the last one of a step), and the step."""
-    from ds_encdec.training.auto_batch.probe import full_batch
-
-    model_config, config = _model_config(options.layers), _config(infra, options)
-    batch = full_batch(config, 1, model_config.vocab_size)
-    return _engine(config, model_config, batch) if infra else _bare(model_config, batch, options.recompute)
+        print(json.dumps(measured()), file=answers, flush=True)
 
 
 def _model_config(layers: int) -> Qwen3Seq2SeqConfig:
-    from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-
     return Qwen3Seq2SeqConfig(
-        vocab_size=256,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
+        vocab_size=256, hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
 
 
 def _config(infra: dict[str, Any], options: argparse.Namespace) -> FullConfig:
-    from ds_encdec.config.schema import FullConfig
-
     training = {
         "per_device_train_batch_size": 1,
         "num_train_steps": 1000,
@@ -184,42 +147,27 @@ def _config(infra: dict[str, Any], options: argparse.Namespace) -> FullConfig:
     return FullConfig.model_validate({"training": training, "data": data, "infra": common | infra})
 
 
-def _bare(
-    model_config: Qwen3Seq2SeqConfig, batch: Batch, recompute: Literal["none", "full"]
-) -> tuple[Callable[[bool], None], Callable[[], None]]:
+Loop = tuple[Callable[[bool], None], Callable[[], object]]
+"""A micro-batch, which is the last one of its step or not, and the step."""
+
+
+def _bare(config: FullConfig, model_config: Qwen3Seq2SeqConfig) -> Loop:
     """Plain torch, in bfloat16 throughout."""
-    import torch
-
-    from ds_encdec.engine.sharded_engine import packed_forward
-    from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
-    from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-
-    model = Qwen3ForSeq2SeqLM(model_config).to(torch.bfloat16).train()
-    apply_activation_checkpointing(model, recompute)
+    batch, model = full_batch(config, 1, model_config.vocab_size), Qwen3ForSeq2SeqLM(model_config)
+    apply_activation_checkpointing(model.to(torch.bfloat16).train(), config.training.activation_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def micro_step(last: bool) -> None:
-        packed_forward(model, batch).total.backward()
 
     def step() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    return micro_step, step
+    return lambda last: packed_forward(model, batch).total.backward(), step
 
 
-def _engine(
-    config: FullConfig, model_config: Qwen3Seq2SeqConfig, batch: Batch
-) -> tuple[Callable[[bool], None], Callable[[], None]]:
+def _engine(config: FullConfig, model_config: Qwen3Seq2SeqConfig) -> Loop:
     """The engine that `config` asks for, on the ranks of the environment."""
-    from ds_encdec.engine.select import create_engine, resolve_engine
-    from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-    from ds_encdec.launch.process_group import choose_device, init_process_group
-    from ds_encdec.launch.world import discover
-    from ds_encdec.training.auto_batch.probe import zero_weights
-
-    world, name = discover(os.environ), resolve_engine(config)
+    batch, world, name = full_batch(config, 1, model_config.vocab_size), discover(os.environ), resolve_engine(config)
     device = choose_device("cpu", world)
     init_process_group(world, device, timedelta(minutes=10), name)
     context = RunContext(world, device, name, HostCollectives())
@@ -228,10 +176,7 @@ def _engine(
     def micro_step(last: bool) -> None:
         engine.backward(engine.forward(batch), target_tokens=MICRO_BATCHES * batch.target_tokens, last=last)
 
-    def step() -> None:
-        engine.step()
-
-    return micro_step, step
+    return micro_step, engine.step
 
 
 if __name__ == "__main__":

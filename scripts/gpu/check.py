@@ -10,6 +10,7 @@ import argparse
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import signal
@@ -20,12 +21,12 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from settings import SPEED_SETTINGS
 
-HERE = Path(__file__).parent
 LOG_LINES = 25  # of a failed part's output are shown
 
 
@@ -83,28 +84,25 @@ PARTS: tuple[Part, ...] = (
 """In the order in which they begin: what tells most comes first."""
 
 
-@dataclass
-class Running:
+class Running(NamedTuple):
     """A part's process. `folder`: of its rows and its output."""
 
     part: Part
-    process: int
+    process: BaseProcess
     folder: Path
     began: float
     seconds: float
 
 
 class Check:
-    """One run over `parts`. `seconds`: for all together."""
+    """One run over `parts`. `seconds`: for all together. `forks`: parts are forks, which need not import again."""
 
     def __init__(self, parts: Sequence[Part], out: Path, seconds: float, *, dry_run: bool, forks: bool = True) -> None:
         self._waiting, self._out, self._dry_run, self._forks = list(parts), out, dry_run, forks
         self._began = time.monotonic()
         self._ends = self._began + seconds
-        self._slots = 2 if dry_run else 4  # parts side by side
         self._work = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-        self._shared = self._work / "shared"
-        self._shared.mkdir()
+        (self._work / "shared").mkdir()
         self._running: list[Running] = []
         self.found: list[dict[str, Any]] = []
         out.mkdir(parents=True, exist_ok=True)
@@ -114,8 +112,10 @@ class Check:
         """Run all; True if all have passed."""
         try:
             while self._waiting or self._running:
-                self._start()
-                self._look()
+                while self._waiting and self._may_begin(self._waiting[0]):
+                    self._begin(self._waiting.pop(0))
+                for running in list(self._running):
+                    self._look_at(running)
                 time.sleep(0.05)
         finally:
             for running in self._running:
@@ -124,83 +124,52 @@ class Check:
             shutil.rmtree(self._work, ignore_errors=True)
         return all(part["ok"] for part in self.found)
 
-    def _start(self) -> None:
-        """Begin what may begin now, in order: what measures time waits until nothing runs, and nothing runs beside."""
-        done = {part["name"] for part in self.found}
-        while self._waiting and len(self._running) < self._slots:
-            part = self._waiting[0]
-            busy = [running.part for running in self._running]
-            if busy and (part.alone or any(one.alone for one in busy)):
-                return
-            if any(name not in done for name in part.needs):
-                return
-            self._waiting.pop(0)
-            left = self._ends - time.monotonic()
-            if self._dry_run and part.left_out_dry:
-                self._keep(part, 0.0, [{"name": part.name, "ok": True, "omitted": part.left_out_dry}], "")
-            elif left < min(15.0, part.seconds):
-                why = f"not reached: {max(left, 0):.0f} s were left"
-                self._keep(part, 0.0, [{"name": part.name, "ok": True, "omitted": why}], "")
-            else:
-                folder = self._work / f"{len(self.found)}-{part.name.replace(' ', '-')}"
-                folder.mkdir(exist_ok=True)  # a part that could not be forked begins again
-                self.say(f"begins {part.name}")
-                process = self._forked(part, folder) if self._forks else self._spawned(part, folder)
-                seconds = left if self._dry_run else min(part.seconds, left)
-                self._running.append(Running(part, process, folder, time.monotonic(), seconds))
+    def _may_begin(self, part: Part) -> bool:
+        """Parts begin in order, up to four side by side; what measures time waits until nothing runs."""
+        busy, done = [running.part for running in self._running], {part["name"] for part in self.found}
+        is_quiet = not busy or not any(one.alone for one in (part, *busy))
+        return is_quiet and len(busy) < (2 if self._dry_run else 4) and done.issuperset(part.needs)
 
-    def _forked(self, part: Part, folder: Path) -> int:
-        """Begin a part in a copy of this process, whose imports it need not make again."""
-        sys.stdout.flush()
-        if process := os.fork():
-            return process
-        code = 1
-        with suppress(BaseException):
-            code = work(part, folder, self._shared, dry_run=self._dry_run)
-        os._exit(code)
+    def _begin(self, part: Part) -> None:
+        left = self._ends - time.monotonic()
+        why = part.left_out_dry if self._dry_run else ""
+        if not why and left < min(15.0, part.seconds):
+            why = f"not reached: {max(left, 0):.0f} s were left"
+        if why:
+            self._keep(part, 0.0, [{"name": part.name, "ok": True, "omitted": why}])
+            return
+        folder = self._work / f"{len(self.found)}-{part.name.replace(' ', '-')}"
+        folder.mkdir(exist_ok=True)  # a part that could not be forked begins again
+        self.say(f"begins {part.name}")
+        process = multiprocessing.get_context("fork" if self._forks else "spawn").Process(
+            target=work, args=(part, folder, self._work / "shared", self._dry_run)
+        )
+        process.start()
+        seconds = left if self._dry_run else min(part.seconds, left)
+        self._running.append(Running(part, process, folder, time.monotonic(), seconds))
 
-    def _spawned(self, part: Part, folder: Path) -> int:
-        command = [
-            sys.executable,
-            __file__,
-            "--part",
-            part.name,
-            "--folder",
-            str(folder),
-            "--shared",
-            str(self._shared),
-        ]
-        return os.posix_spawn(sys.executable, [*command, *["--dry-run"] * self._dry_run], os.environ)
-
-    def _look(self) -> None:
+    def _look_at(self, running: Running) -> None:
         """Take in what has ended, and end what has run for too long."""
-        for running in list(self._running):
-            seconds = time.monotonic() - running.began
-            process, status = os.waitpid(running.process, os.WNOHANG)
-            code = os.waitstatus_to_exitcode(status) if process else 0
+        part, seconds, code = running.part, time.monotonic() - running.began, running.process.exitcode
+        if code is None and seconds < running.seconds:
+            return
+        self._running.remove(running)
+        problem = f"ended after {seconds:.0f} s: too slow, or stuck"
+        if code is None:
+            _kill(running.process)
+        else:
             problem = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}" if code else ""
-            if not process:
-                if seconds < running.seconds:
-                    continue
-                problem = f"ended after {seconds:.0f} s: too slow, or stuck"
-                _kill(running.process)
-            self._running.remove(running)
-            rows, log = _rows(running.folder), _text(running.folder / "log.txt")
-            if (
-                self._forks
-                and problem
-                and running.part.proves_forks
-                and not any(row["name"] == "device" for row in rows)
-            ):
-                self.say(f"{running.part.name}: {problem}; from here on each part imports all by itself")
-                self._forks = False
-                self._waiting.insert(0, running.part)
-                continue
-            with (self._out / "gpu.txt").open("a") as file:
-                file.write(f"===== {running.part.name}\n{log}\n")
-            self._keep(running.part, seconds, rows, problem, log)
+        rows, log = _rows(running.folder), _text(running.folder / "log.txt")
+        if problem and self._forks and part.proves_forks and all(row["name"] != "device" for row in rows):
+            self.say(f"{part.name}: {problem}; from here on each part imports all by itself")
+            self._forks = False
+            self._waiting.insert(0, part)
+            return
+        with (self._out / "gpu.txt").open("a") as file:
+            file.write(f"===== {part.name}\n{log}\n")
+        self._keep(part, seconds, rows, problem, log)
 
-    def _keep(self, part: Part, seconds: float, rows: list[dict[str, Any]], problem: str, log: str = "") -> None:
+    def _keep(self, part: Part, seconds: float, rows: list[dict[str, Any]], problem: str = "", log: str = "") -> None:
         passed = not problem and all(row["ok"] for row in rows)
         self.found.append(
             {"name": part.name, "ok": passed, "seconds": round(seconds, 1), "problem": problem, "rows": rows}
@@ -214,8 +183,8 @@ class Check:
         self._write()
 
     def _write(self) -> None:
-        seconds = round(time.monotonic() - self._began, 1)
         left = [part.name for part in (*(running.part for running in self._running), *self._waiting)]
+        seconds = round(time.monotonic() - self._began, 1)
         facts = {"dry_run": self._dry_run, "seconds": seconds, "parts": self.found, "left": left}
         new = self._out / "gpu.json.new"
         new.write_text(json.dumps(facts, indent=1) + "\n")
@@ -226,25 +195,25 @@ class Check:
         print(f"{time.monotonic() - self._began:6.1f} s  {text}", flush=True)
 
 
-def work(part: Part, folder: Path, shared: Path, *, dry_run: bool) -> int:
-    """Do a part in this process; returns its exit code. What it prints goes to a file."""
+def work(part: Part, folder: Path, shared: Path, dry_run: bool) -> NoReturn:
+    """Do a part in this process, and end it. What it prints goes to a file."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setsid()  # so that it can be ended with all that it has started
     log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    code = 0
     try:
         from kit import Kit
 
         module, function = part.run.split(":")
         getattr(importlib.import_module(module), function)(Kit(dry_run, folder, shared), **part.arguments)
-        code = 0
     except BaseException:
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    return code
+    os._exit(code)
 
 
 def told(row: Mapping[str, Any]) -> str:
@@ -252,17 +221,11 @@ def told(row: Mapping[str, Any]) -> str:
     if "omitted" in row:
         return f"    left out: {row['name']}: {row['omitted']}"
     shown = [
-        f"{name} {_short(value)}" for name, value in row.items() if name not in ("name", "ok") and _is_short(value)
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+        if name not in ("name", "ok") and not isinstance(value, (list, dict)) and len(str(value)) < 200
     ]
     return f"  {' ' if row['ok'] else '*'} {row['name']}: {', '.join(shown)}"
-
-
-def _is_short(value: object) -> bool:
-    return not isinstance(value, (list, dict)) and len(str(value)) < 200
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _text(file: Path) -> str:
@@ -277,12 +240,12 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _kill(process: int) -> None:
+def _kill(process: BaseProcess) -> None:
+    assert process.pid is not None
     for end in (os.killpg, os.kill):  # before it has a group of its own, itself
         with suppress(ProcessLookupError, PermissionError):
-            end(process, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        os.waitpid(process, 0)
+            end(process.pid, signal.SIGKILL)
+    process.join()
 
 
 def chosen(parts: Sequence[Part], words: Sequence[str]) -> Iterator[Part]:
@@ -316,13 +279,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="WORD", help="parts whose names begin so")
     parser.add_argument("--dry-run", action="store_true", help="try all on a CPU, with tiny models")
     parser.add_argument("--spawn", action="store_true", help="start an interpreter for each part, where forks fail")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--shared", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.part:
-        part = next(part for part in PARTS if part.name == options.part)
-        return work(part, options.folder, options.shared, dry_run=options.dry_run)
     seconds = options.seconds or (math.inf if options.dry_run else 560)
     check = Check(
         [*chosen(PARTS, options.only)], options.out, seconds, dry_run=options.dry_run, forks=not options.spawn

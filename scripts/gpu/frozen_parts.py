@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kit import QWEN, TINY, Kit, make_engine, run_config, web_like_batches
+from kit import QWEN, SHORT, TINY, Kit, make_engine, run_config, web_like_batches
 from torch import nn
 
 from ds_encdec.launch.process_group import shutdown
@@ -57,7 +57,7 @@ def train(kit: Kit, name: str) -> None:
         kit,
         sizes,
         model={"lora": {"r": 8} if has_peft else None},
-        data={"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128},
+        data=SHORT,
         training={
             "per_device_train_batch_size": 1,
             "gradient_accumulation_steps": ACCUMULATION,

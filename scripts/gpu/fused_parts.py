@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import torch
-from kit import Kit, relative_error, run_config, web_like_batches
+from kit import SHORT, Kit, relative_error, run_config, web_like_batches
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -89,7 +89,7 @@ def attention(kit: Kit) -> None:
     """Every kernel of the table that takes this device, output and gradients, against one call per document."""
     from ds_encdec.model import attention_kernels as table
 
-    config = run_config(kit, kit.sizes, data=_short() if kit.dry_run else {})
+    config = run_config(kit, kit.sizes, data=SHORT if kit.dry_run else {})
     (batch,), _ = web_like_batches(config, kit.sizes["vocab_size"], 1)
     batch = batch.to(kit.device)
     layout = layout_of(batch)
@@ -134,7 +134,3 @@ def _attention_errors(
         results.append((out, *gradients))
     names = ("out", "q_gradient", "k_gradient", "v_gradient")
     return {name: relative_error(*pair) for name, *pair in zip(names, *results, strict=True)}
-
-
-def _short() -> dict[str, Any]:
-    return {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128}

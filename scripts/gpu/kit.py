@@ -51,6 +51,8 @@ TINY = {
     "intermediate_size": 128,
 }
 
+SHORT = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128}
+
 
 @dataclass(frozen=True)
 class Kit:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import Kit, job_of, make_engine, run_config, web_like_batches
+from kit import SHORT, Kit, job_of, make_engine, run_config, web_like_batches
 from settings import SPEED_SETTINGS
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -33,8 +33,6 @@ from ds_encdec.memory.gpus import peak_flops
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn", "flash_attn_interface")
-ACCUMULATION = 4  # micro-batches of a measured step
-DRY_ACCUMULATION = 2
 SHIPPED_ACCUMULATION = 64  # those of ds_configs/qwen3_0.6b_ul2_1gpu.yaml, whose speed is computed
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 GIB = 2**30
@@ -52,7 +50,7 @@ def machine(kit: Kit) -> None:
     properties = torch.cuda.get_device_properties(kit.device)
     capability = ".".join(map(str, torch.cuda.get_device_capability(kit.device)))
     kit.row("device", device=properties.name, capability=capability, memory_gib=properties.total_memory / GIB)
-    kit.row("rates", bf16_tflops=_product_rate(kit) / 1e12, copy_tb_per_s=_copy_rate(kit) / 1e12)
+    kit.row("rates", **_rates(kit))
     context = _beside_allocator()
     # The products have left cuBLAS' workspaces, which torch's allocator holds as long as the process lives.
     held = context + torch.cuda.memory_allocated()
@@ -65,18 +63,12 @@ def machine(kit: Kit) -> None:
     shutdown()
 
 
-def _product_rate(kit: Kit) -> float:
-    """Operations per second of a large product in bf16, on random data: zeros would be faster."""
-    left = torch.randn(8192, 8192, device=kit.device, dtype=torch.bfloat16)
-    right = torch.randn_like(left)
-    return 2 * 8192**3 / _seconds(kit, lambda: torch.mm(left, right))
-
-
-def _copy_rate(kit: Kit) -> float:
-    """Bytes read and written per second by a copy of 4 GiB."""
-    source = torch.randn(2**30, device=kit.device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(kit, lambda: target.copy_(source))
+def _rates(kit: Kit) -> dict[str, float]:
+    """Of a large product in bf16, on random data since zeros would be faster, and of a copy of 4 GiB."""
+    left, source = torch.randn(8192, 8192, device=kit.device).bfloat16(), torch.randn(2**30, device=kit.device)
+    right, target = torch.randn_like(left), torch.empty_like(source)
+    product, copy = _seconds(kit, lambda: torch.mm(left, right)), _seconds(kit, lambda: target.copy_(source))
+    return {"bf16_tflops": 2 * 8192**3 / product / 1e12, "copy_tb_per_s": 2 * source.nbytes / copy / 1e12}
 
 
 def _version(name: str) -> str | None:
@@ -113,12 +105,11 @@ def speed_config(kit: Kit, setting: str) -> FullConfig:
     row = SPEED_SETTINGS[setting]
     training = {
         "per_device_train_batch_size": 1 if kit.dry_run else row.micro_batch,
-        "gradient_accumulation_steps": DRY_ACCUMULATION if kit.dry_run else ACCUMULATION,
+        "gradient_accumulation_steps": 2 if kit.dry_run else 4,
         "activation_checkpointing": row.checkpointing,
         "torch_compile": row.compiled,
     }
-    data = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128} if kit.dry_run else {}
-    return run_config(kit, kit.sizes, training=training, infra=row.infra, data=data)
+    return run_config(kit, kit.sizes, training=training, infra=row.infra, data=SHORT if kit.dry_run else {})
 
 
 def speed(kit: Kit, setting: str) -> None:
@@ -130,7 +121,9 @@ def speed(kit: Kit, setting: str) -> None:
     engine, model = make_engine(kit, config, accumulation)
     kit.wait()
     built = time.perf_counter() - begin
-    _forget_peak(kit)
+    if kit.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     counters.clear()  # of what was compiled to try whether that works
     on_device = [batch.to(kit.device) for batch in batches]
     steps = cycle([on_device[:accumulation], on_device[accumulation:]])
@@ -138,18 +131,21 @@ def speed(kit: Kit, setting: str) -> None:
     count = 1 if kit.dry_run else min(10, max(3, round(6 / _run(kit, engine, [next(steps)]))))
     measured = [next(steps) for _ in range(count)]
     seconds = _run(kit, engine, measured) / count
-    tokens = sum(_tokens(batch) for step in measured for batch in step) / count
+    tokens = sum(one.encoder_tokens + one.target_tokens for step in measured for one in step) / count
     flops = sum(training_flops(model, one.encoder_lengths, one.decoder_lengths) for step in measured for one in step)
-    parts = _timed_step(kit, engine, next(steps))
+    micro_batch, update = _timed_step(kit, engine, next(steps))
+    shipped = SHIPPED_ACCUMULATION * tokens / accumulation / (SHIPPED_ACCUMULATION * micro_batch + update)
+    peak = peak_flops(torch.cuda.get_device_name()) if kit.device.type == "cuda" else None
     expected = estimate(job_of(kit, config, model, accumulation, ratio))
     kit.row(
         setting,
         tokens_per_second=tokens / seconds,
-        mfu=_mfu(kit, flops / count / seconds),
+        mfu=peak and flops / count / seconds / peak,
         step_ms=1e3 * seconds,
         steps=count,
-        **parts,
-        tokens_per_second_at_64=_at_shipped(tokens / accumulation, parts),
+        micro_batch_ms=1e3 * micro_batch,
+        update_ms=1e3 * update,
+        tokens_per_second_at_64=shipped,
         first_step_s=first,
         graphs=counters["stats"]["unique_graphs"],
         breaks=sum(counters["graph_break"].values()),
@@ -172,10 +168,6 @@ def _run(kit: Kit, engine: Engine, steps: Sequence[Sequence[Batch]]) -> float:
     return time.perf_counter() - begin
 
 
-def _tokens(batch: Batch) -> int:
-    return batch.encoder_tokens + batch.target_tokens
-
-
 def _step(engine: Engine, batches: Sequence[Batch]) -> None:
     target_tokens = sum(batch.target_tokens for batch in batches)
     for number, batch in enumerate(batches, start=1):
@@ -184,8 +176,8 @@ def _step(engine: Engine, batches: Sequence[Batch]) -> None:
     engine.step()
 
 
-def _timed_step(kit: Kit, engine: Engine, batches: Sequence[Batch]) -> dict[str, float]:
-    """Milliseconds of a micro-batch but the first and of the optimizer's step, waiting for the device after each."""
+def _timed_step(kit: Kit, engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Seconds of a micro-batch and of the optimizer's step, waiting for the device after each."""
     target_tokens, times = sum(batch.target_tokens for batch in batches), []
     for number, batch in enumerate(batches, start=1):
         kit.wait()
@@ -198,30 +190,7 @@ def _timed_step(kit: Kit, engine: Engine, batches: Sequence[Batch]) -> dict[str,
     kit.wait()
     # The last one also reduces gradients: that is the step's, as its beginning is.
     micro_batch = statistics.median(times[:-1])
-    return {
-        "micro_batch_ms": 1e3 * micro_batch,
-        "update_ms": 1e3 * (time.perf_counter() - begin + max(0.0, times[-1] - micro_batch)),
-    }
-
-
-def _at_shipped(tokens: float, parts: dict[str, float]) -> float:
-    """Tokens per second of steps of as many micro-batches as the shipped configuration has, computed from the parts.
-
-    `tokens`: of a micro-batch.
-    """
-    seconds = (SHIPPED_ACCUMULATION * parts["micro_batch_ms"] + parts["update_ms"]) / 1e3
-    return tokens * SHIPPED_ACCUMULATION / seconds
-
-
-def _mfu(kit: Kit, flops_per_second: float) -> float | None:
-    peak = peak_flops(torch.cuda.get_device_name()) if kit.device.type == "cuda" else None
-    return None if peak is None else flops_per_second / peak
-
-
-def _forget_peak(kit: Kit) -> None:
-    if kit.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    return micro_batch, time.perf_counter() - begin + max(0.0, times[-1] - micro_batch)
 
 
 def _memory(kit: Kit, estimated: float) -> dict[str, float | None]:
@@ -242,10 +211,8 @@ def _memory(kit: Kit, estimated: float) -> dict[str, float | None]:
 
 def _profile(kit: Kit, engine: Engine, batches: Sequence[Batch], setting: str) -> None:
     """The kernels of a step of one micro-batch, how busy they keep the device, and where the host waits for it."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    on_gpu = kit.device.type == "cuda"
-    if on_gpu:
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    on_gpu, kinds = kit.device.type == "cuda", torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, *[kinds.CUDA] * on_gpu]
     kit.wait()
     with torch.profiler.profile(activities=activities) as profile:
         begin = time.perf_counter()
