@@ -31,7 +31,6 @@ from turns import median, report
 from ds_encdec.base.types import Batch, TrainingState
 from ds_encdec.checkpoint.manager import CheckpointManager, SaveOutcome
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
@@ -66,74 +65,74 @@ def main() -> None:
     context = RunContext(world, device, options.engine, collectives)
     engine = create_engine(config, context, model_config, random_weights(model_config, 0), 1)
     manager = CheckpointManager(folder, collectives, engine_name=options.engine, keep=1)
-    bench = SaveBench(engine, manager, collectives, packed_batch(model_config.vocab_size), _LIBRARY[options.engine])
-    measured = [bench.repetition(number) for number in range(options.repeats + 1)][1:]
+    batch = packed_batch(model_config.vocab_size)
+    measured = [
+        repetition(number, engine, manager, collectives, batch, options.engine) for number in range(options.repeats + 1)
+    ][1:]
     if world.is_main:
-        _report(options, model_config, world.world_size, measured)
+        size = f"{count_parameters(model_config) / 1e6:.0f} M parameters, {world.world_size} ranks"
+        num_bytes = median(one.pop("bytes") for one in measured)
+        ratios = {way: median(one["library"] / one[way] for one in measured) for way in ("background", "at once")}
+        rows = [
+            {"way": way, "seconds": median(one[way] for one in measured), "library / this": ratios.get(way)}
+            for way in measured[0]
+        ]
+        title = f"{options.engine}, {size}, {num_bytes / 1e9:.2f} GB, medians of {len(measured)}"
+        report(title, rows, options.json)
         shutil.rmtree(folder)
     engine.close()
-    del engine, bench
+    del engine
     shutdown()
 
 
-class SaveBench:
-    """One engine, saved over and over."""
+def repetition(
+    number: int, engine: Any, manager: CheckpointManager, collectives: HostCollectives, batch: Batch, name: str
+) -> dict[str, float]:
+    """Seconds that each way held training up, and of a step beside a save and without one."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        manager: CheckpointManager,
-        collectives: HostCollectives,
-        batch: Batch,
-        native_save: Callable[[Any, Path], None],
-    ) -> None:
-        self.engine = engine
-        self.manager = manager
-        self.collectives = collectives
-        self.batch = batch
-        self.native_save = native_save
+    def step() -> None:
+        loss = engine.forward(batch)
+        engine.backward(loss, target_tokens=batch.target_tokens * dist.get_world_size(), last=True)
+        engine.step()
 
-    def repetition(self, number: int) -> dict[str, float]:
-        """Seconds that each way held training up, and of a step beside a save and without one."""
-        found = {"quiet step": self._step()}
-        self._begin_save(2 * number, in_background=True)
-        steps = [self._step()]
-        while not all(self.collectives.gather(self.manager.save_is_over)):
-            steps.append(self._step())
-        background = self._outcome()
-        self._begin_save(2 * number + 1, in_background=False)
-        at_once = self._outcome()
-        found |= {
-            "background": background.blocked_seconds,
-            "background, until committed": background.seconds,
-            "step beside a save": statistics.mean(steps),
-            "at once": at_once.blocked_seconds,
-            "bytes": float(at_once.num_bytes),
-        }
-        library_folder = self.manager.folder / f"library-{number}"
-        dist.barrier()
-        found["library"] = _seconds(lambda: self.native_save(self.engine, library_folder))
-        if dist.get_rank() == 0:
-            shutil.rmtree(library_folder)
+    def save(step: int, *, in_background: bool) -> None:
+        state = TrainingState(global_step=step)
+        manager.save(state, engine.stage, lambda _: None, pointers=(), in_background=in_background)
+
+    def outcome() -> SaveOutcome:
+        found = manager.collect()
+        if found is None or found.problem is not None:
+            raise SystemExit(f"nothing was saved: {found}")
         return found
 
-    def _begin_save(self, step: int, *, in_background: bool) -> None:
-        state = TrainingState(global_step=step)
-        self.manager.save(state, self.engine.stage, _nothing, pointers=(), in_background=in_background)
+    def save_by_library() -> None:
+        if name == "deepspeed":
+            engine._engine.save_checkpoint(str(library_folder))
+        else:  # as a user of FSDP2 would
+            model, optimizer = get_state_dict(engine.model, engine.optimizer)
+            dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=library_folder)
 
-    def _outcome(self) -> SaveOutcome:
-        outcome = self.manager.collect()
-        if outcome is None or outcome.problem is not None:
-            raise SystemExit(f"nothing was saved: {outcome}")
-        return outcome
-
-    def _step(self) -> float:
-        def step() -> None:
-            loss = self.engine.forward(self.batch)
-            self.engine.backward(loss, target_tokens=self.batch.target_tokens * dist.get_world_size(), last=True)
-            self.engine.step()
-
-        return _seconds(step)
+    library_folder, quiet = manager.folder / f"library-{number}", _seconds(step)
+    save(2 * number, in_background=True)
+    steps = [_seconds(step)]
+    while not all(collectives.gather(manager.save_is_over)):
+        steps.append(_seconds(step))
+    background = outcome()
+    save(2 * number + 1, in_background=False)
+    at_once = outcome()
+    dist.barrier()
+    library = _seconds(save_by_library)
+    if dist.get_rank() == 0:
+        shutil.rmtree(library_folder)
+    return {
+        "quiet step": quiet,
+        "background": background.blocked_seconds,
+        "background, until committed": background.seconds,
+        "step beside a save": statistics.mean(steps),
+        "at once": at_once.blocked_seconds,
+        "library": library,
+        "bytes": sum(path.stat().st_size for path in manager.at(2 * number + 1).rglob("*") if path.is_file()),
+    }
 
 
 def _seconds(action: Callable[[], Any]) -> float:
@@ -144,78 +143,24 @@ def _seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def _nothing(folder: Path) -> None:
-    """No files beside the engine's."""
-
-
-def _deepspeed_save(engine: Any, folder: Path) -> None:
-    engine._engine.save_checkpoint(str(folder))
-
-
-def _dcp_save(engine: Any, folder: Path) -> None:
-    """Save as a user of FSDP2 would: model and optimizer by torch.distributed.checkpoint's own state dicts."""
-    model, optimizer = get_state_dict(engine.model, engine.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-
-
-_LIBRARY = {"deepspeed": _deepspeed_save, "fsdp": _dcp_save}
-
-
 def packed_batch(vocab_size: int) -> Batch:
     """A micro-batch of one example of 256 and 256 random tokens."""
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (3, 256), generator=draw)
-    boundaries = torch.tensor([0, 256], dtype=torch.int32)
-    return Batch(
-        encoder_ids=ids[0],
-        decoder_input_ids=ids[1],
-        labels=ids[2],
-        encoder_positions=torch.arange(256),
-        decoder_positions=torch.arange(256),
-        encoder_cu_seqlens=boundaries,
-        decoder_cu_seqlens=boundaries,
-        denoiser_ids=torch.zeros(256, dtype=torch.int64),
-        encoder_lengths=(256,),
-        decoder_lengths=(256,),
-    )
+    ids = torch.randint(vocab_size, (3, 256), generator=torch.Generator().manual_seed(0))
+    positions, boundaries = torch.arange(256), torch.tensor([0, 256], dtype=torch.int32)
+    denoiser_ids = torch.zeros(256, dtype=torch.int64)
+    return Batch(*ids, positions, positions, boundaries, boundaries, denoiser_ids, (256,), (256,))
 
 
 def _configuration(options: argparse.Namespace) -> tuple[FullConfig, Qwen3Seq2SeqConfig]:
     training = {"activation_checkpointing": "none", "warmup_steps": 1, "num_train_steps": 10_000}
     infra = {"device": "auto", "sharding_stage": "zero3", **ENGINES[options.engine]}
     model_config = Qwen3Seq2SeqConfig(
-        vocab_size=options.vocab,
-        hidden_size=options.hidden,
-        intermediate_size=3 * options.hidden,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        num_key_value_heads=options.hidden // 128,
-        head_dim=64,
-        pad_token_id=0,
-        eos_token_id=1,
+        vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=3 * options.hidden,
+        num_hidden_layers=options.layers, num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 128, head_dim=64, pad_token_id=0, eos_token_id=1,
         decoder_start_token_id=0,
-    )
+    )  # fmt: skip
     return FullConfig.model_validate({"training": training, "infra": infra}), model_config
-
-
-def _report(
-    options: argparse.Namespace, model_config: Qwen3Seq2SeqConfig, world_size: int, measured: list[dict[str, float]]
-) -> None:
-    medians = {name: median(repetition[name] for repetition in measured) for name in measured[0]}
-    ratios = {
-        way: median(repetition["library"] / repetition[way] for repetition in measured)
-        for way in ("background", "at once")
-    }
-    rows = [
-        {"way": name, "seconds": seconds, "library / this": ratios.get(name)}
-        for name, seconds in medians.items()
-        if name != "bytes"
-    ]
-    title = (
-        f"{options.engine}, {count_parameters(model_config) / 1e6:.0f} M parameters, {world_size} ranks, "
-        f"{medians['bytes'] / 1e9:.2f} GB, medians of {len(measured)}"
-    )
-    report(title, rows, options.json)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,22 @@ def test_data_pipelines_take_turns(tmp_path: Path) -> None:
     assert other < ours <= 1
 
 
+@pytest.mark.parametrize(
+    ("script", "arguments", "first"),
+    [
+        ("control_traffic.py", "2", "a step, by an all-gather"),
+        ("host_time.py", "--only fsdp-zero2 --layers 1 --rounds 1", "fsdp-zero2"),
+        ("save.py", "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1", "quiet step"),
+    ],
+)
+def test_the_others_run(tmp_path: Path, script: str, arguments: str, first: str) -> None:
+    row = rows(script, tmp_path, *arguments.split())[0]
+    assert (next(iter(row.values())), all(value > 0 for value in row.values() if isinstance(value, float))) == (
+        first,
+        True,
+    )
+
+
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.12"), reason="torch 2.11 has no shapes for addmm's out_dtype"
 )
