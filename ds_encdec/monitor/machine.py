@@ -194,7 +194,7 @@ class MachineWatch:
         share, most = max(shares), settings.data_wait_threshold
         slow, late = settings.straggler_threshold, settings.straggler_late_threshold
         latest, lateness = _latest(rank_stats)
-        rows = [
+        rows: list[tuple[Any, ...]] = [
             ("throughput", "throughput_drop", speed < least, speed, least,
              f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
              f"monitor.throughput_drop_threshold={drop:g} times the mean of the intervals before"),

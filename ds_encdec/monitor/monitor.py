@@ -190,7 +190,7 @@ class TrainingMonitor:
         finite_loss, finite_norm = math.isfinite(loss), math.isfinite(grad_norm)
         limit, count = self.loss_spike_threshold * self.loss_window.mean, len(self.loss_window)
         is_full_enough, largest = count >= self.loss_spike_min_values, self.grad_norm_threshold
-        rows = [
+        rows: list[tuple[Any, ...]] = [
             ("non_finite", not finite_loss or not (finite_norm or self.loss_scaling),
              grad_norm if finite_loss else loss, math.inf,
              f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"),
