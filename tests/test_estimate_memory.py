@@ -70,7 +70,7 @@ def test_ranks_on_cpus_are_judged_by_their_hosts(capsys: pytest.CaptureFixture[s
     assert plan_run(config)["host_bytes_per_node"] == needed < 2 * GIB
     told = ask(*on_cpus)
     assert "2 x CPU rank on 1 node" in told
-    assert f"Each host of 2 ranks holds {needed / GIB:.1f} GiB, at their worst moment" in told
+    assert f"Each host of 2 ranks holds {needed / GIB:.1f} GiB at its worst moment" in told
     assert not {"GPU", "a100-80gb", "Recommended"} & set(re.findall(r"[\w-]+", told))
     for size, fits in (("32GiB", True), ("1GiB", False)):
         found = ask_json(*on_cpus, "--host-memory", size)

@@ -21,7 +21,6 @@ from ds_encdec.memory.job import (
     saves_at_most,
 )
 from ds_encdec.memory.question import indivisible, planned_checkpointing, planned_job
-from ds_encdec.memory.recompute import needs_recompute_choice, with_recompute
 from ds_encdec.memory.variants import Variant
 from ds_encdec.memory.zero import swapped_bytes
 
@@ -54,10 +53,8 @@ def plan_run(
             "training.num_train_epochs is counted in steps when a run starts and looks at its data: for a plan give "
             "training.num_train_steps, or --tokens"
         )
-    sizes, remarks = run_sizes(config), list[str]()
-    if needs_recompute_choice(config):
-        choice = planned_checkpointing(config, sizes, nodes, GPUS[DEFAULT_GPU])
-        config, remarks = with_recompute(config, choice.mode), [f"{choice}, on an {DEFAULT_GPU}."]
+    sizes = run_sizes(config)
+    config, choice = planned_checkpointing(config, sizes, nodes, GPUS[DEFAULT_GPU])
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     job = planned_job(config, sizes, nodes)
     sequences = global_batch_size(config, job.world_size)
@@ -83,7 +80,7 @@ def plan_run(
         "disk": _disk(job, steps),
         "host_bytes_per_node": Variant(job, estimate(job)).node_bytes,
         "nvme_bytes_per_node": swapped_bytes(job),
-        "remarks": remarks,
+        "remarks": [f"{choice}, on an {DEFAULT_GPU}."] if choice else [],
     }
 
 

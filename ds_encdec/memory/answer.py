@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_encdec.base.quantities import count, in_gib
-from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.question import EstimateRequest
@@ -86,16 +85,16 @@ def _table(request: EstimateRequest, engine: str) -> EngineTable:
     base = changed(request.job, needed)
     best = recommend(base, request.fits)
     near = nearest(base, request.fits) if best is None and engine == request.job.engine else []
-    rows, best_rows, near = (
+    rows, recommended, near = (
         [replace(row, overrides=needed | row.overrides) for row in some]
         for some in (variants(base), [best] if best else [], near)
     )
-    return EngineTable(base, rows, best_rows[0] if best_rows else None, near)
+    return EngineTable(base, rows, next(iter(recommended), None), near)
 
 
 def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:
     """Return the answer as JSON, sizes in bytes; docs/estimate-memory.md lists the keys."""
-    job = request.job
+    job, on_gpu = request.job, request.job.device == "cuda"
     found: dict[str, Any] = {
         "inputs": {
             "model": job.config.model.model_name_or_path,
@@ -103,8 +102,8 @@ def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: Tra
             "gpus": job.world_size,
             "nodes": job.nodes,
             "device": job.device,
-            "gpu": request.gpu.name if job.device == "cuda" else None,
-            "gpu_usable_bytes": request.gpu.usable_bytes if job.device == "cuda" else None,
+            "gpu": request.gpu.name if on_gpu else None,
+            "gpu_usable_bytes": request.gpu.usable_bytes if on_gpu else None,
             "headroom": HEADROOM,
             "host_headroom": HOST_HEADROOM,
             "host_memory_bytes": request.host_bytes,
@@ -136,11 +135,10 @@ def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: Tra
 
 
 def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
-    infra = row.job.config.infra
     setting: dict[str, Any] = {
         "overrides": row.overrides,
         "configured": not row.overrides,
-        "sharding_stage": infra.sharding_stage,
+        "sharding_stage": row.job.config.infra.sharding_stage,
         "offload": offload_of(row.job),
         "activation_checkpointing": row.job.config.training.activation_checkpointing,
         **_batch(row.job),
@@ -149,8 +147,7 @@ def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
     }
     if row.reason:
         return setting
-    host = row.estimate.host.scaled(row.job.ranks_per_node)
-    short_of = request.short_of(row) if request.runs(row.job) else "does not run"
+    host, short_of = row.estimate.host.scaled(row.job.ranks_per_node), _short_of(request, row)
     return setting | {
         "bytes": {**asdict(row.estimate.peak), "peak": row.estimate.peak.total},
         "moment": row.estimate.moment,
@@ -158,6 +155,10 @@ def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
         "fits": short_of is None,
         "short_of": short_of,
     }
+
+
+def _short_of(request: EstimateRequest, row: Variant) -> str | None:
+    return request.short_of(row) if request.runs(row.job) else "does not run"
 
 
 def _batch(job: Job) -> dict[str, int]:
@@ -178,18 +179,16 @@ def show(
     everything: bool,
 ) -> None:
     """Print the answer. `everything` adds the other engine's table and the settings that do not exist."""
-    on_cpus = request.job.device == "cpu"
+    on_cpus, configured = request.job.device == "cpu", variant(request.job, {})
     if on_cpus:  # the settings of the tables save a GPU's memory
         tables = []
     shown = tables if everything else [table for table in tables[:1] if any(not row.reason for row in table.rows)]
     parts: list[RenderableType] = [
         _about(request),
-        _verdict(
-            _configured(request), request.short_of(variant(request.job, {})) is None and request.runs(request.job)
-        ),
+        _verdict(_configured(request, configured), _short_of(request, configured) is None),
         *(_verdict(_recommended(request, table), table.recommendation is not None) for table in tables),
         *request.remarks,
-        *([] if traced is None else [_beside(request, traced), traced.remark]),
+        *([] if traced is None else [_beside(configured, traced), traced.remark]),
     ]
     for table in shown:
         parts.append(_drawn(request, table, everything, boxed=console.is_terminal))
@@ -239,15 +238,16 @@ def _drawn(request: EstimateRequest, table: EngineTable, everything: bool, *, bo
 
 
 def _cells(request: EstimateRequest, row: Variant) -> tuple[str, ...]:
-    config = row.job.config
-    offload = _offload_name(row.job).replace("optimizer+params", "both")
-    setting = ("" if row.overrides else "*", config.infra.sharding_stage, offload)
+    config, peak, host = row.job.config, row.estimate.peak, row.estimate.host.scaled(row.job.ranks_per_node)
+    setting = (
+        "" if row.overrides else "*",
+        config.infra.sharding_stage,
+        _offload_name(row.job).replace("optimizer+params", "both"),
+    )
     if row.reason:
         return (*setting, *("-" * (len(_COLUMNS) + 4)))
-    peak, host = row.estimate.peak, row.estimate.host.scaled(row.job.ranks_per_node)
     figures = [sum(getattr(peak, name) for name in names) for names in _COLUMNS.values()]
-    short_of = request.short_of(row) if request.runs(row.job) else "does not run"
-    cells = map(in_gib, (*figures, peak.total, host.total))
+    cells, short_of = map(in_gib, (*figures, peak.total, host.total)), _short_of(request, row)
     return (*setting, config.training.activation_checkpointing, *cells, f"no: {short_of}" if short_of else "yes")
 
 
@@ -274,9 +274,8 @@ def _offload_name(job: Job) -> str:
     return offload_of(job) or f"{infra.offload_optimizer}+{infra.offload_params}"
 
 
-def _configured(request: EstimateRequest) -> str:
-    job, row = request.job, variant(request.job, {})
-    estimate, short_of = row.estimate, request.short_of(row)
+def _configured(request: EstimateRequest, row: Variant) -> str:
+    job, estimate, short_of = row.job, row.estimate, _short_of(request, row)
     verdict = f"does not fit (short of: {short_of})" if short_of else "fits"
     if not request.runs(job):
         verdict = f"does not run on a {request.gpu.name}, which has no bfloat16"
@@ -284,24 +283,26 @@ def _configured(request: EstimateRequest) -> str:
     recomputes = f"checkpointing {job.config.training.activation_checkpointing})"
     ranks = count(job.ranks_per_node, "rank")
     if job.device == "cpu":
-        known = request.host_bytes and f", of {in_gib(request.host_bytes)} GiB that it has"
+        known, how = (
+            (f" of {in_gib(request.host_bytes)}", "") if request.host_bytes else ("", " Judge it: --host-memory.")
+        )
         return (
             f"{run}, {recomputes} {verdict if known else 'on CPUs'}:\n"
-            f"  Each host of {ranks} holds {in_gib(row.node_bytes)} GiB{known or ''}, at their worst moment, the "
-            f"{estimate.moment}.{'' if known else ' Whether it fits: --host-memory.'}"
+            f"  Each host of {ranks} holds {in_gib(row.node_bytes)}{known} GiB at its worst moment, the "
+            f"{estimate.moment}.{'' if known else ' Judge it with --host-memory.'}"
         )
     on_host = estimate.host.scaled(job.ranks_per_node)
     parts = (f"{name} {in_gib(part)}" for name, part in zip(_HOST_WORDS, astuple(on_host), strict=True) if part)
     return (
         f"{run}, offload {_offload_name(job)}, {recomputes} {verdict}:\n"
         f"  {in_gib(estimate.peak.total)} of {in_gib(request.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
-        f"{estimate.moment}; most of it is {_WORDS[_largest(row)]}.\n"
+        f"{estimate.moment}; most of it is {_largest(row)}.\n"
         f"  Each host of {ranks} holds {in_gib(on_host.total)} GiB: {', '.join(parts)}."
     )
 
 
 def _largest(row: Variant) -> str:
-    return max(CATEGORIES, key=lambda name: getattr(row.estimate.peak, name))
+    return _WORDS[max(_WORDS, key=lambda name: getattr(row.estimate.peak, name))]
 
 
 def _recommended(request: EstimateRequest, table: EngineTable) -> str:
@@ -328,24 +329,23 @@ def _what_would_help(table: EngineTable) -> Iterator[str]:
         least = min(smallest, key=lambda row: row.estimate.peak.total)
         yield (
             "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
-            f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_WORDS[_largest(least)]}, and "
+            f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_largest(least)}, and "
             f"{in_gib(min(row.node_bytes for row in smallest))} GiB per host or more: use more GPUs or a smaller model."
         )
     for near in table.nearest:
         yield f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"
 
 
-def _beside(request: EstimateRequest, traced: TracedMemory) -> str:
-    formula = variant(request.job, {}).estimate
+def _beside(configured: Variant, traced: TracedMemory) -> str:
+    formula = asdict(configured.estimate.peak)
     rows = [
         (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")
-        for name, held in asdict(formula.peak).items()
+        for name, held in formula.items()
     ]
-    comparable = sum(getattr(formula.peak, name) for name in traced.categories)
-    rows.append(("traced ones", comparable, in_gib(traced.peak.total)))
+    rows.append(("traced ones", sum(formula[name] for name in traced.categories), in_gib(traced.peak.total)))
     return "\n".join(
         [
-            f"The configured run traced; GiB per GPU (formula: {formula.moment}; trace: {traced.moment})",
+            f"The configured run traced; GiB per GPU (formula: {configured.estimate.moment}; trace: {traced.moment})",
             f"{'':16}{'formula':>10}{'traced':>10}",
             *(f"{name:16}{in_gib(held):>10}{seen:>10}" for name, held, seen in rows),
         ]

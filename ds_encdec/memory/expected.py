@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,23 +19,12 @@ from ds_encdec.memory.breakdown import Breakdown, HostBreakdown
 from ds_encdec.memory.estimate import RANK_PROCESS_BYTES, estimate
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import GB, device_capacity, get_memory_stats
-from ds_encdec.memory.variants import (
-    BATCH_FIELDS,
-    HEADROOM,
-    Change,
-    Variant,
-    as_overrides,
-    nearest,
-    settings,
-    variant,
-)
+from ds_encdec.memory.variants import BATCH_FIELDS, HEADROOM, Change, Variant, as_overrides, nearest, settings, variant
 
 logger = logging.getLogger(__name__)
 
-LOADED_BYTES = 0.1 * GIB
-"""Libraries and kernels that a CPU rank loads with its engine and first steps. Measured in the quickstart: 0.12 GB."""
-SETTINGS = 3
-"""Number of proposed settings."""
+LOADED_BYTES = 0.1 * GIB  # that a CPU rank loads with its engine and first steps. Measured in the quickstart: 0.12 GB
+SETTINGS = 3  # proposed at most
 _PAGE_LOCKED = (
     "The device has room, so it was page-locked memory of the host, which a system may limit to less than it has "
     "(containers, WSL): infra.pin_memory=false needs little of it."
@@ -80,16 +69,15 @@ def out_of_memory_explained(expected: ExpectedMemory | None, device: torch.devic
     except BaseException as error:
         if expected is None or not is_out_of_memory(error):
             raise
-        named = out_of_memory(error, rank)
+        lines = [str(out_of_memory(error, rank))]
         traceback.clear_frames(error.__traceback__)  # activations are local variables of the frames that it shows
         try:
             of_device = is_of_device(error, device_capacity(device).free_bytes)
-            hint = f"\n{_PAGE_LOCKED}" if is_of_driver(error) and not of_device else ""
-            more = f"{hint}\n{explanation(expected, device, rank, of_device=of_device)}"
+            lines += [_PAGE_LOCKED] if is_of_driver(error) and not of_device else []
+            lines.append(explanation(expected, device, rank, of_device=of_device))
         except Exception:  # it must not replace the error that it explains
-            logger.exception("What would have fitted cannot be said:")
-            more = ""
-        raise OutOfMemoryError(f"{named}{more}") from error
+            logger.exception("The settings that would have fitted could not be found.")
+        raise OutOfMemoryError("\n".join(lines)) from error
 
 
 def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of_device: bool) -> str:
@@ -116,24 +104,24 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
 
 def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float, *, of_device: bool) -> list[Variant]:
     """Return at most `SETTINGS` other settings that should fit a device of `device_bytes` on a node of `host_bytes`."""
-    job, peak, host, on_cpu = expected.job, expected.estimate.peak, expected.estimate.host, expected.job.device == "cpu"
-    fixed = host.process + (peak.framework if on_cpu else 0.0)
-    node_limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
-    limit = node_limit / job.ranks_per_node - host.total if on_cpu else device_bytes * (1 - HEADROOM)
+    job, peak, on_cpu = expected.job, expected.estimate.peak, expected.job.device == "cpu"
+    device_limit, node_limit = math.inf if on_cpu else device_bytes * (1 - HEADROOM), math.inf
     if of_device:
-        limit, node_limit = _limit(peak.total, peak.framework, device_bytes), math.inf
+        device_limit = _limit(peak.total, peak.framework, device_bytes)
+    else:
+        fixed = expected.estimate.host.process + (peak.framework if on_cpu else 0.0)
+        node_limit = _limit(expected.node_bytes, fixed * job.ranks_per_node, host_bytes)
 
     def fits(row: Variant) -> bool:
-        return row.estimate.peak.total <= limit
+        return row.estimate.peak.total <= device_limit and row.node_bytes < node_limit
 
-    # On a GPU's host page-locked buffers go first, which torch rounds up, and copies for saves in the background.
-    copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]
-    found: Iterable[Variant] = filter(fits, (variant(job, change) for change in (*copies, *settings(job))))
     if of_device or on_cpu:
-        # There are 20 to choose from: some move what they save to the memory that ran out, and those for a new run
-        # come last.
-        found = nearest(job, fits, 20)
-    return sorted((row for row in found if row.node_bytes < node_limit), key=is_for_new_run)[:SETTINGS]
+        found = nearest(job, fits, 20)  # of so many, those for a new run come last
+    else:
+        # On a GPU's host page-locked buffers go first, which torch rounds up, and copies for saves in the background.
+        copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]
+        found = list(filter(fits, (variant(job, change) for change in (*copies, *settings(job)))))
+    return sorted(found, key=is_for_new_run)[:SETTINGS]
 
 
 def is_for_new_run(setting: Variant) -> bool:

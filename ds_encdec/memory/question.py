@@ -26,14 +26,15 @@ from ds_encdec.memory.breakdown import Estimate
 from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.gpus import DEFAULT_GPU, GPUS, Gpu, has_gpu, parse_bytes, parse_gpu
 from ds_encdec.memory.job import Job, Sizes, make_job, run_sizes
-from ds_encdec.memory.recompute import (
-    Choice,
+from ds_encdec.memory.variants import (
+    HEADROOM,
+    HOST_HEADROOM,
+    RECOMPUTATION,
+    Variant,
     choose_recompute,
-    needs_recompute_choice,
-    resolve_recompute,
-    with_recompute,
+    variant,
+    with_fields,
 )
-from ds_encdec.memory.variants import HEADROOM, HOST_HEADROOM, Variant, variant
 from ds_encdec.memory.zero import not_estimated, swapped_bytes
 
 Found = TypeVar("Found")
@@ -46,7 +47,7 @@ class EstimateRequest:
     job: Job
     gpu: Gpu
     host_bytes: int | None
-    remarks: tuple[str, ...] = ()
+    remarks: Sequence[str] = ()
 
     def runs(self, job: Job) -> bool:
         """Return whether the GPU computes in the dtypes of `job`."""
@@ -87,17 +88,14 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> Estim
         raise ConfigError("\n".join(problems))
     if not gpu.has_bf16:
         # Flash kernels need as much as bfloat16 does: attention then runs without (model/attention_kernels.py).
-        config = config.model_copy(update={"model": config.model.model_copy(update={"use_flash_attention": False})})
-    remarks: list[str] = []
+        config = with_fields(config, {"model.use_flash_attention": False})
     sizes_to_try = micro_batch_candidates(config, config.infra.num_gpus) if is_auto(config) else []
-    if needs_recompute_choice(config):
-        choice = planned_checkpointing(config, sizes, options.nodes, gpu)
-        config, remarks = with_recompute(config, choice.mode), [f"{choice}."]
+    config, choice = planned_checkpointing(config, sizes, options.nodes, gpu)
     for tried in [with_micro_batch_size(config, size, config.infra.num_gpus) for size in sizes_to_try] or [config]:
         request = EstimateRequest(planned_job(tried, sizes, options.nodes, gpu), gpu, host_bytes)
         if request.fits(variant(request.job, {})):  # the largest that fits, or the last, 1
             break
-    return replace(request, remarks=(*remarks, *_remarks(options, own, config, request)))
+    return replace(request, remarks=[*([f"{choice}."] if choice else []), *_remarks(options, own, config, request)])
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
@@ -112,7 +110,7 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
 def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, request: EstimateRequest) -> list[str]:
     """Return remarks on how the options were understood. `own`: the overrides that --model stands for."""
     training = request.job.config.training
-    keys = ", ".join(not_estimated(request.job)) if config.infra.deepspeed_extra else ""
+    ignored = ", ".join(not_estimated(request.job)) if config.infra.deepspeed_extra else ""
     remarks = (
         (
             is_auto(config),
@@ -124,7 +122,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
             f"A {request.gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
             "training.bf16=false training.fp16=true.",
         ),
-        (keys, f"infra.deepspeed_extra: {keys}: estimated as DeepSpeed and this program have them by default."),
+        (ignored, f"infra.deepspeed_extra: {ignored}: estimated as DeepSpeed and this program have them by default."),
         (
             training.torch_compile is True,
             "torch_compile: estimated like layers that are not compiled, whose activations may differ.",
@@ -141,7 +139,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
         (own, f"To train what is recommended, add what this command's options stand for: {shlex.join(own)}"),
         (
             options.deepspeed_config,
-            f"What {options.deepspeed_config} sets must be changed in it, too: a run refuses settings that disagree.",
+            f"Settings of {options.deepspeed_config} must be changed in that file, too: a run refuses a disagreement.",
         ),
     )
     return [remark for applies, remark in remarks if applies]
@@ -171,17 +169,20 @@ def estimate_run(config: FullConfig, *, nodes: int = 1) -> Estimate:
     return estimate(planned_job(config, run_sizes(config), nodes))
 
 
-def planned_checkpointing(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu) -> Choice:
-    """Choose a mode for `training.activation_checkpointing: auto`; a micro-batch size of `auto` follows it."""
-    first = with_first_batch_size(config, config.infra.num_gpus)
-    return choose_recompute(_planned(first, sizes, nodes), gpu.usable_bytes)
+def planned_checkpointing(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu) -> tuple[FullConfig, str]:
+    """Return `config` with a mode for `training.activation_checkpointing: auto`, and the choice in words ("": none)."""
+    if config.training.activation_checkpointing != "auto":
+        return config, ""
+    first = with_first_batch_size(config, config.infra.num_gpus)  # a micro-batch size of `auto` follows the mode
+    mode, choice = choose_recompute(_planned(first, sizes, nodes), gpu.usable_bytes)
+    return with_fields(config, {RECOMPUTATION: mode}), choice
 
 
 def planned_job(config: FullConfig, sizes: Sizes, nodes: int, gpu: Gpu = GPUS[DEFAULT_GPU]) -> Job:
     """Return the run of `config`, whose micro-batch size is a number. Raises ConfigError if a run would refuse it."""
-    job = _planned(config, sizes, nodes)
+    job = _planned(planned_checkpointing(config, sizes, nodes, gpu)[0], sizes, nodes)
     engine_memory(job)
-    return resolve_recompute(job, gpu.usable_bytes)
+    return job
 
 
 def _planned(config: FullConfig, sizes: Sizes, nodes: int) -> Job:

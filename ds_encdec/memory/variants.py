@@ -1,7 +1,7 @@
 """Other settings of a job: their estimates, and the choice among those that fit.
 
 All choices follow one order (`_cost`): the recommendation is the first change that fits, the nearest settings are the
-first few that differ in kind.
+first few that differ in kind. The mode of `training.activation_checkpointing: auto` is chosen here, too.
 """
 
 import itertools
@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
+from ds_encdec.base.quantities import in_gib
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.rules import engine_candidates, engine_conflicts, find_conflicts
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape, micro_batches_per_step
 from ds_encdec.memory.breakdown import Breakdown, Estimate, HostBreakdown
 from ds_encdec.memory.estimate import engine_memory, estimate
@@ -23,13 +25,15 @@ from ds_encdec.registry.engines import ENGINES
 
 Change = dict[str, str | int | bool | None]
 """New values by field (`section.field`)."""
-
 HEADROOM = 0.05
 """Share of a device's usable memory that a fitting setting leaves free, for errors of the estimate."""
 HOST_HEADROOM = 0.1
 """Share of a host's memory that stays free, for the page cache and for copies during an engine's build."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only if nothing else fits."""
+RECOMPUTATION = "training.activation_checkpointing"
+MODES = ("none", "selective", "full")
+"""Modes that `auto` chooses from, the fastest first."""
 BATCH_FIELDS = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
@@ -44,7 +48,6 @@ OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+p
 _DISK_OFFLOADS = {"nvme": ("nvme", "none"), "nvme+params": ("nvme", "cpu")}
 """More words, for a run with `infra.nvme_path`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
-"""Estimate of a setting that does not exist: it fits nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +70,17 @@ Fits = Callable[[Variant], bool]
 """Returns whether a setting fits into the available memory."""
 
 
-def changed(job: Job, change: Mapping[str, Any]) -> Job:
-    """Return `job` with these fields, not validated. Micro-batches a step stay unless `BATCH_FIELDS` change."""
-    config, engine, steps = job.config, job.engine, job.gradient_accumulation_steps
+def with_fields(config: FullConfig, change: Mapping[str, Any]) -> FullConfig:
+    """Return `config` with these fields, not validated."""
     for name, value in change.items():
         section, field_name = name.split(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={field_name: value})})
+    return config
+
+
+def changed(job: Job, change: Mapping[str, Any]) -> Job:
+    """Return `job` with these fields, not validated. Micro-batches a step stay unless `BATCH_FIELDS` change."""
+    config, engine, steps = with_fields(job.config, change), job.engine, job.gradient_accumulation_steps
     if "infra.distributed_type" in change:
         engine = engine_candidates(config)[0].name
     if BATCH_FIELDS & change.keys():
@@ -84,10 +92,9 @@ def changed(job: Job, change: Mapping[str, Any]) -> Job:
 def variant(job: Job, change: Change) -> Variant:
     """Return `job` with this change and its estimate, or the reason why it cannot exist."""
     other = changed(job, change)
-    conflicts = [*find_conflicts(other.config), *engine_conflicts(other.config, other.engine)]
     try:
-        if conflicts:
-            raise ConfigError(conflicts[0].message)
+        for conflict in (*find_conflicts(other.config), *engine_conflicts(other.config, other.engine)):
+            raise ConfigError(conflict.message)
         mesh_shape(other.config.infra, other.world_size, other.ranks_per_node)
         return Variant(other, estimate(other), change)
     except ConfigError as error:
@@ -115,11 +122,11 @@ def smallest_variants(job: Job) -> list[Variant]:
     return [variant(job, setting(job, "zero3", offload, "full") | smallest) for offload in _offloads(job)]
 
 
-def _offloads(job: Job) -> Mapping[str, tuple[str, str]]:
+def _offloads(job: Job) -> list[str]:
     """Return the table's offloads. If parameters are the master weights (`merges_settings`), both move together."""
     if ENGINES[job.engine].merges_settings:
-        return {name: places for name, places in OFFLOADS.items() if places[1] == "none"}
-    return OFFLOADS | (_DISK_OFFLOADS if job.config.infra.nvme_path is not None else {})
+        return ["none", "optimizer"]
+    return [*OFFLOADS, *(_DISK_OFFLOADS if job.config.infra.nvme_path is not None else ())]
 
 
 def settings(job: Job) -> Iterator[Change]:
@@ -137,7 +144,7 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
         "infra.sharding_stage": stage,
         "infra.offload_optimizer": optimizer,
         "infra.offload_params": params,
-        "training.activation_checkpointing": checkpointing,
+        RECOMPUTATION: checkpointing,
     }
     if all(attrgetter(name)(job.config) == value for name, value in wanted.items()):
         return {}
@@ -170,6 +177,26 @@ def batches(job: Job) -> dict[int, Change]:
         if sequences % size == 0
     }
     return found | {configured: {}}
+
+
+def choose_recompute(job: Job, device_bytes: float, *, first: str | None = None) -> tuple[str, str]:
+    """Return the fastest of `MODES` that fits devices of `device_bytes`, or `full`, and a clause about the choice.
+
+    `first` is taken if it fits, even if a faster one does. Modes that the engine or a setting excludes are skipped.
+    """
+    limit_bytes, tried = device_bytes * (1 - HEADROOM), list[str]()
+    if job.device == "cpu":
+        return MODES[0], f"{RECOMPUTATION}=auto is {MODES[0]} on CPUs"
+    even = ""
+    for mode in dict.fromkeys((*([first] if first in MODES else []), *MODES)):
+        row = variant(job, {RECOMPUTATION: mode})
+        tried += [] if row.reason else [f"{mode} {in_gib(row.estimate.peak.total)} GiB"]
+        if row.estimate.peak.total <= limit_bytes:
+            break
+    else:
+        mode, even = MODES[-1], ", and even that does not fit"
+    needs = f"(estimated: {', '.join(tried)}; available: {in_gib(limit_bytes)} GiB)"
+    return mode, f"{RECOMPUTATION}=auto is {mode}{even} {needs}"
 
 
 def recommend(job: Job, fits: Fits) -> Variant | None:
@@ -260,7 +287,9 @@ def _smaller(job: Job) -> Iterator[Change]:
     """Yield changes to `job` that need less memory, alone and together; none shards, offloads or recomputes less."""
     training, stage, chunk = job.config.training, job.config.infra.sharding_stage, job.config.model.loss_chunk_tokens
     stages = STAGES[STAGES.index(stage) :] if stage in STAGES else ()
-    offloads = list(OFFLOADS)[list(OFFLOADS).index(offload_of(job) or "optimizer") :]
+    offload = offload_of(job) or "optimizer"
+    offloads = list(_DISK_OFFLOADS if offload in _DISK_OFFLOADS else OFFLOADS)
+    offloads = offloads[offloads.index(offload) :]
     sharing = itertools.product(stages, offloads, dict.fromkeys((training.activation_checkpointing, "full")))
     evaluating: Change = {"training.per_device_eval_batch_size": 1}
     # In chunks of fewer than 128 tokens the head's matrix products are too small to be fast.

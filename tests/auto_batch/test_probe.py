@@ -37,8 +37,7 @@ def make_task(config: FullConfig, port: int) -> ProbeTask:
         world=World(0, 0, 1, 1, 0, 1, "127.0.0.1", port, "python"),
         number=1,
         device="cpu",
-        available_bytes=10**10,
-        limit_bytes=9 * 10**9,
+        free_bytes=10**10,
     )
 
 
@@ -87,12 +86,12 @@ def test_a_probe_that_fails_for_another_reason_says_which(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit_bytes", "eval_samples", "says"),
+    ("free_bytes", "eval_samples", "says"),
     [(100 * 10**6, 0, ""), (10**9, 8, "in an evaluation (training.per_device_eval_batch_size): ")],
 )
-def test_memory_runs_out_by_the_limit(port: int, limit_bytes: int, eval_samples: int, says: str) -> None:
+def test_memory_runs_out_by_the_limit(port: int, free_bytes: int, eval_samples: int, says: str) -> None:
     config = make_config(eval_samples=eval_samples, per_device_eval_batch_size=10**5)
-    task = dataclasses.replace(make_task(config, port), limit_bytes=limit_bytes)
+    task = dataclasses.replace(make_task(config, port), free_bytes=free_bytes)
     with ProbeProcess(task) as process:
         outcome = ended(process)
     assert (outcome.fits, outcome.failed) == (False, False), outcome.message

@@ -112,14 +112,13 @@ def agreed(
     def be_rank(rank: int) -> Outcome | Exception:
         place = world(rank, len(programs))
         config = make_config(per_device_train_batch_size=1)
-        task = ProbeTask(config, MODEL, "fsdp", place, 1, "cpu", 1, 1)
+        task = ProbeTask(config, MODEL, "fsdp", place, 1, "cpu", 1)
         request = StopRequest(place)
         if stop is not None and rank == len(programs) - 1:
             stop(request)
-        with ProbeProcess(task, (sys.executable, "-S", "-c", programs[rank])) as process:
+        with ProbeProcess(task, (sys.executable, "-S", "-c", programs[rank]), timeout_seconds) as process:
             try:
-                collectives = RankThread(rank, records, barrier)
-                return agreed_outcome(process, collectives, request, timeout_seconds, grace_seconds)
+                return agreed_outcome(process, RankThread(rank, records, barrier), request, grace_seconds)
             except DsEncDecError as error:
                 return error
 
@@ -143,9 +142,14 @@ def test_memory_that_runs_out_on_one_rank_runs_out(other: str) -> None:
 @pytest.mark.parametrize(
     ("one", "other", "limits", "words"),
     [
-        (fits(5), FAILS, {"grace_seconds": 0.5}, ("a probe failed on rank", "closed by a peer")),
-        (HANGS, FAILS, {"grace_seconds": 0.5}, ("a probe failed on rank", "closed by a peer")),
-        (fits(5), HANGS, {"timeout_seconds": 1.5}, ("the probe of rank 1 has not ended after 0.025 min", "waiting")),
+        (fits(5), FAILS, {"grace_seconds": 0.5}, ("failed, and not for want of memory", "closed by a peer")),
+        (HANGS, FAILS, {"grace_seconds": 0.5}, ("failed, and not for want of memory", "closed by a peer")),
+        (
+            fits(5),
+            HANGS,
+            {"timeout_seconds": 1.5},
+            ("rank 1 failed", "not ended after 0.025 min", "waiting"),
+        ),
     ],
 )
 def test_another_reason_is_an_error_on_all_ranks(

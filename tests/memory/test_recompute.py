@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,7 @@ from ds_encdec.launch.world import World
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.library import Capacity
-from ds_encdec.memory.recompute import MODES, choose_recompute
-from ds_encdec.memory.variants import HEADROOM, changed, faster, variant
+from ds_encdec.memory.variants import HEADROOM, MODES, changed, choose_recompute, faster, variant
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.training.auto_batch import resolve
 
@@ -44,29 +44,29 @@ def test_it_is_the_first_that_fits_of_those_that_there_are(engine: str, modes: t
     asked = job(f"infra.distributed_type={engine}")
     sizes = [needed(asked, mode) for mode in modes]
     assert sizes == sorted(sizes, reverse=True)  # the cheaper in time, the larger
-    for mode, size in zip(modes, sizes, strict=True):
-        found = choose_recompute(asked, size / (1 - HEADROOM) + 1)
-        assert found.mode == mode
-        assert [row.job.config.training.activation_checkpointing for row in found.tried] == [
-            *modes[: modes.index(mode) + 1]
-        ]
-    too_small = choose_recompute(asked, sizes[-1])
-    assert too_small.mode == "full"
-    assert "is full, and even that does not fit" in str(too_small)
+    for count, (mode, size) in enumerate(zip(modes, sizes, strict=True), start=1):
+        found, why = choose_recompute(asked, size / (1 - HEADROOM) + 1)
+        assert found == mode
+        assert re.findall(r"(\w+) [\d.]+ GiB[,;]", why) == list(modes[:count])
+    for first in (None, "full"):
+        too_small, why = choose_recompute(asked, sizes[-1], first=first)
+        assert too_small == "full"
+        assert "is full, and even that does not fit" in why
 
 
-def test_a_run_goes_on_as_it_began_where_that_fits() -> None:
-    asked, device = job(), 80 * GIB
-    assert choose_recompute(asked, device).mode == "none"
-    assert choose_recompute(asked, device, first="full").mode == "full"
-    assert choose_recompute(asked, device, first="every_n").mode == "none"  # not one that it would have chosen
-    assert choose_recompute(asked, 20 * GIB, first="none").mode == "full"
-    assert choose_recompute(asked, device, first="selective").mode == "none"  # DeepSpeed has none
-
-
-def test_cpus_recompute_nothing() -> None:
-    found = choose_recompute(job("infra.device=cpu"), 1)
-    assert (found.mode, list(found.tried)) == ("none", [])
+@pytest.mark.parametrize(
+    ("gigabytes", "first", "mode"),
+    [
+        (80, None, "none"),
+        (80, "full", "full"),
+        (80, "every_n", "none"),  # not one that it would have chosen
+        (20, "none", "full"),
+        (80, "selective", "none"),  # DeepSpeed has none
+    ],
+)
+def test_a_run_goes_on_as_it_began_where_that_fits(gigabytes: int, first: str | None, mode: str) -> None:
+    assert choose_recompute(job(), gigabytes * GIB, first=first)[0] == mode
+    assert choose_recompute(job("infra.device=cpu"), 1, first=first)[0] == "none"
 
 
 def test_nothing_estimates_an_open_mode() -> None:

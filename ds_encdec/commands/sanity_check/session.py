@@ -18,7 +18,6 @@ from ds_encdec.engine.select import join_ranks
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.world import discover
-from ds_encdec.memory.recompute import needs_recompute_choice
 from ds_encdec.monitor.metrics_file import strict_json
 
 logger = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ def on_one_rank(config: FullConfig) -> FullConfig:
         "warmup_ratio": None,
         "num_train_epochs": None,
     }
-    if needs_recompute_choice(config):
+    if config.training.activation_checkpointing == "auto":
         fields["training"]["activation_checkpointing"] = "full"  # fits wherever the run's own choice fits
     fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
     fields["infra"]["deepspeed_extra"].pop("scheduler", None)

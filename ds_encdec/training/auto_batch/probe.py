@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,6 +44,7 @@ from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import assumed_ratio
 from ds_encdec.memory.library import device_capacity
+from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
 from ds_encdec.monitor.machine import peak_host_bytes
@@ -51,7 +53,6 @@ from ds_encdec.registry.objectives import OBJECTIVES
 
 STEPS = 2  # optimizer steps: from the second one on, the optimizer has its states
 MICRO_BATCHES = 2  # micro-batches of a step, at most: from the second one on, gradients are accumulated
-_PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
 PROBE = (sys.executable, "-m", "ds_encdec.training.auto_batch.probe")
 _LAST_BYTES = 4000  # of a probe's output that are kept
 _NO_STACK = "libgomp: Thread creation failed"  # OpenMP, without memory for the stack of a thread
@@ -74,8 +75,8 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class ProbeTask:
     """The task of one rank's probe. `config` has numbers as its micro-batch size and accumulation. `model`: its
-    configuration as a dict. `number`: of the try, under which its ranks rendezvous. `available_bytes` of the device are
-    free, of which it may take `limit_bytes`."""
+    configuration as a dict. `number`: of the try, under which its ranks rendezvous. `free_bytes`: of the device, of
+    which `HEADROOM` stays free, for fragmentation and other needs that two steps do not show."""
 
     config: FullConfig
     model: dict[str, Any]
@@ -83,8 +84,12 @@ class ProbeTask:
     world: World
     number: int
     device: str
-    available_bytes: int
-    limit_bytes: int
+    free_bytes: int
+
+    @property
+    def limit_bytes(self) -> int:
+        """Bytes that the probe may take."""
+        return int(self.free_bytes * (1 - HEADROOM))
 
 
 TASK = TypeAdapter(ProbeTask)  # writes a task as one line of JSON, and reads it
@@ -113,9 +118,16 @@ def measure(task: ProbeTask) -> Outcome:
         if config.training.eval_samples:
             in_evaluation = True
             engine.evaluate(full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size))
-        return Outcome(fits=True, peak_bytes=_peak_bytes(device, task.available_bytes))
+        if device.type == "cpu":
+            return Outcome(fits=True, peak_bytes=peak_host_bytes())
+        # With the context and the buffers that torch does not count.
+        uncounted = task.free_bytes - torch.cuda.mem_get_info(device)[0] - torch.cuda.memory_reserved(device)
+        return Outcome(fits=True, peak_bytes=torch.cuda.max_memory_reserved(device) + max(0, uncounted))
     except Exception as error:
-        if not (is_out_of_memory(error) or _limit_is_reached()):
+        # Where nearly all memory is mapped, some errors, as of threads, do not mention memory.
+        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        is_full = limit != resource.RLIM_INFINITY and _own_status("VmData") > 0.97 * limit
+        if not (is_out_of_memory(error) or is_full):
             raise
         of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
         where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
@@ -159,21 +171,14 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
     """Make allocations beyond `limit_bytes` fail. Without this, the kernel of a host would kill some process."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # `free` excludes this process's context already
-        usable = max(0, free - (task.available_bytes - task.limit_bytes))
+        usable = max(0, free - (task.free_bytes - task.limit_bytes))
         torch.cuda.set_per_process_memory_fraction(usable / total, device)
         return
     # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
     torch.zeros(2**22).add_(1)  # starts the threads
-    unused = max(0, _own_status("VmData") - _own_status("VmRSS"))
+    limit = task.limit_bytes + max(0, _own_status("VmData") - _own_status("VmRSS"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = task.limit_bytes + unused
     resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
-
-
-def _limit_is_reached() -> bool:
-    """Return whether nearly all memory is mapped: some errors, as of threads, do not mention memory."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_DATA)
-    return soft != resource.RLIM_INFINITY and _own_status("VmData") > 0.97 * soft
 
 
 def _own_status(name: str) -> int:
@@ -183,27 +188,20 @@ def _own_status(name: str) -> int:
     return int(match[1]) * 1024 if match else 0
 
 
-def _peak_bytes(device: torch.device, available_bytes: int) -> int:
-    """Return the peak of this process; on a GPU with its context and the buffers that torch does not count."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        uncounted = available_bytes - free - torch.cuda.memory_reserved(device)
-        return torch.cuda.max_memory_reserved(device) + max(0, uncounted)
-    return peak_host_bytes()
-
-
 class ProbeProcess:
     """One probe. Use as a context manager: the process ends with it, and with this process."""
 
-    def __init__(self, task: ProbeTask, command: Sequence[str] = PROBE) -> None:
+    def __init__(self, task: ProbeTask, command: Sequence[str] = PROBE, timeout_seconds: float | None = None) -> None:
         self._outcome: Outcome | None = None
-        self._on_cpu = task.device == "cpu"
+        self._on_cpu, self._began = task.device == "cpu", time.monotonic()
+        self._timeout = timeout_seconds or 60 * task.config.infra.distributed_timeout_minutes
         # In a file: a full pipe would block it.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        package = str(Path(__file__).resolve().parents[3])
         # Probes rendezvous in the run's own store, which torch must not start again.
         environment = os.environ | {
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
             "TORCHELASTIC_USE_AGENT_STORE": str(True),
         }
         with stop_signals_left_to_this_process():
@@ -234,9 +232,13 @@ class ProbeProcess:
                 stream.close()
 
     def poll(self) -> Outcome | None:
-        """Return the outcome, or None while the probe runs."""
+        """Return the outcome, or None while the probe runs. One that runs for too long has failed."""
         if self._outcome is None and (code := self._process.poll()) is not None:
             self._outcome = self._outcome_of(code)
+        elif self._outcome is None and time.monotonic() - self._began > self._timeout:
+            limit = f"{self._timeout / 60:.3g} min (infra.distributed_timeout_minutes)"
+            message = f"It has not ended after {limit}; its last words:\n{self.last_words()}"
+            self._outcome = Outcome(fits=False, message=message, failed=True)
         return self._outcome
 
     def _outcome_of(self, code: int) -> Outcome:
@@ -268,7 +270,14 @@ def main() -> None:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     line = sys.stdin.readline()
-    threading.Thread(target=_end_with_the_parent, name="parent-watch", daemon=True).start()
+
+    def end_with_the_parent() -> None:
+        sys.stdin.read()  # until the parent ends
+        with suppress(ProcessLookupError):  # without a process group
+            os.killpg(os.getpid(), signal.SIGKILL)
+        os._exit(1)
+
+    threading.Thread(target=end_with_the_parent, name="parent-watch", daemon=True).start()
     code = 1
     try:
         print(json.dumps(asdict(measure(TASK.validate_json(line)))), file=out, flush=True)
@@ -277,13 +286,6 @@ def main() -> None:
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _end_with_the_parent() -> None:
-    sys.stdin.read()  # until the parent ends
-    with suppress(ProcessLookupError):  # without a process group
-        os.killpg(os.getpid(), signal.SIGKILL)
-    os._exit(1)
 
 
 if __name__ == "__main__":

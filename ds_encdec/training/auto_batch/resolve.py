@@ -8,6 +8,7 @@
 """
 
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -27,8 +28,7 @@ from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory, explanation
 from ds_encdec.memory.job import Job, make_job
 from ds_encdec.memory.library import device_capacity
-from ds_encdec.memory.recompute import choose_recompute, needs_recompute_choice, with_recompute
-from ds_encdec.memory.variants import HEADROOM
+from ds_encdec.memory.variants import HEADROOM, RECOMPUTATION, choose_recompute, with_fields
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.precision import product_dtype
 from ds_encdec.training.auto_batch.probe import Outcome, ProbeProcess, ProbeTask
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 LARGER_TRIES = 2  # candidates above the estimate's that are tried if memory is left
 POLL_SECONDS = 0.2
-LOG_SECONDS = 60.0  # between two lines of the log while probes run
 
 
 def resolve_batch_size(
@@ -66,7 +65,7 @@ def resolve_checkpointing(
     """Return `config` with a mode instead of `training.activation_checkpointing: auto`, which a resumed run keeps if
     that still fits. A collective. It assumes a size for `auto`; call it before `resolve_batch_size`, which needs a
     mode."""
-    if not needs_recompute_choice(config):
+    if config.training.activation_checkpointing != "auto":
         return config
     collectives, world_size = context.collectives, context.world.world_size
     free_bytes = collectives.lowest(device_capacity(context.device).free_bytes)[0]
@@ -77,11 +76,11 @@ def resolve_checkpointing(
         else:
             before = _as_saved(config, resumed_from, world_size)
             first = load_saved(resumed_from.path / "config.yaml").training.activation_checkpointing
-        choice = choose_recompute(job_here(before, context, model), free_bytes, first=first)
+        mode, choice = choose_recompute(job_here(before, context, model), free_bytes, first=first)
         logger.info("%s", choice)
-        return choice.mode
+        return mode
 
-    return with_recompute(config, collectives.on_rank_zero(chosen))
+    return with_fields(config, {RECOMPUTATION: collectives.on_rank_zero(chosen)})
 
 
 def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullConfig:
@@ -98,8 +97,7 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
             f"training.global_batch_size={given}, but the steps of {saved.path} hold {sequences} sequences, which is "
             f"fixed when a run first starts. Give {sequences}, or start a new run from its export."
         )
-    training = config.training.model_copy(update={"global_batch_size": sequences})
-    return with_micro_batch_size(config.model_copy(update={"training": training}), size, world_size)
+    return with_micro_batch_size(with_fields(config, {"training.global_batch_size": sequences}), size, world_size)
 
 
 class _Search:
@@ -108,23 +106,26 @@ class _Search:
     def __init__(self, config: FullConfig, context: RunContext, stop: StopRequest, model: Qwen3Seq2SeqConfig) -> None:
         """A collective."""
         self._config, self._context, self._stop, self._model = config, context, stop, model
-        self._tries = 0
-        collectives = context.collectives
-        free_bytes = device_capacity(context.device).free_bytes
-        if context.device.type == "cpu":
-            free_bytes //= context.world.local_world_size  # the ranks share the machine
-        self._free_bytes = collectives.lowest(free_bytes)[0]
-        # The rest is for fragmentation and other needs that two steps do not show.
-        self._limit_bytes = int(self._free_bytes * (1 - HEADROOM))
+        self._tries = itertools.count(1)
+        collectives, on_cpu = context.collectives, context.device.type == "cpu"
+        # On CPUs the ranks share the machine.
+        share = context.world.local_world_size if on_cpu else 1
+        self._free_bytes = collectives.lowest(device_capacity(context.device).free_bytes // share)[0]
+
+        def needed_bytes(size: int) -> int:
+            needed = self._expected(size).estimate
+            return int(needed.peak.total + (needed.host.total if on_cpu else 0))
+
         candidates = micro_batch_candidates(config, context.world.world_size)
-        mine = collectives.on_every_rank(lambda: [int(self._needed_bytes(size)) for size in candidates])
+        mine = collectives.on_every_rank(lambda: [needed_bytes(size) for size in candidates])
         # Nodes may differ in their ranks and processors: the largest need counts.
         most = [-negative for negative in collectives.lowest(*(-needed for needed in mine))]
         self._needs = dict(zip(candidates, most, strict=True))
 
     def largest(self) -> FullConfig:
         """Return the configuration with the largest size that fits. Raises as `resolve_batch_size` does."""
-        size, outcome = largest_that_fits(self._needs, self._limit_bytes, self._try)
+        limit_bytes = int(self._free_bytes * (1 - HEADROOM))
+        size, outcome = largest_that_fits(self._needs, limit_bytes, self._try)
         if not outcome.fits:
             device, rank = self._context.device, self._context.world.rank
             explained = explanation(self._expected(size), device, rank, of_device=outcome.of_device)
@@ -153,31 +154,22 @@ class _Search:
         job = job_here(self._with(size), self._context, self._model)
         return ExpectedMemory(job, estimate(job))
 
-    def _needed_bytes(self, size: int) -> float:
-        expected = self._expected(size)
-        on_gpu = self._context.device.type == "cuda"
-        return expected.estimate.peak.total if on_gpu else expected.node_bytes / expected.job.ranks_per_node
-
     def _try(self, size: int) -> Outcome:
         """Probe `size` on all ranks; once it has failed on one, the others' probes are ended."""
-        context = self._context
-        self._tries += 1
-        began = time.monotonic()
+        context, began = self._context, time.monotonic()
         logger.info("trying micro-batches of %d on all ranks", size)
         task = ProbeTask(
             config=self._with(size),
             model=self._model.to_dict(),
             engine=context.engine,
             world=context.world,
-            number=self._tries,
+            number=next(self._tries),
             device=str(context.device),
-            available_bytes=self._free_bytes,
-            limit_bytes=self._limit_bytes,
+            free_bytes=self._free_bytes,
         )
-        timeout_seconds = 60 * self._config.infra.distributed_timeout_minutes
         with self._stop.heartbeat.busy(), ExitStack() as opened:
             process = context.collectives.on_every_rank(lambda: opened.enter_context(ProbeProcess(task)))
-            outcome = agreed_outcome(process, context.collectives, self._stop, timeout_seconds)
+            outcome = agreed_outcome(process, context.collectives, self._stop)
         how = f"fit, with {gib(outcome.peak_bytes)}" if outcome.fits else f"do not fit ({outcome.message})"
         logger.info("micro-batches of %d %s; tried in %.0f s", size, how, time.monotonic() - began)
         return outcome
@@ -229,23 +221,16 @@ def largest_that_fits(
 
 
 def agreed_outcome(
-    process: ProbeProcess,
-    collectives: HostCollectives,
-    stop: StopRequest,
-    timeout_seconds: float,
-    grace_seconds: float = 30.0,
+    process: ProbeProcess, collectives: HostCollectives, stop: StopRequest, grace_seconds: float = 30.0
 ) -> Outcome:
     """Return the common outcome of all ranks' probes; each rank waits for its own. A collective. `grace_seconds`: once
     a probe has failed, the time for another to report that its memory ran out, which breaks the connections of others.
-    Raises on every rank: Preempted if one is to stop, DsEncDecError if a probe has failed for another reason than
-    memory, or has not ended after `timeout_seconds`."""
-    began = logged = time.monotonic()
+    Raises on every rank: Preempted if one is to stop, DsEncDecError if a probe failed for another reason."""
     failed_at = math.inf
     while True:
-        now, mine = time.monotonic(), process.poll()
-        overdue = process.last_words() if mine is None and now - began > timeout_seconds else None
-        records = collectives.gather((mine, stop.reason is not None, now - failed_at > grace_seconds, overdue))
-        outcomes, stops, graces, last_words = zip(*records, strict=True)
+        now = time.monotonic()
+        records = collectives.gather((process.poll(), stop.reason is not None, now - failed_at > grace_seconds))
+        outcomes, stops, graces = zip(*records, strict=True)
         if any(stops):
             stop.acknowledge()
             raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
@@ -253,27 +238,14 @@ def agreed_outcome(
         for rank, outcome in ended.items():
             if not (outcome.fits or outcome.failed):
                 return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
-        failed = {rank: outcome.message for rank, outcome in ended.items() if outcome.failed}
-        all_ended = len(ended) == len(outcomes)
-        if all_ended and not failed:
-            return Outcome(fits=True, peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
+        failed = [(rank, outcome.message) for rank, outcome in ended.items() if outcome.failed]
         if failed:
             failed_at = min(failed_at, now)
-        advice = "Mend that, or give training.per_device_train_batch_size a number."
-        if failed and (all_ended or any(graces)):
-            rank, message = next(iter(failed.items()))
-            raise DsEncDecError(
-                f"the micro-batch size could not be found: a probe failed on rank {rank}, and not for want of memory. "
-                f"{advice} {message}"
-            )
-        for rank, words in enumerate(last_words):
-            if words is not None:
+        if len(ended) == len(outcomes) or any(graces):
+            for rank, message in failed:
                 raise DsEncDecError(
-                    f"the micro-batch size could not be found: the probe of rank {rank} has not ended after "
-                    f"{timeout_seconds / 60:.3g} min (infra.distributed_timeout_minutes). {advice} Its last words:\n"
-                    f"{words}"
+                    f"training.per_device_train_batch_size=auto: the probe of rank {rank} failed, and not for want of "
+                    f"memory. Mend that, or give a number. {message}"
                 )
-        if now - logged > LOG_SECONDS:
-            logged = now
-            logger.info("still trying, for %.0f s", now - began)
+            return Outcome(fits=True, peak_bytes=max(outcome.peak_bytes for outcome in outcomes))
         time.sleep(POLL_SECONDS)
