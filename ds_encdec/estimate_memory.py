@@ -29,8 +29,7 @@ ARGUMENTS: Arguments = {
     **JSON,
 }
 
-FILE_COLUMNS = 120
-"""The width of a table that is not shown on a terminal."""
+FILE_COLUMNS = 120  # The width of a table that is not shown on a terminal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

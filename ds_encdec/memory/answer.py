@@ -55,8 +55,7 @@ _COLUMNS: Mapping[str, Sequence[str]] = {
     "other": ("communication", "framework"),
 }
 """Columns of the table, each with the categories that it sums."""
-COLUMNS = 100
-"""Width of the table and of paragraphs. A narrower terminal breaks lines, but cuts no figure."""
+COLUMNS = 100  # Width of the table and of paragraphs. A narrower terminal breaks lines, but cuts no figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +282,7 @@ def _configured(request: EstimateRequest, row: Variant) -> str:
     recomputes = f"checkpointing {job.config.training.activation_checkpointing})"
     ranks = count(job.ranks_per_node, "rank")
     if job.device == "cpu":
-        known, how = (
-            (f" of {in_gib(request.host_bytes)}", "") if request.host_bytes else ("", " Judge it: --host-memory.")
-        )
+        known = f" of {in_gib(request.host_bytes)}" if request.host_bytes else ""
         return (
             f"{run}, {recomputes} {verdict if known else 'on CPUs'}:\n"
             f"  Each host of {ranks} holds {in_gib(row.node_bytes)}{known} GiB at its worst moment, the "

@@ -31,26 +31,21 @@ from ds_encdec.registry.engines import ByEngine
 
 CUDA_CONTEXT_BYTES = 0.6 * GIB
 """Driver, kernels and cuBLAS workspaces of a process on its GPU. Assumed, on the high side."""
-NCCL_BYTES = 0.6 * GIB
-"""Buffers and channels of each NCCL communicator, if there are several ranks. Assumed."""
-FRAGMENTATION = 0.03
-"""Share of allocated memory that the caching allocator holds and cannot use. Assumed."""
+NCCL_BYTES = 0.6 * GIB  # Buffers and channels of each NCCL communicator, if there are several ranks. Assumed
+FRAGMENTATION = 0.03  # Share of allocated memory that the caching allocator holds and cannot use. Assumed
 RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
 """A rank's process without tensors. Measured on CPUs (torch 2.13, DeepSpeed 0.19): 0.36-0.41 GiB; assumed with CUDA."""
-DATA_WORKER_BYTES = 0.3 * GIB
-"""Resident memory of a data worker."""
+DATA_WORKER_BYTES = 0.3 * GIB  # Resident memory of a data worker
 Side = Literal["encoder", "decoder"]
 TABLE = Path(__file__).with_name("activations.json")
 KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
 """Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
 ADAPTERS = ("", " lora", " lora dropout")
 """Suffixes of a kind: the whole model is trained, or adapters of all projections, without or with dropout."""
-MODES = ("none", "full", "selective")
-"""Modes of activation checkpointing; `every_n` mixes layers of `full` and `none`."""
+MODES = ("none", "full", "selective")  # Modes of activation checkpointing; `every_n` mixes layers of `full` and `none`
 
 _FLOAT32 = 4
-_HEAD_WEIGHT = "H*V"
-"""Product for the gradient of the output layer's weight."""
+_HEAD_WEIGHT = "H*V"  # Product for the gradient of the output layer's weight
 _TOKENS_PER_DOCUMENT = 512
 """Both sides of a mean document of a micro-batch. Web-like documents have 945, and 585 in the worst of 300 batches."""
 

@@ -17,11 +17,12 @@ _UNITS = {"": 1, "b": 1, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's name, the bytes of memory that torch reports, and whether it computes in bfloat16."""
+    """A GPU's name, the bytes of memory that torch reports, whether it computes in bfloat16, and its peak in FLOP/s."""
 
     name: str
     usable_bytes: int
     has_bf16: bool = True
+    peak_flops: float | None = None  # None: unknown
 
 
 _ROWS: tuple[tuple[str, float | None, dict[str, float]], ...] = (
@@ -63,13 +64,11 @@ _WITHOUT_BF16 = {"T4", "V100"}
 """GPUs of compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed."""
 
 GPUS = {
-    name: Gpu(name, int(size * 2**30), words not in _WITHOUT_BF16)
-    for words, _, variants in _ROWS
+    name: Gpu(name, int(size * 2**30), words not in _WITHOUT_BF16, tflops and tflops * 1e12)
+    for words, tflops, variants in _ROWS
     for name, size in variants.items()
 }
-"""Known GPUs by name."""
-DEFAULT_GPU = "a100-80gb"
-"""The assumed GPU if no option names one."""
+DEFAULT_GPU = "a100-80gb"  # The assumed GPU if no option names one
 _DRIVERS = ("/dev/nvidia[c0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvmap", "/dev/nvhost-ctrl*")
 """Device files of NVIDIA's driver, AMD's and WSL's, and of NVIDIA's boards with an integrated GPU."""
 
@@ -77,11 +76,6 @@ _DRIVERS = ("/dev/nvidia[c0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvmap", "/dev/nv
 def has_gpu() -> bool:
     """Return whether this machine seems to have a GPU, without importing torch."""
     return any(map(glob.glob, _DRIVERS))
-
-
-def named_peak_flops(gpu: Gpu) -> float | None:
-    """Return the dense bf16 peak in FLOP/s of a GPU of `GPUS`; None if unknown."""
-    return next((tflops * 1e12 for _, tflops, variants in _ROWS if gpu.name in variants and tflops), None)
 
 
 def grow_segments(environ: MutableMapping[str, str]) -> None:
@@ -99,16 +93,16 @@ def parse_gpu(text: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     usable_bytes = parse_bytes(text)
-    if usable_bytes is not None and usable_bytes >= 2**30:
-        return Gpu(text.strip(), usable_bytes)
-    if usable_bytes is not None:
+    if usable_bytes is None:
+        meant = [known for known in GPUS if name and known.startswith(name)] or [*filter(None, [closest(name, GPUS)])]
+        suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
+        raise ConfigError(
+            f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB "
+            "or bytes"
+        )
+    if usable_bytes < 2**30:
         raise ConfigError(f"--gpu {text}: {usable_bytes:,} bytes are not the memory of a GPU: write 80GB or 80GiB")
-    meant = [known for known in GPUS if name and known.startswith(name)] or list(filter(None, [closest(name, GPUS)]))
-    suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
-    raise ConfigError(
-        f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB or "
-        "bytes"
-    )
+    return Gpu(text.strip(), usable_bytes)
 
 
 def parse_bytes(text: str) -> int | None:
@@ -124,4 +118,4 @@ def peak_flops(device_name: str) -> float | None:
     """
     matches = [row for row in _ROWS if f" {row[0]} " in f" {device_name.replace('-', ' ')} "]
     tflops = max(matches, key=lambda row: len(row[0]))[1] if matches else None
-    return None if tflops is None else tflops * 1e12
+    return tflops and tflops * 1e12

@@ -32,8 +32,7 @@ from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 
-QWEN3_IDS = 151_669
-"""Ids of Qwen3's tokenizer before sentinels are added (tokenizer/sentinels.py)."""
+QWEN3_IDS = 151_669  # Ids of Qwen3's tokenizer before sentinels are added (tokenizer/sentinels.py)
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,8 @@ class Sizes:
     @classmethod
     def of(cls, sizes: ModelSizes) -> Sizes:
         """Return the sizes of any object that has them."""
-        if isinstance(sizes, cls):
-            return sizes
-        own: dict[str, Any] = {"num_encoder_layers": num_encoder_layers(sizes)}
-        return cls(**own, **{field.name: getattr(sizes, field.name) for field in fields(cls) if field.name not in own})
+        values: dict[str, Any] = {field.name: getattr(sizes, field.name, None) for field in fields(cls)}
+        return cls(**values | {"num_encoder_layers": num_encoder_layers(sizes)})
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +62,7 @@ class Parameters:
 
     shapes: Mapping[str, tuple[int, ...]]
     trained: Mapping[str, tuple[int, ...]]
+    _parts: dict[str, Count] = field(default_factory=dict, init=False)
 
     @cached_property
     def total(self) -> Count:
@@ -80,21 +78,18 @@ class Parameters:
     def of(self, part: str) -> Count:
         """Count the parameters whose names begin with `part`."""
         if part not in self._parts:
-            sizes = [
-                (prod(shape), name in self.trained) for name, shape in self.shapes.items() if name.startswith(part)
-            ]
-            trained = sum(size for size, is_trained in sizes if is_trained)
-            self._parts[part] = Count(sum(size for size, _ in sizes), trained)
+            self._parts[part] = Count(
+                *(
+                    sum(prod(shape) for name, shape in shapes.items() if name.startswith(part))
+                    for shapes in (self.shapes, self.trained)
+                )
+            )
         return self._parts[part]
 
     @cached_property
     def kinds(self) -> Counter[tuple[tuple[int, ...], bool, bool]]:
         """Number of parameters by shape, by whether a layer has them, and by whether they are trained."""
         return Counter((shape, ".layers." in name, name in self.trained) for name, shape in self.shapes.items())
-
-    @cached_property
-    def _parts(self) -> dict[str, Count]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +110,7 @@ class Job:
     decoder_tokens: int
     gradient_accumulation_steps: int
     emulates_bf16: bool = False
-    ratio: float = 1.0
-    """Encoder tokens per decoder token of the data."""
+    ratio: float = 1.0  # Encoder tokens per decoder token of the data
 
     @property
     def stepped_matrices(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -294,10 +288,8 @@ def run_sizes(config: FullConfig) -> Sizes:
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        sizes = _stored_sizes(folder / "config.json")
-    else:
-        sizes = PUBLISHED.get(name) or _stored_sizes(_cached_config(name))
+    sizes = None if folder.is_dir() else PUBLISHED.get(name)
+    sizes = sizes or _stored_sizes(folder / "config.json" if folder.is_dir() else _cached_config(name))
     if sizes.vocab_size != QWEN3_ROWS:
         return sizes  # other tokenizers are not read: their rows are assumed to suffice
     # Qwen3's embedding grows if sentinels and mode tokens do not fit.
@@ -307,14 +299,12 @@ def run_sizes(config: FullConfig) -> Sizes:
 
 def frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
     """Yield a problem if a pattern of `training.freeze` matches nothing, for a model whose sizes are known here."""
-    if not config.training.freeze:
-        return
+    sizes = None
+    with suppress(ConfigError, RuntimeError):  # the model is not here: a run will check it
+        sizes = run_sizes(config) if config.training.freeze else None
     try:
-        sizes = run_sizes(config)
-    except (ConfigError, RuntimeError):  # the model is not here: a run will check it
-        return
-    try:
-        trained_shapes(config, sizes)
+        if sizes:
+            trained_shapes(config, sizes)
     except ConfigError as error:
         yield Conflict(("training.freeze",), str(error).removeprefix("training.freeze: "))
 

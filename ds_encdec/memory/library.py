@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import torch
@@ -20,7 +20,6 @@ from ds_encdec.monitor.machine import peak_host_bytes
 
 logger = logging.getLogger(__name__)
 GB = 1e9
-Row = TypeVar("Row")
 _PRECISIONS = {
     **dict.fromkeys(("fp32", "float32"), (4, 0)),
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), (2, 0)),
@@ -64,18 +63,14 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={place}: torch finds no GPU here; leave it out, or say cpu")
     capacity, resident = device_capacity(place), psutil.Process().memory_info().rss
-    # The kernel brings a process's peak up to date a little later.
-    allocated, reserved, peak = resident, resident, max(peak_host_bytes(), resident)
+    # The kernel updates a process's peak a little later.
+    held = [resident, resident, max(peak_host_bytes(), resident)]
     if place.type == "cuda":
-        allocated, peak = torch.cuda.memory_allocated(place), torch.cuda.max_memory_allocated(place)
-        reserved = torch.cuda.memory_reserved(place)
-    return {
-        "allocated_gb": allocated / GB,
-        "reserved_gb": reserved / GB,
-        "max_allocated_gb": peak / GB,
-        "free_gb": capacity.free_bytes / GB,
-        "total_gb": capacity.total_bytes / GB,
-    }
+        of_torch = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
+        held = [figure(place) for figure in of_torch]
+    figures = (*held, capacity.free_bytes, capacity.total_bytes)
+    names = ("allocated_gb", "reserved_gb", "max_allocated_gb", "free_gb", "total_gb")
+    return {name: num_bytes / GB for name, num_bytes in zip(names, figures, strict=True)}
 
 
 def log_memory_stats(prefix: str = "", device: torch.device | str | int | None = None) -> None:
@@ -114,22 +109,20 @@ def _control_groups(
         lines = membership.read_text().splitlines()
     except OSError:
         return  # no Linux
+    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers == "":
-            root, (limit_name, use_name, cache_name) = mounted, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, limit_name, use_name = mounted / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            cache_name = "total_inactive_file"
-        else:
+        if controllers and "memory" not in controllers.split(","):
             continue
+        root = mounted / "memory" if controllers else mounted
+        names = version_1 if controllers else ("memory.max", "memory.current", "inactive_file")
         inner = root / path.strip("/")
         for group in (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)):
             with suppress(OSError):  # the root group of a machine has no such files
-                limit, used = (group / limit_name).read_text().strip(), int((group / use_name).read_text())
+                limit, used = (group / names[0]).read_text().strip(), int((group / names[1]).read_text())
                 stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
                 if limit != "max":
                     # The kernel drops cached files that were not read lately before memory runs out.
-                    yield int(limit), used - int(stat.get(cache_name, 0))
+                    yield int(limit), used - int(stat.get(names[2], 0))
 
 
 def estimate_model_memory(
@@ -159,9 +152,13 @@ def estimate_model_memory(
     for name, value in {**sizes, "hidden_size": hidden_size, "num_layers": num_layers}.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not (0 < value < math.inf):
             raise ConfigError(f"{name}={value!r}: it must be a positive number")
-    weight, master_weight = _known("dtype", dtype, _PRECISIONS)
     # Adafactor: sums of rows and of columns (arXiv 1804.04235), of matrices taken to be as wide as the model.
-    state_bytes = _known("optimizer", optimizer, _OPTIMIZER_BYTES | {"adafactor": 2 * 4 / hidden_size})
+    states = _OPTIMIZER_BYTES | {"adafactor": 2 * 4 / hidden_size}
+    words = {"dtype": str(dtype).lower().removeprefix("torch."), "optimizer": str(optimizer).lower()}
+    for name, known in (("dtype", [*_PRECISIONS]), ("optimizer", [*states])):
+        if words[name] not in known:
+            raise ConfigError(f"{name}={words[name]!r}: it must be one of {', '.join(known)}")
+    (weight, master_weight), state_bytes = _PRECISIONS[words["dtype"]], states[words["optimizer"]]
     numbers, masks = (1, 0) if gradient_checkpointing else (16, 2)  # kept per token, layer and unit of width
     memory = {
         "model_gb": num_params * weight / GB,
@@ -170,14 +167,6 @@ def estimate_model_memory(
         "activation_gb": num_layers * seq_length * batch_size * hidden_size * (numbers * weight + masks) / GB,
     }
     return memory | {"total_gb": sum(memory.values())}
-
-
-def _known(argument: str, name: str, table: Mapping[str, Row]) -> Row:
-    """Return the row of that name, in any case, with or without torch's prefix (`torch.bfloat16`)."""
-    known = str(name).lower().removeprefix("torch.")
-    if known not in table:
-        raise ConfigError(f"{argument}={name!r}: it must be one of {', '.join(table)}")
-    return table[known]
 
 
 def auto_find_batch_size(

@@ -32,17 +32,17 @@ class StorageLog:
     def note(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
         """Follow `storages`; those that are new are for `purpose`."""
         for storage in storages:
-            self._follow(storage, purpose)
+            if (key := storage._cdata) not in self._alive:
+                self._alive[key] = _Entry(purpose)
+                finalize(storage, lambda key: self._log_size(self._alive.pop(key), 0), key).atexit = False
+            self._log_size(self._alive[key], storage.nbytes())
 
-    def claim(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
-        """Follow `storages` and set their purpose, for their earlier changes too."""
+    def claim(self, storages: Iterable[UntypedStorage], purpose: str, *, instead_of: str | None = None) -> None:
+        """Follow `storages` and set their purpose (`instead_of` a certain one), for their earlier changes too."""
         for storage in storages:
-            self._follow(storage, purpose).purpose = purpose
-
-    def purpose_of(self, storage: UntypedStorage) -> str | None:
-        """Return the purpose of `storage`; None if it was never noted."""
-        entry = self._alive.get(storage._cdata)
-        return None if entry is None else entry.purpose
+            self.note([storage], purpose)
+            entry = self._alive[storage._cdata]
+            entry.purpose = purpose if instead_of in (None, entry.purpose) else entry.purpose
 
     def changes(self) -> Iterator[tuple[str, str, int]]:
         """Return every change so far: moment, purpose, and the bytes added or (below 0) freed."""
@@ -72,13 +72,6 @@ class StorageLog:
 
         with patch.object(UntypedStorage, "resize_", resize_):
             yield
-
-    def _follow(self, storage: UntypedStorage, purpose: str) -> _Entry:
-        if (key := storage._cdata) not in self._alive:
-            self._alive[key] = _Entry(purpose)
-            finalize(storage, lambda: self._log_size(self._alive.pop(key), 0)).atexit = False
-        self._log_size(self._alive[key], storage.nbytes())
-        return self._alive[key]
 
     def _log_size(self, entry: _Entry, num_bytes: int) -> None:
         if num_bytes != entry.num_bytes:

@@ -45,6 +45,7 @@ from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.storage_log import StorageLog, storages_of
+from ds_encdec.memory.variants import changed, with_fields
 from ds_encdec.model import attention_kernels, loss, loss_kernel, modeling, precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -79,42 +80,39 @@ def trace_memory(job: Job) -> TracedMemory:
 
     DeepSpeed's engine cannot run without memory: only activations and logits of one micro-batch are traced.
     """
-    start, traced, remarks = time.monotonic(), _STEPS[job.engine], _remarks(job)
+    start, traced, title = time.monotonic(), _STEPS[job.engine], ENGINES[job.engine].title
     training, lora = job.config.training, job.config.model.lora
+    remarks = {
+        f"{title}'s engine cannot be traced: these are activations and logits alone.": traced is None,
+        "What is copied between host and device for the offload is left out.": (
+            traced is not None and job.config.infra.offload_optimizer == "cpu"
+        ),
+        "Activations are traced as if they stayed on the device (training.activation_offload=false).": (
+            training.activation_offload
+        ),
+        "Layers are traced as they are without torch.compile.": training.torch_compile is True,
+        "Matrices in 4 bits are traced in the compute dtype.": lora is not None and lora.quantize != "none",
+        "Attention is traced document by document: this torch has no variable-length kernel for it.": (
+            job.device == "cuda" and job.compute_bytes != 2
+        ),
+    }
     # The user's optimizer and loss are tried here: a trial needs numbers, which the tensors below do not have.
     if training.optimizer not in OPTIMIZERS:
         try_optimizer(training.optimizer, training.optimizer_args)
     if training.loss != CROSS_ENTROPY:
         load_loss(training.loss)
-    if lora is not None and lora.quantize != "none":
-        model = job.config.model.model_copy(update={"lora": lora.model_copy(update={"quantize": "none"})})
-        job = dataclasses.replace(job, config=job.config.model_copy(update={"model": model}))
-    log: StorageLog = watched_pass(job) if traced is None else traced(job)
+    if lora is not None:
+        job = changed(job, {"model.lora": lora.model_copy(update={"quantize": "none"})})
+    log = watched_pass(job) if traced is None else traced(job)
     held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
-    return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, remarks)
-
-
-def _remarks(job: Job) -> str:
-    title, training, lora = ENGINES[job.engine].title, job.config.training, job.config.model.lora
-    offloads, on_host = job.config.infra.offload_optimizer == "cpu", training.activation_offload
-    is_traced = _STEPS[job.engine] is not None
-    without_kernel = job.device == "cuda" and job.compute_bytes != 2
-    remarks = {
-        f"{title}'s engine cannot be traced: these are activations and logits alone.": not is_traced,
-        "What is copied between host and device for the offload is left out.": is_traced and offloads,
-        "Activations are traced as if they stayed on the device (training.activation_offload=false).": on_host,
-        "Layers are traced as they are without torch.compile.": training.torch_compile is True,
-        "Matrices in 4 bits are traced in the compute dtype.": lora is not None and lora.quantize != "none",
-        "Attention is traced document by document: this torch has no variable-length kernel for it.": without_kernel,
-    }
-    return " ".join(remark for remark, applies in remarks.items() if applies)
+    remark = " ".join(remark for remark, applies in remarks.items() if applies)
+    return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, remark)
 
 
 def fsdp_step(job: Job) -> StorageLog:
     """Log a step of FSDP2 without the optimizer's part, which works in place."""
     # Without features that need real memory: addresses, and kernels to be compiled.
-    training = job.config.training.model_copy(update={"activation_offload": False, "torch_compile": False})
-    config = job.config.model_copy(update={"training": training})
+    config = with_fields(job.config, {"training.activation_offload": False, "training.torch_compile": False})
     local_ranks = min(job.ranks_per_node, job.world_size)
     world = World(0, 0, job.world_size, local_ranks, 0, -(-job.world_size // local_ranks), "localhost", 0, "trace")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=job.world_size)
@@ -196,6 +194,10 @@ def _batch(job: Job) -> Batch:
     documents = max(
         -(-job.encoder_tokens // data.max_encoder_length), -(-job.decoder_tokens // data.max_decoder_length)
     )
+
+    def even_lengths(tokens: int) -> tuple[int, ...]:
+        return tuple(tokens * (index + 1) // documents - tokens * index // documents for index in range(documents))
+
     boundaries = torch.zeros(data.max_examples_per_micro_batch + 1, dtype=torch.int32)
     encoder_ids, decoder_ids = (torch.zeros(n, dtype=torch.int64) for n in (job.encoder_tokens, job.decoder_tokens))
     return Batch(
@@ -207,13 +209,9 @@ def _batch(job: Job) -> Batch:
         encoder_cu_seqlens=boundaries,
         decoder_cu_seqlens=boundaries.clone(),
         denoiser_ids=torch.zeros_like(decoder_ids),
-        encoder_lengths=_even_lengths(job.encoder_tokens, documents),
-        decoder_lengths=_even_lengths(job.decoder_tokens, documents),
+        encoder_lengths=even_lengths(job.encoder_tokens),
+        decoder_lengths=even_lengths(job.decoder_tokens),
     )
-
-
-def _even_lengths(tokens: int, documents: int) -> tuple[int, ...]:
-    return tuple(tokens * (index + 1) // documents - tokens * index // documents for index in range(documents))
 
 
 class _StorageWatch(TorchDispatchMode):
@@ -225,10 +223,21 @@ class _StorageWatch(TorchDispatchMode):
         self._fake_mode = active_fake_mode()
         self._category: str = "activations"  # of storages made from now on
         self._part = self._module = ""
+
+        def enter(name: str, *_: Any) -> None:
+            self.now_in(module=name)
+            self._category = "logits" if name == "lm_head" else "activations"
+
+        def leave(name: str, _module: nn.Module, _arguments: Any, output: Any) -> None:
+            self._category = "activations"
+            for tensor in tree_leaves(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.now_in(module=name))
+
         for name, module in model.named_modules():
             if name in ("lm_head", "shared") or name.rpartition(".")[0] in ("encoder.layers", "decoder.layers"):
-                module.register_forward_pre_hook(partial(self._enter, name))
-                module.register_forward_hook(partial(self._leave, name))
+                module.register_forward_pre_hook(partial(enter, name))
+                module.register_forward_hook(partial(leave, name))
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -240,7 +249,7 @@ class _StorageWatch(TorchDispatchMode):
             self.log.note(storages_of(tree_leaves(result)), self._category)
             if func.namespace == torch.ops.fsdp.name:  # FSDP2's own operators fill and empty the buffers that are sent
                 buffers = storages_of(tree_leaves((args, kwargs, result)))
-                self.log.claim([one for one in buffers if self.log.purpose_of(one) == "activations"], "communication")
+                self.log.claim(buffers, "communication", instead_of="activations")
         return result
 
     def now_in(self, *, part: str = "", module: str = "") -> None:
@@ -252,40 +261,29 @@ class _StorageWatch(TorchDispatchMode):
         """Log the storages of `tensors` under `category`; other objects are skipped."""
         self.log.claim(storages_of(tensors), category)
 
-    def _enter(self, name: str, *_: Any) -> None:
-        self.now_in(module=name)
-        self._category = "logits" if name == "lm_head" else "activations"
-
-    def _leave(self, name: str, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        self._category = "activations"
-        for tensor in tree_leaves(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _: self.now_in(module=name))
-
 
 def _note_fsdp_states(engine: fsdp2.FSDP2Engine, watch: _StorageWatch, undo: ExitStack, *, on_host: bool) -> None:
     """Claim the tensors between two steps and, until `undo`, those that FSDP2 gathers and reduces during one."""
     watch.claim(tree_leaves(list(engine.optimizer.state.values())), "host" if on_host else "optimizer")
+
+    def claim_shards(group: Any) -> None:
+        watch.claim([each.sharded_param for each in group.fsdp_params], "host" if on_host else "master_weights")
+
+    def post_backward(group: Any, original: Callable[..., None], *arguments: Any) -> None:
+        claim_shards(group)  # the first forward pass pads the shards again
+        for parameter in group.fsdp_params:  # by now all of its storages exist
+            watch.claim(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
+            watch.claim([parameter._unsharded_param.grad], "gradients")
+        original(*arguments)
+        for parameter in group.fsdp_params:
+            watch.claim([parameter.unsharded_accumulated_grad], "gradients")
+            watch.claim([parameter.sharded_param.grad], "host" if on_host else "gradients")
+
     for module in engine.model.modules():
         if isinstance(module, FSDPModule):
             group: Any = module._get_fsdp_state()._fsdp_param_group
-            shards = [parameter.sharded_param for parameter in group.fsdp_params]
-            watch.claim(shards, "host" if on_host else "master_weights")
-            watched = partial(_post_backward, group, group.post_backward, watch, on_host)
-            undo.enter_context(replaced(group, "post_backward", watched))
-
-
-def _post_backward(group: Any, original: Any, watch: _StorageWatch, on_host: bool, *arguments: Any) -> None:
-    """Call `group.post_backward`, and claim the storages of the group: by now all of them exist."""
-    for parameter in group.fsdp_params:
-        # The first forward pass pads the shards again.
-        watch.claim([parameter.sharded_param], "host" if on_host else "master_weights")
-        watch.claim(parameter.all_gather_outputs, "communication" if group._reshard_after_forward else "weights")
-        watch.claim([parameter._unsharded_param.grad], "gradients")
-    original(*arguments)
-    for parameter in group.fsdp_params:
-        watch.claim([parameter.unsharded_accumulated_grad], "gradients")
-        watch.claim([parameter.sharded_param.grad], "host" if on_host else "gradients")
+            claim_shards(group)
+            undo.enter_context(replaced(group, "post_backward", partial(post_backward, group, group.post_backward)))
 
 
 @contextmanager
@@ -294,11 +292,15 @@ def as_on_device(job: Job) -> Iterator[None]:
     emulated = frozenset({compute_dtype(job.config.training)}) if job.emulates_bf16 else frozenset()
     substitutes: list[tuple[Any, str, object]] = [(precision, "_EMULATED_ON_CPU", emulated)]
     if job.device == "cuda":
-        substitutes += [(modeling, "choose_kernel", choose_kernel), (nn.functional, "rms_norm", _rms_norm)]
-        substitutes += [(loss, "_gives_float32", lambda *_, **__: True), (nn.functional, "dropout", _dropout)]
-        substitutes += [(loss_kernel, "runs_on", lambda *_: True), (loss_kernel, "_launch", lambda *_: None)]
-        # It allocates nothing, and has no shapes on torch 2.11.
-        substitutes.append((loss, "_add_product", lambda *_: None))
+        substitutes += [
+            (modeling, "choose_kernel", choose_kernel),
+            (nn.functional, "rms_norm", lambda x, _shape, weight, _epsilon: _FusedRmsNorm.apply(x, weight)),
+            (nn.functional, "dropout", _dropout),
+            (loss, "_gives_float32", lambda *_, **__: True),
+            (loss_kernel, "runs_on", lambda *_: True),
+            (loss_kernel, "_launch", lambda *_: None),
+            (loss, "_add_product", lambda *_: None),  # it allocates nothing, and has no shapes on torch 2.11
+        ]
     if job.config.model.lora is not None:
         # peft moves its adapters to their present device, which fake tensors do not allow.
         substitutes.append((nn.Module, "to", lambda module, *_, **__: module))
@@ -317,28 +319,25 @@ def choose_kernel(wanted: attention_kernels.KernelQuery, *, flash: bool = True) 
 def _varlen_attention(
     q: Tensor, k: Tensor, v: Tensor, segments: attention_kernels.Segments, causal: bool, _dropout: float
 ) -> Tensor:
-    """Call torch's operator, which knows its shapes without a GPU, and allocate its backward pass's workspace."""
+    """Call torch's operator, which knows its shapes without a GPU, and allocate what its backward pass does.
+
+    Flash attention 2's `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp) makes the gradients of q, k and v; that of q in
+    float32, with 128 rows more for each segment; and if heads share keys, those of keys and values of each head.
+    """
+    query, key, rows = q.shape, k.shape, len(q) + 128 * (len(segments.query_cu_seqlens) - 1)
+
+    def allocate_and_free(grad: Tensor) -> None:
+        held = [grad.new_empty(shape) for shape in (query, key, key)]
+        held += [grad.new_empty(shape, dtype=torch.float32) for shape in ((rows, *query[1:]), (rows, query[1]))]
+        held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)] if query[1] != key[1] else []
+
     out = attention_kernels.attend_in_torch(q, k, v, segments, causal)
     if out.requires_grad:
-        shapes = (q.shape, k.shape, len(segments.query_cu_seqlens) - 1)
-        out.register_hook(lambda grad: _allocate_backward_workspace(grad, *shapes))
+        out.register_hook(allocate_and_free)
     return out
 
 
 _VARLEN = attention_kernels.AttentionKernel("as on a GPU", lambda _: "", _varlen_attention)
-
-
-def _allocate_backward_workspace(grad: Tensor, query: torch.Size, key: torch.Size, segments: int) -> None:
-    """Allocate and free the tensors of flash attention 2's `mha_varlen_bwd` (csrc/flash_attn/flash_api.cpp).
-
-    The gradients of q, k and v; that of q in float32, with 128 rows more for each segment; and if heads share keys,
-    those of keys and values of each head.
-    """
-    held = [grad.new_empty(shape) for shape in (query, key, key)]
-    rows = query[0] + 128 * segments
-    held += [grad.new_empty(shape, dtype=torch.float32) for shape in ((rows, *query[1:]), (rows, query[1]))]
-    if query[1] != key[1]:
-        held += [grad.new_empty((key[0], *query[1:])) for _ in range(2)]
 
 
 def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -346,13 +345,8 @@ def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = F
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
-def _rms_norm(x: Tensor, _shape: tuple[int, ...], weight: Tensor, _epsilon: float) -> Tensor:
-    """Stand in for `rms_norm`, one operator on a GPU (aten::_fused_rms_norm); a CPU computes it in single ones."""
-    return _FusedRmsNorm.apply(x, weight)
-
-
 class _FusedRmsNorm(torch.autograd.Function):
-    """Keeps its input, and one float32 per row."""
+    """A GPU's operator (aten::_fused_rms_norm): it keeps its input, and one float32 per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -23,17 +23,14 @@ from ds_encdec.memory.estimate import engine_memory, estimate
 from ds_encdec.memory.job import Job, with_micro_batch
 from ds_encdec.registry.engines import ENGINES
 
-Change = dict[str, str | int | bool | None]
-"""New values by field (`section.field`)."""
-HEADROOM = 0.05
-"""Share of a device's usable memory that a fitting setting leaves free, for errors of the estimate."""
+Change = dict[str, str | int | bool | None]  # New values by field (`section.field`)
+HEADROOM = 0.05  # Share of a device's usable memory that a fitting setting leaves free, for errors of the estimate
 HOST_HEADROOM = 0.1
 """Share of a host's memory that stays free, for the page cache and for copies during an engine's build."""
 EFFICIENT_TOKENS = 4096
 """Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only if nothing else fits."""
 RECOMPUTATION = "training.activation_checkpointing"
-MODES = ("none", "selective", "full")
-"""Modes that `auto` chooses from, the fastest first."""
+MODES = ("none", "selective", "full")  # Modes that `auto` chooses from, the fastest first
 BATCH_FIELDS = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
@@ -66,8 +63,7 @@ class Variant:
         return (on_device + self.estimate.host.total) * self.job.ranks_per_node
 
 
-Fits = Callable[[Variant], bool]
-"""Returns whether a setting fits into the available memory."""
+Fits = Callable[[Variant], bool]  # Returns whether a setting fits into the available memory
 
 
 def with_fields(config: FullConfig, change: Mapping[str, Any]) -> FullConfig:
