@@ -12,11 +12,9 @@ hidden and intermediate size and rows of the vocabulary; `h`, `k` query and key/
 """
 
 import json
-import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal
@@ -77,11 +75,11 @@ _MEMORY: ByEngine[Callable[[Job], EngineMemory]] = ByEngine(deepspeed=zero_memor
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Yield each moment that may be the worst of a step, with its bytes except for the framework's share."""
-    resting, embedding = engine.resting, job.model.of("shared.")
+    resting, embedding, training, sizes = engine.resting, job.model.of("shared."), job.config.training, job.sizes
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     layers = batch.layers()
     kept = sum(layer.kept for layer in layers)
-    if job.config.training.activation_offload:  # one layer's are in use, on GPUs another one's on their way
+    if training.activation_offload:  # one layer's are in use, on GPUs another one's on their way
         kept = max(layer.kept for layer in layers) * (job.device != "cpu")
         layers = [replace(layer, kept=0.0) for layer in layers]
     at_loss = resting + engine.forward + Breakdown(activations=kept)
@@ -100,23 +98,18 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     yield "backward of the embedding", at_embedding + batch.at_worst("embedding")
     yield "reduction after the backward pass", resting + engine.last_reduction
     yield "optimizer step", resting + engine.step
-    if job.config.training.eval_samples:
+    if training.eval_samples:
         sized = replace(job, gradient_accumulation_steps=1)  # there are no earlier gradients
-        sized = with_micro_batch(sized, job.config.training.per_device_eval_batch_size)
+        sized = with_micro_batch(sized, training.per_device_eval_batch_size)
         yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
-    if job.config.training.eval_generate_samples:  # with a whole copy of the model
-        copy = Breakdown(weights=job.compute_bytes * job.parameters, activations=_generation_cache(job))
-        yield "generation", resting + copy
+    if training.eval_generate_samples:  # with a whole copy of the model, and a cache of keys and values
+        settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
+        row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
+        tokens = max(row, min(ceil(training.eval_generate_samples / job.world_size) * row, settings.batch_tokens))
+        cache_numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * tokens
+        held = {"weights": job.compute_bytes * job.parameters, "activations": job.compute_bytes * cache_numbers}
+        yield "generation", resting + Breakdown(**held)
     yield "building of the engine", engine.build
-
-
-def _generation_cache(job: Job) -> float:
-    training, sizes = job.config.training, job.sizes
-    settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
-    row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
-    rows = ceil(training.eval_generate_samples / job.world_size)
-    tokens = max(row, min(rows * row, settings.batch_tokens))
-    return 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * tokens * job.compute_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +130,20 @@ class MicroBatch:
 
     def __init__(self, job: Job, *, keeps_inputs: bool = False) -> None:
         sizes, (encoder_length, decoder_length) = job.sizes, job.longest_document
+        # Documents of `_TOKENS_PER_DOCUMENT` tokens, or of the maximum length if shorter, and the padding.
+        documents = max(
+            (job.encoder_tokens + job.decoder_tokens) / _TOKENS_PER_DOCUMENT,
+            job.encoder_tokens / encoder_length,
+            job.decoder_tokens / decoder_length,
+        )
+        segments = min(ceil(documents), job.config.data.max_examples_per_micro_batch) + 1
         self._job = job
         self._symbols = {
             "E": job.encoder_tokens,
             "D": job.decoder_tokens,
             "C": min(job.config.model.loss_chunk_tokens, job.decoder_tokens),
             "m": encoder_length + decoder_length,
-            "s": _segments(job) if job.uses_flash else 0,
+            "s": segments if job.uses_flash else 0,
             "H": sizes.hidden_size,
             "I": sizes.intermediate_size,
             "V": sizes.vocab_size,
@@ -186,14 +186,12 @@ class MicroBatch:
         ]
         # The backward pass ends at the first layer with trained parameters.
         model = self._job.model
-        trained = (bool(model.layers[layer.name].trained) for layer in found)
-        is_reached = accumulate(trained, operator.or_, initial="shared.weight" in model.trained)
-        next(is_reached)
-        none = Layer("", kept=0.0, offloaded=0.0, working=Breakdown())
-        return [
-            layer if reached else replace(none, name=layer.name)
-            for layer, reached in zip(found, is_reached, strict=True)
-        ]
+        is_reached = "shared.weight" in model.trained
+        for index, layer in enumerate(found):
+            is_reached = is_reached or bool(model.layers[layer.name].trained)
+            if not is_reached:
+                found[index] = Layer(layer.name, kept=0.0, offloaded=0.0, working=Breakdown())
+        return found
 
     def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> Layer:
         job, formulas = self._job, _formulas(self._kind, self._mode if recomputes else "none")
@@ -204,7 +202,13 @@ class MicroBatch:
         tokens, training = self._symbols[side[0].upper()], job.config.training
         masks = 2 * tokens * job.sizes.hidden_size * (1 if job.device == "cuda" else job.compute_bytes)
         masks *= training.residual_dropout > 0
-        of_frozen = self._frozen_inputs(side) if self._keeps_inputs else 0.0
+        # What only frozen products keep: dropout gives adapters other inputs, emulation copies.
+        of_frozen, wide = 0.0, self._symbols["Q"] + job.sizes.intermediate_size
+        if self._keeps_inputs and job.emulates_bf16:
+            encoded = 2 * self._symbols["E"] * (side == "decoder")
+            of_frozen = _FLOAT32 * (tokens * (5 * job.sizes.hidden_size + wide) + encoded * job.sizes.hidden_size)
+        elif self._keeps_inputs and self._kind.endswith("dropout"):
+            of_frozen = job.compute_bytes * tokens * (2 * job.sizes.hidden_size + wide)
         # Nor does any layer wait for the gradient of an encoder's output whose norm keeps nothing.
         unread = self._unread() if side == "decoder" else 0.0
         unread += self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes * (unread > 0)
@@ -224,15 +228,6 @@ class MicroBatch:
             return 0.0
         output = self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes
         return self._value(head) - self._value(head, "E*H") - output
-
-    def _frozen_inputs(self, side: Side) -> float:
-        """Return the bytes that only frozen products keep: dropout gives adapters other inputs, emulation copies."""
-        sizes, tokens = self._job.sizes, self._symbols[side[0].upper()]
-        wide = sizes.num_attention_heads * sizes.head_dim + sizes.intermediate_size
-        if self._job.emulates_bf16:
-            encoded = 2 * self._symbols["E"] * (side == "decoder")
-            return _FLOAT32 * (tokens * (5 * sizes.hidden_size + wide) + encoded * sizes.hidden_size)
-        return self._job.compute_bytes * tokens * (2 * sizes.hidden_size + wide) * self._kind.endswith("dropout")
 
     def _scores(self, side: Side) -> tuple[float, float]:
         """Return the bytes that attention without a flash kernel keeps, and those of its backward pass.
@@ -281,14 +276,3 @@ def _formulas(kind: str, mode: str) -> dict[str, Any]:
 def _terms(formula: str, logits: bool) -> tuple[tuple[int, str], ...]:
     terms = (term.partition("*") for term in formula.split(" + "))
     return tuple((int(times), product) for times, _, product in terms if ("V" in product) == logits)
-
-
-def _segments(job: Job) -> int:
-    """Count documents of `_TOKENS_PER_DOCUMENT` tokens, or of the maximum length if shorter, and the padding."""
-    encoder_length, decoder_length = job.longest_document
-    shares = (
-        (job.encoder_tokens + job.decoder_tokens) / _TOKENS_PER_DOCUMENT,
-        job.encoder_tokens / encoder_length,
-        job.decoder_tokens / decoder_length,
-    )
-    return min(ceil(max(shares)), job.config.data.max_examples_per_micro_batch) + 1

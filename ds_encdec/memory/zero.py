@@ -66,7 +66,7 @@ def swapped_bytes(job: Job) -> float:
 
 def not_estimated(job: Job) -> list[str]:
     """Return the settings of the JSON whose effect on memory the estimate does not follow."""
-    rendered = _rendered(job)
+    rendered = _Settings(job).rendered
     zero, adam = rendered["zero_optimization"], rendered.get("optimizer", {}).get("params", {})
     found = [f"zero_optimization.{key}" for key, value in _ZERO_AS.items() if zero.get(key, value) != value]
     return found + [f"optimizer.params.{key}" for key, value in _ADAM_AS.items() if adam.get(key, value) != value]
@@ -89,7 +89,13 @@ class _Settings:
     """
 
     def __init__(self, job: Job) -> None:
-        rendered = _rendered(job)
+        rendered = self.rendered = render_deepspeed_json(
+            job.config,
+            world_size=job.world_size,
+            gradient_accumulation_steps=job.gradient_accumulation_steps,
+            device=job.device,
+            ranks_per_node=job.ranks_per_node,
+        )
         zero = rendered["zero_optimization"]
         self.number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
         ranks = job.world_size
@@ -158,16 +164,6 @@ class _Settings:
         """Return the elements of an untied output layer that no bucket can hold; the next gradient reduces it."""
         head = self.job.embedding_parameters
         return head if done.trained == head > self.bucket and not self.job.sizes.tie_word_embeddings else 0
-
-
-def _rendered(job: Job) -> dict[str, Any]:
-    return render_deepspeed_json(
-        job.config,
-        world_size=job.world_size,
-        gradient_accumulation_steps=job.gradient_accumulation_steps,
-        device=job.device,
-        ranks_per_node=job.ranks_per_node,
-    )
 
 
 def _number(key: str, value: Any) -> int:
