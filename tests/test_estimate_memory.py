@@ -16,6 +16,7 @@ from collections.abc import Callable
 from html import unescape
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -25,6 +26,7 @@ from ds_encdec.base.quantities import GIB, gib
 from ds_encdec.commands.plan import plan_run
 from ds_encdec.config.schema import load_config
 from ds_encdec.estimate_memory import ARGUMENTS, main
+from ds_encdec.memory import question
 from ds_encdec.memory.answer import estimate_tables, show
 from ds_encdec.memory.breakdown import CATEGORIES
 from ds_encdec.memory.estimate import estimate
@@ -34,10 +36,15 @@ from ds_encdec.memory.job import run_sizes
 from ds_encdec.memory.question import planned_job, read_request
 from ds_encdec.memory.variants import HEADROOM, Variant, as_overrides
 
+DOCS = Path(__file__).parents[1] / "docs"
+ON_CPUS = ("--config", "ds_configs/quickstart.yaml", "infra.device=cpu")
+TIGHT = ("--model", "Qwen/Qwen3-8B", "--gpus", "1", "--gpu", "24GB", "--host-memory", "1TB")
+WASTEFUL = ("model.loss_chunk_tokens=32768", "training.per_device_eval_batch_size=32")
+
 
 @functools.cache
 def ask(*arguments: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as output:
+    with contextlib.redirect_stdout(io.StringIO()) as output, patch.object(question, "has_gpu", lambda: True):
         assert main(arguments) == 0
     return output.getvalue()
 
@@ -47,40 +54,37 @@ def ask_json(*arguments: str) -> dict[str, Any]:
     return answer
 
 
-def estimate_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add(parser, ARGUMENTS)
-    return parser.parse_args([])
+def test_the_answers(golden: Callable[[object], None]) -> None:
+    """The answer comes first; below each table stands why some settings do not exist."""
+    for arguments in (
+        (),
+        ("--all", "--host-memory", "16GiB"),
+        (*TIGHT, *WASTEFUL),
+        ("--gpu", "v100-32gb"),
+        ("training.bf16=false", "training.fp16=true"),
+        ON_CPUS,
+        (*ON_CPUS, "--host-memory", "1GiB"),
+    ):
+        golden(text := ask(*arguments))
+        tables = [part for part in text.split("\n\n") if part.startswith(("DeepSpeed, GiB", "FSDP2, GiB"))]
+        assert all(len(line) <= 100 for table in tables for line in table.splitlines())
 
 
-def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(arguments) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    return output.err
-
-
-def test_ranks_on_cpus_are_judged_by_their_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_cpus_are_judged_by_their_hosts() -> None:
     """The memory of a host is that which the run itself says at its start, and what a plan says."""
-    on_cpus = ("--config", "ds_configs/quickstart.yaml", "infra.device=cpu")
     config = load_config(Path("ds_configs/quickstart.yaml"), ["infra.device=cpu"])
     job = planned_job(config, run_sizes(config), nodes=1)
     needed = Variant(job, estimate(job)).node_bytes
     assert f"host {gib(needed)} per node" in str(ExpectedMemory(job, estimate(job)))
     assert plan_run(config)["host_bytes_per_node"] == needed < 2 * GIB
-    told = ask(*on_cpus)
-    assert "2 x CPU rank on 1 node" in told
-    assert f"Each host of 2 ranks holds {needed / GIB:.1f} GiB at its worst moment" in told
-    assert not {"GPU", "a100-80gb", "Recommended"} & set(re.findall(r"[\w-]+", told))
+    assert f"Each host of 2 ranks holds {needed / GIB:.1f} GiB at its worst moment" in ask(*ON_CPUS)
     for size, fits in (("32GiB", True), ("1GiB", False)):
-        found = ask_json(*on_cpus, "--host-memory", size)
+        found = ask_json(*ON_CPUS, "--host-memory", size)
         assert (found["inputs"]["device"], found["inputs"]["gpu"]) == ("cpu", None)
         assert found["configured"]["fits"] == fits
-    assert "--gpu h200 and infra.device=cpu contradict" in refuse(capsys, *on_cpus, "--gpu", "h200")
 
 
-def test_the_verb_answers_without_torch() -> None:
-    """In a process of its own, as it is used; the answer is the default run's."""
+def test_it_answers_without_torch() -> None:
     code = (
         "import sys; from ds_encdec.cli import main; code = main(['estimate-memory']);"
         "print(*({'torch', 'transformers', 'deepspeed', 'datasets', 'huggingface_hub'} & set(sys.modules)),"
@@ -88,8 +92,7 @@ def test_the_verb_answers_without_torch() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr.strip()) == (0, "")
-    assert "1,036,517,376 parameters" in result.stdout
-    assert "8 x a100-80gb" in result.stdout
+    assert set(ask().splitlines()) <= set(result.stdout.splitlines())
 
 
 def test_the_module_ends_with_the_exit_code() -> None:
@@ -99,32 +102,36 @@ def test_the_module_ends_with_the_exit_code() -> None:
     assert "--gpu tpu-v5: not a known GPU" in result.stderr
 
 
-def test_the_answer_and_every_setting(golden: Callable[[object], None]) -> None:
-    """The answer comes first; below each table stands why some settings do not exist."""
-    for options in ((), ("--all",)):
-        golden(text := ask(*options))
-        tables = [part for part in text.split("\n\n") if part.startswith(("DeepSpeed, GiB", "FSDP2, GiB"))]
-        assert max(len(line) for table in tables for line in table.splitlines()) <= 100
+def test_the_table_has_the_figures() -> None:
+    *_, table, how_to_read = ask().split("\n\n")
+    header = table.splitlines()[1]
+    (row,) = (line for line in table.splitlines() if line.startswith("*"))
+    figures = dict(zip(header.split(), row.split()[1:], strict=True))
+    held = ask_json()["configured"]["bytes"]
+    assert figures["optimizer"] == f"{(held['master_weights'] + held['optimizer']) / GIB:.1f}"
+    assert figures["other"] == f"{(held['communication'] + held['framework']) / GIB:.1f}"
+    assert figures["peak"] == f"{held['peak'] / GIB:.1f}"
+    named = {name for name in header.split() if f"{name}: " in how_to_read}
+    assert named == {"grads", "optimizer", "activ.", "other", "host"}
 
 
-@pytest.mark.parametrize(("width", "is_whole"), [(40, False), (60, False), (100, True)])
+@pytest.mark.parametrize(("width", "is_whole"), [(40, False), (100, True)])
 def test_no_figure_is_cut_on_a_terminal(width: int, is_whole: bool) -> None:
-    options = argparse.Namespace(**{**vars(estimate_options()), "model": "Qwen/Qwen3-8B", "gpu": "24GB"})
-    asked, written = read_request(options, []), io.StringIO()
-    console = Console(file=written, width=width, force_terminal=True)
+    parser = argparse.ArgumentParser()
+    add(parser, ARGUMENTS)
+    asked = read_request(parser.parse_args(["--model", "Qwen/Qwen3-8B", "--gpu", "24GB"]), [])
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
     show(console, asked, estimate_tables(asked), None, everything=False)
-    text = re.sub(r"\x1b\[[\d;]*m", "", written.getvalue())
+    text = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
     assert "…" not in text
     (row,) = (line.rstrip() for line in text.splitlines() if line.startswith("* zero3"))
-    assert row.endswith("no: GPU") or row.endswith("yes")
+    assert row.endswith(("no: GPU", "yes"))
     assert (len(row) <= width) is is_whole
 
 
 def test_what_is_recommended_can_be_pasted() -> None:
-    text = ask()
-    lines = text.splitlines()
-    line = lines[lines.index("Recommended with FSDP2:") + 1]
-    arguments = line.split()
+    lines = ask().splitlines()
+    arguments = lines[lines.index("Recommended with FSDP2:") + 1].split()
     answer = ask_json()["engines"]["fsdp"]["recommendation"]
     assert arguments == as_overrides(answer["overrides"]).split()
     pasted = ask_json(*arguments)
@@ -146,22 +153,30 @@ def test_json_has_what_the_table_has() -> None:
             assert row["exists"] is ("bytes" in row) is (not row["reason"])
             if row["exists"]:
                 assert row["bytes"]["peak"] == pytest.approx(sum(row["bytes"][name] for name in CATEGORIES))
-                room = (1 - HEADROOM) * inputs["gpu_usable_bytes"]
-                assert row["fits"] is (row["bytes"]["peak"] <= room)
+                assert row["fits"] is (row["bytes"]["peak"] <= (1 - HEADROOM) * inputs["gpu_usable_bytes"])
     (configured,) = (row for row in answer["engines"]["deepspeed"]["rows"] if row["configured"])
     assert configured == answer["configured"]
 
 
-def test_parameters_are_exact() -> None:
-    assert ask_json("--config", "ds_configs/quickstart.yaml", "--gpus", "1")["parameters"]["total"] == 1_312_256
-    for name, total in (("1.7B", 3_129_985_024), ("4B", 7_655_980_032), ("8B", 15_136_811_008)):
-        answer = ask_json("--model", f"Qwen/Qwen3-{name}", "--gpus", "8", "--gpu", "mi355x")
-        assert answer["parameters"]["total"] == total
+@pytest.mark.parametrize(
+    ("arguments", "total", "trainable"),
+    [
+        (("--model", "Qwen/Qwen3-1.7B"), 3_129_985_024, None),
+        (("--model", "Qwen/Qwen3-8B"), 15_136_811_008, None),
+        (("model.lora={r: 8}",), 1_036_517_376 + 10_092_544, 10_092_544),
+        (("training.freeze=encoder.*",), 1_036_517_376, 1_036_517_376 - 440_467_456),
+    ],
+)
+def test_parameters_are_exact(arguments: tuple[str, ...], total: int, trainable: int | None) -> None:
+    assert ask_json(*arguments)["parameters"] == {"total": total, "trainable": trainable or total}
 
 
-def test_the_configuration_says_how_many_gpus() -> None:
+def test_the_configuration_says_how_many_gpus_and_may_write_out_the_sizes() -> None:
     assert ask_json("--config", "ds_configs/qwen3_0.6b_ul2_1gpu.yaml")["inputs"]["gpus"] == 1
     assert ask_json("--gpus", "8", "infra.num_gpus=4")["inputs"]["gpus"] == 4  # options are overrides; the last counts
+    answer = ask_json("--config", "ds_configs/quickstart.yaml", "--gpus", "1")
+    assert (answer["inputs"]["model"], answer["inputs"]["gpus"]) == (None, 1)
+    assert answer["parameters"]["total"] < 100_000_000
 
 
 def test_the_other_engine_is_not_refused_for_what_it_lacks() -> None:
@@ -170,61 +185,37 @@ def test_the_other_engine_is_not_refused_for_what_it_lacks() -> None:
     answer = ask_json(*own)
     assert answer["engines"]["deepspeed"]["recommendation"] is not None
     assert any("torch_compile" in remark for remark in answer["remarks"])
-    text = ask("training.bf16=false", "training.fp16=true")
-    assert "FSDP2 cannot run this: FSDP2 has no loss scaling" in text
-    assert "nothing fits" not in text
 
 
-def test_where_nothing_fits_it_says_what_would_help() -> None:
-    arguments = ("--model", "Qwen/Qwen3-8B", "--gpus", "1", "--gpu", "24GB", "--host-memory", "1TB")
-    tight = (*arguments, "model.loss_chunk_tokens=32768", "training.per_device_eval_batch_size=32")
-    answer = ask_json(*tight)
-    assert answer["engines"]["deepspeed"]["recommendation"] is None
-    near = answer["engines"]["deepspeed"]["nearest"][0]
-    assert near["fits"]
-    text = ask(*tight)
-    assert "DeepSpeed: nothing fits." in text
-    assert f"This fits: {as_overrides(near['overrides'])} (" in text
-    assert "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs" in text
-    # Pasted, it does.
-    changed = {**dict(pair.split("=") for pair in tight[8:]), **near["overrides"]}
-    assert ask_json(*arguments, *as_overrides(changed).split())["configured"]["fits"]
+def test_where_nothing_fits_the_nearest_settings_do() -> None:
+    answer = ask_json(*TIGHT, *WASTEFUL)["engines"]["deepspeed"]
+    assert answer["recommendation"] is None
+    assert answer["nearest"][0]["fits"]
+    changed = {**dict(pair.split("=") for pair in WASTEFUL), **answer["nearest"][0]["overrides"]}
+    assert ask_json(*TIGHT, *as_overrides(changed).split())["configured"]["fits"]
+    on_disk = ("--gpus", "1", "--gpu", "4GB", "infra.offload_optimizer=nvme", "infra.nvme_path=/local")
+    assert ask_json(*on_disk)["engines"]["deepspeed"]["nearest"] == []
 
 
 def test_the_host_is_judged_only_if_it_is_known() -> None:
     assert ask_json()["configured"]["fits"]
     answer = ask_json("--host-memory", "16GiB")
     assert answer["inputs"]["host_memory_bytes"] == 16 * GIB
-    assert not answer["configured"]["fits"]
-    assert answer["configured"]["short_of"] == "host"
-    assert "A host has 16.0 GiB, of which 10% must stay free." in ask("--host-memory", "16GiB")
-
-
-def test_adapters_and_frozen_parts_are_those_of_the_configuration() -> None:
-    answer = ask_json("model.lora={r: 8}")
-    assert answer["parameters"] == {"total": 1_036_517_376 + 10_092_544, "trainable": 10_092_544}
-    trained = ask_json("training.freeze=encoder.*")["parameters"]
-    assert trained == {"total": 1_036_517_376, "trainable": 1_036_517_376 - 440_467_456}
+    assert (answer["configured"]["fits"], answer["configured"]["short_of"]) == (False, "host")
 
 
 def test_auto_is_the_largest_that_fits() -> None:
     """The next larger one of the same global batch does not."""
     sized = ("--model", "Qwen/Qwen3-4B", "--gpu", "a100-40gb")
     auto = (*sized, "training.per_device_train_batch_size=auto")
-    text = ask(*auto)
     answer = ask_json(*auto)
-    batch = answer["inputs"]["per_device_train_batch_size"]
-    steps = answer["inputs"]["gradient_accumulation_steps"]
+    batch, steps = (answer["inputs"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     assert batch * steps == 32
     assert batch > 4
     assert answer["configured"]["fits"]
-    assert f"fits by this estimate, {batch}." in text
-    larger = ask_json(
-        *sized,
-        f"training.per_device_train_batch_size={2 * batch}",
-        f"training.gradient_accumulation_steps={steps // 2}",
-    )
-    assert not larger["configured"]["fits"]
+    assert f"fits by this estimate, {batch}." in answer["remarks"][0]
+    larger = {"training.per_device_train_batch_size": 2 * batch, "training.gradient_accumulation_steps": steps // 2}
+    assert not ask_json(*sized, *as_overrides(larger).split())["configured"]["fits"]
     # What is recommended keeps the global batch where it is pasted.
     for table in answer["engines"].values():
         pasted = ask_json(*auto, *as_overrides(table["recommendation"]["overrides"]).split())["inputs"]
@@ -241,14 +232,11 @@ def test_auto_minds_the_host() -> None:
 
 
 def test_a_gpu_without_bfloat16_is_judged_by_what_it_can_run() -> None:
+    """It trains without a flash kernel, whatever model.use_flash_attention says, and is estimated so."""
     answer = ask_json("--gpu", "v100-32gb")
     assert (answer["configured"]["fits"], answer["configured"]["short_of"]) == (False, "does not run")
-    assert any("has neither bfloat16 nor a flash kernel" in remark for remark in answer["remarks"])
     best = answer["engines"]["deepspeed"]["recommendation"]["overrides"]
     assert (best["training.bf16"], best["training.fp16"]) == (False, True)
-    assert "does not run on a v100-32gb" in ask("--gpu", "v100-32gb")
-    assert ask_json("--gpu", "v100-32gb", "training.bf16=false")["configured"]["short_of"] != "does not run"
-    # It trains without a flash kernel, whatever model.use_flash_attention says, and is estimated so.
     half = ("--gpu", "v100-32gb", "training.bf16=false", "training.fp16=true")
     found = [ask_json(*half, f"model.use_flash_attention={flash}")["configured"] for flash in ("true", "false")]
     assert found[0] == found[1]
@@ -278,6 +266,7 @@ def test_a_trace_stands_beside_the_formula() -> None:
 REFUSED = """
 --gpu h100
 --host-memory 64
+--gpu h200 infra.device=cpu
 infra.offload_optimizer=nvme
 training.per_device_train_batch_size=auto training.global_batch_size=100
 --gpus -8 --nodes -1
@@ -302,17 +291,21 @@ def test_bad_input(
     monkeypatch.chdir(tmp_path)
     Path("damaged").mkdir()
     Path("damaged/config.json").write_text("{")
-    golden("\n".join(f"> {line}\n{refuse(capsys, *line.split())}" for line in REFUSED.strip().splitlines()))
+    for line in REFUSED.strip().splitlines():
+        print("\n>", line, file=sys.stderr)
+        assert main(line.split()) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    golden(output.err)
 
 
 def test_seven_billion_parameters_on_one_gpu_of_24_gb() -> None:
     """The command on the page prints what the page says."""
-    page = (Path(__file__).parents[1] / "docs" / "estimate-memory.md").read_text(encoding="utf-8")
+    page = (DOCS / "estimate-memory.md").read_text(encoding="utf-8")
     section = page.partition("## 7 B parameters on one GPU of 24 GB")[2].partition("\n## ")[0]
     command, printed = section.split("```")[1::2]
     arguments = shlex.split(command)[3:]
-    lines = printed.strip().splitlines()
-    assert set(lines) <= set(ask(*arguments).splitlines())
+    assert set(printed.strip().splitlines()) <= set(ask(*arguments).splitlines())
     found = ask_json(*arguments)
     assert found["parameters"]["trainable"] > 7e9
     assert found["configured"]["fits"]
@@ -325,9 +318,8 @@ def test_seven_billion_parameters_on_one_gpu_of_24_gb() -> None:
 
 def test_the_picture_in_the_readme_shows_these_figures() -> None:
     """`python scripts/dev/pictures.py RUN` makes it."""
-    picture = (Path(__file__).parents[1] / "docs" / "estimate.svg").read_text(encoding="utf-8")
     drawn: dict[str, str] = defaultdict(str)
-    for y, text in re.findall(r'<text [^>]*\by="([\d.]+)"[^>]*>([^<]*)</text>', picture):
+    for y, text in re.findall(r'<text [^>]*\by="([\d.]+)"[^>]*>([^<]*)</text>', (DOCS / "estimate.svg").read_text()):
         drawn[y] += f" {unescape(text)}"
     rows = [line for line in ask().splitlines() if re.match("[ *] zero", line)]
     assert len(rows) > 10
