@@ -78,14 +78,8 @@ def test_a_gpu_holds_what_it_was_given() -> None:
 
 
 def test_clearing_lets_go_of_what_only_a_cycle_holds() -> None:
-    class Node:
-        """Refers to itself."""
-
-        def __init__(self) -> None:
-            self.itself = self
-
-    node = Node()
-    gone = weakref.ref(node)
+    node = nn.Identity()
+    node.itself, gone = node, weakref.ref(node)
     del node
     clear_memory()
     assert gone() is None
@@ -94,31 +88,25 @@ def test_clearing_lets_go_of_what_only_a_cycle_holds() -> None:
 def test_limits_of_all_control_groups_around_the_process_are_read(tmp_path: Path) -> None:
     membership, mounted = tmp_path / "membership", tmp_path / "mounted"
     membership.write_text("4:cpu,cpuacct:/elsewhere\n3:memory:/job\n0::/batch/job\n")
-    version_1, outer = mounted / "memory" / "job", mounted / "batch"
-    inner = outer / "job"
-    for folder in (version_1, inner):
-        folder.mkdir(parents=True)
-    (inner / "memory.max").write_text("max\n")
-    (inner / "memory.current").write_text("400\n")
-    (inner / "memory.stat").write_text("anon 300\ninactive_file 90\n")
-    (outer / "memory.max").write_text("1000\n")
-    (outer / "memory.current").write_text("500\n")
-    (outer / "memory.stat").write_text("anon 400\ninactive_file 80\n")
-    (version_1 / "memory.limit_in_bytes").write_text("2000\n")
-    (version_1 / "memory.usage_in_bytes").write_text("600\n")
-    (version_1 / "memory.stat").write_text("total_inactive_file 50\n")
+    for name, text in {
+        "batch/job/memory.max": "max",
+        "batch/job/memory.current": "400",
+        "batch/job/memory.stat": "anon 300\ninactive_file 90",
+        "batch/memory.max": "1000",
+        "batch/memory.current": "500",
+        "batch/memory.stat": "anon 400\ninactive_file 80",
+        "memory/job/memory.limit_in_bytes": "2000",
+        "memory/job/memory.usage_in_bytes": "600",
+        "memory/job/memory.stat": "total_inactive_file 50",
+    }.items():
+        (mounted / name).parent.mkdir(parents=True, exist_ok=True)
+        (mounted / name).write_text(f"{text}\n")
     assert list(_control_groups(membership, mounted)) == [(2000, 550), (1000, 420)]
     assert list(_control_groups(tmp_path / "no Linux", mounted)) == []
 
 
-SEVEN_BILLION: dict[str, Any] = {
-    "num_params": 7e9,
-    "batch_size": 1,
-    "seq_length": 2048,
-    "hidden_size": 4096,
-    "num_layers": 32,
-    "optimizer": "adam",
-}
+SEVEN_BILLION: dict[str, Any] = {"num_params": 7e9, "batch_size": 1, "seq_length": 2048, "hidden_size": 4096}
+SEVEN_BILLION |= {"num_layers": 32, "optimizer": "adam"}
 
 
 @pytest.mark.parametrize(
@@ -191,10 +179,7 @@ class Greedy(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.tried.append(len(x))
         y = self.linear(x)
-        if self.in_backward:
-            y.register_hook(lambda gradient: self._allocate(gradient))
-        else:
-            self._allocate(y)
+        y.register_hook(self._allocate) if self.in_backward else self._allocate(y)
         return y
 
     def _allocate(self, x: Tensor) -> None:
@@ -232,18 +217,18 @@ def test_the_smallest_size_is_tried_last() -> None:
     model = Greedy(fits=3)
     assert auto_find_batch_size(model, batch, start_batch_size=10, min_batch_size=3) == 3
     assert model.tried == [10, 5, 3]
-    with pytest.raises(OutOfMemoryError, match="not even a batch of 4 fits"):
-        auto_find_batch_size(model, batch, start_batch_size=16, min_batch_size=4)
 
 
-def test_other_errors_are_no_reason_to_halve() -> None:
-    model = Greedy(fits=100)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        auto_find_batch_size(model, lambda size: torch.ones(size, 5), start_batch_size=8)
-    assert model.tried == [8]
-
-
-@pytest.mark.parametrize(("start", "smallest"), [(0, 1), (4, 0), (2, 3)])
-def test_sizes_that_make_no_sense(start: int, smallest: int) -> None:
-    with pytest.raises(ValueError, match="1 <= min_batch_size <= start_batch_size"):
-        auto_find_batch_size(Greedy(fits=1), batch, start_batch_size=start, min_batch_size=smallest)
+@pytest.mark.parametrize(
+    ("start", "smallest", "width", "error", "message"),
+    [
+        (16, 4, 4, OutOfMemoryError, "not even a batch of 4 fits"),
+        (8, 1, 5, RuntimeError, "shapes cannot be multiplied"),  # no reason to halve
+        (0, 1, 4, ValueError, "1 <= min_batch_size <= start_batch_size"),
+        (4, 0, 4, ValueError, "1 <= min_batch_size <= start_batch_size"),
+        (2, 3, 4, ValueError, "1 <= min_batch_size <= start_batch_size"),
+    ],
+)
+def test_no_size_is_found(start: int, smallest: int, width: int, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        auto_find_batch_size(Greedy(fits=3), lambda size: torch.ones(size, width), start, smallest)

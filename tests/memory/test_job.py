@@ -16,18 +16,9 @@ from ds_encdec.memory.fsdp import fsdp_memory
 from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, checkpoint_bytes, make_job, run_sizes
 from ds_encdec.model.parameter_count import count_parameters
 
-SMALL = {
-    "model_type": "qwen3",
-    "vocab_size": 1024,
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rope_theta": 1e6,
-    "intermediate_size": 96,
-    "tie_word_embeddings": True,
-}
+SMALL = {"model_type": "qwen3", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "rope_theta": 1e6}
+SMALL |= {"tie_word_embeddings": True}
 
 
 def sizes_of(folder: Path, *overrides: str) -> Sizes:

@@ -25,7 +25,7 @@ from ds_encdec.memory.expected import (
     settings_that_fit,
 )
 from ds_encdec.memory.job import make_job, run_sizes
-from ds_encdec.memory.library import device_capacity
+from ds_encdec.memory.library import Capacity, device_capacity
 from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides
 from ds_encdec.registry.engines import EngineName
 
@@ -114,27 +114,22 @@ def test_a_run_that_has_a_checkpoint_goes_on_with_its_batches(tmp_path: Path) ->
 
 def test_the_page_shows_what_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny run of `tests/faults/test_memory_runs_out.py` behind a checkpoint; what the machine has is given."""
-    tiny = {"vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
-    tiny |= {"num_key_value_heads": 1, "intermediate_size": 64}
-    settings = [*(f"model.architecture.{name}={value}" for name, value in tiny.items()), "data.num_lanes=4"]
+    tiny = "vocab_size=1024 hidden_size=32 num_hidden_layers=1 num_attention_heads=2 head_dim=16 num_key_value_heads=1"
+    settings = [f"model.architecture.{size}" for size in [*tiny.split(), "intermediate_size=64"]]
     settings += ["data.max_encoder_length=64", "data.max_decoder_length=64", "training.per_device_train_batch_size=16"]
-    settings += ["training.activation_checkpointing=none", "data.preprocessing_num_workers=0"]
+    settings += ["training.activation_checkpointing=none", "data.preprocessing_num_workers=0", "data.num_lanes=4"]
     settings += ["infra.distributed_type=fsdp", "infra.offload_optimizer=none", f"infra.output_dir={tmp_path}"]
     config = load_config(QUICKSTART, settings)
     job = make_job(config, run_sizes(config), "fsdp", world_size=2, ranks_per_node=2, device="cpu")
     (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
-    host = dataclasses.replace(device_capacity(torch.device("cpu")), total_bytes=47 * GIB // 2)
-    monkeypatch.setattr(expected_memory, "device_capacity", lambda device: host)
+    monkeypatch.setattr(expected_memory, "device_capacity", lambda device: Capacity(47 * GIB // 2, 0))
     monkeypatch.setattr(expected_memory, "get_memory_stats", lambda device: {"max_allocated_gb": 0.547 * GIB / 1e9})
     found = ExpectedMemory(job, estimate(job), resident_bytes=0.45 * GIB)
     printed = explanation(found, torch.device("cpu"), 1, of_device=False).splitlines()
     page = (Path(__file__).parents[2] / "docs" / "estimate-memory.md").read_text()
-    message = page.partition("## Out of memory")[2].split("```")[1]
-    shown = message.strip().splitlines()[1:]  # behind the words of the allocator
-    assert len(shown) == len(printed)
-    assert [line[: len(part.rstrip("…"))] for line, part in zip(printed, shown, strict=True)] == [
-        part.rstrip("…") for part in shown
-    ]
+    shown = page.partition("## Out of memory")[2].split("```")[1].strip().splitlines()[1:]  # behind the allocator's
+    for line, part in zip(printed, shown, strict=True):
+        assert line.startswith(part.rstrip("…"))
 
 
 def _proposed(expected: ExpectedMemory) -> tuple[list[str], list[dict[str, Any]]]:
@@ -146,7 +141,7 @@ def _proposed(expected: ExpectedMemory) -> tuple[list[str], list[dict[str, Any]]
     return lines, [setting.overrides for setting in settings]
 
 
-def test_the_message_tells_what_was_asked_expected_measured_and_possible() -> None:
+def test_the_message_has_what_was_requested_expected_measured_and_possible() -> None:
     expected = expected_on("cpu", "training.activation_checkpointing=none", "data.num_lanes=8")
     with pytest.raises(OutOfMemoryError) as raised, out_of_memory_explained(expected, torch.device("cpu"), 5):
         torch.zeros(2**20).expand(2**30, 2**20).clone()
@@ -154,8 +149,8 @@ def test_the_message_tells_what_was_asked_expected_measured_and_possible() -> No
     assert asked.startswith("rank 5 ran out of memory: ")
     assert f"tried to allocate {2**52} bytes" in asked
     assert expected.estimate.moment in estimated
-    for category in CATEGORIES:
-        assert (category.replace("_", " ") in estimated) == bool(getattr(expected.estimate.peak, category))
+    held = {name for name in CATEGORIES if getattr(expected.estimate.peak, name)}
+    assert {name for name in CATEGORIES if name.replace("_", " ") in estimated} == held
     assert measured.startswith("Rank 5 has held ")
     assert "8 ranks" in measured
     assert settings

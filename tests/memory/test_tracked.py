@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
@@ -15,23 +16,6 @@ WEIGHT_BYTES = WIDTH * WIDTH * 4
 STATE_BYTES = ROWS * WIDTH * 4
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor) -> Tracked:
-    """The second step of `model`, tracked."""
-    model(inputs).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with tracking(model, optimizer, CPU) as tracked:
-        loss = model(inputs).sum()
-        tracked.end_phase("forward")
-        loss.backward()
-        del loss
-        tracked.end_phase("backward")
-        optimizer.step()
-        optimizer.zero_grad()
-        tracked.end_phase("step")
-    return tracked
-
-
 def nearly(num_bytes: int) -> object:
     """Scalars beside: losses, and the optimizer's counters."""
     return pytest.approx(num_bytes, abs=256)
@@ -42,7 +26,19 @@ def test_each_phase_holds_what_it_should() -> None:
         pass
     left_over = before.resting_bytes  # by other tests of this process
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
-    found = trained(model, torch.optim.AdamW(model.parameters(), foreach=False), torch.ones(ROWS, WIDTH))
+    optimizer, inputs = torch.optim.AdamW(model.parameters(), foreach=False), torch.ones(ROWS, WIDTH)
+    model(inputs).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with tracking(model, optimizer, CPU) as found:
+        loss = model(inputs).sum()
+        found.end_phase("forward")
+        loss.backward()
+        del loss
+        found.end_phase("backward")
+        optimizer.step()
+        optimizer.zero_grad()
+        found.end_phase("step")
     forward, backward, step = (found.phases[name] for name in ("forward", "backward", "step"))
     # Two weights, two moments each, and the inputs.
     assert found.resting_bytes - left_over == nearly(6 * WEIGHT_BYTES + STATE_BYTES)
@@ -96,33 +92,11 @@ def test_what_is_held(make: Callable[[], Tensor], held_bytes: int) -> None:
     assert tracked.phases["all"].held_bytes - tracked.resting_bytes == held_bytes
 
 
-def fail() -> None:
-    raise OSError("lost")
-
-
-def test_resizing_is_as_before_afterwards() -> None:
-    original = torch.UntypedStorage.resize_
-    with pytest.raises(OSError, match="lost"), tracking(nn.Module(), None, CPU):
-        fail()
-    assert torch.UntypedStorage.resize_ is original
-
-
-def allocator_peak(step: Callable[[], object]) -> int:
-    """Bytes above its beginning, by the events of torch's CPU allocator, those inside operators included."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        step()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    held = peak = 0
-    for _, change in changes:
-        held += change
-        peak = max(peak, held)
-    return peak
-
-
 def test_agrees_with_the_allocator() -> None:
-    """The profiler hears the allocator itself, but forgets what was there before it: so everything is new to it."""
+    """Bytes above its beginning, by the events of torch's CPU allocator, those inside operators included.
+
+    The profiler forgets what was there before it: so everything is new to it.
+    """
 
     def step(tracked: Tracked | None = None) -> None:
         model = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
@@ -131,7 +105,11 @@ def test_agrees_with_the_allocator() -> None:
         if tracked:
             tracked.end_phase("all")
 
-    expected = allocator_peak(step)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    expected = max(accumulate(change for _, change in changes))
     with tracking(nn.Module(), None, CPU) as tracked:
         step(tracked)
     assert tracked.peak_bytes - tracked.resting_bytes == pytest.approx(expected, rel=0.02)
