@@ -36,19 +36,15 @@ def findings(*words: str, code: int, **how: Any) -> dict[str, list[dict[str, Any
 
 def test_each_planted_fault_is_found(tmp_path: Path) -> None:
     (tmp_path / "netrc").touch()
-    planted = {
-        "NCCL_SOCKET_IFNAME": "nocard",
-        "CXX": "nocompiler",
-        "NETRC": str(tmp_path / "netrc"),
-        "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(tmp_path / "hub"),
-    }
-    settings = ("infra.device=cuda", "infra.output_dir=/proc/out", "data.data_files=[nowhere.txt]", "infra.num_gpus=64")
-    more = ("data.dataset_name=text", "training.report_to=wandb", "model.tokenizer_name_or_path=nobody/nothing")
-    engine = ("infra.distributed_type=deepspeed", "infra.offload_optimizer=nvme", f"infra.nvme_path={tmp_path}")
+    planted = {"NCCL_SOCKET_IFNAME": "nocard", "CXX": "nocompiler", "HF_HUB_OFFLINE": "1"}
+    planted |= {"NETRC": str(tmp_path / "netrc"), "HF_HOME": str(tmp_path / "hub")}
+    settings = """infra.device=cuda infra.output_dir=/proc/out data.data_files=[nowhere.txt] infra.num_gpus=64
+        data.dataset_name=text training.report_to=wandb model.tokenizer_name_or_path=nobody/nothing
+        infra.distributed_type=deepspeed infra.offload_optimizer=nvme
+        model.architecture=null model.model_name_or_path=nobody/nothing"""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
     found = findings(
-        *(*DOCTOR, *settings, *more, *engine, "model.architecture=null", "model.model_name_or_path=nobody/nothing"),
+        *(*DOCTOR, *settings.split(), f"infra.nvme_path={tmp_path}"),
         code=10,
         env=environ | planted,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256)),
@@ -117,16 +113,13 @@ def test_hosts_share_a_line() -> None:
     assert differing.splitlines() == ["✓ ssh 1.2.3.4 (a)", "✗ ssh refused (b)", "      → start sshd"]
 
 
-def test_a_host_without_ssh_is_named(tmp_path: Path) -> None:
+def test_a_host_without_ssh_is_named_with_what_helps(tmp_path: Path) -> None:
+    """A name that nobody knows is mended in the host file, a host that refuses by a server and a key."""
     (hostfile := tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
     found = findings(*DOCTOR, "--hostfile", str(hostfile), code=10)
     assert found["ssh"][0]["host"] == "nowhere.invalid"
     assert found["ssh"][0]["fix"]
     assert found["packages"][0]["passed"]  # this host is looked at all the same
-
-
-def test_what_helps_where_ssh_fails(tmp_path: Path) -> None:
-    """A name that nobody knows is mended in the host file, a host that refuses by a server and a key."""
     unknown = _no_ssh("node0", tmp_path, "ssh: Could not resolve hostname node0: Name or service not known")
     assert unknown.fix.startswith(f"write your own hosts into {tmp_path} in place of node0")
     assert "--no_ssh_check" in _no_ssh("node0", tmp_path, "node0: Permission denied (publickey).").fix

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import forked_runs
 import pytest
-from forked_runs import ENGINES, Finished, ForkedRuns
-from tiny_run import QUICKSTART, losses, overrides
+from forked_runs import Finished, ForkedRuns, status
+from tiny_run import losses
 
 from ds_encdec.base.types import ConfigError, Preempted
 from ds_encdec.checkpoint.folder import committed_steps
@@ -26,25 +26,18 @@ LARGE = {"training__per_device_train_batch_size": 160}
 
 def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[str]:
     settings = {
-        "data__num_lanes": 2,
         "data__preprocessing_num_workers": 1,
         "training__num_train_steps": 1000,
         "training__save_steps": 1000,
-        "training__eval_samples": 0,
         "training__logging_steps": 1,
-        "training__average_checkpoints": 0,
-        "training__export_at_end": "false",
-        "training__report_to": "none",
     }
-    return ["--config", QUICKSTART, *overrides(folder, **settings | ENGINES[engine] | changes), *options]
+    return forked_runs.arguments(folder, engine, *options, **settings | changes)
 
 
 def assert_preempted(result: Finished, folder: Path) -> int:
     """With one checkpoint, of the last step; returns that."""
-    assert result.codes == [75, 75], result.output
-    assert not result.left
-    status = json.loads((folder / "run.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("preempted", 75)
+    assert not result.ended_with(75).left
+    assert (status(folder)["state"], status(folder)["exit_code"]) == ("preempted", 75)
     trained = [step for step, *_ in losses(folder)]
     (saved,) = committed_steps(folder / "checkpoints")
     assert max(trained) == saved
@@ -71,20 +64,18 @@ def test_a_signal_to_every_process_saves_and_no_rank_leaves_before_the_copy_is_m
     saved = assert_preempted(result, folder)
     assert ("most recent call first" in result.output) == ("SIGUSR2" in fault["signals"])  # shows what it does
     assert verify_checkpoint(there / "checkpoints" / f"step-{saved:08d}").step == saved, result.output
-    assert json.loads((there / "run.json").read_text())["state"] == "preempted"
+    assert status(there)["state"] == "preempted"
 
 
 def test_a_worker_that_is_killed_while_a_stop_is_asked_for_is_a_stop(runs: ForkedRuns, tmp_path: Path) -> None:
     """One rank has the data of step 4, the other does not: step 3 is saved, and step 4 is not left out afterwards."""
     short = {"training__num_train_steps": 6}
-    whole = runs.run(arguments(tmp_path / "whole", "fsdp", **short), ranks=2)
-    assert whole.codes == [0, 0], whole.output
+    runs.run(arguments(tmp_path / "whole", "fsdp", **short), ranks=2).ended_with(0)
     fault = {"kind": "kill_workers", "at": 4, "on_rank": 1, "signals": ["SIGTERM"]}
     folder = tmp_path / "run"
     result = runs.run(arguments(folder, "fsdp", **short), ranks=2, faults=[fault])
     assert assert_preempted(result, folder) == 3
-    resumed = runs.run(arguments(folder, "fsdp", "--resume", "auto", **short), ranks=2)
-    assert resumed.codes == [0, 0], resumed.output
+    runs.run(arguments(folder, "fsdp", "--resume", "auto", **short), ranks=2).ended_with(0)
     assert losses(folder) == losses(tmp_path / "whole")
 
 
@@ -93,10 +84,9 @@ def test_signals_after_the_last_step_change_nothing(runs: ForkedRuns, tmp_path: 
     slow = {"kind": "slow_uploads", "seconds": 2.0, "alone": True}
     faults = [{"kind": "signal_after_training", "signals": STOPS}, {"kind": "impatient"}, slow]
     settings = {"training__num_train_steps": 3, "infra__upload_to": f"file://{tmp_path / 'there'}"}
-    result = runs.run(arguments(folder, "fsdp", **settings), ranks=2, faults=faults)
-    assert result.codes == [0, 0], result.output
+    runs.run(arguments(folder, "fsdp", **settings), ranks=2, faults=faults).ended_with(0)
     for run in (folder, tmp_path / "there"):
-        assert json.loads((run / "run.json").read_text())["state"] == "completed"
+        assert status(run)["state"] == "completed"
         assert (run / "checkpoints/step-00000003/manifest.json").exists()
 
 

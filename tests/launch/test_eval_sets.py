@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_run import QUICKSTART, environment, launcher, overrides
+from tiny_run import QUICKSTART, launcher, overrides, run
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig, load_config
+from ds_encdec.config.schema import DataConfig, TrainingConfig, load_config
 from ds_encdec.data.sources.sources import named_sources
 from ds_encdec.monitor.sinks import shown
 
@@ -31,9 +30,8 @@ def evaluations(folder: Path, name: str, how: str, **changes: Any) -> list[dict[
         **{key.replace("__", "."): value for key, value in changes.items()},
     }
     more = [f"{key}={value}" for key, value in settings.items()]
-    command = [*launcher(how), "--config", QUICKSTART, *words, *more]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run([*launcher(how), "--config", QUICKSTART, *words, *more], folder)
+    assert done.returncode == 0, done.stdout
     lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "eval/loss" in line]
 
@@ -74,11 +72,6 @@ def test_each_set_is_what_its_fields_say() -> None:
     assert (sources["eval-new"].dataset_name, sources["eval-new"].data_files) == ("json", ("a.jsonl",))
 
 
-def config_with(**fields: Any) -> FullConfig:
-    words = [f"{name.replace('__', '.')}={value}" for name, value in fields.items()]
-    return load_config(Path(QUICKSTART), words)
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -94,7 +87,7 @@ def config_with(**fields: Any) -> FullConfig:
 )
 def test_sets_that_cannot_be(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config_with(**fields)
+        load_config(Path(QUICKSTART), [f"{name.replace('__', '.')}={value}" for name, value in fields.items()])
 
 
 def test_the_best_checkpoint_may_be_by_a_set_and_lines_show_all() -> None:
@@ -114,9 +107,8 @@ def test_a_metric_without_a_figure_that_judges_the_run_ends_it_and_no_step_is_lo
         training__eval_generate_samples=1, training__metric_for_best_model=chosen, infra__num_gpus=2,
         infra__distributed_type="fsdp",
     )  # fmt: skip
-    where = environment() | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    command = [*launcher("torchrun"), "--config", QUICKSTART, *words]
-    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=600, check=False)
-    assert f"metric_for_best_model={chosen} has no figure: ValueError: it returned nan" in done.stderr, done.stderr
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = run([*launcher("torchrun"), "--config", QUICKSTART, *words], tmp_path, PYTHONPATH=path)
+    assert f"metric_for_best_model={chosen} has no figure: ValueError: it returned nan" in done.stdout, done.stdout
     assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_code"] == ConfigError.exit_code
     assert list(committed_steps(tmp_path / "run" / "checkpoints")) == [1]

@@ -21,17 +21,14 @@ def test_one_process_needs_no_group() -> None:
 
 
 def test_errors_keep_their_class_and_foreign_ones_are_named() -> None:
-    def fail_data() -> None:
-        raise DataError("no such column")
-
-    def fail_os() -> None:
-        raise OSError("disk on fire")
+    def fail(error: Exception) -> None:
+        raise error
 
     collectives = HostCollectives()
     with pytest.raises(DataError, match="no such column"):
-        collectives.on_every_rank(fail_data)
+        collectives.on_every_rank(lambda: fail(DataError("no such column")))
     with pytest.raises(DsEncDecError, match="OSError: disk on fire"):
-        collectives.on_rank_zero(fail_os)
+        collectives.on_rank_zero(lambda: fail(OSError("disk on fire")))
 
 
 class Second(HostCollectives):

@@ -1,4 +1,4 @@
-"""`scripts/launch_training.sh` up to the launcher: how that is started, and what is refused before."""
+"""Scripts up to the launcher: how they start it, and what they refuse before."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ LAUNCHER = '#!/bin/bash\necho "$(basename "$0") $*"\necho "$WANDB_PROJECT"\n'
 def scripts(tmp_path: Path) -> Path:
     """A folder with the script, in an environment whose launchers say with what they were started."""
     (tmp_path / "mpi").mkdir()
-    for name in ("launch_training.sh", "mpi/run.sh"):
+    for name in ("launch_training.sh", "quickstart.sh", "mpi/run.sh"):
         (tmp_path / name).write_text((REPOSITORY / "scripts" / name).read_text())
     (tmp_path / "venv.sh").write_text(f"ROOT={REPOSITORY}; PATH={tmp_path}:$PATH\n")
     python = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
     programs = {"python": python, "ds-encdec": python.replace('"$@"', '-m ds_encdec.cli "$@"')}
-    for name, text in {**programs, **dict.fromkeys(("deepspeed", "torchrun", "mpirun"), LAUNCHER)}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
+    add_programs(tmp_path, **programs, **dict.fromkeys(("deepspeed", "torchrun", "mpirun"), LAUNCHER))
     return tmp_path
 
 
-def launch(scripts: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    unset = ("WANDB_PROJECT", "DS_ENV_FILE", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | {
-        "OUTPUT_DIR": str(scripts / "runs"),
-        "HF_TOKEN": "secret",
-        "NCCL_DEBUG": "INFO",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    command = ["bash", str(scripts / "launch_training.sh"), "--config", "quickstart", *words]
+def add_programs(folder: Path, **programs: str) -> None:
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+
+def bash(scripts: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables
+    for name in ("WANDB_PROJECT", "DS_ENV_FILE", "MASTER_PORT"):
+        environment.pop(name, None)
+    command = ("bash", *command)
     return subprocess.run(command, cwd=scripts, env=environment, capture_output=True, text=True, timeout=100)
+
+
+def launch(scripts: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    variables = {"OUTPUT_DIR": str(scripts / "runs"), "HF_TOKEN": "secret", "NCCL_DEBUG": "INFO"}
+    return bash(scripts, "launch_training.sh", "--config", "quickstart", *words, **variables)
 
 
 def test_one_host_that_is_this_one_needs_no_ssh(scripts: Path) -> None:
@@ -90,9 +95,7 @@ def test_words_of_other_tools_are_validated_and_handed_on(scripts: Path) -> None
 )
 def test_mpirun_starts_what_the_file_says(scripts: Path, hosts: str, code: int, told: str) -> None:
     (scripts / "hosts").write_text(hosts)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    command = ["bash", "mpi/run.sh", "hosts", "--config", "quickstart"]
-    done = subprocess.run(command, cwd=scripts, env=environment, capture_output=True, text=True, timeout=100)
+    done = bash(scripts, "mpi/run.sh", "hosts", "--config", "quickstart")
     assert done.returncode == code
     assert told in done.stdout + done.stderr
 
@@ -117,16 +120,44 @@ def test_mistakes_are_named_before_anything_starts(scripts: Path, words: list[st
 
 def test_ranks_under_slurm_get_the_cores_of_their_job(tmp_path: Path) -> None:
     """From 22.05 on srun does not take them from the job by itself."""
-    for name in ("srun", "scontrol"):
-        (tmp_path / name).write_text("#!/bin/sh\necho $SRUN_CPUS_PER_TASK cores\n")
-        (tmp_path / name).chmod(0o755)
+    add_programs(tmp_path, **dict.fromkeys(("srun", "scontrol"), "#!/bin/sh\necho $SRUN_CPUS_PER_TASK cores\n"))
     job = {
         "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_ID": "1",
         "SLURM_JOB_NODELIST": "a",
         "SLURM_CPUS_PER_TASK": "7",
     }
-    environment = {**os.environ, **job, "PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
+    job |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": sys.prefix}
     for script in sorted((REPOSITORY / "scripts/slurm").glob("*.sbatch")):
-        done = subprocess.run(["bash", str(script)], env=environment, capture_output=True, text=True, timeout=100)
+        done = bash(REPOSITORY, str(script), **job)
         assert "7 cores" in done.stdout, (script.name, done.stderr)
+
+
+QUICKSTART_LAUNCHER = """#!/bin/bash
+words="$*" run="${words##*infra.output_dir=}" run="${run%% *}"
+echo "$(basename "$0"): $*"
+mkdir -p "$run/export/final"
+echo '{"train/loss": 8.0, "train/loss_R1": 8.5}
+{"eval/loss": 5.0, "eval/loss_R1": 5.5, "eval/loss_R2": 5.25}' > "$run/metrics.jsonl"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "launcher"),
+    [
+        (["output_dir={run}"], "deepspeed"),
+        (["--output_dir", "{run}", "distributed_type=FSDP"], "torchrun"),
+        (["--infra.output_dir", "{run}", "--infra.distributed_type", "ddp", "infra.sharding_stage=0"], "torchrun"),
+    ],
+)
+def test_the_quickstart_takes_settings_in_any_words_and_shows_a_table(
+    scripts: Path, words: list[str], launcher: str
+) -> None:
+    """Its first interval may be without a denoiser."""
+    train = f'#!/bin/sh\n[ "$1" != train ] || exec {sys.executable} -m ds_encdec.cli "$@"\n'
+    add_programs(scripts, **dict.fromkeys(("deepspeed", "torchrun"), QUICKSTART_LAUNCHER), **{"ds-encdec": train})
+    result = bash(REPOSITORY, str(scripts / "quickstart.sh"), *(word.format(run=scripts / "run") for word in words))
+    assert result.returncode == 0, result.stderr
+    assert f"{launcher}: " in result.stdout
+    assert result.stdout.count(f"output_dir={scripts / 'run'}") == 1
+    assert "  the first steps          8.00   8.50      -\n" in result.stdout

@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import BIN, QUICKSTART, environment, metrics, overrides
+from tiny_run import BIN, QUICKSTART, environment, is_running, metrics, overrides, wait_until
 
 TINY_PHASES = {
     "infra__distributed_type": "fsdp",  # torchrun: starts sooner than deepspeed
@@ -54,15 +53,14 @@ def test_phases_stopped_and_gone_on_with(tmp_path: Path) -> None:
     # Stopped in the second phase: saved, and no process left.
     started = phases(output)
     log = second / "metrics.jsonl"
-    while started.poll() is None and not (log.exists() and log.stat().st_size):
-        time.sleep(0.05)
+    wait_until(lambda: started.poll() is not None or (log.exists() and log.stat().st_size))
     below = psutil.Process(started.pid).children(recursive=True)
     os.kill(started.pid, signal.SIGTERM)
     code, text = finish(started)
     assert code == 75, text
     assert "phase sanity_check passed its gate" in text
     assert "error:" not in text
-    assert not [process for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert not [process for process in below if is_running(process.pid)]
     stopped_at = json.loads((second / "run.json").read_text())
     assert stopped_at["state"] == "preempted"
     assert not (second / "result.json").exists()

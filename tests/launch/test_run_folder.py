@@ -120,12 +120,6 @@ def test_on_a_full_disk_an_ending_is_written_over_the_old_text(
     assert folder.run_json.stat().st_size < 4096
 
 
-def test_an_unwritable_folder_is_a_config_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"infra\.output_dir"):
-        RunFolder(str(tmp_path / "file" / "run")).claim(resume=False)
-
-
 def raised(kind: type[Exception], earlier: OSError, *, explicitly: bool) -> Exception:
     """An error of `kind` that is raised while `earlier` is handled, as errors come to be."""
     try:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import QUICKSTART, environment, free_port, overrides
+from tiny_run import QUICKSTART, launcher, overrides, run
 
 from ds_encdec import train
 from ds_encdec.base.types import ConfigError
@@ -25,20 +23,14 @@ def channel(folder: Path, *names: str) -> str:
 
 
 def test_hyperparameters_are_settings_in_any_words(tmp_path: Path) -> None:
-    given = {
-        "per_device_train_batch_size": "8",
-        "max-steps": 100,
-        "learning_rate": "2e-4",
-        "bf16": "true",
-        "config": "quickstart",
-    }
+    given = {"per_device_train_batch_size": "8", "max-steps": 100, "learning_rate": "2e-4", "bf16": "true"}
+    given["config"] = "quickstart"
     training = channel(tmp_path / "training", "a.jsonl", "b.json.gz")
     validation = channel(tmp_path / "validation", "c.jsonl")
     environ = {"SM_HPS": json.dumps(given), "SM_CHANNEL_TRAINING": training, "SM_CHANNEL_VALIDATION": validation}
     words = container_arguments(environ, ["training.seed=3"], ["--config"])
-    options = [word for word in words if word.startswith("--")]
-    settings = [word for word in words if word not in options]
-    assert options == ["--resume=auto", "--config=quickstart"]
+    settings = [word for word in words if not word.startswith("--")]
+    assert {"--resume=auto", "--config=quickstart"} == {*words} - {*settings}
     config = load_config("quickstart", settings)
     assert config.training.per_device_train_batch_size == 8
     assert config.training.num_train_steps == 100
@@ -51,9 +43,7 @@ def test_hyperparameters_are_settings_in_any_words(tmp_path: Path) -> None:
     assert load_config("quickstart", [*settings, "infra.output_dir=there"]).infra.output_dir == "there"
 
 
-def test_hyperparameters_are_read_as_the_command_line_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_hyperparameters_are_read_as_the_command_line_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A Hugging Face estimator's: `resume` by a boolean, and a folder, which is then the only one."""
     seen: list[str | None] = []
 
@@ -71,56 +61,32 @@ def test_hyperparameters_are_read_as_the_command_line_is(
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"SM_CHANNEL_TRAINING": "EMPTY"}, "no files of a kind that is read"),
-        ({"SM_CHANNEL_TRAINING": "MIXED"}, "has json and text"),
-    ],
+    ("files", "said"), [((), "no files of a kind that is read"), (("a.txt", "b.json"), "json and text")]
 )
-def test_what_the_container_cannot_mean_is_named(tmp_path: Path, variables: dict[str, str], said: str) -> None:
-    folders = {"EMPTY": channel(tmp_path / "empty"), "MIXED": channel(tmp_path / "mixed", "a.txt", "b.json")}
-    with pytest.raises(ConfigError, match=said.replace("{", r"\{")):
-        container_arguments({name: folders.get(value, value) for name, value in variables.items()}, [], [])
+def test_a_channel_without_files_of_one_kind_is_named(tmp_path: Path, files: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        container_arguments({"SM_CHANNEL_TRAINING": channel(tmp_path / "there", *files)}, [], [])
 
 
-@pytest.mark.distributed
-def test_two_hosts_train_and_hand_over_the_model(tmp_path: Path) -> None:
-    """As the training toolkit starts them with torch_distributed: torchrun on each host, hyperparameters twice."""
-    training = channel(tmp_path / "training", *(f"{number}.jsonl" for number in range(8)))
-    checkpoints, model, port = tmp_path / "checkpoints", tmp_path / "model", free_port()
-    tiny = overrides(checkpoints, training__num_train_steps=4, training__save_steps=4, training__logging_steps=1)
-    given = dict(word.split("=", 1) for word in tiny)
-    given |= {"config": QUICKSTART, "infra.distributed_type": "fsdp", "data.num_lanes": "2"}
-    given |= {"training.eval_samples": "0", "training.average_checkpoints": "0", "learning_rate": "2e-4"}
-    hosts = ["algo-1", "algo-2"]
+@pytest.mark.launch
+def test_a_job_trains_and_hands_over_the_model(tmp_path: Path) -> None:
+    """As the training toolkit starts it with torch_distributed: by torchrun, hyperparameters twice."""
+    checkpoints, model = tmp_path / "checkpoints", tmp_path / "model"
+    tiny = overrides(checkpoints, training__num_train_steps=4, training__save_steps=4, training__eval_samples=0)
+    given = dict(word.split("=", 1) for word in tiny) | {"config": QUICKSTART, "infra.distributed_type": "fsdp"}
+    given |= {"training.average_checkpoints": "0", "learning_rate": "2e-4"}
+    container = {
+        "SM_TRAINING_ENV": "{}",
+        "SM_HPS": json.dumps(given),
+        "SM_CHANNEL_TRAINING": channel(tmp_path / "training", *(f"{number}.jsonl" for number in range(8))),
+        "SM_MODEL_DIR": str(model),
+        "SM_HOSTS": '["algo-1"]',
+        "SM_CURRENT_HOST": "algo-1",
+        "SM_NUM_GPUS": "0",
+    }
     words = [word for name, value in given.items() for word in (f"--{name}", value)]
-    ranks = []
-    for number, host in enumerate(hosts):
-        container = {
-            "SM_TRAINING_ENV": "{}",
-            "SM_HPS": json.dumps(given),
-            "SM_CHANNEL_TRAINING": training,
-            "SM_MODEL_DIR": str(model),
-            "SM_HOSTS": json.dumps(hosts),
-            "SM_CURRENT_HOST": host,
-            "SM_NUM_GPUS": "0",
-        }
-        place = ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number)]
-        meeting = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-        launcher = [sys.executable, "-m", "torch.distributed.run", *place, *meeting, "ds_encdec/train.py"]
-        root = Path(__file__).parents[2]
-        ranks.append(
-            subprocess.Popen(
-                [*launcher, *words],
-                cwd=root,
-                env=environment() | container,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
+    done = run([*launcher("torchrun"), *words], tmp_path, **container)
+    assert done.returncode == 0, done.stdout
     status = json.loads((checkpoints / "run.json").read_text())
     assert (status["state"], status["world_size"]) == ("completed", 2)
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in model.iterdir()}

@@ -48,13 +48,12 @@ def test_a_process_outlives_the_readers_of_its_output(options: list[str], progra
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
+    streams = (process.stdout, process.stderr, process.stdin)
     assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    process.stderr.close()
-    process.stdin.write(b"\n")
-    process.stdin.close()
+    process.stdin.write(b"\n")  # which is only read once it is flushed, below
+    for stream in streams:
+        assert stream is not None
+        stream.close()
     assert process.wait(timeout=300) == 75
 
 
