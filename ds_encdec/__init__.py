@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_encdec.base.callback import Callback as Callback
+    from ds_encdec.base.types import Callback as Callback
     from ds_encdec.config.schema import FullConfig as FullConfig
     from ds_encdec.config.schema import load_config as load_config
     from ds_encdec.exports.hugging_face import export_checkpoint as export
@@ -23,7 +23,7 @@ if _is_program and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
     sys.path.append(sys.path.pop(0))  # where the user's own `datasets.py` hides no library
 
 _HOMES = {
-    "Callback": "ds_encdec.base.callback:Callback",
+    "Callback": "ds_encdec.base.types:Callback",
     "FullConfig": "ds_encdec.config.schema:FullConfig",
     "Qwen3ForSeq2SeqLM": "ds_encdec.model.modeling:Qwen3ForSeq2SeqLM",
     "Sink": "ds_encdec.monitor.sinks:Sink",

@@ -10,6 +10,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 
 from ds_encdec import estimate_memory, train
@@ -18,7 +19,7 @@ from ds_encdec.base.terminal import log_to_terminal, print_error, reader_may_lea
 from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 from ds_encdec.commands import checkpoints, configuration, evaluate, planning, prepare, runs
 from ds_encdec.config.command_line import read_arguments
-from ds_encdec.launch.cores import wait_without_spinning
+from ds_encdec.launch.host import wait_without_spinning
 from ds_encdec.launch.world import discover
 
 GROUPS: dict[str, dict[str, Verb]] = {
@@ -58,7 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return ConfigError.exit_code
     try:
         options, settings = read_verb(given)
-        log_to_terminal(options, **_place())
+        place: dict[str, int] = {}
+        with suppress(ConfigError):  # verbs that need to know their place raise it themselves
+            world = discover(os.environ, choose_port=lambda: 0)
+            place = {"rank": world.rank, "ranks": world.world_size}
+        log_to_terminal(options, **place)
         wait_without_spinning(os.environ)
         with reader_may_leave():
             return VERBS[given[0]].run(options, settings) or 0
@@ -79,15 +84,6 @@ def read_verb(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"there is no verb {name}{guess}")
     table, takes_settings = (VERBS[name].arguments, VERBS[name].takes_settings) if name in VERBS else ({}, False)
     return read_arguments(parser, table, given, takes_settings=takes_settings)
-
-
-def _place() -> dict[str, int]:
-    """Return the number of this process and of all, or {} if the environment is contradictory."""
-    try:
-        world = discover(os.environ, choose_port=lambda: 0)
-    except ConfigError:  # verbs that need to know raise it themselves
-        return {}
-    return {"rank": world.rank, "ranks": world.world_size}
 
 
 def _parser(called: str) -> Parser:
@@ -122,14 +118,11 @@ def _listed_verbs() -> str:
 
 class _ShowVersions(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import PackageNotFoundError, version  # not for other calls
+        from ds_encdec.launch.disk import installed_versions  # not for other calls
 
-        versions = []
-        for name in ("ds_encdec", "torch", "deepspeed", "transformers"):
-            try:
-                versions.append(f"{name} {version(name)}")
-            except PackageNotFoundError:
-                versions.append(f"{name} (not installed)")
+        names = ("ds_encdec", "torch", "deepspeed", "transformers")
+        found = installed_versions(*names)
+        versions = [f"{name} {found.get(name, '(not installed)')}" for name in names]
         print(", ".join([*versions, f"Python {platform.python_version()}"]))
         parser.exit()
 

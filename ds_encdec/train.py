@@ -33,15 +33,18 @@ from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_erro
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 from ds_encdec.config.command_line import read_program
 from ds_encdec.config.sagemaker import container_arguments, is_container
-from ds_encdec.launch.absence import RANK_ZERO_SECONDS, startup_errors_shared
-from ds_encdec.launch.cores import no_gpu, wait_without_spinning
-from ds_encdec.launch.world import discover
+from ds_encdec.launch.host import no_gpu, wait_without_spinning
+from ds_encdec.launch.startup_errors import startup_errors_shared
+from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.gpus import grow_segments, has_gpu
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
 
 logger = logging.getLogger(__name__)
+
+RANK_ZERO_SECONDS = 10.0
+"""How long a rank waits for rank 0, which prints an error of all."""
 
 ARGUMENTS: Arguments = {
     "--config": value("YAML of the run, or a shipped one's name (default: the schema, qwen3_0.6b_ul2)", Path),
@@ -76,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print("Exit code 75 is no failure, though launchers report it as one.", flush=True)
         return error.exit_code
     except DsEncDecError as error:
-        # Every rank reads the same configuration and meets the same error, unless `common` is set.
+        # Every rank reads the same configuration and meets the same error, unless `common` says otherwise.
         common = isinstance(error, ConfigError) if error.common is None else error.common
-        if common and not _speaks():
+        if common and not _is_reporter():
             time.sleep(RANK_ZERO_SECONDS)  # launchers end all ranks as soon as one has left
             return error.exit_code
         if type(error) is DsEncDecError:  # an unforeseen one: show where it comes from
@@ -87,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _speaks() -> bool:
+def _is_reporter() -> bool:
     """Return whether this process reports: rank 0 does, and any whose rank is unknown."""
     try:
         return discover(os.environ, choose_port=lambda: 0).is_main
@@ -101,13 +104,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
     wait_without_spinning(os.environ)
     if not (options.print_config or options.print_deepspeed_config):
         _train(options, overrides, in_sagemaker=in_sagemaker)
-        return 0
-    config, notes = _load(options, overrides)
-    if options.print_config:
+    elif options.print_config:
+        config, notes = _load(options, overrides)
         print("".join(f"# {note}\n" for note in notes) + config.dump_yaml(), end="")
     else:
-        _log_notes(notes)
-        print(json.dumps(_planned_deepspeed_json(config), indent=2))
+        print(json.dumps(_planned_deepspeed_json(_load_and_log(options, overrides)), indent=2))
     return 0
 
 
@@ -123,13 +124,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
     with StopRequest(world, whole_process=True) as stop:
         # Watched while importing: this takes a moment, torch and deepspeed take seconds.
         with startup_errors_shared(world):
-            config, notes = _load(options, overrides)
-            _log_notes(notes)
-            # Several hosts, restarting launchers and supervisors learn of an error from the run itself.
-            starts_anew = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and options.resume != "auto"
-            if world.is_main and world.num_nodes == 1 and starts_anew:
-                _refuse_absent(config, options.resume)
-            _refuse_machine(config, options.resume)
+            config = _load_and_log(options, overrides)
+            _refuse_early(config, options.resume, world)
             grow_segments(os.environ)
             logger.info("loading torch and the engine, which takes some seconds")
             from ds_encdec.training.build import run_training  # only once the configuration is sound
@@ -148,6 +144,37 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
         hand_over(RunFolder(config.infra.output_dir), Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model")))
 
 
+def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
+    """Raise, before torch loads, for a taken folder, missing files, GPU or package, and too few rows for the tokenizer.
+    As later, `run.json` records the failure of a new run. Files are left to the run if several hosts, restarting
+    launchers or supervisors are to learn of the error from it."""
+    from ds_encdec.checkpoint.folder import exists_or_replaced
+    from ds_encdec.launch.run_folder import RunFolder
+    from ds_encdec.training.absent import refuse_absent, require_here
+
+    folder = RunFolder(config.infra.output_dir)
+    starts_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or resume == "auto"
+    if world.is_main and world.num_nodes == 1 and not starts_again:
+        if resume is not None:
+            if not exists_or_replaced(path := Path(resume).expanduser().resolve()):
+                raise CheckpointError(f"--resume: {path}: no such folder. `--resume auto` finds the newest of the run")
+        else:
+            with suppress(OSError):  # claim() reports it
+                folder.refuse_taken()
+            try:
+                refuse_absent(config)
+            except DsEncDecError as error:
+                with suppress(DsEncDecError, OSError):
+                    folder.claim(resume=False)
+                    folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
+                    folder.release()
+                raise
+    if config.infra.device == "cuda" and not has_gpu():
+        is_set = "device" in config.infra.model_fields_set
+        raise no_gpu("no GPU", f"infra.device=cuda{'' if is_set else ' (the default)'}")
+    require_here(config, new=resume is None or (resume == "auto" and not folder.is_used()))
+
+
 def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
     """Return DeepSpeed's JSON for a run here; for a plain process, on the planned `infra.num_gpus` ranks."""
     import torch
@@ -164,43 +191,6 @@ def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
     return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
 
 
-def _refuse_absent(config: FullConfig, resume: str | None) -> None:
-    """Raise before torch loads what the run would raise then, for a taken folder or a missing one that is named. As
-    there, `run.json` records the failure of a new run."""
-    from ds_encdec.checkpoint.folder import exists_or_replaced
-    from ds_encdec.launch.run_folder import RunFolder
-    from ds_encdec.training.absent import refuse_absent
-
-    if resume is not None:
-        if not exists_or_replaced(path := Path(resume).expanduser().resolve()):
-            raise CheckpointError(f"--resume: {path}: no such folder. `--resume auto` finds the newest of the run")
-        return
-    folder = RunFolder(config.infra.output_dir)
-    with suppress(OSError):  # claim() words it
-        folder.refuse_taken()
-    try:
-        refuse_absent(config)
-    except DsEncDecError as error:
-        with suppress(DsEncDecError, OSError):
-            folder.claim(resume=False)
-            folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
-            folder.release()
-        raise
-
-
-def _refuse_machine(config: FullConfig, resume: str | None) -> None:
-    """Raise ConfigError, before the run's folder is made, for problems that every rank finds without torch. These are a
-    GPU or package that this machine lacks, and a new run's tokenizer that needs more rows."""
-    from ds_encdec.launch.run_folder import RunFolder
-    from ds_encdec.training.absent import require_here
-
-    if config.infra.device == "cuda" and not has_gpu():
-        is_set = "device" in config.infra.model_fields_set
-        raise no_gpu("no GPU", f"infra.device=cuda{'' if is_set else ' (the default)'}")
-    has_none = resume == "auto" and not RunFolder(config.infra.output_dir).is_used()
-    require_here(config, new=resume is None or has_none)
-
-
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[FullConfig, list[str]]:
     """Return the run's configuration, and notes on settings in other words. Raises ConfigError."""
     from ds_encdec.config.schema import read_config
@@ -209,11 +199,13 @@ def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[FullCo
     return loaded.valid(), loaded.notes()
 
 
-def _log_notes(notes: Sequence[str]) -> None:
+def _load_and_log(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
+    config, notes = _load(options, overrides)
     for note in notes:
         text = note.removeprefix("warning: ")
-        level = logging.WARNING if text != note and _speaks() else logging.INFO  # all ranks have the same notes
+        level = logging.WARNING if text != note and _is_reporter() else logging.INFO  # all ranks have the same notes
         logger.log(level, "%s", text)
+    return config
 
 
 VERB = Verb(

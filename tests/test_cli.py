@@ -15,6 +15,7 @@ from ds_encdec import cli, estimate_memory, train
 from ds_encdec.base.types import CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import World
 from ds_encdec.memory.gpus import has_gpu
 
 ROOT = Path(__file__).parents[1]
@@ -131,14 +132,14 @@ def test_what_answers_at_once_imports_little(command: str, code: int, absent: se
 
 
 def configured(folder: Path, **data: object) -> FullConfig:
-    return FullConfig.model_validate({"data": data, "infra": {"output_dir": str(folder)}})
+    return FullConfig.model_validate({"data": data, "infra": {"output_dir": str(folder), "device": "cpu"}})
 
 
 def test_a_new_run_that_is_refused_at_once_says_so_in_its_folder(tmp_path: Path) -> None:
     """Phases read there why one of them did not begin."""
     config = configured(tmp_path / "run", dataset_name="text", data_files=["nowhere*"])
     with pytest.raises(DataError, match=r"data.data_files: no file matches nowhere\*"):
-        train._refuse_absent(config, None)
+        train._refuse_early(config, None, World())
     status = RunFolder(config.infra.output_dir).read_status()
     assert (status["state"], status["exit_code"]) == ("failed", 4)
     assert "nowhere*" in status["reason"]
@@ -146,18 +147,18 @@ def test_a_new_run_that_is_refused_at_once_says_so_in_its_folder(tmp_path: Path)
 
 def test_what_a_run_does_not_read_may_be_away(tmp_path: Path) -> None:
     text = {"dataset_name": "text", "data_files": [__file__]}
-    train._refuse_absent(configured(tmp_path / "run", **text, test_files=["no*"]), None)
+    train._refuse_early(configured(tmp_path / "run", **text, test_files=["no*"]), None, World())
     prepared = configured(tmp_path / "run", dataset_name="text", data_files=["no*"], prepared_dir=str(tmp_path))
     with pytest.raises(DataError, match="nothing is prepared there"):
-        train._refuse_absent(prepared, None)
+        train._refuse_early(prepared, None, World())
     (tmp_path / "source-0").mkdir()
     (tmp_path / "source-0" / "index.json").touch()
-    train._refuse_absent(prepared, None)
-    train._refuse_absent(configured(tmp_path / ("x" * 300)), None)  # which the run tells in its own words
+    train._refuse_early(prepared, None, World())
+    train._refuse_early(configured(tmp_path / ("x" * 300)), None, World())  # which the run tells in its own words
     (tmp_path / ".replaced-step-00000001").mkdir()
-    train._refuse_absent(prepared, str(tmp_path / "step-00000001"))
+    train._refuse_early(prepared, str(tmp_path / "step-00000001"), World())
     with pytest.raises(CheckpointError, match="no such folder"):
-        train._refuse_absent(prepared, str(tmp_path / "step-00000002"))
+        train._refuse_early(prepared, str(tmp_path / "step-00000002"), World())
 
 
 def test_versions_are_shown_without_importing_what_has_them() -> None:

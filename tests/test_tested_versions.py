@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from ds_encdec.base import tested_versions
-from ds_encdec.base.tested_versions import known_ranges, outside_tested_ranges, range_of
+from ds_encdec.base import foreign_places
+from ds_encdec.base.foreign_places import known_ranges, outside_tested_ranges, range_of
 from ds_encdec.base.types import ConfigError, DsEncDecError
 from ds_encdec.commands.doctor.checks import Host, _packages
 from ds_encdec.config.schema import FullConfig, read_config
@@ -34,9 +34,9 @@ def test_what_decides_results_has_an_upper_bound() -> None:
 
 
 def test_builds_are_their_version_and_nightlies_are_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tested_versions, "known_ranges", lambda: {"torch": known_ranges()["torch"]})
+    monkeypatch.setattr(foreign_places, "known_ranges", lambda: {"torch": known_ranges()["torch"]})
     for found in ("2.11.0+cu130", "2.14.1", "2.10.0", "2.15.0", "2.15.0.dev20260101+cu130"):
-        monkeypatch.setattr(tested_versions, "version", lambda _, found=found: found)
+        monkeypatch.setattr(foreign_places, "version", lambda _, found=found: found)
         is_inside = found[:4] in ("2.11", "2.14")
         assert outside_tested_ranges() == ([] if is_inside else [f"torch {found} (tested: {range_of('torch')})"])
 

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import torch
 
-from ds_encdec.base.callback import Callback
 from ds_encdec.base.types import (
     Batch,
+    Callback,
     CheckpointError,
     ConfigError,
     DataError,

@@ -1,22 +1,61 @@
-"""Lists every place inside deepspeed, torch, transformers, peft and datasets that this package depends on: private
-names, and public ones that are replaced, hidden or read undocumented. The libraries promise none, so an upgrade that
-renames one is reported at the start of a run, and does not leave a step unguarded. `replaced` and `write` are the only
-ways to change one. No unused library is imported."""
+"""Reads the tested versions of other packages, and lists every place inside deepspeed, torch, transformers, peft and
+datasets that this package depends on: private names, and public ones that are replaced, hidden or read undocumented.
+The libraries promise none, so an upgrade that renames one is reported at the start of a run, and does not leave a step
+unguarded. `replaced` and `write` are the only ways to change one. No unused library is imported."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from importlib import metadata
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
+from packaging.requirements import Requirement
+
 from ds_encdec.base.types import ConfigError
+
+_PACKAGE = "ds_encdec"
+
+
+def known_ranges() -> dict[str, Requirement]:
+    """Return the requirement for each package by name, including those of extras. A clone's pyproject.toml takes
+    precedence over the installed metadata, which may be older. A range is raised only by a green run of
+    `scripts/dev/newest.sh`."""
+    lines = requires(_PACKAGE) or []
+    with suppress(OSError, KeyError, tomllib.TOMLDecodeError):  # installed from a wheel
+        project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
+        if project["name"] == _PACKAGE:  # another project's file may lie beside the packages
+            lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    found: dict[str, Requirement] = {}
+    for requirement in map(Requirement, lines):
+        if requirement.name != _PACKAGE and requirement.specifier:
+            found.setdefault(requirement.name, requirement)
+    return found
+
+
+def range_of(name: str) -> str:
+    """Return the tested range of one package: `>=5.3,<5.25`."""
+    if (requirement := known_ranges().get(name)) is None:
+        return "any version"
+    return ",".join(sorted(map(str, requirement.specifier), key=lambda bound: bound.startswith("<")))
+
+
+def outside_tested_ranges() -> list[str]:
+    """Return a line for each installed package outside its range: package, version and range."""
+    lines = []
+    for name, requirement in known_ranges().items():
+        with suppress(PackageNotFoundError):
+            if not requirement.specifier.contains(found := version(name), prereleases=True):
+                lines.append(f"{name} {found} (tested: {range_of(name)})")
+    return lines
+
 
 Use = Literal["call", "read", "write", "replace", "hide", "override"]
 """The ways to use a place. `read` and `write` are of fields, which may exist on objects alone."""
@@ -48,17 +87,14 @@ class Place(NamedTuple):
         if hasattr(owner, self.name):
             return True
         modules = {one.__module__ for one in owner.__mro__} if isinstance(owner, type) else {module}
-        return self.use in ("read", "write") and any(_assigns(one, self.name) for one in modules)
+        assigned = re.compile(rf"\.{self.name}(: [^=\n]+|, [\w., ]+)? = |^    {self.name}: ", re.MULTILINE)
+        return self.use in ("read", "write") and any(assigned.search(_source(one)) for one in modules)
 
 
 @cache
 def _source(module: str) -> str:
     path = getattr(sys.modules[module], "__file__", None)
     return Path(path).read_text(encoding="utf-8") if path and path.endswith(".py") else ""
-
-
-def _assigns(module: str, name: str) -> bool:
-    return re.search(rf"\.{name}(: [^=\n]+|, [\w., ]+)? = |^    {name}: ", _source(module), re.MULTILINE) is not None
 
 
 _GATES = "engine/deepspeed/gates.py"
@@ -73,6 +109,7 @@ _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _CHECKER = "deepspeed.runtime.utils:CheckOverflow"
 _CUT = "deepspeed.runtime.zero.partition_parameters"
 _SWAP = "deepspeed.runtime.swap_tensor.optimizer_utils"
+_FSDP = "torch.distributed.fsdp._fully_shard"
 _SCALER = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
 
 _ROWS: tuple[tuple[str, Use, str, str], ...] = (
@@ -166,25 +203,11 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("torch.utils._python_dispatch", "call", "memory/trace.py", "TorchDispatchMode"),
     ("torch.utils._pytree", "call", "memory/trace.py", "tree_leaves"),
     ("torch.distributed.fsdp:FSDPModule", "call", "memory/trace.py", "_get_fsdp_state"),
-    ("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "read", "memory/trace.py", "_fsdp_param_group"),
-    (
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-        "replace",
-        "memory/trace.py",
-        "post_backward",
-    ),
-    (
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup",
-        "read",
-        "memory/trace.py",
-        "fsdp_params _reshard_after_forward",
-    ),
-    (
-        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam",
-        "read",
-        "memory/trace.py",
-        "sharded_param all_gather_outputs _unsharded_param unsharded_accumulated_grad",
-    ),
+    (f"{_FSDP}._fsdp_state:FSDPState", "read", "memory/trace.py", "_fsdp_param_group"),
+    (f"{_FSDP}._fsdp_param_group:FSDPParamGroup", "replace", "memory/trace.py", "post_backward"),
+    (f"{_FSDP}._fsdp_param_group:FSDPParamGroup", "read", "memory/trace.py", "fsdp_params _reshard_after_forward"),
+    (f"{_FSDP}._fsdp_param:FSDPParam", "read", "memory/trace.py", "sharded_param all_gather_outputs"),
+    (f"{_FSDP}._fsdp_param:FSDPParam", "read", "memory/trace.py", "_unsharded_param unsharded_accumulated_grad"),
     ("torch.utils.tensorboard.writer:SummaryWriter", "call", "monitor/sinks.py", "_get_file_writer"),
     # transformers, peft, datasets.
     ("transformers.initialization", "call", "engine/sharded_engine.py", "no_init_weights"),
@@ -222,10 +245,10 @@ def check(*libraries: str) -> None:
 
 
 def _lacks(library: str, what: str, user: str) -> str:
-    found = metadata.version(library)
-    known = [one for one in metadata.requires("ds_encdec") or () if re.match(rf"{library}\b", one)]
-    tried = known[0].partition(";")[0] if known else f"another {library}"
-    return f"{library} {found}: {what}, which ds_encdec/{user} needs. Install a release that was tried: {tried}"
+    return (
+        f"{library} {version(library)}: {what}, which ds_encdec/{user} needs. Install a tested version: "
+        f"{library}{range_of(library)}"
+    )
 
 
 def _require(owner: Any, name: str, uses: tuple[Use, ...]) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
+from contextlib import suppress
 from sysconfig import get_paths
 from traceback import extract_tb
 from typing import Any
@@ -46,21 +47,16 @@ def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
             f"({type(error).__name__}: {error}){_which(module)}. Write `module:function`"
         ) from error
     if given := _CALLED_WITH.get(kind or ""):
-        _require_call(f"{field}={name}", found, given)
+        takes = f"({', '.join(given)})"
+        if not callable(found):
+            raise ConfigError(f"{field}={name} is of type {type(found).__name__}. It must be a function of {takes}")
+        with suppress(ValueError):  # written in C
+            signature = inspect.signature(found)
+            try:
+                signature.bind(*given)
+            except TypeError as error:
+                raise ConfigError(f"{field}={name} is called with {takes}, but takes {signature}: {error}") from error
     return found
-
-
-def _require_call(what: str, found: Any, given: tuple[str, ...]) -> None:
-    if not callable(found):
-        raise ConfigError(f"{what} is of type {type(found).__name__}, and no function of ({', '.join(given)})")
-    try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # written in C
-        return
-    try:
-        signature.bind(*given)
-    except TypeError as error:
-        raise ConfigError(f"{what} is called with ({', '.join(given)}), and takes {signature}: {error}") from error
 
 
 def _which(module: str) -> str:
@@ -103,6 +99,6 @@ def code_digest(field: str, name: str, found: Any) -> str:
             return hashlib.sha256(file.read()).hexdigest()[:12]
     except (TypeError, OSError) as error:
         raise ConfigError(
-            f"{field}={name}: its code is in no file ({error}), so a change of it would go unnoticed. Write it into a "
+            f"{field}={name}: its code is in no file ({error}), so a change would go unnoticed. Move it to a "
             "module that is a file"
         ) from error

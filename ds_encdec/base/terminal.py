@@ -1,7 +1,7 @@
-"""Shows a program's log and progress through one console, and its errors. On a terminal, log lines stand above the
-progress bar; elsewhere each has its time, level and, among several ranks, rank. Only programs set this up, not the
-import. If a reader leaves early (`plan | head`), most verbs end, but a training goes on: its results are in its folder.
-"""
+"""Shows a program's log and progress through one console, and its errors: on a terminal in colour, with the lines of
+files that are wrong. Log lines stand above the progress bar; outside a terminal each has its time, level and, among
+several ranks, rank. Only programs set this up, not the import. If a reader leaves early (`plan | head`), most verbs
+end, but a training goes on: its results are in its folder."""
 
 from __future__ import annotations
 
@@ -10,18 +10,37 @@ import functools
 import io
 import logging
 import os
+import re
 import select
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
+from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 _ERASED_LINE = "\r\x1b[K"
+
+SECRET = (
+    r"secret|passw|passphrase|pass(?![a-z])|pwd|credential|auth(?!or(?!iz))|bearer|token(?!s|iz)"
+    r"|key(?:[_-]?(?:id|file|path))?(?![\w.-])"
+)
+"""A pattern for a part of each name of a setting, option or variable with a secret, whose value is never printed.
+`num_tokens`, tokenizers and authors do not match."""
+
+_PLACE = re.compile(r"  (?P<place>(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?: [^:]*)?): (?P<said>.+)")
+_KEY = re.compile(r"([\w.-]+)[\"']?\s*:")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether `name` is the name of a secret, in any case."""
+    return re.search(SECRET, name, re.IGNORECASE) is not None
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -73,9 +92,9 @@ def _handler() -> TerminalHandler | None:
 class TerminalHandler(logging.Handler):
     """Writes log records for people, and for files; the module says how."""
 
-    def __init__(self, rank: int, ranks: int, asked: Sequence[str]) -> None:
+    def __init__(self, rank: int, ranks: int, options: Sequence[str]) -> None:
         super().__init__()
-        self.rank, self.ranks, self.asked = rank, ranks, asked
+        self.rank, self.ranks, self.options = rank, ranks, options
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
@@ -101,7 +120,7 @@ class TerminalHandler(logging.Handler):
 
 def verbosity() -> Sequence[str]:
     """Return this program's options of `VERBOSITY`, for a program that it starts."""
-    return () if (handler := _handler()) is None else handler.asked
+    return () if (handler := _handler()) is None else handler.options
 
 
 def is_quiet() -> bool:
@@ -142,17 +161,60 @@ def print_marked(text: str, styles: Mapping[str, str]) -> None:
 
 
 def print_error(error: Exception) -> None:
-    """Print why the program ends, on standard error; on a terminal in colour, and with the lines that are wrong."""
+    """Print why the program ends, on standard error."""
     if not is_terminal(sys.stderr):
         print(f"error: {error}", file=sys.stderr, flush=True)
         return
     from rich.console import Console
     from rich.text import Text
 
-    from ds_encdec.base.marked_errors import marked
-
     shown = Console(stderr=True)
     shown.print(Text.assemble(("error:", "bold red"), " ", marked(str(error), shown.width)), soft_wrap=True)
+
+
+def marked(report: str, width: int) -> Text:
+    """Return the report of a configuration's problems (config/settings.py) for a terminal of `width` columns, with
+    colours, and with the wrong lines of the files. A place stands there as `  file:line[:column]: field = value`."""
+    from rich.text import Text
+
+    lines, shown = report.splitlines(), list[Text]()
+    for number, line in enumerate(lines):
+        if found := _PLACE.fullmatch(line):
+            field, equals, value = found["said"].partition(" = ")
+            shown.append(Text.assemble("  ", (found["place"], "cyan"), ": ", (field, "bold"), equals, (value, "red")))
+            explained = next((below for below in lines[number + 1 :] if below.startswith("      ")), "")
+            shown += _source(found, field, is_unknown="unknown key" in explained, width=width)
+        elif line.startswith("      "):
+            shown.append(Text("\n".join(wrap(line, width, subsequent_indent=" " * 6, break_long_words=False))))
+            shown[-1].highlight_regex(r"`[^`]+`", "bold green")
+        else:
+            shown.append(Text(line))
+    return Text("\n").join(shown)
+
+
+def _source(found: re.Match[str], field: str, *, is_unknown: bool, width: int) -> list[Text]:
+    """Return the line of the file, and marks below it: under the value, or the key if that `is_unknown`."""
+    from rich.text import Text
+
+    try:
+        source = Path(found["file"]).read_text().splitlines()[int(found["line"]) - 1]
+    except (OSError, ValueError, IndexError):  # gone by now, or not text
+        return []
+    if not source.isprintable() or any(map(is_secret, _KEY.findall(source))):
+        return []
+    key = re.escape(field.rpartition(".")[2])
+    pattern = rf"(?<![\w.])({key})\b" if is_unknown else rf"(?<![\w.]){key}[\"']?\s*:\s*([^#]*[^#\s,}}])"
+    if (mark := re.search(pattern, source)) is None:
+        return []
+    start, end = mark.span(1)
+    margin = f"{found['line']:>8} | "
+    columns = max(20, width - len(margin))
+    first = max(0, min(start - 4, end - columns)) if end > columns else 0
+    end = min(end, first + columns)
+    return [
+        Text.assemble((margin, "dim"), source[first : first + columns]),
+        Text.assemble((f"{'| ':>{len(margin)}}", "dim"), " " * (start - first), ("^" * (end - start), "bold red")),
+    ]
 
 
 @contextmanager

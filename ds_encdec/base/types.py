@@ -9,13 +9,14 @@ Torch is imported for type checkers alone, so that `--help` and configuration er
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     import torch
     from torch import Tensor
@@ -198,21 +199,6 @@ class StepResult:
     extra: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
 
 
-def _with_earlier_name(cls: type[TrainingState]) -> type[TrainingState]:
-    """Let `best_value` also be given by its earlier name, `best_eval_loss`."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def accept(self: TrainingState, *values: Any, **fields: Any) -> None:
-        if "best_eval_loss" in fields:
-            fields["best_value"] = fields.pop("best_eval_loss")
-        init(self, *values, **fields)
-
-    cls.__init__ = accept  # type: ignore[method-assign]
-    return cls
-
-
-@_with_earlier_name
 @dataclass(frozen=True, slots=True)
 class TrainingState:
     """The position of a run, saved in every checkpoint and equal on all ranks.
@@ -243,6 +229,11 @@ class TrainingState:
     rollbacks: int = 0
     bad_rows: int = 0
     long_rows: int = 0
+    best_eval_loss: dataclasses.InitVar[float | None] = None
+
+    def __post_init__(self, best_eval_loss: float | None) -> None:
+        if best_eval_loss is not None:
+            object.__setattr__(self, "best_value", best_eval_loss)
 
     @property
     def encoder_tokens_seen(self) -> int:
@@ -266,6 +257,21 @@ class TrainingState:
         """Return the state without the results of its evaluations."""
         forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
         return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)
+
+
+class Callback:
+    """Methods for three moments of a run. All ranks call them equally often, so collectives are allowed in them. An
+    exception on any rank ends the run on all of them; a `DsEncDecError` is raised unchanged."""
+
+    def after_step(self, state: TrainingState, result: StepResult) -> None:
+        """React to an optimizer step, applied or skipped; `state` is the one after it. Reading a tensor of `result`
+        waits for the device."""
+
+    def after_evaluation(self, state: TrainingState, metrics: Mapping[str, float]) -> None:
+        """React to an evaluation of the held-out examples; `metrics` (`eval/loss`, …) are equal on all ranks."""
+
+    def after_save(self, state: TrainingState, checkpoint: Path) -> None:
+        """React to the complete folder `checkpoint`, which holds `state`. Training may be some steps ahead of it."""
 
 
 class WeightSource(Protocol):

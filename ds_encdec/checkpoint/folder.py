@@ -107,7 +107,7 @@ def written_whole(out: Path, *, replace: bool = False) -> Iterator[tuple[Path, W
     """
     parent = out.absolute().parent
     writing = Writing(parent, str(out), "Free space there, or name a folder on another file system.")
-    with writing.refusals_told():
+    with writing.explain_refusals():
         clear_leftovers(parent, glob.escape(out.name))
         if not replace:
             refuse_existing(out)

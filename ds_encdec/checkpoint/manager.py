@@ -33,8 +33,8 @@ from ds_encdec.checkpoint.manifest import (
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch.agreement import ranks_in_words
 from ds_encdec.launch.disk import DiskRefusedError, Writing
+from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.network import machine
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class CheckpointManager:
         step = state.global_step
         try:
             folder = self._collectives.on_rank_zero(
-                self._writing().refusals_told()(lambda: begin(self._files.at(step)))
+                self._writing().explain_refusals()(lambda: begin(self._files.at(step)))
             )
             staged = stage(folder, copy=in_background)
         except DiskRefusedError as error:
@@ -205,11 +205,11 @@ class CheckpointManager:
         """Run the part of a save that may run in the background. All ranks raise the same error."""
         folder, writing, ranks = unfinished(self._files.at(step)), self._writing(), self._background
 
-        @writing.refusals_told()
+        @writing.explain_refusals()
         def write() -> list[FileRecord]:
             return [record_file(path, folder) for path in staged.write()]
 
-        @writing.refusals_told()
+        @writing.explain_refusals()
         def commit() -> None:
             write_rest(folder)
             world_size = self._collectives.world_size

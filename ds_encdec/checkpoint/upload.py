@@ -17,8 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ds_encdec.base.callback import Callback
-from ds_encdec.base.types import ConfigError, Preempted, TrainingState
+from ds_encdec.base.types import Callback, ConfigError, Preempted, TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import MANIFEST
 from ds_encdec.launch.host_collectives import HostCollectives

@@ -17,7 +17,7 @@ from ds_encdec.base.terminal import libraries_print_to_stderr
 from ds_encdec.base.types import ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.models import is_ours, require_ours, run_config
-from ds_encdec.launch.cores import no_gpu
+from ds_encdec.launch.host import no_gpu
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.gpus import has_gpu
 from ds_encdec.registry.text_metrics import TEXT_METRICS, usable

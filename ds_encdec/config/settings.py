@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ds_encdec.base.secret_names import is_secret
+from ds_encdec.base.terminal import is_secret
 from ds_encdec.base.types import ConfigError
 
 COMMAND_LINE = "command line"

@@ -18,10 +18,10 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.deepspeed.json import check_deepspeed
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.launch.absence import startup_errors_shared
+from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-from ds_encdec.launch.network import machine
-from ds_encdec.launch.process_group import ProcessSettings, choose_device, init_process_group
+from ds_encdec.launch.process_group import choose_device, init_process_group, settings_restorer
+from ds_encdec.launch.startup_errors import startup_errors_shared
 from ds_encdec.launch.world import World
 from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName, EngineSpec
 
@@ -76,7 +76,7 @@ _CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], None]] = ByEngine(
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
     """Choose engine and device, make the process group, then call `met`. Collective. Raises ConfigError on all ranks if
     a machine cannot run the configuration or ranks differ, and LostRankError for ranks that do not join."""
-    before = ProcessSettings.now()
+    restore_settings = settings_restorer()
     with startup_errors_shared(world):
         engine, device = resolve_engine(config), choose_device(config.infra.device, world)
         check_engine(engine, config, world, device)
@@ -105,7 +105,7 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
     if counted != world:
         check_engine(engine, config, counted, device)  # with the same result on all ranks
     context = RunContext(counted, device, engine, opened[0])
-    context.undo.callback(before.restore, ProcessSettings.now())
+    context.undo.callback(restore_settings)
     return context
 
 

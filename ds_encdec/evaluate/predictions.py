@@ -50,7 +50,7 @@ class Predictions:
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records, each with its `number`; they are on the disk on return."""
-        with self._writing.refusals_told(), self._path.open("ab") as file:
+        with self._writing.explain_refusals(), self._path.open("ab") as file:
             file.write("".join(map(_line, records)).encode())
             file.flush()
             os.fsync(file.fileno())
@@ -58,7 +58,7 @@ class Predictions:
 
     def finish(self, records: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> None:
         """Write `records`, those of all ranks in order, as the one file of predictions, and write the figures."""
-        with self._writing.refusals_told():
+        with self._writing.explain_refusals():
             write_atomically(self._folder / "predictions.jsonl", "".join(map(_line, records)))
             write_atomically(self._folder / "metrics.json", json.dumps(strict_json(metrics), indent=2) + "\n")
             for path in self._folder.glob("predictions.rank*.jsonl"):
@@ -74,7 +74,10 @@ def claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:
     closed. Raises ConfigError that names the differences if its evaluation differs from `facts`, and OutputLockedError
     if another process is writing into it."""
     header = folder / "evaluation.json"
-    with Writing(folder, "The evaluation", "Make room, or choose another --out.").refusals_told(), ExitStack() as undo:
+    with (
+        Writing(folder, "The evaluation", "Make room, or choose another --out.").explain_refusals(),
+        ExitStack() as undo,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         lock = undo.enter_context(open(folder / ".lock", "a"))
         if not lock_file(lock):

@@ -11,7 +11,7 @@ import torch
 import transformers
 from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 
-from ds_encdec.base.tested_versions import range_of
+from ds_encdec.base.foreign_places import range_of
 from ds_encdec.base.types import TrainingState
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

@@ -9,17 +9,16 @@ import shlex
 import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ds_encdec.base.quantities import listed
 from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.launch.disk import installed_versions
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.run_folder import masked
-from ds_encdec.launch.world import World
-from ds_encdec.registry.engines import ENGINES, EngineName
+from ds_encdec.registry.engines import ENGINES
 
 OWN_TO_A_HOST = {
     "data_files": "copies may lie elsewhere: their contents are compared, in the data's fingerprint",
@@ -71,70 +70,28 @@ def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
     return found | ({"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if nccl else {})
 
 
-def own_facts(world: World, device: torch.device, engine: EngineName, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return this rank's facts to compare; the code counts by a digest, so uncommitted changes differ, too."""
-    package = Path(__file__).parents[1]
-    files = sorted(package.rglob("*.py"))
-    code = digest([[file.relative_to(package).as_posix(), file.read_text(errors="replace")] for file in files])
-    facts: dict[str, Any] = {
-        "settings": digest(settings),
-        "equal": {"WORLD_SIZE": world.world_size, "engine": engine, "device": device.type, "code of ds_encdec": code},
-        "versions": versions([engine], nccl=device.type == "cuda"),
-        "noted": {},
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        facts["noted"] = {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
-    return facts
-
-
-def compare_rank_facts(
-    everyones: Mapping[int, Mapping[str, Mapping[str, Any]]], hosts: Ranks
-) -> tuple[list[str], list[str]]:
-    """Return lines on differences that keep the ranks from training together, and on those that deserve a warning. A
-    version that has the same first two parts deserves only a warning."""
-    errors = differences({rank: facts["equal"] for rank, facts in everyones.items()}, hosts)
-    warnings: list[str] = []
-    versions = {rank: facts["versions"] for rank, facts in everyones.items()}
-    minor = {
-        rank: {name: ".".join(version.split(".")[:2]) for name, version in of_rank.items()}
-        for rank, of_rank in versions.items()
-    }
-    far = {line.partition(":")[0] for line in differences(minor, hosts)}
-    for line in differences(versions, hosts):
-        (errors if line.partition(":")[0] in far else warnings).append(line)
-    return errors, warnings + differences({rank: facts["noted"] for rank, facts in everyones.items()}, hosts)
-
-
-def differences(
-    everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks, alike: Mapping[int, Sequence[int]] | None = None
-) -> list[str]:
-    """Return a line for each name whose values differ between ranks. `alike`: rank → the ranks it stands for."""
-    names = dict.fromkeys(itertools.chain.from_iterable(everyones.values()))
+def differences(everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> list[str]:
+    """Return a line for each name whose values differ between ranks."""
     lines = []
-    for name in names:
-        owners: dict[str, list[int]] = {}
-        for rank, values in everyones.items():
-            owners.setdefault(_shown(name, values[name]) if name in values else "nothing", []).extend(
-                alike[rank] if alike else [rank]
-            )
+    for name in dict.fromkeys(itertools.chain.from_iterable(everyones.values())):
         if len({json.dumps(values.get(name)) for values in everyones.values()}) > 1:
-            values_in_words = (f"{value} for {ranks_in_words(ranks, hosts)}" for value, ranks in owners.items())
-            lines.append(f"{name}: {', '.join(values_in_words)}")
+            owners: dict[str, list[int]] = {}
+            for rank, values in everyones.items():
+                owners.setdefault(_shown(name, values[name]) if name in values else "nothing", []).append(rank)
+            in_words = (f"{value} for {ranks_in_words(ranks, hosts)}" for value, ranks in owners.items())
+            lines.append(f"{name}: {', '.join(in_words)}")
     return lines
 
 
 def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
-    """Return all that ranks need to know of each other, in JSON's types. Raises ConfigError for ranks that differ.
-    `places`: rank → `machine`, `address`, `cores`, GPU's `uuid` and `facts`. Returns `sharing`; `reached`: of at most
-    two machines the name, and an address that others reach; `kinds`: the ranks of each kind of settings, if there are
-    several; `errors` to report with the differences between those; `warnings`."""
+    """Return all that ranks need to know of each other, in JSON's types: `sharing`; `reached`: of at most two machines
+    the name, and an address that others reach; `warnings`. `places`: rank → `machine`, `address`, `cores`, GPU's
+    `uuid`; facts that must be `equal`; `versions`, of which only the first two parts must be; and facts `noted` if they
+    differ. Raises ConfigError for ranks on one GPU, and for ranks that would not train one model."""
     on_gpu: dict[Any, list[int]] = {}
-    kinds: dict[str, list[int]] = {}
     reached: dict[str, str | None] = {}
     for rank, place in places.items():
         on_gpu.setdefault((place["machine"], place["uuid"] or rank), []).append(rank)
-        kinds.setdefault(place["facts"]["settings"], []).append(rank)
         if place["machine"] in reached or len(reached) < 2:
             reached[place["machine"]] = reached.get(place["machine"]) or place["address"]
     for (_, uuid), crowded in on_gpu.items():
@@ -143,13 +100,22 @@ def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> d
                 f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({hosts[crowded[0]]}, {uuid}). "
                 "Start one rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
             )
-    errors, warnings = compare_rank_facts({rank: place["facts"] for rank, place in places.items()}, hosts)
-    if errors and len(kinds) == 1:
-        raise not_alike(errors)
+    equal, versions, noted = (
+        {rank: place[kind] for rank, place in places.items()} for kind in ("equal", "versions", "noted")
+    )
+    minor = {rank: {name: found.split(".")[:2] for name, found in its.items()} for rank, its in versions.items()}
+    far = {line.partition(":")[0] for line in differences(minor, hosts)}
+    errors, warnings = differences(equal, hosts), list[str]()
+    for line in differences(versions, hosts):
+        (errors if line.partition(":")[0] in far else warnings).append(line)
+    if errors:
+        raise ConfigError(
+            f"the ranks do not agree, so they would not train one model:{listed(errors, _MOST_LINES)}\nStart all of "
+            "them with the same command, files, code and versions. (These settings may differ between hosts: "
+            f"{', '.join(OWN_TO_A_HOST)}.)"
+        )
     return {
-        "errors": errors,
-        "warnings": warnings,
-        "kinds": list(kinds.values()) if len(kinds) > 1 else [],
+        "warnings": warnings + differences(noted, hosts),
         "sharing": sharing([(place["machine"], place["cores"]) for _, place in sorted(places.items())]),
         "reached": list(reached.items()),
     }
@@ -164,21 +130,6 @@ def sharing(places: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
     ]
 
 
-def _listed(lines: Sequence[str]) -> str:
-    more = [f"  and {len(lines) - _MOST_LINES} more\n"] if len(lines) > _MOST_LINES else []
-    return "".join([*(f"  {line}\n" for line in lines[:_MOST_LINES]), *more])
-
-
-def not_alike(lines: Sequence[str]) -> ConfigError:
-    """Return the error of ranks that would not train one model."""
-    return ConfigError(
-        "the ranks do not agree, so they would not train one model:\n"
-        + _listed(lines)
-        + "Start all of them with the same command, files, code and versions. (These settings may differ between "
-        f"hosts: {', '.join(OWN_TO_A_HOST)}.)"
-    )
-
-
 def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectives) -> None:
     """Raise DataError on all ranks unless all have the same `fingerprint` (data/fingerprint.py). A collective."""
     mine = flat(fingerprint)
@@ -187,17 +138,13 @@ def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectiv
     if least == -most:
         return
     digests = collectives.gather(own)
-    kinds = [[rank for rank, found in enumerate(digests) if found == kind] for kind in dict.fromkeys(digests)]
-    shows = collectives.rank in [ranks[0] for ranks in kinds]
-    of_ranks = collectives.gather((socket.gethostname(), mine if shows else None))
-    shown = {ranks[0]: of_ranks[ranks[0]][1] for ranks in kinds}
-    lines = differences(
-        shown, {rank: host for rank, (host, _) in enumerate(of_ranks)}, {ranks[0]: ranks for ranks in kinds}
-    )
+    is_first = digests.index(own) == collectives.rank  # of the ranks with this data
+    of_ranks = collectives.gather((socket.gethostname(), mine if is_first else None))
+    everyones = {rank: of_ranks[digests.index(found)][1] for rank, found in enumerate(digests)}
+    lines = differences(everyones, {rank: host for rank, (host, _) in enumerate(of_ranks)})
     raise DataError(
-        "the ranks do not read the same data, so no run could be made again from what this one says of itself:\n"
-        + _listed(lines)
-        + "Give every host the same files, under whatever path."
+        "the ranks do not read the same data, so no other run could repeat this one:"
+        f"{listed(lines, _MOST_LINES)}\nGive every host the same files, under any path."
     )
 
 

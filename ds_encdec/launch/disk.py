@@ -24,7 +24,7 @@ _ADVICE = {
     errno.EFBIG: "Raise the limit on the size of files (ulimit -f).",
     errno.EROFS: "Make its file system writable again.",
 }
-_LOOK = "Look at that file system: is it mounted, healthy, and writable for this user?"
+_LOOK = "Check that its file system is mounted, healthy, and writable for this user."
 
 
 class DiskRefusedError(CheckpointError):
@@ -60,7 +60,7 @@ class Writing:
     num_bytes: int = 0
 
     @contextmanager
-    def refusals_told(self) -> Iterator[None]:
+    def explain_refusals(self) -> Iterator[None]:
         """Raise DiskRefusedError if the wrapped block or function raises a file system's error."""
         try:
             yield
@@ -82,8 +82,7 @@ class Writing:
 
     def _refused(self, cause: str, advice: str) -> DiskRefusedError:
         takes = f"takes about {disk_size(self.num_bytes)} and " if self.num_bytes else ""
-        free = free_bytes(self.folder)
-        has = "an unknown amount" if free is None else disk_size(free)
+        has = "an unknown amount" if (free := free_bytes(self.folder)) is None else disk_size(free)
         return DiskRefusedError(f"{cause}. {self.what} {takes}has {has} free in {self.folder}. {advice}")
 
 

@@ -5,7 +5,6 @@ thousand, BENCHMARKS.md), so none is used."""
 
 import logging
 import pickle
-import resource
 import socket
 import time
 from collections.abc import Callable
@@ -28,12 +27,6 @@ from ds_encdec.registry.engines import ENGINES, EngineName, EngineSpec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-ENOUGH_OPEN_FILES = 1 << 16
-GLOO_GROUPS = 3
-"""The most groups that connect every rank with every other: this one, its background, and DeepSpeed's on CPUs."""
-OWN_OPEN_FILES = 512
-"""The most files that a rank opens besides its connections."""
 
 
 class Reduction:
@@ -185,18 +178,3 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
         if is_out_of_memory(error):
             return None, out_of_memory(error, dist.get_rank() if dist.is_initialized() else 0)
         return None, DsEncDecError(whose_fault(error, or_library=False))
-
-
-def allow_connections(world: World) -> None:
-    """Raise the limit of open files for the ranks' connections, and warn if it stays too low: connections beyond it
-    fail, with errors that call them closed by the peer."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = max(soft, min(hard, ENOUGH_OPEN_FILES))
-    if allowed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    needed = OWN_OPEN_FILES + GLOO_GROUPS * world.world_size
-    if needed > allowed and world.local_rank == 0:
-        logger.warning(
-            f"{world.world_size} ranks need about {needed} open files each, and this machine allows {allowed}: set the "
-            f"hard limit to {needed} or more there (`ulimit -Hn`, /etc/security/limits.conf, docker --ulimit nofile)."
-        )

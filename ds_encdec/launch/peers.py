@@ -12,19 +12,17 @@ all end with exit code 8. If native code holds the interpreter's lock, or the fi
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import logging
 import math
 import os
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from hashlib import sha256
-from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -34,9 +32,9 @@ from ds_encdec.base.plugins import whose_fault
 from ds_encdec.base.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
 from ds_encdec.launch.agreement import spans
 from ds_encdec.launch.disk import atomic_file, unused_path
+from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
-from ds_encdec.launch.network import machine
 from ds_encdec.launch.preemption import StopRequest, awaited, end_process, is_alive
 from ds_encdec.launch.run_folder import RunFolder, RunFolderGoneError, start_facts
 from ds_encdec.launch.world import World
@@ -76,14 +74,17 @@ class Peers:
     ) -> None:
         """A collective: every rank calls it."""
         self._run = run
-        self._search_seconds = search_seconds
-        self._leave_seconds = leave_seconds
-        self._poll_seconds = poll_seconds
+        self._search_seconds, self._leave_seconds, self._poll_seconds = search_seconds, leave_seconds, poll_seconds
         collectives.on_rank_zero(lambda: shutil.rmtree(run.signs, ignore_errors=True))
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
         self._all: list[Peer] = collectives.gather(own)
         self._rank = own.rank
-        self._here = {peer: _process(peer.pid) for peer in self._all if peer.machine == own.machine}
+        self._here: dict[Peer, psutil.Process | None] = {}
+        for peer in self._all:
+            if peer.machine == own.machine:
+                self._here[peer] = None
+                with suppress(psutil.NoSuchProcess):
+                    self._here[peer] = psutil.Process(peer.pid)
         self._elsewhere = [peer for peer in self._all if peer not in self._here]
         self._left = threading.Event()
 
@@ -130,9 +131,8 @@ class Peers:
         while not self._left.wait(self._poll_seconds):
             gone = self._gone_here()
             living = [peer.rank for peer in self._here if peer not in gone]
-            speaks = bool(self._elsewhere) and self._rank == min(living, default=-1)
-            # A rank on some machine looks for lost ones (False if the file system does not answer).
-            if speaks and os.path.exists(self._run.signs / "search"):
+            # A rank on some machine looks for lost ones (False if the file system does not answer); one rank answers.
+            if self._elsewhere and self._rank == min(living) and os.path.exists(self._run.signs / "search"):
                 for rank in living:
                     self._touch(f"rank-{rank}")
             status = self._run.read_status() if gone else {}
@@ -187,12 +187,9 @@ class Watchdog:
         self._rank, self._world_size = collectives.rank, collectives.world_size
         # One folder per start: stacks of an earlier start are kept, and not taken for new ones.
         self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
-        self._grace_seconds = grace_seconds
-        self._poll_seconds = poll_seconds
-        # At each turn one rank of a node looks at the shared file system, and through a local file has the others look,
-        # too. They take turns, so that a stopped rank does not keep the others from it.
-        self._turn, self._takers = stop.world.local_rank, stop.world.local_world_size
-        self._sign = Path(tempfile.gettempdir()) / f"ds_encdec-{sha256(bytes(self.stacks)).hexdigest()[:16]}"
+        self._grace_seconds, self._poll_seconds = grace_seconds, poll_seconds
+        # The ranks of a node look at the shared file system in turn.
+        self._turns = range(stop.world.local_rank, stop.world.local_rank + min(8, stop.world.local_world_size))
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -210,25 +207,21 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        while not self._left.wait(self._poll_seconds):
+        for turn in itertools.cycle(self._turns):
+            if self._left.wait(self._poll_seconds):
+                return
             silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.has_stepped else 0.0
             # Restarted at every turn, so that it runs out only if this thread stops. Standard error goes by its file
             # descriptor: the stream may have been replaced by one without.
             faulthandler.dump_traceback_later(
                 max(0.0, self._timeout_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=2
             )
-            if silent_seconds > self._timeout_seconds or self._others_end():
+            others_end = turn % len(self._turns) == 0 and len(self._missing()) < self._world_size
+            if silent_seconds > self._timeout_seconds or others_end:
                 self._end(f"no step for more than {self._timeout_seconds:g} s")
-
-    def _others_end(self) -> bool:
-        self._turn += 1
-        looks = self._turn % self._takers == 0 or self._sign.exists()
-        return looks and len(self._missing()) < self._world_size
 
     def _end(self, why: str) -> NoReturn:
         """Write the stacks, wait for the others', and end. `why` is true of some rank, and the same on all."""
-        with suppress(OSError):
-            self._sign.touch()  # before the folder, which may be what hangs
         try:
             self.stacks.mkdir(parents=True, exist_ok=True)
             names = "".join(f"  0x{thread.ident or 0:016x} {thread.name}\n" for thread in threading.enumerate())
@@ -250,8 +243,6 @@ class Watchdog:
         except OSError:
             logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
         finally:
-            with suppress(OSError):
-                self._sign.unlink(missing_ok=True)  # the others have seen it, or will look at the folder themselves
             end_process(HangError.exit_code)
 
     def _missing(self) -> list[int]:
@@ -260,12 +251,6 @@ class Watchdog:
         with suppress(OSError):
             written = os.listdir(self.stacks)
         return [rank for rank in range(self._world_size) if f"rank-{rank}.txt" not in written]
-
-
-def _process(pid: int) -> psutil.Process | None:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid)
-    return None
 
 
 def is_broken_connection(error: BaseException | None) -> bool:
@@ -280,11 +265,11 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
     if not lost:
-        return f"the connection between the ranks broke, but none is known to be gone: look at the network ({error})"
+        return f"the connection between the ranks broke, but no rank is known to be gone. Check the network ({error})."
     return (
         f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} gone without a word: killed (by a signal, or "
-        "for lack of memory: see `dmesg`), crashed, or cut off. The other ranks are not at fault; `--resume auto` goes "
-        "on from the newest checkpoint."
+        "for lack of memory: see `dmesg`), crashed, or cut off. The other ranks did not fail; `--resume auto` "
+        "continues from the newest checkpoint."
     )
 
 
@@ -325,9 +310,7 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
     except Exception as error:
         # A host that does not see the folder, which is why the run ends, cannot write into it.
         level = logging.ERROR if folder.root.is_dir() else logging.DEBUG
-        logger.log(
-            level, "%s could not be written, so it does not say that the run is %s: %s", folder.run_json, state, error
-        )
+        logger.log(level, "%s could not be written (%s); the run is %s.", folder.run_json, error, state)
 
 
 def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:

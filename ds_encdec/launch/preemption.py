@@ -111,8 +111,7 @@ class StopRequest:
         self._before_end: Callable[[str], None] = lambda why: None
         self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
         self._signalled_at = 0.0
-        self._interrupted = False
-        self._seen = False
+        self._interrupted = self._seen = False
         self._arrivals, self._noted = socket.socketpair()
         self._arrivals.setblocking(False)
         self._noted.setblocking(False)  # as set_wakeup_fd demands
@@ -183,7 +182,7 @@ class StopRequest:
             arrived = self._arrived()
             again = signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS
             if again and not self._left.wait(self.poll_seconds) and not self._interrupted:
-                self._end("A second Ctrl-C, which the rank does not answer")
+                self._end("The rank does not respond to a second Ctrl-C")
             if arrived:
                 first_at = min(first_at, time.monotonic())
             gone = self._gone_launcher()
@@ -198,14 +197,12 @@ class StopRequest:
                 signalled = first_at < math.inf  # whoever stops a job mostly ends its launcher, too
                 logger.log(logging.INFO if signalled else logging.ERROR, "%s: saving and stopping.", gone.capitalize())
                 if not self._left.wait(self.grace_seconds):
-                    self._end(f"Still running {self.grace_seconds:.0f} s after the launcher went")
+                    self._end(f"Still running {self.grace_seconds:.0f} s after its launcher ended")
                 return
             terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
             if terminated and not self._seen and silent_seconds > self.patience_seconds:
-                self._end(
-                    f"Asked to stop, and no step for {silent_seconds:.0f} s: it is stuck, or another rank is gone"
-                )
+                self._end(f"SIGTERM, and no step for {silent_seconds:.0f} s: it is stuck, or another rank is gone")
             select.select([self._arrivals], [], [], self.poll_seconds)
 
     def _look_for_file(self) -> None:

@@ -6,28 +6,39 @@ import gc
 import importlib
 import logging
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from ds_encdec.base.terminal import take_over
 from ds_encdec.base.types import ConfigError
-from ds_encdec.launch.agreement import differences, merge_rank_facts, not_alike, own_facts, shared_settings
-from ds_encdec.launch.cores import no_gpu
+from ds_encdec.launch.agreement import digest, merge_rank_facts, shared_settings, versions
 from ds_encdec.launch.disk import build_folder
-from ds_encdec.launch.host_collectives import allow_connections, attempt
-from ds_encdec.launch.network import gloo_interface, machine, own_address_towards
+from ds_encdec.launch.host import gloo_interface, machine, no_gpu, own_address_towards
+from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.launch.rendezvous import Rendezvous
 from ds_encdec.launch.world import World
 from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName
 
 logger = logging.getLogger(__name__)
+
+_CHANGED = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"),
+)
+"""The environment variables that a rank changes."""
+ENOUGH_OPEN_FILES = 1 << 16
+GLOO_GROUPS = 3
+"""The most groups that connect every rank with every other: the host's, its background, and DeepSpeed's on CPUs."""
+OWN_OPEN_FILES = 512
+"""The most files that a rank opens besides its connections."""
 
 
 def choose_device(
@@ -71,12 +82,19 @@ def init_process_group(
     its probes'. `settings`: must be equal on all ranks. `first` is called in the new group, within `start_timeout`. All
     ranks raise the error of any; ConfigError if they differ; LostRankError if some do not come.
     """
-    allow_connections(world)
+    _allow_connections(world)
     met = Rendezvous(world, start_timeout or timeout, meeting)
     _meet(met, world, device, engine, settings)
     if package := ENGINES[engine].package:
+        # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; no user can fix that.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
+        problem: str | None = None
+        try:
+            importlib.import_module(package)  # not earlier: it reads the environment of the ranks
+        except Exception as error:  # no CUDA_HOME, another torch's binary interface, a missing library
+            problem = f"{type(error).__name__}: {error}"
 
-        def one_problem(problems: dict[int, str | None]) -> str | None:
+        def first_problem(problems: dict[int, str | None]) -> str | None:
             first = next((f"rank {rank}: {problem}" for rank, problem in problems.items() if problem), None)
             message = first and f"{package} is installed, but cannot be imported ({first})."
             if message and otherwise is None:
@@ -86,7 +104,7 @@ def init_process_group(
                 )
             return message
 
-        if problem := met.round("import", _import(package), one_problem, late=f"imported {package}"):
+        if problem := met.round("import", problem, first_problem, late=f"import {package}"):
             logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
             assert otherwise is not None
             engine = otherwise
@@ -100,21 +118,28 @@ def init_process_group(
     return engine
 
 
+def _allow_connections(world: World) -> None:
+    """Raise the limit of open files for the ranks' connections, and warn if it stays too low: connections beyond it
+    fail, with errors that call them closed by the peer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = max(soft, min(hard, ENOUGH_OPEN_FILES))
+    if allowed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    needed = OWN_OPEN_FILES + GLOO_GROUPS * world.world_size
+    if needed > allowed and world.local_rank == 0:
+        logger.warning(
+            f"{world.world_size} ranks need about {needed} open files each, but this machine allows {allowed}. Set its "
+            f"hard limit to at least {needed} (`ulimit -Hn`, /etc/security/limits.conf, docker --ulimit nofile)."
+        )
+
+
 def _meet(
     met: Rendezvous, world: World, device: torch.device, engine: EngineName, settings: Mapping[str, Any] | None
 ) -> None:
     """Compare the facts that must be equal, and divide this host among its ranks. Raises ConfigError on all ranks."""
-    shared = shared_settings(settings or {})
-    mine, error = attempt(lambda: _own_place(world, device, engine, shared))
+    mine, error = attempt(lambda: _own_place(world, device, engine, shared_settings(settings or {})))
     mine = mine or {}
     answer = met.round("meet", mine, lambda places: merge_rank_facts(places, met.hosts), error=error)
-    if kinds := answer["kinds"]:  # one rank of each kind of settings shows its own
-
-        def refuse(everyones: dict[int, Any]) -> None:
-            shown = {ranks[0]: everyones[ranks[0]] for ranks in kinds}
-            raise not_alike([*answer["errors"], *differences(shown, met.hosts, {ranks[0]: ranks for ranks in kinds})])
-
-        met.round("settings", shared if world.rank in [ranks[0] for ranks in kinds] else None, refuse)
     for line in answer["warnings"] if world.is_main else ():
         logger.warning("the ranks differ: %s", line)
     # The ranks of this machine are counted, since not every launcher gives their number.
@@ -123,24 +148,50 @@ def _meet(
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
     elsewhere = next((address for place, address in answer["reached"] if place != mine["machine"]), None)
     alone = len(answer["reached"]) == 1
-    if world.world_size > 1 and (
-        name := gloo_interface(mine["address"], elsewhere, alone=alone, master=world.master_addr)
-    ):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    interface = gloo_interface(mine["address"], elsewhere, alone=alone, master=world.master_addr)
+    if world.world_size > 1 and interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
     """Take this rank's device, which may be broken or in use, and return its entry for `merge_rank_facts`."""
-    _prepare_environment(world, device)
-    if device.type == "cuda":
+    os.environ.update(
+        RANK=str(world.rank),
+        LOCAL_RANK=str(world.local_rank),
+        WORLD_SIZE=str(world.world_size),
+        LOCAL_WORLD_SIZE=str(world.local_world_size),
+        LOCAL_SIZE=str(world.local_world_size),
+        MASTER_ADDR=world.master_addr,
+        MASTER_PORT=str(world.master_port),
+        TORCH_EXTENSIONS_DIR=str(build_folder(os.environ)),
+    )
+    uuid, noted = None, {}
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
         _take(device)
+        properties = torch.cuda.get_device_properties(device)
+        uuid = str(properties.uuid)
+        noted = {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
+    package = Path(__file__).parents[1]
+    code = [
+        [str(file.relative_to(package)), file.read_text(errors="replace")] for file in sorted(package.rglob("*.py"))
+    ]
     return {
         "machine": machine(),
         "address": own_address_towards(world.master_addr),
         # Containers and taskset allow fewer cores than there are.
-        "cores": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(os.cpu_count() or 1)],
-        "uuid": str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None,
-        "facts": own_facts(world, device, engine, shared),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "uuid": uuid,
+        "equal": {
+            "WORLD_SIZE": world.world_size,
+            "engine": engine,
+            "device": device.type,
+            "code of ds_encdec": digest(code),  # so uncommitted changes differ, too
+            **shared,
+        },
+        "versions": versions([engine], nccl=device.type == "cuda"),
+        "noted": noted,
     }
 
 
@@ -157,18 +208,6 @@ def _take(device: torch.device) -> None:
             f"no tensor can be made on {device} ({error}). Some virtual machines have no expandable segments of "
             "memory: set PYTORCH_ALLOC_CONF=expandable_segments:False"
         ) from error
-
-
-def _import(package: str) -> str | None:
-    """Import an engine's package; return the problem, or None. It raises nothing, as all ranks must learn it."""
-    # DeepSpeed 0.19.8 still calls collectives by names that torch 2.13 renames; no user can fix that.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
-    try:
-        # Not earlier: the import reads the variables that _prepare_environment sets.
-        importlib.import_module(package)
-    except Exception as error:  # no CUDA_HOME, another torch's binary interface, a library that is not there
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
@@ -229,42 +268,17 @@ def openmp_threads(environ: Mapping[str, str], cores: int, sharing: int) -> int 
     return max(1, cores // max(1, sharing))
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessSettings:
-    """The settings of this process that a rank changes when it joins the others."""
+def settings_restorer() -> Callable[[], None]:
+    """Return a function that restores this process's present settings, as far as a rank changes them when it joins the
+    others, so that the process may train again."""
+    environ = {name: os.environ[name] for name in _CHANGED if name in os.environ}
+    threads, cudnn_attention = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
 
-    environ: Mapping[str, str]
-    threads: int
-    cudnn_attention: bool
+    def restore() -> None:
+        for name in _CHANGED:
+            os.environ.pop(name, None)
+        os.environ.update(environ)
+        torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
 
-    @classmethod
-    def now(cls) -> Self:
-        """Return the current settings."""
-        return cls(dict(os.environ), torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled())
-
-    def restore(self, joined: Self) -> None:
-        """Restore the settings that `joined` changed, and that have not changed since, so that this process may train
-        again."""
-        for name, value in joined.environ.items():
-            if self.environ.get(name) != value == os.environ.get(name):
-                os.environ.pop(name)
-                os.environ |= {name: self.environ[name]} if name in self.environ else {}
-        if self.threads != joined.threads == torch.get_num_threads():
-            torch.set_num_threads(self.threads)
-        if self.cudnn_attention != joined.cudnn_attention == torch.backends.cuda.cudnn_sdp_enabled():
-            torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
-
-
-def _prepare_environment(world: World, device: torch.device) -> None:
-    os.environ.update(
-        RANK=str(world.rank),
-        LOCAL_RANK=str(world.local_rank),
-        WORLD_SIZE=str(world.world_size),
-        LOCAL_WORLD_SIZE=str(world.local_world_size),
-        LOCAL_SIZE=str(world.local_world_size),
-        MASTER_ADDR=world.master_addr,
-        MASTER_PORT=str(world.master_port),
-        TORCH_EXTENSIONS_DIR=str(build_folder(os.environ)),
-    )
-    if device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
+    return restore

@@ -28,8 +28,8 @@ from ds_encdec.base import types
 from ds_encdec.base.terminal import print_error
 from ds_encdec.base.types import ConfigError, DsEncDecError, LostRankError
 from ds_encdec.launch.agreement import ranks_in_words
+from ds_encdec.launch.host import RETRY_SECONDS, await_listener, unresolvable
 from ds_encdec.launch.host_collectives import attempt
-from ds_encdec.launch.network import RETRY_SECONDS, await_listener, unresolvable
 from ds_encdec.launch.peers import is_broken_connection
 from ds_encdec.launch.preemption import awaited, end_process
 from ds_encdec.launch.world import World
@@ -41,7 +41,7 @@ REPORT_SECONDS = 20.0
 LEAVE_SECONDS = 5.0
 """How long the main thread may take to leave a connection that is known to have failed."""
 
-_held: Counter[tuple[str, int]] = Counter()
+_joined: Counter[tuple[str, int]] = Counter()
 """How often this process has joined a rendezvous of a name: the store may be an older one's."""
 
 
@@ -53,18 +53,24 @@ class Rendezvous:
         self._world = world
         self._seconds = limit.total_seconds()
         self.hosts: dict[int, str] = {}
-        _held[name, world.rank] += 1
-        title = f"{name} {_held[name, world.rank]}"
-        self.store = dist.PrefixStore(title, _open_store(world, self._seconds, title))
+        _joined[name, world.rank] += 1
+        title = f"{name} {_joined[name, world.rank]}"
+        if world.world_size == 1:
+            store: dist.Store = dist.HashStore()  # one rank needs no port, which another program may have taken
+        elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+            store = _store_of_this_start(world, _store_at(world, self._seconds, keeps=False), self._seconds, title)
+        else:
+            store = _store_at(world, self._seconds, keeps=world.is_main)
+        self.store = dist.PrefixStore(title, store)
         self.store.set_timeout(limit)
         with _store_of_rank_zero(world):
             place = self.store.add(f"place {world.rank}", 1)
         if place > 1:
             raise _alone(
                 ConfigError(
-                    f"Two processes say that they are rank {world.rank}, one of them {os.getpid()} on "
-                    f"{socket.gethostname()}: either RANK is the same for two, or another run meets at "
-                    f"{world.master_addr}:{world.master_port}, too. Give each run a port of its own: --master_port N."
+                    f"Two processes claim to be rank {world.rank}, one of them {os.getpid()} on "
+                    f"{socket.gethostname()}: either both have the same RANK, or another run uses "
+                    f"{world.master_addr}:{world.master_port}. Give each run its own port: --master_port N."
                 )
             )
 
@@ -75,52 +81,57 @@ class Rendezvous:
         decide: Callable[[dict[int, Any]], Any] = lambda everyones: None,
         *,
         error: Exception | None = None,
-        late: str = "come",
+        late: str = "join",
     ) -> Any:
         """Store `mine` (of JSON's types), or `error`; return what rank 0's `decide` makes of all values. A collective.
-        `late` completes "has not … within" a time. Raises the error of `decide` or of any rank, and LostRankError."""
-        self._give(self.store, name, mine, error)
-        answer = self._answer(self.store, name, decide, late)
-        return self._read(self.store, name, answer)
+        `late` completes "did not … within" a time. Raises the error of `decide` or of any rank, and LostRankError."""
+        self._give(name, mine, error)
+        return self._read(self.store, name, self._answer(self.store, name, decide, late))
 
     def connect(self, action: Callable[[], None]) -> None:
         """Let the ranks connect to each other by `action`, within the limit. Raises as `round` does."""
         if self._world.world_size == 1:
             return action()
-        name, late = "connect", "connected to the others"
         apart: dist.Store = self.store.clone()  # type: ignore[attr-defined]  # one store's calls wait for each other
         answers: list[Mapping[str, Any]] = []
         out = threading.Event()
 
         def listen() -> None:
-            answer = self._answer(apart, name, lambda everyones: None, late)
-            answers.append(answer)
+            answers.append(answer := self._answer(apart, "connect", lambda everyones: None, "connect to the others"))
             if "error" in answer and not out.wait(LEAVE_SECONDS):
                 error = _revived(answer["error"])
                 if self._world.is_main or not error.common:  # only this rank can print an error that only it knows
                     print_error(error)
-                self._read_by_all(apart, name, error)
+                self._read_by_all(apart, "connect", error)
                 end_process(error.exit_code)
 
         thread = threading.Thread(target=listen, name="meeting", daemon=True)
         thread.start()
-        _, error = attempt_to_connect(action)
+        failure: DsEncDecError | None = None
+        try:
+            action()
+        except DsEncDecError as error:
+            failure = error
+        except Exception as error:
+            failure = DsEncDecError(f"{type(error).__name__}: {error}")
+            if is_broken_connection(error):
+                interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+                failure = LostRankError(f"The connection broke (GLOO_SOCKET_IFNAME is {interface}): {error}")
+            failure.__cause__ = error
         out.set()
-        self._give(self.store, name, None, error)
+        self._give("connect", None, failure)
         thread.join()
         try:
-            self._read(self.store, name, answers[0])
+            self._read(self.store, "connect", answers[0])
         except DsEncDecError as ended:
-            raise ended from error  # which shows whether a connection broke
+            raise ended from failure  # which shows whether a connection broke
 
-    def _give(self, store: dist.Store, name: str, value: Any, error: Exception | None) -> None:
-        entry: dict[str, Any] = {"host": socket.gethostname(), "value": value}
-        if error is not None:
-            entry["error"] = _preserved(error)
+    def _give(self, name: str, value: Any, error: Exception | None) -> None:
+        entry = {"host": socket.gethostname(), "value": value} | ({"error": _preserved(error)} if error else {})
         with _store_of_rank_zero(self._world):
-            store.set(f"{name} {self._world.rank}", json.dumps(entry))
+            self.store.set(f"{name} {self._world.rank}", json.dumps(entry))
             if error is not None:
-                store.set(f"{name} problem", "")
+                self.store.set(f"{name} problem", "")
 
     def _answer(
         self, store: dist.Store, name: str, decide: Callable[[dict[int, Any]], Any], late: str
@@ -141,7 +152,8 @@ class Rendezvous:
             return {"error": _preserved(error)}
 
     def _gather(self, store: dist.Store, name: str, late: str) -> dict[int, Any]:
-        """Return the values of all ranks in this round, on rank 0. Raises their error, and LostRankError."""
+        """Return the values of all ranks in this round, on rank 0. Raises LostRankError, and the error of the lowest
+        rank, with the places of all that have the same, unless all ranks have it."""
         everyone = range(self._world.world_size)
         keys = [f"{name} {rank}" for rank in everyone]
         problem = f"{name} problem"
@@ -159,28 +171,23 @@ class Rendezvous:
                 raise ConfigError(f"{unresolved}. {words}")
             raise LostRankError(words)
         if errors:
-            raise self._first(errors)
+            first = errors[min(errors)]
+            alike = [rank for rank, error in errors.items() if error == first]
+            who = "" if len(alike) == len(everyone) else f"{ranks_in_words(alike, self.hosts)}: "
+            raise _revived(first | {"message": who + first["message"]})
         return {rank: one["value"] for rank, one in entries.items()}
-
-    def _first(self, errors: dict[int, dict[str, Any]]) -> DsEncDecError:
-        """Return the error of the lowest rank, with the places of all that have the same, unless all ranks have it."""
-        first = errors[min(errors)]
-        alike = [rank for rank, error in errors.items() if error == first]
-        who = "" if len(alike) == self._world.world_size else f"{ranks_in_words(alike, self.hosts)}: "
-        return _revived(first | {"message": who + first["message"]})
 
     def _words(self, missing: list[int], late: str, errors: Mapping[int, Mapping[str, Any]]) -> str:
         who = ranks_in_words(missing, self.hosts)
         if errors:
             return (
-                f"{ranks_in_words(errors, self.hosts)} cannot connect to {who}: gone, or not to be reached by the "
-                f"interface that is taken. {errors[min(errors)]['message']}"
+                f"{ranks_in_words(errors, self.hosts)} cannot connect to {who}, which is gone or out of reach of this "
+                f"network interface. {errors[min(errors)]['message']}"
             )
-        there = [rank for rank in self.hosts if rank not in missing]
+        there = ranks_in_words([rank for rank in self.hosts if rank not in missing], self.hosts)
         return (
-            f"{who} {'has' if len(missing) == 1 else 'have'} not {late} {_within(self._seconds)}, and "
-            f"{ranks_in_words(there, self.hosts)} cannot begin alone. Look at what is said there, and whether that "
-            f"host reaches {self._world.master_addr}:{self._world.master_port}."
+            f"{who} did not {late} {_within(self._seconds)}, unlike {there}. Check its log, and that its host can "
+            f"reach {self._world.master_addr}:{self._world.master_port}."
         )
 
     def _read(self, store: dist.Store, name: str, answer: Mapping[str, Any]) -> Any:
@@ -199,28 +206,6 @@ class Rendezvous:
                 awaited(REPORT_SECONDS, lambda: store.add(f"{name} read", 0) >= awaited_ranks)
 
 
-def attempt_to_connect(action: Callable[[], None]) -> tuple[None, Exception | None]:
-    """Run `action` as `attempt` does; a broken connection becomes a LostRankError."""
-    try:
-        action()
-    except Exception as error:
-        unforeseen = DsEncDecError(f"{type(error).__name__}: {error}")
-        interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-        broken = LostRankError(f"The connection broke (GLOO_SOCKET_IFNAME is {interface}): {error}")
-        ours = broken if is_broken_connection(error) else unforeseen
-        ours.__cause__ = error
-        return None, error if isinstance(error, DsEncDecError) else ours
-    return None, None
-
-
-def _open_store(world: World, seconds: float, title: str) -> dist.Store:
-    if world.world_size == 1:
-        return dist.HashStore()  # one rank needs no port, which another program may have taken
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return _store_at(world, seconds, keeps=world.is_main)
-    return _store_of_this_start(world, _store_at(world, seconds, keeps=False), seconds, title)
-
-
 def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title: str) -> dist.Store:
     """Return a store that rank 0 keeps, whose port is in `agents`: the store of torchrun's agent, or of the run that
     these are probes of. The agent's outlives its ranks, and may hold a port of earlier ones without a listener."""
@@ -230,25 +215,24 @@ def _store_of_this_start(world: World, agents: dist.Store, seconds: float, title
         with _store_of_rank_zero(world):
             agents.set(key, str(store.port))
         return store
-    problem: str | None = f"rank 0 has not come {_within(seconds)}"
+    problem: str | None = f"rank 0 did not join {_within(seconds)}"
     while time.monotonic() < deadline:
         with _store_of_rank_zero(world):  # or of the agent beside it
             port = int(agents.get(key)) if agents.check([key]) else None
             if port is not None and (problem := await_listener(world.master_addr, port, 0.0)) is None:
                 return _tcp_store(world, port, seconds, keeps=False)
         time.sleep(RETRY_SECONDS)
-    raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot begin alone: {problem}"))
+    raise _alone(LostRankError(f"rank {world.rank} ({socket.gethostname()}) cannot start alone: {problem}"))
 
 
 def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
-    here, limit = ranks_in_words([world.rank], {world.rank: socket.gethostname()}), _within(seconds)
-    deadline = time.monotonic() + seconds
-    if not keeps and (problem := await_listener(world.master_addr, world.master_port, deadline)):
+    if not keeps and (problem := await_listener(world.master_addr, world.master_port, time.monotonic() + seconds)):
         kind = ConfigError if unresolvable(world.master_addr) else LostRankError
         raise _alone(
             kind(
-                f"Rank 0 has not come {limit}, and {here} cannot begin alone: {problem}. Look at what rank 0 says, and "
-                "whether MASTER_ADDR and MASTER_PORT are its host's, which no firewall may keep from this one."
+                f"Rank 0 did not join {_within(seconds)}, so rank {world.rank} ({socket.gethostname()}) cannot start: "
+                f"{problem}. Check rank 0's log, that MASTER_ADDR and MASTER_PORT are those of its host, and that no "
+                "firewall blocks them."
             )
         )
     try:
@@ -259,9 +243,9 @@ def _store_at(world: World, seconds: float, *, keeps: bool) -> dist.Store:
             raise
         raise _alone(
             ConfigError(
-                f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} listens there already, "
-                "maybe another run. Give all ranks a free one: --master_port N (deepspeed), "
-                "--master-port N (torchrun), or MASTER_PORT where you set it yourself."
+                f"MASTER_PORT={world.master_port}: another program on {socket.gethostname()} already listens there, "
+                "maybe another run. Give all ranks a free port: --master_port N (deepspeed), --master-port N "
+                "(torchrun), or MASTER_PORT if you set it yourself."
             )
         ) from error
 
@@ -290,8 +274,8 @@ def _store_of_rank_zero(world: World) -> Iterator[None]:
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _alone(
             LostRankError(
-                f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer; rank {world.rank} "
-                f"({socket.gethostname()}) cannot begin alone. Look at what rank 0 says. ({str(error).splitlines()[0]})"
+                f"rank 0, at {world.master_addr}:{world.master_port}, is gone or does not answer, so rank {world.rank} "
+                f"({socket.gethostname()}) cannot start. Check rank 0's log. ({str(error).splitlines()[0]})"
             )
         ) from error
 
@@ -302,9 +286,8 @@ def _alone(error: DsEncDecError) -> DsEncDecError:
 
 
 def _preserved(error: Exception) -> dict[str, Any]:
-    code = error.exit_code if isinstance(error, DsEncDecError) else DsEncDecError.exit_code
-    common = getattr(error, "common", None) is not False
     kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == types.__name__), "DsEncDecError")
+    code, common = getattr(error, "exit_code", DsEncDecError.exit_code), getattr(error, "common", None) is not False
     return {"kind": kind, "message": str(error), "exit_code": code, "common": common}
 
 

@@ -37,7 +37,7 @@ from typing import IO, Any
 
 import psutil
 
-from ds_encdec.base.secret_names import SECRET
+from ds_encdec.base.terminal import SECRET
 from ds_encdec.base.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, installed_versions, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
@@ -78,12 +78,17 @@ class RunFolder:
         OutputLockedError if another live process has it, or without `resume` if a run is in it; ConfigError if it
         cannot be written; Preempted if torchrun restarts ranks that `ds-encdec stop` has ended."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
-            raise Preempted(f"{BY_FILE} has ended this run: torchrun's --max-restarts does not begin it again")
+            raise Preempted(f"{BY_FILE} has ended this run, so torchrun's --max-restarts does not start it again")
         self._lock = take_folder(self.root, "infra.output_dir", look=lambda: None if resume else self._refuse_used())
         self.checkpoints.mkdir(exist_ok=True)
         with suppress(OSError):
             self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier start
-        self._prepare_status(resume=resume)
+        with suppress(OSError):
+            if not resume:
+                self.run_json.unlink(missing_ok=True)
+            elif self.read_status().get("state") == "running":
+                reason = "ended without a word: killed, or its machine went down"
+                self.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
         self.earlier = self.read_status()
         return self.earlier
 
@@ -111,9 +116,9 @@ class RunFolder:
             gone = isinstance(error, FileNotFoundError)
         if gone:
             raise RunFolderGoneError(
-                f"infra.output_dir: {self.root} was deleted or replaced while this run was writing into it. Its "
-                "checkpoints are gone, and no others can be saved, so the run ends. Put a copy of the folder there and "
-                "go on with `--resume auto`, or start again."
+                f"infra.output_dir: {self.root} was deleted or replaced while this run was writing into it, so no "
+                "checkpoint can be saved. Restore a copy of the folder and continue with `--resume auto`, or start "
+                "again."
             )
 
     def release(self) -> None:
@@ -144,15 +149,6 @@ class RunFolder:
                     file.write(json.dumps(record, indent=2) + "\n")
                     file.truncate()
 
-    def _prepare_status(self, *, resume: bool) -> None:
-        """Remove the `run.json` of an earlier run, or correct that of a killed one, which still says `running`."""
-        with suppress(OSError):
-            if not resume:
-                self.run_json.unlink(missing_ok=True)
-            elif self.read_status().get("state") == "running":
-                reason = "ended without a word: killed, or its machine went down"
-                self.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
-
     def read_status(self) -> dict[str, Any]:
         """Return the content of `run.json`, or {} if there is none."""
         try:
@@ -167,7 +163,7 @@ class RunFolder:
         if not status:
             running = [str(path.parent) for path in sorted(self.root.glob("**/run.json"))]
             below = f"; there are {', '.join(running)}" if running else ""
-            raise ConfigError(f"{self.root} is no run's folder: it has no run.json{below}")
+            raise ConfigError(f"{self.root} is not a run's folder: it has no run.json{below}")
         if status["state"] != "running":
             code = status.get("exit_code")
             return f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {code}"
@@ -221,9 +217,9 @@ def lock_file(file: IO[str], *, wait: bool = False) -> bool:
         if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
             return False
         raise ConfigError(
-            f"infra.output_dir: {file.name} cannot be locked ({error.strerror}): the file system of that folder has no "
-            "locks, which keep a second run out of it. Mount it with them (Lustre: `-o flock`; NFS: with its lock "
-            "daemon, or `-o local_lock=flock`), or choose an infra.output_dir on another file system."
+            f"infra.output_dir: {file.name} cannot be locked ({error.strerror}), so a second run could write there. "
+            "Mount its file system with locks (Lustre: `-o flock`; NFS: with its lock daemon, or `-o "
+            "local_lock=flock`), or choose an infra.output_dir on another file system."
         ) from error
     return True
 
@@ -233,8 +229,7 @@ def start_facts(world: World) -> dict[str, Any]:
     numbers. Facts that are missing here, such as the commit of an installed wheel, are left out."""
     import torch  # not needed by a report
 
-    # Only Linux names the model there.
-    cpu = cpu_line("model name").partition(": ")[2] or platform.processor() or platform.machine()
+    cpu = cpu_line("model name").partition(": ")[2] or platform.machine()
     facts = {
         "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "world_size": world.world_size,
@@ -246,7 +241,6 @@ def start_facts(world: World) -> dict[str, Any]:
         "cpu": f"{os.cpu_count()} × {cpu}",
         "host_memory_bytes": psutil.virtual_memory().total,
         "python": platform.python_version(),
-        # deepspeed is not needed, and a checkout may not be installed
         **installed_versions("ds_encdec", "torch", "transformers", "deepspeed"),
     }
     if torch.cuda.is_available():
@@ -266,7 +260,7 @@ _SECRETS = re.compile(
 
 
 def masked(words: Sequence[str]) -> str:
-    """Return the command line without the values of options whose names hold a secret (base/secret_names.py). It knows
+    """Return the command line without the values of options named like a secret (`SECRET` in base/terminal.py), as in
     `--token X`, `name.token=X`, `{"api_key": "X"}` and `https://user:X@host`."""
 
     def shown(before: str, word: str) -> str:

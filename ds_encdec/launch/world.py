@@ -78,8 +78,9 @@ def first_host(nodes: str) -> str:
 
 
 def _port_of(job: str) -> str:
-    """Return a port between 20000 and 29999 that all ranks of a job choose, and hardly another job on the same host."""
-    return str(20000 + zlib.crc32(job.encode()) % 10000)
+    """Return a port between 20000 and 29999 that all ranks of a job choose, and hardly another job on the same host;
+    the default one for an unnamed job."""
+    return str(20000 + zlib.crc32(job.encode()) % 10000) if job else DEFAULT_PORT
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
@@ -99,11 +100,6 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
     return address or ("127.0.0.1" if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes))
 
 
-def _slurm_port(environ: Mapping[str, str]) -> str:
-    job = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
-    return environ.get("MASTER_PORT") or _port_of(job)
-
-
 def _mpi_address(environ: Mapping[str, str]) -> str:
     return environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_JOB_NODELIST", ""))
 
@@ -116,11 +112,6 @@ def _openmpi_address(environ: Mapping[str, str]) -> str:
     if found is None or (environ.get("OMPI_COMM_WORLD_RANK") == "0" and not daemon.endswith(".0")):
         return _mpi_address(environ)
     return environ.get("MASTER_ADDR") or found[1]
-
-
-def _openmpi_port(environ: Mapping[str, str]) -> str:
-    namespace = environ.get("PMIX_NAMESPACE")
-    return environ.get("MASTER_PORT") or (_port_of(namespace) if namespace else DEFAULT_PORT)
 
 
 LAUNCHERS = (
@@ -151,7 +142,10 @@ LAUNCHERS = (
             "local_world_size": "OMPI_COMM_WORLD_LOCAL_SIZE",
         },
         task_programs=("mpirun", "mpiexec", "orterun", "mpirun.openmpi", "mpiexec.openmpi"),
-        readers={"master_addr": _openmpi_address, "master_port": _openmpi_port},
+        readers={
+            "master_addr": _openmpi_address,
+            "master_port": lambda environ: environ.get("MASTER_PORT") or _port_of(environ.get("PMIX_NAMESPACE", "")),
+        },
         advice="with rank 0's host: mpirun -x MASTER_ADDR=HOST",
     ),
     # Hydra, which starts the ranks of MPICH, Intel MPI and MVAPICH; also `deepspeed --launcher mpich` and `impi`.
@@ -184,7 +178,9 @@ LAUNCHERS = (
         readers={
             "local_world_size": _slurm_tasks_here,
             "master_addr": _slurm_address,
-            "master_port": _slurm_port,
+            "master_port": lambda environ: (
+                environ.get("MASTER_PORT") or _port_of(f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}")
+            ),
         },
     ),
     # PyTorch's `env://` convention, set by hand or by a launcher that has no row of its own. Kubeflow's PyTorchJob
@@ -204,14 +200,16 @@ LAUNCHER_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in l
 TASK_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.task_programs)
 
 TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
-    "PMI_SIZE": ("an MPI that is not known here", int),
+    "PMI_SIZE": ("an unknown MPI", int),
     "MV2_COMM_WORLD_SIZE": ("MVAPICH", int),
     "FLUX_JOB_SIZE": ("Flux", int),
-    "PMIX_RANK": ("prterun, or another PMIx launcher,", lambda rank: int(rank) + 1),  # at least
+    "PMIX_RANK": ("prterun or another PMIx launcher", lambda rank: int(rank) + 1),  # at least
+    "PET_NNODES": ("Kubeflow or another that sets torchrun's variables", int),
     "SM_HOSTS": ("SageMaker", lambda hosts: len(json.loads(hosts))),
 }
 """Programs without a row that start several tasks of a job, each of which would take itself for the whole run. The
 variable that shows it → the program, and how its value gives the number of tasks."""
+_TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT ds_encdec/train.py …"
 
 
 def free_port() -> int:
@@ -229,7 +227,16 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
         # An elastic torchrun that has lost its other hosts goes on with this one.
         elastic = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
         if launcher.programs and world.num_nodes == 1 and not elastic:
-            _refuse_runs_side_by_side(launcher, environ)
+            # The first one is the innermost: its daemons may have been started by another.
+            row = next((row for row in LAUNCHERS if row.task_programs and row.marker in environ), None)
+            starters = {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS
+            if several := _several_tasks(starters, environ):
+                variable, who = several
+                raise ConfigError(
+                    f"{who}, but {launcher.name} in this one counts a single node ({launcher.own['num_nodes']}=1), so "
+                    f"every task would be a separate run. Start one task per machine, with {_TORCHRUN}, or one task "
+                    f"per rank, with python alone. To let each task train for itself, unset {variable}."
+                )
         return world
     if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
         raise ConfigError(
@@ -238,36 +245,17 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
         )
     if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
         raise ConfigError(
-            "`accelerate launch` was asked for several processes (it has set MASTER_ADDR), but on CPUs it starts one, "
-            "which would train alone. Add --multi_gpu (without GPUs, too), or start them with torchrun "
-            "--nproc-per-node N ds_encdec/train.py …"
+            "`accelerate launch` set MASTER_ADDR for several processes, but on CPUs it starts only one, which would "
+            "train alone. Add --multi_gpu (even without GPUs), or use torchrun --nproc-per-node N ds_encdec/train.py …"
         )
     if several := _several_tasks(TASK_STARTERS, environ):
         variable, who = several
         raise ConfigError(
-            f"{who}, but RANK, by which each would know its place, is not set: every task would train alone. Start "
-            f"one task per machine, and there {_TORCHRUN}, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and "
-            f"MASTER_PORT for each. To train with this process alone: unset {variable}."
+            f"{who}, but RANK is not set, so every task would train alone. Start one task per machine, with "
+            f"{_TORCHRUN}, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. To train with "
+            f"this process alone, unset {variable}."
         )
     return World(master_port=choose_port())
-
-
-def _refuse_runs_side_by_side(launcher: Launcher, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if this is one task of several, in each of which `launcher` has started a separate run."""
-    # The first one is the innermost: its daemons may have been started by another.
-    row = next((row for row in LAUNCHERS if row.task_programs and row.marker in environ), None)
-    starters = {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS
-    if several := _several_tasks(starters, environ):
-        variable, who = several
-        raise ConfigError(
-            f"{who}, and {launcher.name} in this one says that its ranks are all there are "
-            f"({launcher.own['num_nodes']}=1): every task would be a run of its own. Start one task per machine, and "
-            f"there {_TORCHRUN}; or start one task per rank, of python alone. Where each task is to train for itself: "
-            f"unset {variable}."
-        )
-
-
-_TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT ds_encdec/train.py …"
 
 
 def _several_tasks(
@@ -275,20 +263,30 @@ def _several_tasks(
 ) -> tuple[str, str] | None:
     """Return the variable of `starters` that shows several tasks, and who has started how many; or None."""
     for variable, (starter, count) in starters.items():
-        tasks, value = 1, environ.get(variable, "")
         with suppress(ValueError, TypeError):  # absent, or not what that starter writes
-            tasks = count(value)
-        if tasks > 1:
-            return variable, f"{variable}={value} says that {starter} has started {tasks} tasks"
+            if (tasks := count(environ.get(variable, ""))) > 1:
+                return variable, f"{variable}={environ[variable]}: {starter} has started {tasks} tasks"
     return None
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     """Return the place that `launcher` gives. Raises ConfigError for missing, invalid or contradictory variables."""
     variables = {**_REQUIRED, **launcher.own}
-    fields = _fields_of(launcher, variables, environ)
+    fields: dict[str, Any] = {}
+    for name, variable in variables.items():
+        try:
+            value = launcher.readers[name](environ) if name in launcher.readers else environ.get(variable)
+        except (ValueError, LookupError):
+            found = f"{variable}={environ.get(variable, '(unset)')}"
+            raise ConfigError(
+                f"{found}: {launcher.name} sets no such value. Start all ranks with one launcher"
+            ) from None
+        if value:
+            fields[name] = value
+    if launcher.task_programs and fields.get("local_world_size") == fields.get("world_size"):
+        fields.setdefault("master_addr", "127.0.0.1")
     required = [variables[field] for field in _REQUIRED]
-    if missing := [name for name, field in zip(required, _REQUIRED, strict=True) if not fields.get(field)]:
+    if missing := [variables[field] for field in _REQUIRED if field not in fields]:
         raise ConfigError(
             f"Started by {launcher.name} ({launcher.marker} is set), but {', '.join(missing)} "
             f"{'is' if len(missing) == 1 else 'are'} not. Set all of {', '.join(required)}"
@@ -306,23 +304,8 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     if wrong := _contradicting(world, is_node=world.num_nodes == 1 and counts_nodes):
         names = [variables[field] for field in wrong if field in variables]
         listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
-        raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks by one launcher.")
+        raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks with one launcher.")
     return world
-
-
-def _fields_of(launcher: Launcher, variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, variable in variables.items():
-        try:
-            value = launcher.readers[name](environ) if name in launcher.readers else environ.get(variable)
-        except (ValueError, LookupError):
-            listed = f"{variable}={environ.get(variable, '(unset)')}"
-            raise ConfigError(f"{listed}: not what {launcher.name} writes; start all ranks by one launcher") from None
-        if value:
-            fields[name] = value
-    if launcher.task_programs and fields.get("local_world_size") == fields.get("world_size"):
-        fields.setdefault("master_addr", "127.0.0.1")
-    return fields
 
 
 def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:

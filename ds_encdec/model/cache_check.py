@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from ds_encdec.base.tested_versions import range_of
+from ds_encdec.base.foreign_places import range_of
 from ds_encdec.base.types import ConfigError
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM

@@ -9,10 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ds_encdec.base.callback import Callback
+from ds_encdec.base.foreign_places import outside_tested_ranges
 from ds_encdec.base.quantities import count
-from ds_encdec.base.tested_versions import outside_tested_ranges
-from ds_encdec.base.types import HangError, LostRankError, Preempted, TrainingState
+from ds_encdec.base.types import Callback, HangError, LostRankError, Preempted, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
@@ -29,7 +28,6 @@ from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.exports.adapters import one_base
 from ds_encdec.exports.hugging_face import average_last_checkpoints, clear_exports, export_at_end
-from ds_encdec.launch.absence import startup_errors_shared
 from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.host_collectives import RunContext
@@ -37,6 +35,7 @@ from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_c
 from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.startup_errors import startup_errors_shared
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.memory.gpus import grow_segments

@@ -3,9 +3,8 @@
 import logging
 from collections.abc import Sequence
 
-from ds_encdec.base.callback import Callback
 from ds_encdec.base.plugins import load_plugin, whose_fault
-from ds_encdec.base.types import ConfigError, DsEncDecError, TrainingState
+from ds_encdec.base.types import Callback, ConfigError, DsEncDecError, TrainingState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives
 

@@ -21,8 +21,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ds_encdec.base.callback import Callback
-from ds_encdec.base.types import StepResult, TrainingState
+from ds_encdec.base.types import Callback, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 

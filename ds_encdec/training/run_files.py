@@ -64,7 +64,7 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
     share = trained_share(config, sizes)
 
     def open_recorder() -> Recorder:
-        with Writing(folder.root, "The run", MAKE_ROOM).refusals_told():
+        with Writing(folder.root, "The run", MAKE_ROOM).explain_refusals():
             if world.is_main:
                 _write_run_configuration(run)
             return Recorder(

@@ -7,8 +7,8 @@ from pathlib import Path
 from ds_encdec.base.quantities import count, gib
 from ds_encdec.config.schema import InfraConfig, TrainingConfig
 from ds_encdec.engine.select import attention_kernel
+from ds_encdec.launch.host import triton_lacks
 from ds_encdec.launch.host_collectives import RunContext
-from ds_encdec.launch.triton_compiler import triton_lacks
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import device_capacity

@@ -13,9 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ds_encdec.base.callback import Callback
 from ds_encdec.base.types import (
     Batch,
+    Callback,
     CheckpointError,
     ConfigError,
     DataError,

@@ -172,7 +172,7 @@ def ours(job: Job, turns: Turns, *changes: str) -> None:
     """`run_training` with another loader."""
     import dataclasses
 
-    from ds_encdec.base.callback import Callback
+    from ds_encdec.base.types import Callback
     from ds_encdec.data.loader import LaneLoader
     from ds_encdec.engine.sharded_engine import ShardedEngine
     from ds_encdec.training import build

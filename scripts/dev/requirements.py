@@ -10,7 +10,7 @@ import sys
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from ds_encdec.base.tested_versions import known_ranges, range_of
+from ds_encdec.base.foreign_places import known_ranges, range_of
 
 
 def lines(which: str, names: list[str]) -> list[str]:

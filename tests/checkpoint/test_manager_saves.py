@@ -220,8 +220,8 @@ def test_a_save_that_never_began_is_not_said_to_be_saved(tmp_path: Path, caplog:
     [
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "training.save_total_limit"),
         (OSError(errno.EROFS, "Read-only file system"), "writable again"),
-        (OSError(errno.ESTALE, "Stale file handle"), "Look at that file system"),
-        (PermissionError(errno.EACCES, "Permission denied"), "Look at that file system"),
+        (OSError(errno.ESTALE, "Stale file handle"), "Check that its file system"),
+        (PermissionError(errno.EACCES, "Permission denied"), "Check that its file system"),
     ],
     ids=lambda value: value.strerror if isinstance(value, OSError) else "",
 )

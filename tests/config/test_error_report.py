@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec.base.marked_errors import marked
+from ds_encdec.base.terminal import marked
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import load_config
 from ds_encdec.config.sections import fields

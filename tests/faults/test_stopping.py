@@ -109,7 +109,7 @@ def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path, monkeyp
     assert "nothing to stop, the run has ended: preempted, exit code 75" in run.ask_to_stop()
     with monkeypatch.context() as agent:
         agent.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        with pytest.raises(Preempted, match="max-restarts does not begin it again"):
+        with pytest.raises(Preempted, match="max-restarts does not start it again"):
             run.claim(resume=True)
     run.claim(resume=True)
     assert not run.stop_file.exists()  # the next start is not meant

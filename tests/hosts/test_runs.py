@@ -66,7 +66,7 @@ JOBS = {
         settings={"infra.output_dir": "{folder}/local/out"}, code=5, says=("is not shared",)
     ),
     "one that does not come": Job(
-        (1,), settings={"infra.start_timeout_minutes": 0.1}, code=9, says=("rank 1 has not come",)
+        (1,), settings={"infra.start_timeout_minutes": 0.1}, code=9, says=("rank 1 did not join",)
     ),
 }
 

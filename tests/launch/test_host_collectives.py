@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 from typing import Any
 
 import pytest
 
 from ds_encdec.base.types import DataError, DsEncDecError
-from ds_encdec.launch.host_collectives import ENOUGH_OPEN_FILES, HostCollectives, allow_connections
-from ds_encdec.launch.world import World
+from ds_encdec.launch.host_collectives import HostCollectives
 
 
 def test_one_process_needs_no_group() -> None:
@@ -51,21 +49,3 @@ def test_an_error_that_rank_zero_does_not_have_is_told_with_its_place(monkeypatc
         with pytest.raises(DataError) as caught:
             Second(lowest_rank).raise_first(DataError("too few files"))
         assert str(caught.value) == told
-
-
-def test_the_limit_of_open_files_is_raised_for_the_ranks_and_what_is_missing_is_said(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
-    try:
-        allow_connections(World(world_size=8))
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(before[1], ENOUGH_OPEN_FILES), before[1])
-        assert not caplog.text
-        allow_connections(World(world_size=10**6, local_world_size=8))
-        assert "1000000 ranks need about 3000512 open files each" in caplog.text
-        caplog.clear()
-        allow_connections(World(world_size=10**6, rank=1, local_rank=1, local_world_size=8))  # said once on a machine
-        assert not caplog.text
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -21,10 +21,9 @@ from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Lo
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError
 from ds_encdec.launch import process_group
 from ds_encdec.launch import rendezvous as meeting
-from ds_encdec.launch.absence import startup_errors_shared
-from ds_encdec.launch.agreement import own_facts
 from ds_encdec.launch.process_group import _meet
 from ds_encdec.launch.rendezvous import Rendezvous
+from ds_encdec.launch.startup_errors import startup_errors_shared
 from ds_encdec.launch.world import World
 
 Outcomes = dict[int, Any]
@@ -51,7 +50,7 @@ def held(ranks: dict[int, Callable[[World], Any]], *, world_size: int = 2) -> Ou
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "_held", Counter())
+    monkeypatch.setattr(meeting, "_joined", Counter())
     monkeypatch.setattr("socket.gethostname", lambda: "node0")
     for name in ("COMPANY_SECONDS", "REPORT_SECONDS"):
         monkeypatch.setattr(meeting, name, 60.0)  # which end as soon as all have come, or read
@@ -92,10 +91,10 @@ def test_who_does_not_come_is_named_by_those_who_have() -> None:
     ended = held({0: come_briefly, 2: come_briefly}, world_size=3)
     assert {type(error) for error in ended.values()} == {LostRankError}
     assert str(ended[0]) == str(ended[2])
-    assert str(ended[0]).startswith("rank 1 has not come within 0.01 minutes")
-    assert "and ranks 0, 2 " in str(ended[0])
+    assert str(ended[0]).startswith("rank 1 did not join within 0.01 minutes")
+    assert "unlike ranks 0, 2 " in str(ended[0])
     alone = held({1: come_briefly})[1]
-    assert str(alone).startswith("Rank 0 has not come within 0.01 minutes")
+    assert str(alone).startswith("Rank 0 did not join within 0.01 minutes")
     assert (alone.exit_code, alone.common) == (9, False)
 
 
@@ -131,16 +130,16 @@ def test_the_error_of_one_is_everybodys(error: Exception, ranks: list[int], told
 def test_an_address_or_a_place_that_another_has() -> None:
     def twice(world: World) -> Any:
         met(world)
-        meeting._held.clear()  # as another process's, which has been to none
+        meeting._joined.clear()  # as another process's, which has been to none
         return met(world)
 
     ended = held({0: come_briefly, 1: twice})
-    assert "Two processes say that they are rank 1" in str(ended[1])
+    assert "Two processes claim to be rank 1" in str(ended[1])
     assert ended[1].common is False
     nowhere = dataclasses.replace(World(rank=1, local_rank=1, world_size=2, master_port=9), master_addr="no.invalid")
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0"):
         met(nowhere, 0.1)
-    with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0: .*rank 1 has not"):
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0: .*rank 1 did not"):
         come(dataclasses.replace(nowhere, rank=0, local_rank=0, master_port=free_port()), 0.1)
 
 
@@ -179,7 +178,7 @@ def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch
     assert (ended_with, was_let_go) == ([9], [True])
     for error in ended.values():
         assert isinstance(error, LostRankError)
-        assert str(error).startswith("rank 1 (node0) cannot connect to rank 0 (node0): gone, or not to be reached")
+        assert str(error).startswith("rank 1 (node0) cannot connect to rank 0 (node0), which is gone or out of reach")
         assert "Connection refused" in str(error)
 
 
@@ -188,12 +187,12 @@ def in_group(settings: dict[str, Any]) -> Callable[[World], Any]:
 
 
 def test_a_broken_device_of_one_rank_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    def facts(world: World, *rest: Any) -> dict[str, Any]:
+    def place(world: World, *_: Any) -> dict[str, Any]:
         if world.rank == 1:
             raise RuntimeError("uncorrectable ECC error")
-        return own_facts(world, *rest)
+        return {}
 
-    monkeypatch.setattr(process_group, "own_facts", facts)
+    monkeypatch.setattr(process_group, "_own_place", place)
     (told,) = {str(error) for error in held({0: in_group({}), 1: in_group({})}).values()}
     assert told.startswith("rank 1 (node0): RuntimeError: uncorrectable ECC error (")  # and where that was raised
 

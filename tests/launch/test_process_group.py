@@ -1,20 +1,22 @@
-"""Choosing a device. Joining the group is covered by real ranks, in test_launchers.py and tests/distributed."""
+"""What a rank takes of its machine: device, cores, open files, port. With real ranks: test_launchers.py."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import socket
 from datetime import timedelta
 
 import pytest
 import torch
 
+from ds_encdec import train
 from ds_encdec.base.types import ConfigError
 from ds_encdec.launch import process_group
-from ds_encdec.launch.agreement import merge_rank_facts, sharing
+from ds_encdec.launch.host import wait_without_spinning
 from ds_encdec.launch.process_group import choose_device, init_process_group, openmp_threads
-from ds_encdec.launch.world import discover
+from ds_encdec.launch.world import World, discover
 
 SINGLE = discover({})
 DEVICES = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -51,12 +53,6 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ: dict[str,
     assert openmp_threads(environ, 2, 4) == (threads and 1)
 
 
-def test_only_ranks_with_cores_in_common_share_them() -> None:
-    own = [("a", range(12 * rank, 12 * rank + 12)) for rank in range(8)]
-    assert sharing(own) == [1] * 8
-    assert sharing([("a", range(48)), ("a", range(48)), ("a", range(48, 96)), ("b", range(48))]) == [2, 2, 1, 1]
-
-
 @pytest.mark.parametrize(("visible", "local_rank", "index"), [(1, 0, 0), (1, 7, 0), (8, 7, 7)])
 def test_a_rank_takes_the_one_device_that_it_is_shown(
     monkeypatch: pytest.MonkeyPatch, visible: int, local_rank: int, index: int
@@ -74,23 +70,6 @@ def test_a_rank_takes_the_one_device_that_it_is_shown(
             choose_device("cuda", dataclasses.replace(world, local_rank=8, world_size=16, local_world_size=16))
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_two_ranks_on_one_gpu_are_refused(shared: bool) -> None:
-    """Four ranks of two machines, that each see one GPU."""
-    gpus = ["GPU-a", "GPU-a" if shared else "GPU-b", "GPU-a", "GPU-d"]
-    facts = {"settings": "", "equal": {}, "versions": {}, "noted": {}}
-    places = {
-        rank: {"machine": f"machine {rank // 2}", "address": None, "cores": [0, 1], "uuid": gpu, "facts": facts}
-        for rank, gpu in enumerate(gpus)
-    }
-    hosts = dict.fromkeys(range(4), "node0")
-    if shared:
-        with pytest.raises(ConfigError, match=r"^Ranks 0, 1 were started on the same GPU \(node0, GPU-a\)"):
-            merge_rank_facts(places, hosts)
-    else:
-        assert merge_rank_facts(places, hosts)["sharing"] == [2] * 4
-
-
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.environ", dict(os.environ))  # what joining a group exports
     with socket.socket() as other:
@@ -99,7 +78,7 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         port = other.getsockname()[1]
         first = dataclasses.replace(SINGLE, world_size=2, local_world_size=2, master_port=port)
         with pytest.raises(
-            ConfigError, match=rf"MASTER_PORT={port}: another program on .* listens there already.* --master_port"
+            ConfigError, match=rf"MASTER_PORT={port}: another program on .* already listens there.* --master_port"
         ):
             init_process_group(first, torch.device("cpu"), timedelta(seconds=5), "fsdp")
 
@@ -116,3 +95,38 @@ def test_a_gpu_without_expandable_segments_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     with pytest.raises(RuntimeError, match="driver error"):
         process_group._take(torch.device("cuda", 0))
+
+
+def test_the_limit_of_open_files_is_raised_for_the_ranks_and_what_is_missing_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+    try:
+        process_group._allow_connections(World(world_size=8))
+        enough = min(before[1], process_group.ENOUGH_OPEN_FILES)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (enough, before[1])
+        assert not caplog.text
+        process_group._allow_connections(World(world_size=10**6, local_world_size=8))
+        assert "1000000 ranks need about 3000512 open files each" in caplog.text
+        caplog.clear()
+        process_group._allow_connections(World(world_size=10**6, rank=1, local_rank=1, local_world_size=8))
+        assert not caplog.text
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("theirs", [{}, {"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "5"}, {"KMP_BLOCKTIME": "1"}])
+def test_threads_do_not_spin_unless_the_user_decides(theirs: dict[str, str]) -> None:
+    environ = dict(theirs)
+    wait_without_spinning(environ)
+    assert environ == (theirs or {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"})
+
+
+def test_training_decides_before_it_loads_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(train, "_load", lambda *_: pytest.fail(os.environ.get("GOMP_SPINCOUNT", "unset")))
+    with pytest.raises(pytest.fail.Exception, match=r"^1000$"):
+        train.main(["--config", "ds_configs/quickstart.yaml", "--print-deepspeed-config"])

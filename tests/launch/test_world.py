@@ -50,6 +50,7 @@ DAEMONS = SRUN | env("SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLU
 # Kubeflow's PyTorchJob, whose pods run python.
 POD = env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
 BY_HAND = env("RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501")
+KUBEFLOW = env("PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 PET_MASTER_ADDR=node0 PET_MASTER_PORT=29500")
 SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 
 FOURTH = (3, 1, 4, 2, 1, 2)
@@ -65,6 +66,7 @@ def never() -> int:
     ("environ", "launcher", "place", "address", "port"),
     [
         (TORCHRUN, "torchrun", (9, 1, 16, 8, 1, 2), "node0", 29500),
+        (KUBEFLOW | TORCHRUN, "torchrun", (9, 1, 16, 8, 1, 2), "node0", 29500),
         (DEEPSPEED, "deepspeed", (9, 1, 16, 8, 1, 2), "node0", 29500),
         (SRUN, "slurm", FOURTH, "node0", None),
         (SRUN | env("MASTER_ADDR=10.77.0.1 MASTER_PORT=3442"), "slurm", FOURTH, "node0", 3442),  # $(hostname -i)
@@ -152,10 +154,11 @@ def test_a_single_process_chooses_a_port() -> None:
         (DEEPSPEED | env("CROSS_RANK=0 CROSS_SIZE=1"), ["LOCAL_SIZE=8", "WORLD_SIZE=16", "CROSS_SIZE=1"]),
         (TORCHRUN | env("MASTER_PORT=0"), ["MASTER_PORT=0"]),
         # Tasks that no launcher explains would each train alone, on all of the data.
-        (UNKNOWN_MPI, ["PMI_SIZE=4 says that an MPI that is not known here has started 4 tasks", "torchrun --nnodes"]),
+        (UNKNOWN_MPI, ["PMI_SIZE=4: an unknown MPI has started 4 tasks", "torchrun --nnodes"]),
         (env("MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0"), ["MV2_COMM_WORLD_SIZE=2", "torchrun --nnodes"]),
-        (env("PMIX_RANK=1"), ["PMIX_RANK=1 says that prterun", "torchrun --nnodes"]),
+        (env("PMIX_RANK=1"), ["PMIX_RANK=1: prterun", "torchrun --nnodes"]),
         (SAGEMAKER, ["SageMaker has started 2 tasks", "torchrun --nnodes"]),
+        (KUBEFLOW, ["PET_NNODES=2: Kubeflow", "torchrun --nnodes"]),  # python where torchrun was meant
     ],
 )
 def test_broken_environments_name_the_variables(environ: Environ, named: list[str]) -> None:
@@ -171,9 +174,9 @@ PLACE = f"RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 {NODE0} "
 @pytest.mark.parametrize(
     ("tasks", "named"),
     [
-        (SRUN, "SLURM_STEP_NUM_TASKS=4 says that srun has started 4 tasks"),
-        (OPENMPI, "OMPI_COMM_WORLD_SIZE=4 says that mpirun has started 4 tasks"),
-        (UNKNOWN_MPI, "PMI_SIZE=4 says that an MPI"),
+        (SRUN, "SLURM_STEP_NUM_TASKS=4: srun has started 4 tasks"),
+        (OPENMPI, "OMPI_COMM_WORLD_SIZE=4: mpirun has started 4 tasks"),
+        (UNKNOWN_MPI, "PMI_SIZE=4: an unknown MPI"),
         (SAGEMAKER, "SageMaker has started 2 tasks"),
     ],
 )

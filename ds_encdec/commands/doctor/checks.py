@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ds_encdec.base.findings import Finding
-from ds_encdec.base.tested_versions import outside_tested_ranges
+from ds_encdec.base.foreign_places import outside_tested_ranges
 from ds_encdec.base.types import DsEncDecError
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.model_folder import is_hub_name, model_folder
@@ -25,10 +25,9 @@ from ds_encdec.config.schema import FullConfig, Loaded
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.launch.agreement import versions
 from ds_encdec.launch.disk import free_bytes
-from ds_encdec.launch.host_collectives import GLOO_GROUPS, OWN_OPEN_FILES
-from ds_encdec.launch.process_group import choose_device
+from ds_encdec.launch.host import triton_lacks
+from ds_encdec.launch.process_group import GLOO_GROUPS, OWN_OPEN_FILES, choose_device
 from ds_encdec.launch.run_folder import RunFolder, lock_file
-from ds_encdec.launch.triton_compiler import triton_lacks
 from ds_encdec.launch.world import World
 from ds_encdec.memory.job import disk_shortage, make_job, run_sizes
 from ds_encdec.monitor.sinks import has_wandb_login

@@ -211,7 +211,7 @@ def finished_shards(folder: Path, part: int) -> list[Shard] | None:
 
 def write_part(folder: Path, part: int, shards: Sequence[Shard]) -> None:
     """Write the complete list of a part's shards. Raises DiskRefusedError."""
-    with writing(folder).refusals_told():
+    with writing(folder).explain_refusals():
         write_atomically(folder / f"{part:04}.json", json.dumps([asdict(shard) for shard in shards]))
 
 
@@ -234,7 +234,7 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
         writer.write_batch(batch)
     content = buffer.getvalue().to_pybytes()
     path = folder / f"{name}.arrow"
-    with writing(folder).refusals_told():
+    with writing(folder).explain_refusals():
         write_atomically(path, content)
     bad = [problem for problem in problems if problem is not None]
     return Shard(

@@ -65,13 +65,13 @@ def prepare_source(
     is_stream = isinstance(source, StreamSource)
     size = source.num_units if isinstance(source, StreamSource) else len(source)
     identity = json.loads(json.dumps(source.identity))
-    with writing(folder.parent).refusals_told():
+    with writing(folder.parent).explain_refusals():
         folder.mkdir(exist_ok=True)
     if (index := read_index(folder)) is None:
         count = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
         edges = [number * size // count for number in range(count + 1)]
         index = {"made_from": facts, "identity": identity, "is_stream": is_stream, "parts": edges, "shards": None}
-        with writing(folder).refusals_told():
+        with writing(folder).explain_refusals():
             write_atomically(folder / INDEX, json.dumps(index))
     require_made_from(folder, index["made_from"], facts)
     require_made_from(folder, index["identity"], identity)
@@ -89,7 +89,7 @@ def prepare_source(
             total = "" if is_stream else f" of {size:,}"
             logger.info(f"{folder.name}: {sum(one.rows for one in shards):,}{total} rows")
     shards.sort(key=lambda shard: shard.file)
-    with writing(folder).refusals_told():
+    with writing(folder).explain_refusals():
         write_atomically(folder / INDEX, json.dumps(index | {"shards": [asdict(shard) for shard in shards]}))
     rows, tokens, bad = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "tokens", "bad_rows"))
     return f"{folder}: {rows:,} rows, {tokens:,} tokens in {len(shards)} shards; {bad} rows could not be read"
