@@ -60,25 +60,17 @@ def apply(faults: list[dict[str, Any]], rank: int) -> None:
 
 def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
     """The loss of data step `at` is NaN on one rank."""
-    _changes_of_loss.append(lambda loss: _scaled(loss, torch.nan) if rank == on_rank and _steps_read == at else loss)
+    _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total * torch.nan, loss.by_denoiser * torch.nan))
 
 
 def infinite_loss(rank: int, *, at: int, on_rank: int) -> None:
     """The loss of data step `at` is infinite on one rank; its gradients are what they were."""
-
-    def change(loss: LossSum) -> LossSum:
-        if rank != on_rank or _steps_read != at:
-            return loss
-        return dataclasses.replace(loss, total=loss.total + torch.inf, by_denoiser=loss.by_denoiser + torch.inf)
-
-    _changes_of_loss.append(change)
+    _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total + torch.inf, loss.by_denoiser + torch.inf))
 
 
 def gradient_spike(rank: int, *, at: int, factor: float) -> None:
     """The gradients, not the loss, of data step `at` are `factor` times too large."""
-    _changes_of_loss.append(
-        lambda loss: dataclasses.replace(loss, total=loss.total * factor) if _steps_read == at else loss,
-    )
+    _on_loss(True, at, lambda loss: _with_total(loss, loss.total * factor, loss.by_denoiser))
 
 
 def bad_data(rank: int, *, at: int, until: int) -> None:
@@ -136,20 +128,18 @@ def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
 def full_memory(rank: int, *, at: int, on_rank: int) -> None:
     """One rank may take no more memory from data step `at` on, and its forward pass takes what is left, to the last."""
 
-    def fill(loss: LossSum) -> LossSum:
-        if rank == on_rank and _steps_read == at:
-            limit = psutil.Process().memory_info().vms + 2**26
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-            while True:
-                _ballast.append(torch.empty(2**22))
-        return loss
+    def fill() -> None:
+        limit = psutil.Process().memory_info().vms + 2**26
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        while True:
+            _ballast.append(torch.empty(2**22))
 
-    _changes_of_loss.append(fill)
+    _act_on_loss(rank == on_rank, at, fill)
 
 
 def killed_rank(rank: int, *, at: int, on_rank: int) -> None:
     """One rank is killed in data step `at`, after its forward pass."""
-    _on_loss(rank, at, on_rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    _act_on_loss(rank == on_rank, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def killed_in_save(rank: int, *, on_rank: int) -> None:
@@ -197,22 +187,22 @@ def own_machine(rank: int) -> None:
 def deaf(rank: int, *, at: int, on_rank: int) -> None:
     """One rank does not come back from data step `at`, not for a broken connection either; nobody waits long for it."""
     peers.Peers.__init__.__kwdefaults__["leave_seconds"] = 1.0
-    _on_loss(rank, at, on_rank, lambda: time.sleep(600))
+    _act_on_loss(rank == on_rank, at, lambda: time.sleep(600))
 
 
 def bug(rank: int, *, at: int, on_rank: int) -> None:
-    """One rank raises what nobody has foreseen."""
-    _on_loss(rank, at, on_rank, lambda: {}["a bug"])
+    """One rank raises an unforeseen error."""
+    _act_on_loss(rank == on_rank, at, lambda: {}["a bug"])
 
 
 def asked_to_stop(rank: int, *, at: int) -> None:
     """SIGTERM comes in data step `at`."""
-    _on_loss(rank, at, rank, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    _act_on_loss(True, at, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def deleted_folder(rank: int, *, at: int, path: str) -> None:
     """Somebody deletes the run's folder in data step `at`."""
-    _on_loss(rank, at, 0, lambda: shutil.rmtree(path))
+    _act_on_loss(rank == 0, at, lambda: shutil.rmtree(path))
 
 
 def read_only(rank: int, *, path: str) -> None:
@@ -227,25 +217,16 @@ def read_only(rank: int, *, path: str) -> None:
 
 def full_disk(rank: int, *, after_commits: int, path: str) -> None:
     """Once the run has committed so many checkpoints its disk is full: `path` takes the rest."""
-    _after_commits(after_commits, lambda: _fill(path))
+    commit, numbers = CheckpointFolder.commit, itertools.count(1)
 
-
-def _after_commits(commits: int, act: Callable[[], object]) -> None:
-    commit, done = CheckpointFolder.commit, []
-
-    def count(folder: CheckpointFolder, step: int, pointers: Any) -> None:
+    def commit_and_fill(folder: CheckpointFolder, step: int, pointers: Any) -> None:
         commit(folder, step, pointers)
-        done.append(step)
-        if len(done) == commits:
-            act()
+        if next(numbers) == after_commits:
+            with suppress(OSError), open(path, "ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
 
-    CheckpointFolder.commit = count  # type: ignore[method-assign]
-
-
-def _fill(path: str) -> None:
-    with suppress(OSError), open(path, "ab", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    CheckpointFolder.commit = commit_and_fill  # type: ignore[method-assign]
 
 
 def _before_writing(act: Callable[[int], None]) -> None:
@@ -264,13 +245,21 @@ def _before_writing(act: Callable[[int], None]) -> None:
     fsdp2.FSDP2Engine.stage = staged  # type: ignore[method-assign]
 
 
-def _on_loss(rank: int, at: int, on_rank: int, act: Callable[[], object]) -> None:
+def _on_loss(here: bool, at: int, change: Callable[[LossSum], LossSum]) -> None:
+    if here:
+        _changes_of_loss.append(lambda loss: change(loss) if _steps_read == at else loss)
+
+
+def _act_on_loss(here: bool, at: int, act: Callable[[], object]) -> None:
     def change(loss: LossSum) -> LossSum:
-        if rank == on_rank and _steps_read == at:
-            act()
+        act()
         return loss
 
-    _changes_of_loss.append(change)
+    _on_loss(here, at, change)
+
+
+def _with_total(loss: LossSum, total: torch.Tensor, by_denoiser: torch.Tensor) -> LossSum:
+    return dataclasses.replace(loss, total=total, by_denoiser=by_denoiser)
 
 
 def signal_all(rank: int, *, signals: list[str], at: int) -> None:
@@ -328,19 +317,6 @@ def kill_workers(rank: int, *, at: int, on_rank: int, signals: list[str]) -> Non
     _before_reading.append(kill)
 
 
-def lose_readers(rank: int, *, at: int) -> None:
-    """From data step `at` on nobody reads what the ranks print."""
-
-    def lose(loader: LaneLoader, step: int) -> None:
-        if step == at:
-            unread, pipe = os.pipe()
-            os.close(unread)
-            os.dup2(pipe, 1)
-            os.dup2(pipe, 2)
-
-    _before_reading.append(lose)
-
-
 def count_collectives(rank: int, *, path: str) -> None:
     """No fault: this rank writes down what it asks of the other hosts, by how many data steps it had read by then."""
     counts: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -388,10 +364,6 @@ def _run(model: torch.nn.Module, batch: Batch) -> LossSum:
         for change in _changes_of_loss:
             loss = change(loss)
     return loss
-
-
-def _scaled(loss: LossSum, factor: float) -> LossSum:
-    return dataclasses.replace(loss, total=loss.total * factor, by_denoiser=loss.by_denoiser * factor)
 
 
 def _spoiled(batch: Batch) -> Batch:

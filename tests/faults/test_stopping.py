@@ -114,11 +114,3 @@ def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path, monkeyp
     run.claim(resume=True)
     assert not run.stop_file.exists()  # the next start is not meant
     run.release()
-
-
-def test_a_run_outlives_the_readers_of_its_output(runs: ForkedRuns, tmp_path: Path) -> None:
-    """As after Ctrl-C on `deepspeed` with several hosts: the pipe is gone, then the signal comes."""
-    folder = tmp_path / "run"
-    faults = [{"kind": "lose_readers", "at": 2}, {"kind": "signal_all", "signals": ["SIGINT"], "at": 5}]
-    result = runs.run(arguments(folder, "deepspeed"), ranks=2, faults=faults)
-    assert assert_preempted(result, folder) >= 4

@@ -67,17 +67,20 @@ class Death:
     """One way in which a run on two hosts ends, and how it does.
 
     `launcher`: its command as typed. `deed`: in the table's words. `codes`: those of the launchers, host by host.
-    `state` and `code`: of run.json. `seconds`: within which nothing of the run is left on any host. `noticed`: by whom.
+    `code`: of run.json. `noticed`: by whom. `seconds`: within which nothing of the run is left on any host.
     """
 
     launcher: str
     deed: str
     happens: Deed
     codes: tuple[int, ...]
-    state: str
     code: int
-    seconds: float
     noticed: str
+    seconds: float = 60
+
+    @property
+    def state(self) -> str:
+        return "preempted" if self.code == 75 else "failed"
 
 
 def killed(kind: str, *, number: signal.Signals = signal.SIGKILL, on_first: bool = False, stop: bool = False) -> Deed:
@@ -93,61 +96,33 @@ def killed(kind: str, *, number: signal.Signals = signal.SIGKILL, on_first: bool
 
 ELASTIC = TORCHRUN.replace("--nnodes 2", "--nnodes 1:2 --max-restarts 3 --rdzv-conf last_call_timeout=5")
 GOES_ON = "nobody, and the run goes on: `ds-encdec stop RUN` on any host ends it"
+_interrupted = killed("deepspeed", number=signal.SIGINT, on_first=True)
+_killed_and_stopped = killed("deepspeed", on_first=True, stop=True)
 DEATHS = {
-    "rank": Death(DEEPSPEED, "`kill -9` of a rank", killed("rank"), (247,), "failed", 9, 60, "the other ranks"),
+    "rank": Death(DEEPSPEED, "`kill -9` of a rank", killed("rank"), (247,), 9, "the other ranks"),
     "launch.py": Death(
-        DEEPSPEED,
-        "`kill -9` of a host's `launch.py`",
-        killed("launch.py"),
-        (255,),
-        "preempted",
-        75,
-        60,
-        "the ranks of that host",
+        DEEPSPEED, "`kill -9` of a host's `launch.py`", killed("launch.py"), (255,), 75, "the ranks of that host"
     ),
-    "deepspeed": Death(
-        DEEPSPEED,
-        "`kill -9` of `deepspeed`",
-        killed("deepspeed", on_first=True, stop=True),
-        (-9,),
-        "preempted",
-        75,
-        60,
-        GOES_ON,
-    ),
-    "Ctrl-C": Death(
-        DEEPSPEED,
-        "Ctrl-C on `deepspeed`",
-        killed("deepspeed", number=signal.SIGINT, on_first=True),
-        (1,),
-        "preempted",
-        75,
-        60,
-        "`deepspeed`, which signals all hosts",
-    ),
+    "deepspeed": Death(DEEPSPEED, "`kill -9` of `deepspeed`", _killed_and_stopped, (-9,), 75, GOES_ON),
+    "Ctrl-C": Death(DEEPSPEED, "Ctrl-C on `deepspeed`", _interrupted, (1,), 75, "`deepspeed`, which signals all hosts"),
     "cut link": Death(
         DEEPSPEED,
         "the network between hosts is cut",
         lambda rig, first, second, folder: rig.cut(second),
         (255,),
-        "failed",
         8,
-        120,
         "the watchdog, after `infra.hang_timeout_minutes`; `deepspeed`, if ssh's `ServerAliveInterval` is set",
+        120,
     ),
     "host": Death(
         DEEPSPEED,
         "a host goes down",
         lambda rig, first, second, folder: rig.switch_off(second),
         (255,),
-        "failed",
         9,
-        60,
         "the other ranks",
     ),
-    "agent": Death(
-        TORCHRUN, "`kill -9` of an agent", killed("agent"), (1, -9), "preempted", 75, 60, "the ranks of that host"
-    ),
+    "agent": Death(TORCHRUN, "`kill -9` of an agent", killed("agent"), (1, -9), 75, "the ranks of that host"),
 }
 
 

@@ -14,7 +14,7 @@ from tiny_run import BIN, QUICKSTART, environment, is_running, metrics, override
 
 TINY_PHASES = {
     "infra__distributed_type": "fsdp",  # torchrun: starts sooner than deepspeed
-    "infra__num_gpus": 1,  # several ranks under it: test_hanging_runs.py, test_lost_rank.py
+    "infra__num_gpus": 1,  # several ranks under it: test_watchdog.py
     "training__max_grad_norm": 1.0,
     "training__logging_steps": 1,
     "phases__sanity_check__num_train_steps": 4,

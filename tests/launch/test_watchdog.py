@@ -1,22 +1,16 @@
-"""Ranks that hang and cannot end as others do, and ranks that only take their time. A hang: test_hanging_runs.py."""
+"""Ranks that hang, also those that cannot end as others do, and ranks that only take their time."""
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
-from tiny_run import environment, free_port
-
-from ds_encdec.launch import peers
-from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.peers import Watchdog
-from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.world import World
+from tiny_run import QUICKSTART, REPOSITORY, environment, free_port, launcher, overrides, run
 
 pytestmark = pytest.mark.launch
 
@@ -118,26 +112,53 @@ def test_saves_evaluations_and_all_until_the_first_step_is_over_are_no_hangs(fol
     assert not (folder / "run" / "run.json").exists()
 
 
-def test_one_rank_of_a_node_looks_at_the_shared_folder_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eight ranks, over eight turns: each looks once, and all do once one of them has been told."""
-    looked: list[str] = []
-    listdir = os.listdir
-    monkeypatch.setattr(peers.os, "listdir", lambda path: looked.append(str(path)) or listdir(path))
-    dogs = []
-    for rank in range(8):
-        stop = StopRequest(World(rank=rank, local_rank=rank, world_size=8, local_world_size=8))
-        dog = Watchdog(stop, 1.0, RunFolder(str(tmp_path)), HostCollectives())
-        dog.stacks, dog._sign, dog._world_size = tmp_path / "stacks", tmp_path / "sign", 8
-        dogs.append(dog)
-    for _ in range(8):
-        assert not any(dog._others_end() for dog in dogs)
-    assert looked == [str(tmp_path / "stacks")] * 8
-    (tmp_path / "stacks").mkdir()
-    (tmp_path / "stacks" / "rank-9.txt").touch()  # nobody of this run
-    assert sum(dog._others_end() for dog in dogs) == 0
-    (tmp_path / "stacks" / "rank-3.txt").touch()
-    assert sum(dog._others_end() for dog in dogs) == 1
-    (tmp_path / "sign").touch()
-    assert all(dog._others_end() for dog in dogs)
+# train.py, but for one rank's loader, which returns four batches and no fifth.
+HANGING_TRAIN = f"""
+import itertools, os, sys, time
+sys.path[0] = {str(REPOSITORY)!r}
+from ds_encdec import train
+from ds_encdec.data.loader import LaneLoader
+
+numbers, next_batches, leave = itertools.count(1), LaneLoader.__next__, os._exit
+
+def waits_for_the_fifth_batch(loader):
+    if next(numbers) == 5:
+        time.sleep(600)
+    return next_batches(loader)
+
+def leaves(code):
+    with open(os.environ["RANK"] + ".left", "w") as file:
+        file.write(str(code))
+    leave(code)
+
+os._exit = leaves
+if os.environ["RANK"] == "1":
+    LaneLoader.__next__ = waits_for_the_fifth_batch
+os._exit(train.main())
+"""
+
+
+def test_a_rank_that_hangs_ends_a_whole_run_and_both_say_where(tmp_path: Path) -> None:
+    """Under torchrun, which ends the others as soon as it sees one end, and looks more often than `deepspeed`."""
+    (tmp_path / "train.py").write_text(HANGING_TRAIN)
+    settings = overrides(tmp_path / "run", infra__distributed_type="deepspeed", infra__hang_timeout_minutes=0.1)
+    command = [*launcher("torchrun", script=str(tmp_path / "train.py")), "--config", QUICKSTART, *settings]
+    result = run(command, tmp_path)
+    assert result.returncode != 0
+    left = {path.name: path.read_text() for path in tmp_path.glob("*.left")}  # and no launcher had to kill them
+    assert left == {"0.left": "8", "1.left": "8"}, result.stdout
+
+    status = json.loads((tmp_path / "run" / "run.json").read_text())
+    (stacks,) = (tmp_path / "run" / "stacks").iterdir()
+    reason = f"no step for more than 6 s; stacks in {stacks}"
+    assert (status["state"], status["exit_code"], status["reason"]) == ("failed", 8, reason)
+    assert {path.name for path in stacks.iterdir()} == {"rank-0.txt", "rank-1.txt"}
+    waits, hangs = ((stacks / f"rank-{rank}.txt").read_text() for rank in (0, 1))
+    assert waits.startswith("rank 0 of 2, process ")
+    assert "in step" in waits  # it waits for the other in the step before
+    assert "in waits_for_the_fifth_batch" in hangs
+    heartbeats = [int(re.findall(r"heartbeat (\d+) was", text)[0]) for text in (waits, hangs)]
+    assert heartbeats[0] > heartbeats[1], "which of them is behind"
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").exists()  # to go on from
+    commands = [" ".join(process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    assert [command for command in commands if str(tmp_path) in command] == []
