@@ -94,7 +94,9 @@ def _parser(called: str) -> Parser:
         epilog=_listed_verbs(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-V", "--version", action=_ShowVersions, nargs=0, help="show the versions of what is used")
+    parser.add_argument(
+        "-V", "--version", action=_ShowVersions, nargs=0, help="show the versions of the libraries in use"
+    )
     verbs = parser.add_subparsers(dest="verb", prog=parser.prog, required=True, help=argparse.SUPPRESS)
     for name, verb in VERBS.items():
         subparser = verbs.add_parser(name, description=f"{verb.summary[0].upper()}{verb.summary[1:]}.")
@@ -113,7 +115,7 @@ def _listed_verbs() -> str:
         for name, verb in group.items():
             start = f"    {name}".ljust(indent)
             lines += textwrap.wrap(verb.summary, width, initial_indent=start, subsequent_indent=" " * indent)
-    return "\n".join([*lines, "", "`ds-encdec VERB --help` lists what a verb takes."])
+    return "\n".join([*lines, "", "`ds-encdec VERB --help` lists the arguments of a verb."])
 
 
 class _ShowVersions(argparse.Action):

@@ -50,11 +50,11 @@ ARGUMENTS: Arguments = {
     "--config": value("YAML of the run, or a shipped one's name (default: the schema, qwen3_0.6b_ul2)", Path),
     "--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON, reconciled with the YAML", Path),
     "--resume --resume_from --resume_from_checkpoint": value(
-        "go on from the newest whole checkpoint, or from this one",
+        "continue from the newest complete checkpoint, or from this one",
         lambda text: "auto" if text.lower() == "true" else text,  # as Hugging Face has it
         metavar="auto|PATH",
     ),
-    "--allow-data-change": flag("resume although the data is not the checkpoint's"),
+    "--allow-data-change": flag("resume even if the data is not that of the checkpoint"),
     "--profile": value("profile N steps, behind 3 that warm up, into RUN/profile", COUNT, metavar="N", default=0),
     "--print-config": flag("print the resolved YAML and stop"),
     "--print-deepspeed-config": flag("print DeepSpeed's JSON and stop"),
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
             print(error, flush=True)
             if "RANK" in os.environ:
-                print("Exit code 75 is no failure, though launchers report it as one.", flush=True)
+                print("Exit code 75 means no failure, although launchers report one.", flush=True)
         return error.exit_code
     except DsEncDecError as error:
         # Every rank reads the same configuration and meets the same error, unless `common` says otherwise.

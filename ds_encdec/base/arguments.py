@@ -32,7 +32,7 @@ class Verb:
 
 def mistake(message: str, program: str) -> ConfigError:
     """Return the error of a wrong command line of `program`."""
-    return ConfigError(f"command line: {message}\n      `{program} --help` lists what it takes")
+    return ConfigError(f"command line: {message}\n      `{program} --help` lists its arguments")
 
 
 class Parser(argparse.ArgumentParser):
@@ -129,6 +129,6 @@ CONFIG: Arguments = {
 """A configuration that may stand without `--config`; `read_arguments` in config/command_line.py merges the two."""
 CONFIG_FILES = CONFIG | {"--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path)}
 VERBOSITY: Arguments = {
-    "-v --verbose": flag("say more: also what concerns developers, and what other ranks log") | {"only_one": True},
-    "-q --quiet": flag("say less: warnings and errors alone, and no progress") | {"only_one": True},
+    "-v --verbose": flag("log more: developer messages, and those of other ranks") | {"only_one": True},
+    "-q --quiet": flag("log less: only warnings and errors, and no progress") | {"only_one": True},
 }

@@ -91,10 +91,8 @@ class Peers:
     @property
     def hosts(self) -> dict[str, str]:
         """The ranks of each host: `{"node0": "0-7"}`."""
-        ranks: dict[str, list[int]] = {}
-        for peer in self._all:
-            ranks.setdefault(peer.host, []).append(peer.rank)
-        return {host: spans(of_host) for host, of_host in ranks.items()}
+        hosts = dict.fromkeys(peer.host for peer in self._all)
+        return {host: spans([peer.rank for peer in self._all if peer.host == host]) for host in hosts}
 
     def __enter__(self) -> Peers:
         if len(self._all) > 1:
@@ -115,7 +113,13 @@ class Peers:
             gone = self._gone_here()
             return self._recorded_end() or (LostRankError(_words(gone)) if gone else None)  # a rank records, then ends
 
-        return awaited(self._search_seconds, look) or LostRankError(_words(self._silent(), error))
+        if found := awaited(self._search_seconds, look):
+            return found
+        silent: list[Peer] = []
+        with suppress(OSError):
+            living = os.listdir(self._run.signs)
+            silent = [peer for peer in self._elsewhere if f"rank-{peer.rank}" not in living]
+        return LostRankError(_words(silent, error))
 
     def _recorded_end(self) -> DsEncDecError | None:
         """Return the failure that another rank has recorded for this start, as an error with its exit code."""
@@ -152,13 +156,6 @@ class Peers:
 
     def _gone_here(self) -> list[Peer]:
         return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]
-
-    def _silent(self) -> list[Peer]:
-        """Return the ranks of other machines that have given no sign of life."""
-        with suppress(OSError):
-            living = os.listdir(self._run.signs)
-            return [peer for peer in self._elsewhere if f"rank-{peer.rank}" not in living]
-        return []
 
     def _touch(self, name: str) -> None:
         with suppress(OSError):

@@ -185,7 +185,10 @@ class StopRequest:
                 self._end("The rank does not respond to a second Ctrl-C")
             if arrived:
                 first_at = min(first_at, time.monotonic())
-            gone = self._gone_launcher()
+            gone = next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
+            # One that went before the first look has left this process to init, unless a python launcher is process 1.
+            if not self._launchers and self.world.launcher in LAUNCHER_PROGRAMS and os.getppid() == 1:
+                gone = None if _python_words(1) else "launcher gone"
             if not self._met and (gone or arrived):
                 # Another rank's launcher stops all once that rank has failed and reported why.
                 level = logging.WARNING if self.world.is_main else logging.DEBUG
@@ -211,13 +214,6 @@ class StopRequest:
             with suppress(OSError):
                 if self._stop_file is not None and self._stop_file.exists():
                     self.reason = self.reason or BY_FILE
-
-    def _gone_launcher(self) -> str | None:
-        """Return which launcher above this process is gone, in words, or None. One that went before the first look has
-        left this process to init, unless a python launcher is process 1."""
-        if not self._launchers and self.world.launcher in LAUNCHER_PROGRAMS:
-            return "launcher gone" if os.getppid() == 1 and not _python_words(1) else None
-        return next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
 
     def _arrived(self) -> list[signal.Signals]:
         """Return the stop signals since the last call; at a SIGUSR2, print the stacks of all threads. Python calls a

@@ -301,22 +301,22 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": fields["rank"] // max(here, 1)}
     world = World(**{"local_world_size": here, **nodes, **fields}, launcher=launcher.name)
     counts_nodes = not fields.keys().isdisjoint(("num_nodes", "local_world_size"))
-    if wrong := _contradicting(world, is_node=world.num_nodes == 1 and counts_nodes):
-        names = [variables[field] for field in wrong if field in variables]
-        listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
-        raise ConfigError(f"Contradictory {world.launcher} environment: {listed}. Start all ranks with one launcher.")
-    return world
-
-
-def _contradicting(world: World, *, is_node: bool) -> tuple[str, ...]:
-    """Return the first fields whose numbers contradict each other; `is_node`: the launcher says there is one node."""
     is_whole = world.local_world_size == world.world_size and world.local_rank == world.rank
-    rows = (
+    for holds, contradicting in (
         (0 <= world.rank < world.world_size, ("rank", "world_size")),
         (0 <= world.local_rank < world.local_world_size, ("local_rank", "local_world_size")),
         (1 <= world.local_world_size <= world.world_size, ("local_world_size", "world_size")),
         (0 <= world.node_rank < world.num_nodes, ("node_rank", "num_nodes")),
         (0 < world.master_port < 65536, ("master_port",)),
-        (is_whole or not is_node, ("rank", "local_rank", "local_world_size", "world_size", "num_nodes")),
-    )
-    return next((fields for holds, fields in rows if not holds), ())
+        (
+            is_whole or world.num_nodes > 1 or not counts_nodes,
+            ("rank", "local_rank", "local_world_size", "world_size", "num_nodes"),
+        ),
+    ):
+        if not holds:
+            names = [variables[field] for field in contradicting if field in variables]
+            listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
+            raise ConfigError(
+                f"Contradictory {launcher.name} environment: {listed}. Start all ranks with one launcher."
+            )
+    return world

@@ -66,13 +66,11 @@ def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[
 
 
 def status(folder: Path) -> dict[str, Any]:
-    """What run.json says of a run."""
     found: dict[str, Any] = json.loads((folder / "run.json").read_text())
     return found
 
 
 def flip_byte(path: Path) -> None:
-    """Damage a file in its middle."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
@@ -105,7 +103,6 @@ class ForkedRuns:
 
     @property
     def pid(self) -> int:
-        """Of the server."""
         return self._server.pid
 
     def run(
@@ -177,7 +174,6 @@ def answer(
 
 
 def lives_on(group: int, seconds: float = 20.0) -> bool:
-    """Whether a process group is still there after `seconds`, in which its last processes may end."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:

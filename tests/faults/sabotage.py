@@ -49,7 +49,6 @@ _ballast: list[torch.Tensor] = []
 
 
 def apply(faults: list[dict[str, Any]], rank: int) -> None:
-    """Prepare this process for `faults`."""
     if faults:
         LaneLoader.__next__ = _read  # type: ignore[method-assign]
         sharded_engine.packed_forward = _run
@@ -59,7 +58,6 @@ def apply(faults: list[dict[str, Any]], rank: int) -> None:
 
 
 def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
-    """The loss of data step `at` is NaN on one rank."""
     _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total * torch.nan, loss.by_denoiser * torch.nan))
 
 
@@ -83,7 +81,6 @@ def bad_data(rank: int, *, at: int, until: int) -> None:
 
 
 def skip_data(rank: int, *, steps: list[int]) -> None:
-    """No fault, but what a run is compared with: these data steps are never seen."""
 
     def step(loader: LaneLoader) -> list[Batch]:
         global _steps_read
@@ -115,7 +112,6 @@ def rehearse(rank: int) -> None:
 
 
 def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
-    """One rank's data comes late, at every step."""
 
     def wait(batches: list[Batch], step: int) -> list[Batch]:
         if rank == on_rank:
@@ -138,7 +134,6 @@ def full_memory(rank: int, *, at: int, on_rank: int) -> None:
 
 
 def killed_rank(rank: int, *, at: int, on_rank: int) -> None:
-    """One rank is killed in data step `at`, after its forward pass."""
     _act_on_loss(rank == on_rank, at, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
@@ -191,17 +186,14 @@ def deaf(rank: int, *, at: int, on_rank: int) -> None:
 
 
 def bug(rank: int, *, at: int, on_rank: int) -> None:
-    """One rank raises an unforeseen error."""
     _act_on_loss(rank == on_rank, at, lambda: {}["a bug"])
 
 
 def asked_to_stop(rank: int, *, at: int) -> None:
-    """SIGTERM comes in data step `at`."""
     _act_on_loss(True, at, lambda: os.kill(os.getpid(), signal.SIGTERM))
 
 
 def deleted_folder(rank: int, *, at: int, path: str) -> None:
-    """Somebody deletes the run's folder in data step `at`."""
     _act_on_loss(rank == 0, at, lambda: shutil.rmtree(path))
 
 
@@ -337,7 +329,6 @@ def count_collectives(rank: int, *, path: str) -> None:
 
 
 def at_the_end() -> None:
-    """The program is over; its process is not yet."""
     for action in _at_the_end:
         action()
 

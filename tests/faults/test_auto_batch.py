@@ -38,14 +38,12 @@ AUTO: dict[str, Any] = {
 
 
 def probes() -> list[psutil.Process]:
-    """Those that run below this process, by rank."""
     below = psutil.Process().children(recursive=True)
     found = [child for child in below if "ds_encdec.training.auto_batch.probe" in child.cmdline()]
     return sorted(found, key=lambda process: process.environ()["RANK"])
 
 
 def await_probes(count: int) -> list[psutil.Process]:
-    """The probes, as soon as there are `count`."""
     deadline = time.monotonic() + 600
     while len(found := probes()) != count:
         assert time.monotonic() < deadline, found
@@ -98,7 +96,6 @@ def test_a_run_whose_probes_get_a_signal_ends(runs: ForkedRuns, tmp_path: Path, 
 
 
 def test_a_run_that_is_killed_while_it_probes_leaves_nothing_behind(runs: ForkedRuns, tmp_path: Path) -> None:
-    """A probe whose peer never comes waits in a collective when its rank is gone."""
     with ThreadPoolExecutor() as pool:
         run = pool.submit(runs.run, arguments(tmp_path, "fsdp", **AUTO, training__global_batch_size=2), ranks=2)
         waiting, stopped = await_probes(2)

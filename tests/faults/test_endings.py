@@ -79,7 +79,6 @@ def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path,
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: ForkedRuns, tmp_path: Path) -> None:
-    """A billion of them. With the answer that the run refuses, and without."""
     endless = {"training__num_train_steps": 10**9, "training__save_steps": 1, "training__save_total_limit": "null"}
     told = "has up to 1,000,000,000 checkpoints of 617.5 KB at a time (training.save_total_limit=None"
     refuses = arguments(tmp_path / "refused", **endless, infra__require_disk_space="true")
@@ -118,7 +117,6 @@ def test_on_a_full_disk_the_ending_is_the_true_one(
 
 
 def test_a_resume_on_a_full_disk_says_what_is_wrong(small_disk: tuple[ForkedRuns, Path, Path]) -> None:
-    """First the damaged checkpoint that it is given, then, with the other one, the disk."""
     runs, mount, seen = small_disk
     command = arguments(mount / "run")
     runs.run(command, faults=[{"kind": "full_disk", "after_commits": 2, "path": str(mount / "ballast")}]).ended_with(0)

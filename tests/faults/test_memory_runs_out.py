@@ -99,7 +99,6 @@ def assert_can_be_continued_with(proposed: list[str], settings: list[str]) -> No
 
 
 def test_a_run_says_what_its_tensors_take(runs: ForkedRuns, tmp_path: Path) -> None:
-    """With ZeRO-3 and an offloaded optimizer, as a run has by default."""
     settings = overrides(tmp_path, **STEPS | {"training__num_train_steps": 3, "training__save_steps": 3})
     finished = runs.run(["--config", QUICKSTART, *settings], ranks=2).ended_with(0)
     assert "estimated peak per rank " in finished.output
@@ -108,7 +107,6 @@ def test_a_run_says_what_its_tensors_take(runs: ForkedRuns, tmp_path: Path) -> N
 
 
 def test_the_estimate_of_the_quickstart_is_near_its_peak(tmp_path: Path) -> None:
-    """In a process of its own, which loads all that a rank loads."""
     steps = {"num_train_steps": 4, "warmup_steps": 1, "save_steps": 2, "eval_steps": 2, "eval_samples": 8}
     more = {"logging_steps": 1, "report_to": "none", "export_at_end": "false"}
     settings = [f"training.{name}={value}" for name, value in (steps | more).items()]

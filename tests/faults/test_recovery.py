@@ -98,7 +98,6 @@ def never_seen(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> li
 def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
     runs: ForkedRuns, never_seen: list[tuple[int, float, float, float]], tmp_path: Path
 ) -> None:
-    """That every engine at every stage goes back to the bit is shown in tests/distributed."""
     bad = [{"kind": "bad_data", "at": 15, "until": 15}]
     settings = ROLLBACK | {"training__bf16": "false", "infra__offload_optimizer": "cpu"}
     result = runs.run(arguments(tmp_path, "deepspeed", **settings), ranks=2, faults=bad).ended_with(0)

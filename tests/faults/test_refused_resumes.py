@@ -46,7 +46,6 @@ def finished(runs: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def run_folder(finished: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run."""
     return shutil.copytree(finished, tmp_path / "run", symlinks=True)
 
 
@@ -89,7 +88,6 @@ def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, 
 
 
 def test_three_ranks_of_the_other_engine_go_on_with_the_same_data(runs: ForkedRuns, run_folder: Path) -> None:
-    """The lanes of one rank are dealt to three; what follows is what one rank would have done."""
     more = {"training__num_train_steps": 10, "training__lr_scheduler_type": "constant", "training__bf16": "false"}
     expected = run_folder.with_name("expected")
     changed = {**more, "training__warmup_steps": 0}

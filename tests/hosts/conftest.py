@@ -19,7 +19,6 @@ HOSTS = 15
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test that asks for the rig is marked."""
     for item in items:
         if "rig" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.hosts)
@@ -35,7 +34,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 
 @pytest.fixture(scope="session")
 def slurm(rig: Rig) -> Rig:
-    """The rig, with Slurm over node0 and node1."""
     rig.start_slurm("node0", "node1")
     return rig
 

@@ -125,7 +125,6 @@ def _path() -> str:
 
 
 def until(condition: Callable[[], Any], seconds: float, pause: float = 0.3) -> Any:
-    """The condition's first value that is true. Raises TimeoutError."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -198,7 +197,6 @@ class Rig:
             until((self.folder / f"up.{name}").exists, 30, 0.02)
 
     def _hold(self, *command: str, **variables: str) -> subprocess.Popen[bytes]:
-        """Start what ends with this process."""
         words = ["setpriv", "--pdeathsig", "KILL", *command]
         self._holders.append(holder := subprocess.Popen(words, env=os.environ | ENVIRONMENT | variables))
         return holder
@@ -227,7 +225,6 @@ class Rig:
     def run(
         self, host: str, *command: str, check: bool = True, timeout: float = 240.0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end. Raises CalledProcessError, unless `check` is false."""
         return subprocess.run(
             self._entered(host, command),
             env=self._environment(variables),
@@ -245,7 +242,6 @@ class Rig:
         return os.environ | ENVIRONMENT | own | {"SLURM_CONF": str(self.folder / "slurm" / "slurm.conf")} | variables
 
     def processes(self, host: str) -> dict[str, list[psutil.Process]]:
-        """The processes that a run has on a host, by what they are to it."""
         found: dict[str, list[psutil.Process]] = {}
         for process in psutil.process_iter():
             try:
@@ -262,7 +258,6 @@ class Rig:
             process.send_signal(number)
 
     def cut(self, host: str) -> None:
-        """Nothing reaches the host any more, and nobody is told."""
         self._ip("link", "set", host, "down")
 
     def mend(self, host: str) -> None:

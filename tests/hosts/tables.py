@@ -130,7 +130,6 @@ BEGIN, END = "<!-- deaths: written by tests/hosts/tables.py -->\n", "<!-- end of
 
 
 def deaths_table() -> str:
-    """The deaths as docs/launch.md shows them."""
     rows = [
         "| launcher | what happens | who notices | all has ended within | `run.json` | launcher's code | lost |",
         "|" + "---|" * 7,

@@ -89,7 +89,6 @@ def lose_a_host(rig: Rig, pairs: Pairs) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def pairs(rig: Rig) -> Pairs:
-    """Hosts for a run each, which nothing else uses."""
     free: Pairs = SimpleQueue()
     for pair in zip(rig.hosts[2:-1:2], rig.hosts[3:-1:2], strict=True):
         free.put(pair)
@@ -98,7 +97,6 @@ def pairs(rig: Rig) -> Pairs:
 
 @pytest.fixture(scope="module")
 def ends(rig: Rig, pairs: Pairs, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[Any]]]:
-    """The deaths that are asked for, under way."""
     items = request.session.items
     names = [item.name.rpartition("[")[2].rstrip("]") for item in items if item.path == request.path]
     with ThreadPoolExecutor(AT_A_TIME) as pool:

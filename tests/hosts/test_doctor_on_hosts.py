@@ -11,7 +11,6 @@ DOCTOR = ("ds-encdec", "doctor", "quickstart", "--json")
 
 
 def wrong(report: str) -> dict[str, list[dict[str, Any]]]:
-    """The findings that are not well, by check."""
     found: dict[str, list[dict[str, Any]]] = {}
     for finding in json.loads(report)["findings"]:
         if not finding["passed"]:

@@ -73,8 +73,6 @@ JOBS = {
 
 @dataclass
 class Jobs:
-    """What has run so far."""
-
     rig: Rig
     forked: ForkedRuns
     finished: dict[str, Finished] = field(default_factory=dict)

@@ -72,11 +72,9 @@ def start(rig: Rig, typed: str, *hosts: str, log: Path) -> list[subprocess.Popen
 
 
 def told(folder: Path) -> dict[str, Any]:
-    """What run.json says; nothing where there is none."""
     file = folder / "run.json"
     return dict(json.loads(file.read_text())) if file.exists() else {}
 
 
 def saved(folder: Path) -> list[int]:
-    """The steps of its checkpoints."""
     return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-????????"))

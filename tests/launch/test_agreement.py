@@ -86,7 +86,6 @@ RANKS = "for ranks 0-1 (node0), 2 (node1)"
     ],
 )
 def test_rank_zero_settles_what_all_must_know(changes: Any, is_error: bool, line: str) -> None:
-    """Versions may differ in their last part."""
     if is_error:
         with pytest.raises(ConfigError) as refused:
             merge_rank_facts(places(**changes), HOSTS)
@@ -110,8 +109,6 @@ def test_only_ranks_with_cores_in_common_share_them() -> None:
 
 
 class TwoRanks(HostCollectives):
-    """Rank 0 of two, the other of which reads the data `theirs`."""
-
     def __init__(self, theirs: dict[str, Any]) -> None:
         super().__init__()
         self.theirs = flat(theirs)

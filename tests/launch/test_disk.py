@@ -75,7 +75,6 @@ def test_a_damaged_file_is_replaced(cache_folder: Path, damage: Callable[[bytes]
 def test_without_a_cache_the_text_is_made_every_time(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For want of the files that it is made from, of a folder, and of a home."""
 
     def made_from() -> Iterator[bytes]:
         yield (tmp_path / "nowhere.py").read_bytes()

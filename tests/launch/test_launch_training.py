@@ -16,7 +16,6 @@ LAUNCHER = '#!/bin/bash\necho "$(basename "$0") $*"\necho "$WANDB_PROJECT"\n'
 
 @pytest.fixture
 def scripts(tmp_path: Path) -> Path:
-    """A folder with the script, in an environment whose launchers say with what they were started."""
     (tmp_path / "mpi").mkdir()
     for name in ("launch_training.sh", "quickstart.sh", "mpi/run.sh"):
         (tmp_path / name).write_text((REPOSITORY / "scripts" / name).read_text())
@@ -153,7 +152,6 @@ echo '{"train/loss": 8.0, "train/loss_R1": 8.5}
 def test_the_quickstart_takes_settings_in_any_words_and_shows_a_table(
     scripts: Path, words: list[str], launcher: str
 ) -> None:
-    """Its first interval may be without a denoiser."""
     train = f'#!/bin/sh\n[ "$1" != train ] || exec {sys.executable} -m ds_encdec.cli "$@"\n'
     add_programs(scripts, **dict.fromkeys(("deepspeed", "torchrun"), QUICKSTART_LAUNCHER), **{"ds-encdec": train})
     result = bash(REPOSITORY, str(scripts / "quickstart.sh"), *(word.format(run=scripts / "run") for word in words))

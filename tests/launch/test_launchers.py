@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import QUICKSTART, TRAIN, environment, free_port, is_running, launcher, overrides, run, wait_until
+from tiny_run import QUICKSTART, TRAIN, environment, free_port, is_running, launcher, overrides, wait_until
 
 pytestmark = pytest.mark.launch
 
@@ -24,10 +24,8 @@ from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.world import discover
 
-folder, waits = Path(sys.argv[-2]), sys.argv[-1] == "wait"
-world = discover(os.environ)
-device = choose_device("cpu", world)
-init_process_group(world, device, timedelta(seconds=60), sys.argv[-3])
+folder, world = Path(sys.argv[-1]), discover(os.environ)
+init_process_group(world, choose_device("cpu", world), timedelta(seconds=60), "deepspeed")
 import torch, torch.distributed as dist
 total = torch.tensor([world.rank + 1])
 dist.all_reduce(total)
@@ -35,43 +33,28 @@ report = {**dataclasses.asdict(world), "sum": int(total), "backend": dist.get_ba
 with StopRequest(world, poll_seconds=0.1) as stop:
     (folder / f"rank{world.rank}.tmp").write_text(json.dumps(report))
     (folder / f"rank{world.rank}.tmp").rename(folder / f"rank{world.rank}.json")
-    while waits and not stop.requested:
+    while not stop.requested:
         time.sleep(0.05)
     (folder / f"reason{world.rank}").write_text(str(stop.reason))
 shutdown()
 """
 
 
-def command(name: str, folder: Path, engine: str, act: str) -> list[str]:
-    (folder / "rank.py").write_text(RANK)
-    return [*launcher(name, script=str(folder / "rank.py")), engine, str(folder), act]
-
-
-def assert_placed(folder: Path) -> None:
-    worlds = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    for rank, world in enumerate(worlds):
-        assert (world["rank"], world["local_rank"], world["world_size"]) == (rank, rank, 2)
-        assert (world["local_world_size"], world["num_nodes"], world["node_rank"]) == (2, 1, 0)
-        assert (world["launcher"], world["backend"], world["sum"]) == ("deepspeed", "gloo", 3)
-    assert len({(world["master_addr"], world["master_port"]) for world in worlds}) == 1
-
-
-def test_ranks_of_a_host_file_find_their_place(tmp_path: Path) -> None:
-    done = run(command("hostfile", tmp_path, "deepspeed", "go"), tmp_path)
-    assert done.returncode == 0, done.stdout
-    assert_placed(tmp_path)
-
-
-def test_ranks_stop_when_deepspeed_itself_is_ended(tmp_path: Path) -> None:
-    """DeepSpeed's single-node runner can tell nobody, and its ranks would train on as orphans."""
-    process = subprocess.Popen(command("deepspeed", tmp_path, "fsdp", "wait"), cwd=tmp_path, env=environment())
+def test_ranks_of_a_host_file_find_their_place_and_stop_when_deepspeed_itself_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [*launcher("hostfile", script=str(tmp_path / "rank.py")), str(tmp_path)]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment())
     reports = [tmp_path / f"rank{rank}.json" for rank in (0, 1)]
     try:
         wait_until(lambda: all(report.exists() for report in reports))
-        assert_placed(tmp_path)
-        ranks = [json.loads(report.read_text())["pid"] for report in reports]
+        worlds = [json.loads(report.read_text()) for report in reports]
+        for rank, world in enumerate(worlds):
+            assert (world["rank"], world["local_rank"], world["world_size"]) == (rank, rank, 2)
+            assert (world["local_world_size"], world["num_nodes"], world["node_rank"]) == (2, 1, 0)
+            assert (world["launcher"], world["backend"], world["sum"]) == ("deepspeed", "gloo", 3)
+        assert len({(world["master_addr"], world["master_port"]) for world in worlds}) == 1
         process.kill()
-        wait_until(lambda: not any(map(is_running, ranks)), 120)
+        wait_until(lambda: not any(is_running(world["pid"]) for world in worlds), 120)
     finally:
         process.kill()
         process.wait()

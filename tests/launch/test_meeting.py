@@ -28,7 +28,6 @@ from ds_encdec.launch.world import World
 
 
 def held(ranks: dict[int, Callable[[World], Any]], *, world_size: int = 2) -> dict[int, Any]:
-    """What each rank's function returns, or the error it raises."""
     first = World(world_size=world_size, local_world_size=world_size, master_port=free_port())
     outcomes: dict[int, Any] = {}
 
@@ -192,7 +191,6 @@ def test_settings_that_differ_end_all_ranks(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rank_without_its_configuration_ends_one_that_waits(tmp_path: Path) -> None:
-    """Two processes started by hand, as the program's user sees them."""
     port = str(free_port())
     settings = overrides(tmp_path / "run", infra__distributed_type="fsdp", infra__offload_optimizer="none")
     ranks = [

@@ -69,7 +69,6 @@ def test_a_host_without_memory(action: Callable[[], object]) -> None:
     ids=lambda value: str(value)[:20],
 )
 def test_a_device_without_memory(error: BaseException, free_bytes: float, elsewhere: float | None) -> None:
-    """In one line that still says what ran out."""
     named = named_error(error, 0)
     assert is_out_of_memory(error)
     assert is_of_device(error, free_bytes)
@@ -93,7 +92,6 @@ def test_other_errors_are_others(error: Exception) -> None:
 
 
 def test_the_last_words_of_a_process_are_understood() -> None:
-    """The kernel's own phrase as torch repeats it, from wherever the text comes."""
     words = "RuntimeError: unable to mmap 17592186044416 bytes from file </weights>: Cannot allocate memory (12)"
     assert says_out_of_memory(f"Traceback (most recent call last):\n  …\n{words}")
     assert not says_out_of_memory("unable to allocate shared memory(shm): No space left on device (28)")

@@ -21,14 +21,12 @@ from ds_encdec.launch.world import discover
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """A folder that a run has claimed."""
     folder = RunFolder(str(tmp_path / "run"))
     folder.claim(resume=False)
     return folder
 
 
 def again(folder: RunFolder) -> RunFolder:
-    """The same folder, as another process sees it."""
     return RunFolder(str(folder.root))
 
 
@@ -92,7 +90,6 @@ def fail(root: str, rank: int) -> None:
 def test_a_file_system_without_locks_is_not_taken_for_a_held_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The answer of such a file system is put in its place: none can be mounted here."""
 
     def no_locks(file: object, operation: int) -> None:
         raise OSError(number, os.strerror(number))
@@ -123,7 +120,6 @@ def test_on_a_full_disk_an_ending_is_written_over_the_old_text(
 
 
 def raised(kind: type[Exception], earlier: OSError, *, explicitly: bool) -> Exception:
-    """An error of `kind` that is raised while `earlier` is handled, as errors come to be."""
     try:
         try:
             raise earlier

@@ -70,7 +70,6 @@ def test_a_channel_without_files_of_one_kind_is_named(tmp_path: Path, files: tup
 
 @pytest.mark.launch
 def test_a_job_trains_and_hands_over_the_model(tmp_path: Path) -> None:
-    """As the training toolkit starts it with torch_distributed: by torchrun, hyperparameters twice."""
     checkpoints, model = tmp_path / "checkpoints", tmp_path / "model"
     tiny = overrides(checkpoints, training__num_train_steps=4, training__save_steps=4, training__eval_samples=0)
     given = dict(word.split("=", 1) for word in tiny) | {"config": QUICKSTART, "infra.distributed_type": "fsdp"}

@@ -35,7 +35,6 @@ def raiser(error: Exception) -> Callable[..., Any]:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[StopRequest], object]:
-    """Starts a run whose ranks meet without a process group."""
     monkeypatch.setattr(select, "init_process_group", lambda *_, first, **__: first() or "fsdp")
     settings = overrides(tmp_path, infra__distributed_type="fsdp", infra__offload_optimizer="none")
     config = load_config(QUICKSTART, settings)
@@ -45,7 +44,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[StopRequ
 def test_a_rank_whose_peer_stopped_in_the_meeting_is_stopped_too(
     start: Callable[[StopRequest], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in for the exchange that breaks, with gloo's words."""
     broken = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
     monkeypatch.setattr(HostCollectives, "sum", raiser(broken))
     with StopRequest(SINGLE) as stop:
@@ -68,8 +66,6 @@ def test_a_rank_that_ends_itself_is_in_run_json(
 
 
 class TwoRanks(HostCollectives):
-    """Collectives of rank 0 of two, the other of which is the process `pid`."""
-
     def __init__(self, pid: int) -> None:
         super().__init__()
         self.pid = pid
@@ -82,7 +78,6 @@ class TwoRanks(HostCollectives):
 def test_a_rank_that_is_killed_before_the_run_runs_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: str | None
 ) -> None:
-    """The other waits for it, as in a GPU's collective."""
     folder = RunFolder(str(tmp_path))
     folder.claim(resume=False)
     if earlier is not None:

@@ -106,7 +106,6 @@ def test_a_command_that_could_not_go_on_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.distributed
 def test_a_killed_rank_costs_a_start_and_no_step(tmp_path: Path) -> None:
-    """It is killed once, and the script starts it again; where torchrun's agent does: tests/hosts."""
     folder, killed = tmp_path / "run", tmp_path / "killed"
     program = (
         "import os, signal, sys; from pathlib import Path\n"

@@ -81,7 +81,6 @@ def run_ranks(folder: Path, kind: str) -> tuple[list[int | None], list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with a run in it that hung at an earlier start."""
     earlier = tmp_path / "run" / "stacks" / "20260101-000000"
     earlier.mkdir(parents=True)
     (earlier / "rank-1.txt").write_text("an earlier hang")

@@ -49,7 +49,6 @@ def overrides(output_dir: Path, **changes: Any) -> list[str]:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -68,14 +67,12 @@ def launcher(name: str, ranks: int = 2, script: str = TRAIN) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment without variables of an enclosing launcher."""
     foreign = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
     kept = {name: value for name, value in os.environ.items() if name not in foreign}
     return kept | {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
 def run(command: list[str], cwd: Path, timeout: float = 300.0, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run to the end; stdout and stderr come back together as stdout."""
     return subprocess.run(
         command,
         cwd=cwd,
@@ -88,7 +85,6 @@ def run(command: list[str], cwd: Path, timeout: float = 300.0, **variables: str)
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> None:
-    """Return as soon as the condition holds; fail after so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s"
@@ -96,7 +92,6 @@ def wait_until(condition: Callable[[], object], seconds: float = 300.0) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and has not ended, as one that nobody has waited for has."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
