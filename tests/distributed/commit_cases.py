@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from small_run import MODEL, SHORT_ACCUMULATION, run_config, weights
+from engine_cases import short_engine
 
 from ds_encdec.base.types import DataError, DsEncDecError, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.engine.select import create_engine, resolve_engine
-from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-from ds_encdec.launch.world import discover
+from ds_encdec.launch.host_collectives import HostCollectives
 
 
 def error_of(action: Any) -> tuple[str, str]:
@@ -192,6 +190,4 @@ def fail_once(folder: Path, engine_name: str, in_background: bool) -> dict[str, 
 def make_engine(name: str) -> Any:
     if name == "shards":
         return SlowShards(num_bytes=100_000)
-    config = run_config(distributed_type=name, gradient_accumulation_steps=SHORT_ACCUMULATION)
-    context = RunContext(discover(os.environ), torch.device("cpu"), resolve_engine(config), HostCollectives())
-    return create_engine(config, context, MODEL, weights, SHORT_ACCUMULATION)
+    return short_engine(distributed_type=name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_steps import train_on
 from packed_batches import random_batch
 from small_run import MODEL, REGULARIZED, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
@@ -37,12 +38,7 @@ def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
     for step in range(steps):
         lanes = lane_batches(step, world_size)
         target_tokens = sum(batch.target_tokens for batch in lanes)
-        total = 0.0
-        for index, batch in enumerate(lanes):
-            loss = oracle.forward(batch)
-            total += float(loss.total.detach())
-            oracle.backward(loss, target_tokens=target_tokens, last=index == len(lanes) - 1)
-        result = oracle.step()
+        total, result = train_on(oracle, lanes, target_tokens)
         trained.append((total / target_tokens, float(result.grad_norm), result.learning_rate))
     after = oracle.evaluate(held_out)
     return {

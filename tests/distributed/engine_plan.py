@@ -1,109 +1,164 @@
-"""Which cases of engine_cases.py run at which world size, in one start of processes each: starting takes seconds."""
+"""The table of cases: what every engine runs on how many ranks, in one start of processes each, which takes seconds."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from engine_steps import Case
-from small_run import FREEZE, LORA, OWN_OPTIMIZER, REGULARIZED, SHORT_STEPS
+from gloo_ranks import RankFailure, run_ranks
+from small_run import FREEZE, LORA, NF4, OWN_OPTIMIZER, REGULARIZED, SHORT_STEPS
+
+from ds_encdec.registry.engines import EngineName
+
+Settings = dict[str, Any]
+"""Overrides of `small_run.run_config`."""
+Table = dict[EngineName, dict[str, Settings]]
+"""Runs of each engine by name."""
 
 LANES = 4
 SAVED_STEP, LAST_STEP = 3, 5
 """Of the runs that go on elsewhere: all steps are made of four lanes, and what is saved is the state after three."""
 
+
+def zero(stage: int, **more: Any) -> Settings:
+    """A run under DeepSpeed."""
+    return {"sharding_stage": f"zero{stage}", **more}
+
+
+def fsdp(stage: int, **more: Any) -> Settings:
+    """A run under FSDP2, or DDP at stage 0."""
+    kind = "fsdp" if stage else "ddp"
+    return {"distributed_type": kind, "deepspeed_extra": {}, "sharding_stage": f"zero{stage}", **more}
+
+
+BF16: Settings = {"bf16": True}
+OFFLOAD: Settings = {"offload_optimizer": "cpu"}
+OFFLOAD_ALL: Settings = {"offload_optimizer": "cpu", "offload_params": "cpu"}
+RECOMPUTE: Settings = {"activation_checkpointing": "full"}
+ACTIVATION_OFFLOAD: Settings = {**RECOMPUTE, "activation_offload": True}
+WSD: Settings = {"lr_scheduler_type": "wsd", "wsd_decay_fraction": 0.75, "steps": SHORT_STEPS + 1}
+DECAY: Settings = {"lr_scheduler_type": "WarmupDecayLR"}
+MUON: Settings = {"optimizer": "muon"}
+HYBRID_OF_ONE: Settings = {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 1}
+HYBRID_OF_TWO: Settings = {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2}
+REDUCE_ALWAYS: Settings = {**HYBRID_OF_TWO, "sharding_stage": "zero2_hybrid", "fsdp_reduce_every_micro_batch": True}
+
 # ZeRO-3 with what it is given by default: parameters as small as these stay whole between steps.
-DEFAULT_PERSISTENCE = {"deepspeed_extra": {}}
+PERSISTENT: Settings = {"deepspeed_extra": {}}
 # DeepSpeed then builds another optimizer for stage 1, with the norm in another place.
-FLOAT32_ACCUMULATION = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
-
-PARITY: dict[int, dict[str, dict[str, Any]]] = {
-    1: {
-        "zero0": {"sharding_stage": "zero0", "steps": SHORT_STEPS},
-        "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
-        "zero2-regularized": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **REGULARIZED},
-        "zero3-offload": {"offload_optimizer": "cpu", "steps": SHORT_STEPS},
-    },
-    2: {
-        "zero0": {"sharding_stage": "zero0", "steps": SHORT_STEPS},
-        "zero1-wsd": {
-            "sharding_stage": "zero1",
-            "lr_scheduler_type": "wsd",
-            "wsd_decay_fraction": 0.75,
-            "steps": SHORT_STEPS + 1,
-        },
-        "zero1-lora": {"sharding_stage": "zero1", "steps": SHORT_STEPS, **LORA},
-        "zero2-offload": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "steps": SHORT_STEPS},
-        "zero2-regularized": {"sharding_stage": "zero2", "steps": SHORT_STEPS, **REGULARIZED},
-        "zero3": {"steps": SHORT_STEPS},
-        "zero3-offload-all": {"offload_optimizer": "cpu", "offload_params": "cpu", "steps": SHORT_STEPS},
-        "zero3-persistent": {"steps": SHORT_STEPS, **DEFAULT_PERSISTENCE},
-        "zero3-recompute-regularized": {"steps": SHORT_STEPS, "activation_checkpointing": "full", **REGULARIZED},
-        "zero3-activation-offload": {
-            "steps": SHORT_STEPS,
-            "activation_checkpointing": "full",
-            "activation_offload": True,
-        },
-        "zero3-lora-offload-all": {
-            "offload_optimizer": "cpu",
-            "offload_params": "cpu",
-            "activation_checkpointing": "full",
-            "steps": SHORT_STEPS,
-            **LORA,
-        },
-        "zero3-freeze": {"steps": SHORT_STEPS, **FREEZE},
-        "zero0-own-optimizer": {"sharding_stage": "zero0", "steps": SHORT_STEPS, **OWN_OPTIMIZER},
-        "zero2-own-optimizer-offload": {
-            "sharding_stage": "zero2",
-            "offload_optimizer": "cpu",
-            "steps": SHORT_STEPS,
-            **OWN_OPTIMIZER,
-        },
-        "zero3-own-optimizer": {"steps": SHORT_STEPS, **OWN_OPTIMIZER},
-    },
-}
-"""Float32 runs that must be the oracle's, by number of ranks and name.
-
-ZeRO-3's steps take ten times those of the others; fifty of them are compared in test_parity_table.py.
-"""
-
+FLOAT32_ACCUMULATION: Settings = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
 # Several of the optimizer's tensors to a parameter group, each with its own Adam step.
-SUB_GROUPS = {
+SUB_GROUPS: Settings = {
     "deepspeed_extra": {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 1000}}
 }
 
-RESUMES: dict[str, dict[str, Any]] = {
-    "zero0-bf16": {"sharding_stage": "zero0", "bf16": True},
-    "zero1-bf16": {"sharding_stage": "zero1", "bf16": True, "lr_scheduler_type": "WarmupCosineLR"},
-    "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
-    "zero2": {"sharding_stage": "zero2"},
-    "zero2-offload-bf16": {"sharding_stage": "zero2", "offload_optimizer": "cpu", "bf16": True},
-    "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
-    "zero3-sub-groups": SUB_GROUPS,
-    "zero3-persistent": {"bf16": True, "lr_scheduler_type": "WarmupDecayLR", **DEFAULT_PERSISTENCE},
-    "zero3-lora-offload-all-bf16": {"offload_optimizer": "cpu", "offload_params": "cpu", "bf16": True, **LORA},
-    "zero3-freeze-bf16": {"bf16": True, **FREEZE},
-    "zero0-own-optimizer-bf16": {"sharding_stage": "zero0", "bf16": True, **OWN_OPTIMIZER},
-    "zero1-own-optimizer-bf16-float32-accumulation": {
-        "sharding_stage": "zero1",
-        "bf16": True,
-        **FLOAT32_ACCUMULATION,
-        **OWN_OPTIMIZER,
+PARITY: dict[tuple[EngineName, int], dict[str, Settings]] = {
+    ("deepspeed", 1): {
+        "zero0": zero(0),
+        "zero2-offload": zero(2, **OFFLOAD),
+        "zero2-regularized": zero(2, **REGULARIZED),
+        "zero3-offload": zero(3, **OFFLOAD),
     },
-    "zero3-own-optimizer-offload-bf16": {"offload_optimizer": "cpu", "bf16": True, **OWN_OPTIMIZER},
+    ("deepspeed", 2): {
+        "zero0": zero(0),
+        "zero1-wsd": zero(1, **WSD),
+        "zero1-lora": zero(1, **LORA),
+        "zero2-offload": zero(2, **OFFLOAD),
+        "zero2-regularized": zero(2, **REGULARIZED),
+        "zero3": zero(3),
+        "zero3-offload-all": zero(3, **OFFLOAD_ALL),
+        "zero3-persistent": zero(3, **PERSISTENT),
+        "zero3-recompute-regularized": zero(3, **RECOMPUTE, **REGULARIZED),
+        "zero3-activation-offload": zero(3, **ACTIVATION_OFFLOAD),
+        "zero3-lora-offload-all": zero(3, **OFFLOAD_ALL, **RECOMPUTE, **LORA),
+        "zero3-freeze": zero(3, **FREEZE),
+        "zero0-own-optimizer": zero(0, **OWN_OPTIMIZER),
+        "zero2-own-optimizer-offload": zero(2, **OFFLOAD, **OWN_OPTIMIZER),
+        "zero3-own-optimizer": zero(3, **OWN_OPTIMIZER),
+    },
+    ("fsdp", 1): {
+        "zero0": fsdp(0),
+        "zero2": fsdp(2),
+        "zero3-offload": fsdp(3, **OFFLOAD),
+        "zero3-regularized": fsdp(3, **REGULARIZED),
+        "zero2-muon": fsdp(2, **MUON),
+    },
+    ("fsdp", 2): {
+        "zero0": fsdp(0),
+        "zero3": fsdp(3),
+        "zero1-wsd": fsdp(1, **WSD),
+        "zero2-offload": fsdp(2, **OFFLOAD),
+        "zero3-offload": fsdp(3, **OFFLOAD_ALL),
+        "zero3_hybrid-of-one": {**fsdp(3), **HYBRID_OF_ONE},
+        "zero3-full-regularized": fsdp(3, **RECOMPUTE, **REGULARIZED),
+        "zero3-selective": fsdp(3, activation_checkpointing="selective"),
+        "zero3-activation-offload": fsdp(3, **ACTIVATION_OFFLOAD),
+        "zero3-compile-full": fsdp(3, **RECOMPUTE, torch_compile=True, residual_dropout=0.1),
+        "zero0-lora-nf4": fsdp(0, **RECOMPUTE, **NF4),
+        "zero3-lora-offload": fsdp(3, **OFFLOAD, **RECOMPUTE, **LORA),
+        "zero0-muon": fsdp(0, **MUON),
+        "zero3-own-optimizer-offload": fsdp(3, **OFFLOAD, **OWN_OPTIMIZER),
+        "zero3-muon-offload-freeze": fsdp(3, **OFFLOAD, **MUON, **FREEZE),
+    },
+    ("fsdp", 4): {
+        "zero3": fsdp(3),
+        "zero2_hybrid-reduce-always": {**fsdp(2), **REDUCE_ALWAYS},
+        "zero3_hybrid-muon": {**fsdp(3), **HYBRID_OF_TWO, **MUON},
+    },
 }
-"""Runs that are saved and resumed, by name. They change no setting."""
+"""Float32 runs that must be the oracle's, by engine, number of ranks and name.
 
-SKIPS = (
-    "zero0-bf16",
-    "zero1-bf16",
-    "zero1-bf16-float32-accumulation",
-    "zero2-offload-bf16",
-    "zero3-offload-bf16",
-)
+DeepSpeed's ZeRO-3 takes ten times as long as the others; fifty steps are compared in test_parity_table.py.
+"""
+
+SAVES: Table = {
+    "deepspeed": {
+        "zero0-bf16": zero(0, **BF16),
+        "zero1-bf16": zero(1, **BF16, lr_scheduler_type="WarmupCosineLR"),
+        "zero1-bf16-float32-accumulation": zero(1, **BF16, **FLOAT32_ACCUMULATION),
+        "zero2": zero(2),
+        "zero2-offload-bf16": zero(2, **OFFLOAD, **BF16),
+        "zero3-offload-bf16": zero(3, **OFFLOAD, **BF16),
+        "zero3-sub-groups": zero(3, **SUB_GROUPS),
+        "zero3-persistent": zero(3, **BF16, **DECAY, **PERSISTENT),
+        "zero3-lora-offload-all-bf16": zero(3, **OFFLOAD_ALL, **BF16, **LORA),
+        "zero3-freeze-bf16": zero(3, **BF16, **FREEZE),
+        "zero0-own-optimizer-bf16": zero(0, **BF16, **OWN_OPTIMIZER),
+        "zero1-own-optimizer-bf16-float32-accumulation": zero(1, **BF16, **FLOAT32_ACCUMULATION, **OWN_OPTIMIZER),
+        "zero3-own-optimizer-offload-bf16": zero(3, **OFFLOAD, **BF16, **OWN_OPTIMIZER),
+    },
+    "fsdp": {
+        "zero3": fsdp(3, **DECAY),
+        "zero3-offload-bf16": fsdp(3, **OFFLOAD, **BF16),
+        "zero3_hybrid": {**fsdp(3), **HYBRID_OF_ONE, "fsdp_reduce_every_micro_batch": True},
+        "zero0-lora-nf4-bf16": fsdp(0, **BF16, **NF4),
+        "zero0-freeze-bf16": fsdp(0, **BF16, **FREEZE),
+        "zero2-muon-bf16": fsdp(2, **BF16, **MUON),
+        "zero3-own-optimizer": fsdp(3, **OWN_OPTIMIZER),
+    },
+}
+"""Runs of two ranks that are saved and loaded. They change no setting.
+
+The files of those in bf16, and of those with another optimizer, are written by a thread while training goes on.
+"""
+
+SKIPS: dict[EngineName, tuple[str, ...]] = {
+    "deepspeed": (
+        "zero0-bf16",
+        "zero1-bf16",
+        "zero1-bf16-float32-accumulation",
+        "zero2-offload-bf16",
+        "zero3-offload-bf16",
+    ),
+    "fsdp": ("zero0-freeze-bf16", "zero2-muon-bf16", "zero3", "zero3-offload-bf16"),
+}
 """Those of them that are also made with skipped steps."""
 
-OTHER_SETTINGS = {
+OTHER_SETTINGS: Settings = {
     "learning_rate": 3e-3,
     "weight_decay": 0.3,
     "adam_beta1": 0.8,
@@ -111,135 +166,228 @@ OTHER_SETTINGS = {
     "max_grad_norm": 0.2,
     "num_train_steps": 5,
 }
-CHANGED_RESUMES: dict[str, dict[str, Any]] = {
-    "zero0-cosine": {"sharding_stage": "zero0", "then": OTHER_SETTINGS},
-    "zero2-to-native": {"sharding_stage": "zero2", "then": {**OTHER_SETTINGS, "lr_scheduler_type": "WarmupDecayLR"}},
-    "zero3-offload-from-native": {
-        "offload_optimizer": "cpu",
-        "lr_scheduler_type": "WarmupDecayLR",
-        "then": {**OTHER_SETTINGS, "lr_scheduler_type": "cosine"},
+CHANGED: Table = {
+    "deepspeed": {
+        "zero0-cosine": zero(0, then=OTHER_SETTINGS),
+        "zero2-to-native": zero(2, then={**OTHER_SETTINGS, **DECAY}),
+        "zero3-offload-from-native": zero(
+            3, **OFFLOAD, **DECAY, then={**OTHER_SETTINGS, "lr_scheduler_type": "cosine"}
+        ),
     },
+    "fsdp": {"zero3-to-decay": fsdp(3, then={**OTHER_SETTINGS, **DECAY})},
 }
-"""Float32 runs that are resumed with other settings, by name."""
+"""Float32 runs that are resumed with the other settings of `then`."""
 
-UNTRAINED: dict[str, dict[str, Any]] = {
-    **{f"{stage}-bf16": {"sharding_stage": stage, "bf16": True} for stage in ("zero0", "zero1", "zero3")},
-    "zero1-bf16-float32-accumulation": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
-    "zero2-bf16-offload": {"sharding_stage": "zero2", "bf16": True, "offload_optimizer": "cpu"},
-    "zero3-bf16-offload": {"bf16": True, "offload_optimizer": "cpu", "offload_params": "cpu"},
-    "zero3-bf16-persistent": {"bf16": True, **DEFAULT_PERSISTENCE},
+UNREADABLE: Table = {"deepspeed": {"zero1": zero(1), "zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
+"""Runs whose source one rank cannot read: rank 0, which alone does so under DeepSpeed, and else the last."""
+
+DECAYING: Table = {"deepspeed": {"zero0": zero(0), "zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
+REFUSED: Table = {"deepspeed": {"zero2": zero(2), "zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
+"""Runs that are handed states of other models, and damaged ones."""
+
+UNTRAINED: dict[str, Settings] = {
+    "zero0-bf16": zero(0, **BF16),
+    "zero1-bf16": zero(1, **BF16),
+    "zero3-bf16": zero(3, **BF16),
+    "zero1-bf16-float32-accumulation": zero(1, **BF16, **FLOAT32_ACCUMULATION),
+    "zero2-bf16-offload": zero(2, **BF16, **OFFLOAD),
+    "zero3-bf16-offload": zero(3, **BF16, **OFFLOAD_ALL),
+    "zero3-bf16-persistent": zero(3, **BF16, **PERSISTENT),
 }
-"""Runs with float32 weights beside those they compute with, by name."""
-
+"""Runs of DeepSpeed with float32 weights beside those they compute with."""
 LOSSLESS = ("zero1-bf16", "zero3-bf16")
 """Those of them that also start from a bf16 source."""
 
-LEAVING: dict[str, dict[str, Any]] = {
-    "zero0": {"sharding_stage": "zero0"},
-    "zero1": {"sharding_stage": "zero1"},
-    "zero2": {"sharding_stage": "zero2"},
-    "zero3-offload": {"offload_optimizer": "cpu"},
-    "zero1-bf16": {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
-    "zero3-bf16": {"bf16": True},
+STAGING: dict[str, Settings] = {
+    "zero0": zero(0),
+    "zero1": zero(1),
+    "zero3-offload-bf16": zero(3, **OFFLOAD, **BF16),
+    # DeepSpeed makes hpZ's groups once per process: no other case here may use it.
+    "zero3-hybrid-bf16": {**BF16, **HYBRID_OF_TWO},
+}
+"""Runs of DeepSpeed that are written from copies and go back to the first of them."""
+
+SUMMED: dict[str, Settings] = {"zero2-bf16": zero(2, **BF16), "zero3-bf16": zero(3, **BF16)}
+"""Runs of DeepSpeed whose gradients are summed over one and two ranks."""
+
+TORCHS_BF16: dict[str, Settings] = {
+    "zero2-offload": fsdp(2, **OFFLOAD, **BF16),
+    "zero3-selective": fsdp(3, **BF16, activation_checkpointing="selective"),
+}
+"""Runs of FSDP2 in bf16 that are compared with plain torch."""
+
+RELOADS: dict[str, Settings] = {
+    "zero0": fsdp(0, **DECAY),
+    "zero3": fsdp(3, **DECAY),
+    "zero3_hybrid-muon": {**fsdp(3), **DECAY, **HYBRID_OF_TWO, **MUON},
+}
+"""Runs of FSDP2 on four ranks that load what two have saved."""
+
+COMMUNICATION: dict[str, Settings] = {
+    "zero0": fsdp(0),
+    "zero2": fsdp(2),
+    "zero3": fsdp(3),
+    "zero3_hybrid": {**fsdp(3), **HYBRID_OF_TWO},
+    "zero2_hybrid-reduce-always": {**fsdp(2), **REDUCE_ALWAYS},
+}
+"""Runs of FSDP2 on four ranks whose collectives are counted, and whose shards are measured."""
+
+WAITING: Table = {
+    "deepspeed": {
+        "zero0-bf16": zero(0, **BF16),
+        "zero1-bf16": zero(1, **BF16),
+        "zero1-bf16-float32-accumulation": zero(1, **BF16, **FLOAT32_ACCUMULATION),
+        "zero2-offload-bf16": zero(2, **OFFLOAD, **BF16),
+        "zero3-offload": zero(3, **OFFLOAD),
+        "zero3-offload-all-bf16": zero(3, **OFFLOAD_ALL, **BF16),
+    },
+    "fsdp": {"zero2-bf16": fsdp(2, **BF16), "zero3-offload": fsdp(3, **OFFLOAD)},
+}
+"""Runs whose waits for the device are counted."""
+
+
+def reloaded(case: str) -> str:
+    """The name of the save that a run of four ranks loads."""
+    return "zero2-muon-bf16" if "optimizer" in RELOADS[case] else "zero3"
+
+
+@functools.cache
+def checkpoints() -> Path:
+    """Where the cases leave their checkpoints, until the end of the session."""
+    folder = tempfile.TemporaryDirectory(prefix="engines-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
+
+
+def saved_to(engine: EngineName, case: str) -> Path:
+    """The checkpoint of a case of SAVES."""
+    return checkpoints() / engine / case
+
+
+def result(engine: EngineName, world_size: int, case: str) -> list[Any]:
+    """The case's result on every rank."""
+    ranks = _run(engine, world_size)
+    if isinstance(ranks, RankFailure):
+        raise ranks
+    found = [rank[case] for rank in ranks]
+    for traceback in found:
+        assert not (isinstance(traceback, str) and traceback.startswith("Traceback")), traceback
+    return found
+
+
+@functools.cache
+def _run(engine: EngineName, world_size: int) -> list[dict[str, Any]] | RankFailure:
+    try:
+        return run_ranks(f"{engine}_cases.py:run_cases", world_size, {"cases": cases(engine, world_size)}, engine)
+    except RankFailure as failure:
+        return failure  # cached like a result: every test would wait for it again
+
+
+def cases(engine: EngineName, world_size: int) -> list[Case]:
+    """All cases of one start of ranks."""
+    parity = PARITY[engine, world_size]
+    plan: list[Case] = [
+        (
+            f"parity {name}",
+            "compiled_trajectory" if "torch_compile" in given else "trajectory",
+            {"steps": SHORT_STEPS, **given},
+        )
+        for name, given in parity.items()
+    ]
+    if world_size == 2:
+        plan += _on_two_ranks(engine)
+    if engine == "deepspeed":
+        plan += [(f"summed {name}", "summed_gradient", given) for name, given in SUMMED.items()]
+    if world_size == 4:
+        plan += _on_four_ranks()
+    return plan
+
+
+def _on_two_ranks(engine: EngineName) -> list[Case]:
+    """What both engines do, and then what only one does."""
+    folder = checkpoints() / engine
+    plan: list[Case] = [(f"skip {name}", "skipping", SAVES[engine][name]) for name in SKIPS[engine]]
+    for name, given in SAVES[engine].items():
+        copy = "bf16" in given or "optimizer" in given
+        plan.append((f"save {name}", "saving", {"directory": str(folder / name), "copy": copy, **given}))
+    for name, given in CHANGED[engine].items():
+        plan.append((f"changed {name}", "resuming_changed", {"directory": str(folder / f"changed-{name}"), **given}))
+    failing = 0 if engine == "deepspeed" else 1
+    plan += [
+        (f"unreadable {name} {problem}", "unreadable_weights", {"problem": problem, "failing": failing, **given})
+        for name, given in UNREADABLE[engine].items()
+        for problem in ("shape", "error")
+    ]
+    plan += [(f"waits {name}", "waits", given) for name, given in WAITING[engine].items()]
+    plan += [(f"decay {name}", "only_decay", given) for name, given in DECAYING[engine].items()]
+    for name, given in REFUSED[engine].items():
+        plan.append((f"refused {name}", "refused_loads", {"directory": str(folder / f"refused-{name}"), **given}))
+    if engine == "deepspeed":
+        plan += [(f"compiled {compiled}", "compiling", zero(3, torch_compile=compiled)) for compiled in (False, True)]
+        plan += [
+            (f"untrained {name} {source}", "untrained", {"source": source, **given})
+            for name, given in UNTRAINED.items()
+            for source in (("float32", "bf16") if name in LOSSLESS else ("float32",))
+        ]
+        plan.append(("shards", "shard_sizes", {}))
+        for name, given in STAGING.items():
+            plan.append((f"staging {name}", "staging", {"directory": str(folder / f"staging-{name}"), **given}))
+    else:
+        for name, given in TORCHS_BF16.items():
+            plan.append((f"bf16 {name}", "trajectory", {"steps": SHORT_STEPS, **given}))
+        plan.append(("untrained", "untrained_state", fsdp(3)))
+        plan.append(("indivisible", "indivisible_ranks", {**fsdp(3), **HYBRID_OF_ONE, "hybrid_shard_size": 3}))
+        plan.append(("host copies", "host_copies", {"directory": str(folder / "host copies"), **fsdp(3)}))
+    return plan
+
+
+def _on_four_ranks() -> list[Case]:
+    plan: list[Case] = []
+    for name, given in RELOADS.items():
+        result("fsdp", 2, f"save {reloaded(name)}")  # must be there
+        plan.append((f"reload {name}", "reloading", {"directory": str(saved_to("fsdp", reloaded(name))), **given}))
+    plan += [(f"communication {name}", "communication", given) for name, given in COMMUNICATION.items()]
+    return plan
+
+
+LEAVING: dict[str, Settings] = {
+    "zero0": zero(0),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3-offload": zero(3, **OFFLOAD),
+    "zero1-bf16": zero(1, **BF16, **FLOAT32_ACCUMULATION),
+    "zero3-bf16": zero(3, **BF16),
 }
 """Runs on two ranks whose checkpoints others go on from, by name."""
 
-ARRIVING: list[tuple[int, dict[str, tuple[str, dict[str, Any]]]]] = [
+ARRIVING: list[tuple[int, dict[str, tuple[str, Settings]]]] = [
     (
         1,
         {
-            "zero3-offload to zero1": ("zero3-offload", {"sharding_stage": "zero1"}),
-            "zero1 to zero3": ("zero1", SUB_GROUPS),
-            "zero2 to zero0": ("zero2", {"sharding_stage": "zero0"}),
+            "zero3-offload to zero1": ("zero3-offload", zero(1)),
+            "zero1 to zero3": ("zero1", zero(3, **SUB_GROUPS)),
+            "zero2 to zero0": ("zero2", zero(0)),
         },
     ),
     (
         4,
         {
-            "zero1-bf16 to zero2-bf16": ("zero1-bf16", {"sharding_stage": "zero2", "bf16": True}),
-            "zero0 to zero3": ("zero0", SUB_GROUPS),
-            "zero3-bf16 to hybrid": (
-                "zero3-bf16",
-                {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "bf16": True},
-            ),
+            "zero1-bf16 to zero2-bf16": ("zero1-bf16", zero(2, **BF16)),
+            "zero0 to zero3": ("zero0", zero(3, **SUB_GROUPS)),
+            "zero3-bf16 to hybrid": ("zero3-bf16", {**BF16, **HYBRID_OF_TWO}),
         },
     ),
     (
         2,
         {
-            "back to zero2": ("zero0 to zero3", {"sharding_stage": "zero2"}),
-            "back to zero3-offload": ("zero2 to zero0", {"offload_optimizer": "cpu"}),
-            "back to zero1-bf16": (
-                "zero3-bf16 to hybrid",
-                {"sharding_stage": "zero1", "bf16": True, **FLOAT32_ACCUMULATION},
-            ),
-            "back to zero3-bf16": ("zero1-bf16 to zero2-bf16", {"bf16": True, **DEFAULT_PERSISTENCE}),
+            "back to zero2": ("zero0 to zero3", zero(2)),
+            "back to zero3-offload": ("zero2 to zero0", zero(3, **OFFLOAD)),
+            "back to zero1-bf16": ("zero3-bf16 to hybrid", zero(1, **BF16, **FLOAT32_ACCUMULATION)),
+            "back to zero3-bf16": ("zero1-bf16 to zero2-bf16", zero(3, **BF16, **PERSISTENT)),
         },
     ),
 ]
 """Number of ranks, and which checkpoint each run goes on from and how, in the order in which they can be made."""
-
-STAGING: dict[str, dict[str, Any]] = {
-    **{stage: {"sharding_stage": stage} for stage in ("zero0", "zero1")},
-    "zero3-offload-bf16": {"offload_optimizer": "cpu", "bf16": True},
-    # DeepSpeed makes hpZ's groups once per process: no other case here may use it.
-    "zero3-hybrid-bf16": {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2, "bf16": True},
-}
-"""Runs that are written from copies and go back to the first of them, by name."""
-
-UNREADABLE = {f"{stage}-{problem}": (stage, problem) for stage in ("zero1", "zero3") for problem in ("shape", "error")}
-"""Sources that rank 0 cannot read, by name."""
-
-
-SUMMED: dict[str, dict[str, Any]] = {
-    "zero2-bf16": {"sharding_stage": "zero2", "bf16": True},
-    "zero3-bf16": {"bf16": True},
-}
-"""Runs whose gradients are summed over one and two ranks, by name."""
-
-COMMUNICATION = ("zero0", "zero1", "zero2", "zero3")
-"""Stages of runs in bf16 whose bytes are counted."""
-
-
-def cases(world_size: int, folder: Path) -> list[Case]:
-    """All cases of a start with `world_size` ranks; checkpoints go under `folder`."""
-    plan: list[Case] = [(f"parity {name}", "trajectory", given) for name, given in PARITY[world_size].items()]
-    plan += [(f"summed {name}", "summed_gradient", given) for name, given in SUMMED.items()]
-    if world_size == 1:
-        return plan
-    plan += [
-        (f"communication {stage}", "communication", {"sharding_stage": stage, "bf16": True}) for stage in COMMUNICATION
-    ]
-    plan += [(f"compiled {compiled}", "compiling", {"torch_compile": compiled}) for compiled in (False, True)]
-    plan += [(f"skip {name}", "skipping", RESUMES[name]) for name in SKIPS]
-    plan += [
-        (f"resume {name}", "resuming", {"directory": str(folder / name), **given}) for name, given in RESUMES.items()
-    ]
-    plan += [
-        (f"changed {name}", "resuming_changed", {"directory": str(folder / f"changed-{name}"), **given})
-        for name, given in CHANGED_RESUMES.items()
-    ]
-    plan += [
-        (f"untrained {name} {source}", "untrained", {"source": source, **given})
-        for name, given in UNTRAINED.items()
-        for source in (("float32", "bf16") if name in LOSSLESS else ("float32",))
-    ]
-    plan += [
-        (f"unreadable {name}", "unreadable_weights", {"sharding_stage": stage, "problem": problem})
-        for name, (stage, problem) in UNREADABLE.items()
-    ]
-    plan += [(f"decay {stage}", "only_decay", {"sharding_stage": stage}) for stage in ("zero0", "zero3")]
-    plan.append(("shards", "shard_sizes", {}))
-    plan += [
-        (f"refused {stage}", "refused_loads", {"directory": str(folder / f"refused-{stage}"), "sharding_stage": stage})
-        for stage in ("zero2", "zero3")
-    ]
-    plan += [
-        (f"staging {name}", "staging", {"directory": str(folder / f"staging-{name}"), **given})
-        for name, given in STAGING.items()
-    ]
-    plan.append(("unwritable", "unwritable", {"directory": str(folder / "unwritable"), "sharding_stage": "zero2"}))
-    return plan
 
 
 def portable_cases(folder: Path) -> list[tuple[int, list[Case]]]:

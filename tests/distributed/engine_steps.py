@@ -12,7 +12,7 @@ import torch.distributed as dist
 from small_run import ACCUMULATION, lane_batches
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_encdec.base.types import LossSum
+from ds_encdec.base.types import Batch, LossSum, StepResult
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine, Veto
 from ds_encdec.engine.sharded_engine import compute_dtype, unsharded_copy
@@ -35,6 +35,23 @@ def run_all(cases: Sequence[Case], functions: Mapping[str, Callable[..., Any]]) 
     return results
 
 
+def train_on(
+    engine: Any, mine: Sequence[Batch], target_tokens: int, veto: Veto | None = None, poison: bool = False
+) -> tuple[float, StepResult]:
+    """One optimizer step of an engine, or of the oracle, on the lanes of a rank; the sum of their losses.
+
+    `poison` makes these NaN.
+    """
+    total = 0.0
+    for index, batch in enumerate(mine):
+        loss = engine.forward(batch)
+        total += float(loss.total.detach())
+        if poison:
+            loss = LossSum(loss.total * float("nan"), loss.by_denoiser, loss.tokens_by_denoiser)
+        engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
+    return total, engine.step(veto)
+
+
 def train_step(
     engine: Engine, step: int, accumulation: int = ACCUMULATION, veto: Veto | None = None, poison: bool = False
 ) -> dict[str, Any]:
@@ -42,15 +59,8 @@ def train_step(
     rank, world_size = dist.get_rank(), dist.get_world_size()
     lanes = lane_batches(step, world_size, accumulation)
     target_tokens = sum(batch.target_tokens for batch in lanes)
-    mine = lanes[rank::world_size]
-    total = torch.zeros(())
-    for index, batch in enumerate(mine):
-        loss = engine.forward(batch)
-        total += loss.total.detach()
-        if poison and rank == 0:
-            loss = LossSum(loss.total * float("nan"), loss.by_denoiser, loss.tokens_by_denoiser)
-        engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
-    result = engine.step(veto)
+    mine, result = train_on(engine, lanes[rank::world_size], target_tokens, veto, poison and rank == 0)
+    total = torch.tensor(mine)
     dist.all_reduce(total)
     return {
         "loss": float(total) / target_tokens,

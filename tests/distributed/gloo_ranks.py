@@ -1,6 +1,6 @@
 """Start real ranks on this machine: one process each, gloo between them, none left behind.
 
-`run_ranks("engine_cases.py:parity", 2, {...})` runs the function in every rank, inside an initialised process group,
+`run_ranks("commit_cases.py:unshared", 2, {...})` runs the function in every rank, inside an initialised process group,
 and returns its results in rank order. The file is looked for beside this one.
 """
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ds_encdec.config.schema import FullConfig, InfraConfig
+from small_run import run_config, small_model
+
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.registry.engines import EngineName
@@ -61,41 +63,23 @@ def run_of(engine: EngineName, case: str) -> Run:
     """Under FSDP2 rows do not divide evenly: the first rank holds more than the others."""
     stage = case.split()[0]
     vocabulary, hidden, inner = (256, 256, 512) if engine == "deepspeed" else (255, 250, 511)
-    model = Qwen3Seq2SeqConfig(
+    model = small_model(
         vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=inner,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         head_dim=64,
         tie_word_embeddings="untied" not in case,
         loss_chunk_tokens=MICRO_BATCH_TOKENS,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
     )
-    training: dict[str, Any] = {
-        "activation_checkpointing": "none",
-        "gradient_accumulation_steps": 2,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-    }
-    kind = "ddp" if engine == "fsdp" and stage == "zero0" else engine
-    infra: dict[str, Any] = {
-        "device": "cpu",
-        "distributed_type": kind,
-        "offload_optimizer": "none",
-        "sharding_stage": stage,
-    }
     given = dict((DEEPSPEED if engine == "deepspeed" else FSDP)[case])
     zero, extra = given.pop("zero", {}), given.pop("extra", {})
-    for name, value in given.items():
-        (infra if name in InfraConfig.model_fields else training)[name] = value
     if engine == "deepspeed":
         # As with real models: a bucket holds a layer's largest matrix, and only norms are small enough to stay whole.
         buckets: dict[str, Any] = {} if stage == "zero0" else {"reduce_bucket_size": 140_000}
         if stage.startswith("zero3"):
             buckets |= {"stage3_param_persistence_threshold": 1000, "stage3_prefetch_bucket_size": 140_000}
-        infra["deepspeed_extra"] = {"zero_optimization": buckets | zero, **extra}
-    return Run(FullConfig.model_validate({"training": training, "infra": infra}), model)
+        extra = {"zero_optimization": buckets | zero, **extra}
+    common = {"bf16": True, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    kind = "ddp" if engine == "fsdp" and stage == "zero0" else engine
+    infra = {"distributed_type": kind, "sharding_stage": stage, "deepspeed_extra": extra}
+    return Run(run_config(**common | infra | given), model)

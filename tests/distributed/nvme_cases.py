@@ -8,28 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_cases import adam_steps, full_weights, make_engine, save
+from deepspeed_cases import adam_steps
+from engine_cases import full_weights, make_engine, save
 from engine_steps import train_step
-from small_run import run_config
+from small_run import run_config, small_model
 
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 
-MODEL = Qwen3Seq2SeqConfig(
-    vocab_size=4096,
-    hidden_size=128,
-    intermediate_size=384,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    loss_chunk_tokens=16,
-    pad_token_id=0,
-    eos_token_id=1,
-    decoder_start_token_id=0,
-)
+MODEL = small_model(vocab_size=4096, hidden_size=128, intermediate_size=384, head_dim=32)
 """Each of two ranks has 1 MiB of the embedding, the least that is swapped, and of the layers more than that."""
 ACCUMULATION = 2
 SUB_GROUPS = {"zero_optimization": {"sub_group_size": 263_000, "stage3_param_persistence_threshold": 0}}

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine_steps import train_on
 from small_run import LORA, MODEL, lane_batches, run_config, weights
 from torch_oracle import TorchOracle
 
 from ds_encdec.base.types import Batch
-from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
@@ -94,18 +94,13 @@ def engine_losses(names: list[str], **kind: Any) -> dict[str, list[float]]:
     return found
 
 
-def _train(engine: Engine, rank: int, world_size: int, sum_over_ranks: Callable[[float], float]) -> list[float]:
+def _train(engine: Any, rank: int, world_size: int, sum_over_ranks: Callable[[float], float]) -> list[float]:
     losses = []
     for step in range(STEPS):
         lanes = step_lanes(step)
         target_tokens = sum(batch.target_tokens for batch in lanes)
-        mine = lanes[rank::world_size]
-        total = 0.0
-        for index, batch in enumerate(mine):
-            loss = engine.forward(batch)
-            total += float(loss.total.detach())
-            engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
-        assert engine.step().applied
+        total, result = train_on(engine, lanes[rank::world_size], target_tokens)
+        assert result.applied
         losses.append(sum_over_ranks(total) / target_tokens)
     return losses
 

@@ -31,24 +31,25 @@ SHORT_STEPS = 3
 """The warmup and one more. With more of them, rounding grows beyond what is told apart from a fault."""
 
 
-def _model(layers: int) -> Qwen3Seq2SeqConfig:
-    return Qwen3Seq2SeqConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        loss_chunk_tokens=16,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
+def small_model(**changed: Any) -> Qwen3Seq2SeqConfig:
+    fields: dict[str, Any] = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "loss_chunk_tokens": 16,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "decoder_start_token_id": 0,
+    }
+    return Qwen3Seq2SeqConfig(**fields | changed)
 
 
-MODEL = _model(2)
-SHORT_MODEL = _model(1)
+MODEL = small_model()
+SHORT_MODEL = small_model(num_hidden_layers=1)
 """MODEL's first layers, for runs of ZeRO whose subject is not the layers: going on, loading, refusing."""
 
 
@@ -90,11 +91,7 @@ def generating_weights(saved: Mapping[str, Tensor], **overrides: Any) -> dict[st
 
 
 LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
-NF4: dict[str, Any] = {
-    "lora": LORA["lora"] | {"quantize": "nf4"},
-    "distributed_type": "ddp",
-    "sharding_stage": "zero0",
-}
+NF4: dict[str, Any] = {"lora": LORA["lora"] | {"quantize": "nf4"}}
 FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
 """Runs that train adapters, and the decoder's attention and norms, alone."""
 

@@ -8,12 +8,14 @@ named them or the owner has waited for them by then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from engine_cases import accumulate, own_batches, short_engine, short_step
+from engine_steps import Case, run_all
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -176,3 +178,23 @@ def streams() -> Iterator[StandInDevice]:
         device,
     ):
         yield device
+
+
+def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
+    """What the ranks of test_device_waits.py do; see engine_steps.run_all."""
+    return run_all(cases, globals())
+
+
+def waits_of_streams(**overrides: Any) -> dict[str, Any]:
+    """What waits for what, and what is overwritten, in the fourth step on a device with streams; and the losses
+    of the three before."""
+    with streams() as device:
+        engine = short_engine(**overrides)
+        losses = [short_step(engine, step)["loss"] for step in range(3)]
+        device.waits.clear()
+        device.overwritten.clear()
+        accumulate(engine, own_batches())
+        engine.step()
+        found = {"losses": losses, "waits": [*device.waits], "overwritten": [*device.overwritten]}
+        engine.close()
+    return found

@@ -1,7 +1,7 @@
 """What one engine saved on some ranks, another continues on others: same samples, same losses.
 
 Each side saves once and loads once, always from the other kind of engine and another number of ranks;
-scripts/dev/checkpoint_matrix.py runs all pairs. Stages of one kind: test_engine_portable.py and test_fsdp2_engine.py.
+scripts/dev/checkpoint_matrix.py runs all pairs. Stages of one kind: test_engine_portable.py and test_engines.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 from fnmatch import fnmatch
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -149,16 +148,6 @@ class TorchOracle:
     def evaluate(self, batch: Batch) -> LossSum:
         self.model.eval()
         return self._loss(batch)
-
-    def save(self, directory: Path) -> list[Path]:
-        path = directory / "oracle.pt"
-        torch.save([self.model.state_dict(), self.optimizer.state_dict(), self.applied_steps], path)
-        return [path]
-
-    def load(self, directory: Path) -> None:
-        model, optimizer, self.applied_steps = torch.load(directory / "oracle.pt")
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
 
     def close(self) -> None:
         pass

@@ -1,0 +1,188 @@
+"""What runs inside the ranks of DeepSpeed alone; see engine_cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import engine_cases
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from engine_cases import Watched, accumulate, full_weights, make_engine, save, shared_folder, short_engine, short_step
+from engine_plan import LANES, LAST_STEP, SAVED_STEP
+from engine_steps import Case, run_all, train_step
+from flash_on_cpus import attention_of_gpus
+from small_run import SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
+from torch._dynamo.utils import counters
+
+from ds_encdec.base.types import WeightSource
+from ds_encdec.checkpoint.zero_state import ZeroState
+from ds_encdec.engine.deepspeed.private import shards
+from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine
+from ds_encdec.engine.protocol import Engine
+from ds_encdec.engine.sharded_engine import compute_dtype
+
+
+def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
+    """Run (name, function of this file or engine_cases.py, arguments); what failed is returned as its traceback."""
+    return run_all(cases, vars(engine_cases) | globals())
+
+
+def master_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    """Every parameter in full, float32 master where there is one."""
+    parameters = {name: parameter for parameter, name in engine._engine.param_names.items()}
+    frozen = {}
+    for name in [name for name, parameter in parameters.items() if not parameter.requires_grad]:
+        parameter = parameters.pop(name)
+        with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            frozen[name] = parameter.detach().float().clone()
+        assert (parameter.grad, parameter.dtype) == (None, compute_dtype(engine._training))
+    if engine._engine.zero_optimization():
+        masters = {name: safe_get_full_fp32_param(parameter) for name, parameter in parameters.items()}
+    else:
+        masters = {
+            piece.name: shard.weights.view(-1)[piece.offset : piece.offset + piece.length].view_as(
+                parameters[piece.name]
+            )
+            for shard in shards(engine._engine)
+            for piece in shard.pieces
+        }
+    return frozen | {name: master.detach().float().clone() for name, master in masters.items()}
+
+
+def compiling(**overrides: Any) -> dict[str, Any]:
+    """Two steps, what graphs of layers they took, and how many views of gathered weights the last one kept."""
+    engine = make_engine(run_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides))
+    counters.clear()
+    kept = 0
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        whole = {weight.untyped_storage().data_ptr() for weight in engine._engine.module.parameters() if weight.numel()}
+        kept += not isinstance(tensor, torch.nn.Parameter) and tensor.untyped_storage().data_ptr() in whole
+        return tensor
+
+    with attention_of_gpus():
+        steps = [short_step(engine, 0)]
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            steps.append(short_step(engine, 1))
+    graphs, breaks = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+    result = {"steps": steps, "weights": full_weights(engine), "kept": kept, "graphs": graphs, "breaks": breaks}
+    engine.close()
+    return result
+
+
+def adam_steps(engine: DeepSpeedEngine) -> list[float]:
+    """Adam's own counter of everything that this rank's optimizer holds."""
+    return [float(state["step"]) for state in engine._engine.basic_optimizer.state.values()]
+
+
+def untrained(source: str, **overrides: Any) -> dict[str, Any]:
+    """The float32 weights of an engine that has not trained, and how often its source was asked for a parameter."""
+    asked: list[str] = []
+
+    def recorded(name: str) -> torch.Tensor:
+        asked.append(name)
+        return weights(name).bfloat16() if source == "bf16" else weights(name)
+
+    engine = short_engine(source=recorded, **overrides)
+    result = {"weights": full_weights(engine), "asked": asked}
+    engine.close()
+    return result
+
+
+def lane_engine(source: WeightSource | None, overrides: dict[str, Any]) -> DeepSpeedEngine:
+    """An engine whose steps are made of the same lanes on any number of ranks."""
+    return make_engine(run_config(gradient_accumulation_steps=LANES // dist.get_world_size(), **overrides), source)
+
+
+def lane_steps(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
+    return [train_step(engine, step, LANES // dist.get_world_size()) for step in range(first, last)]
+
+
+def leaving(directory: str, **overrides: Any) -> dict[str, Any]:
+    """Train, save, train on: the uninterrupted run."""
+    engine = lane_engine(weights, overrides)
+    lane_steps(engine, 0, SAVED_STEP)
+    save(engine, Path(directory))
+    saved = full_weights(engine)
+    steps = lane_steps(engine, SAVED_STEP, LAST_STEP)
+    result = {"saved": saved, "steps": steps, "weights": full_weights(engine)}
+    engine.close()
+    return result
+
+
+def arriving(source: str, directory: str, **overrides: Any) -> dict[str, Any]:
+    """Load what another run left in `source`, save it again at once, and train on."""
+    engine = lane_engine(None, overrides)
+    saved = Watched(ZeroState(Path(source)))
+    engine.load(saved)
+    counted = adam_steps(engine)
+    save(engine, Path(directory))
+    steps = lane_steps(engine, SAVED_STEP, LAST_STEP)
+    result = {
+        "elements read": saved.elements_read,
+        "longest read": saved.longest_read,
+        "adam steps": counted,
+        "weight decays": [group["weight_decay"] for group in engine._engine.basic_optimizer.param_groups],
+        "steps": steps,
+        "weights": full_weights(engine),
+    }
+    engine.close()
+    return result
+
+
+def staging(directory: str, **overrides: Any) -> dict[str, Any]:
+    """One state written at once, from a copy two steps later in a thread, and again after going back to it."""
+    folders = [shared_folder(Path(directory) / name) for name in ("at once", "later", "again")]
+    engine = short_engine(**overrides)
+    short_step(engine, 0)
+    now = engine.stage(folders[0], copy=False)
+    now.write()
+    staged = engine.stage(folders[1], copy=True)
+    first = short_step(engine, 1)
+    thread = Thread(target=staged.write)
+    thread.start()
+    short_step(engine, 2)
+    thread.join()
+    engine.load(ZeroState(folders[0]))
+    again = engine.stage(folders[2], copy=True)  # into the same buffers
+    repeated = short_step(engine, 1)
+    files = again.write()
+    dist.barrier()
+    engine.close()
+    sizes = sum(path.stat().st_size for path in files)
+    return {
+        "bytes": (now.num_bytes, staged.num_bytes, again.num_bytes),
+        "written": sizes,
+        "first": first,
+        "repeated": repeated,
+    }
+
+
+def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:
+    """Every parameter's gradient over two lanes: two micro-batches of one rank, or one of each of two."""
+    accumulation = 2 // dist.get_world_size()
+    engine = make_engine(run_config(gradient_accumulation_steps=accumulation, **overrides), model=SHORT_MODEL)
+    lanes = lane_batches(0, dist.get_world_size(), accumulation)
+    mine = lanes[dist.get_rank() :: dist.get_world_size()]
+    accumulate(engine, mine, target_tokens=sum(lane.target_tokens for lane in lanes))
+    parameters = engine.model.named_parameters()
+    result = {name: safe_get_full_grad(parameter).float().clone() for name, parameter in parameters}
+    engine.close()
+    return result
+
+
+def shard_sizes() -> dict[str, Any]:
+    """What a rank holds of each parameter under ZeRO-3, right after the engine was built."""
+    engine = make_engine(run_config(sharding_stage="zero3"))
+    shards = {name: parameter.ds_tensor.numel() for name, parameter in engine.model.named_parameters()}
+    resident = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
+    full = {name: parameter.ds_numel for name, parameter in engine.model.named_parameters()}
+    tied = engine.model.lm_head.weight is engine.model.shared.weight
+    engine.close()
+    return {"shards": shards, "resident": resident, "full": full, "tied": tied}

@@ -1,0 +1,457 @@
+"""Both engines in every form: they train like plain torch in one process, and what must be exact is so to the bit.
+
+Like plain torch: float32, three micro-batches per rank with unequal target tokens and one of them empty, clipping
+active in every step (without it Adam would hide a gradient that is wrong by a factor). What only one engine has is at
+the end, DeepSpeed's first.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compared import (
+    assert_evaluated_like,
+    assert_identical,
+    assert_only_matrices_decay,
+    assert_skips_leave_no_trace,
+    assert_trained_like,
+    assert_weights_of,
+    oracle_trajectory,
+)
+from engine_plan import (
+    CHANGED,
+    COMMUNICATION,
+    DECAYING,
+    LOSSLESS,
+    PARITY,
+    REFUSED,
+    RELOADS,
+    SAVES,
+    SKIPS,
+    STAGING,
+    SUMMED,
+    TORCHS_BF16,
+    UNREADABLE,
+    UNTRAINED,
+    WAITING,
+    checkpoints,
+    reloaded,
+    result,
+    saved_to,
+)
+from engine_steps import train_on
+from packaging.version import Version
+from small_run import (
+    MODEL,
+    OWN_OPTIMIZER,
+    SHORT_ACCUMULATION,
+    SHORT_MODEL,
+    SHORT_STEPS,
+    generating_weights,
+    lane_batches,
+    run_config,
+    weights,
+)
+from torch_oracle import TorchOracle
+
+from ds_encdec.base.types import StepResult, is_hidden_matrix
+from ds_encdec.checkpoint.saved_state import DcpState
+from ds_encdec.checkpoint.zero_state import ZeroState
+from ds_encdec.config.schedules import learning_rate
+from ds_encdec.engine.protocol import read_record
+from ds_encdec.engine.sharded_engine import packed_forward
+from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.parameter_count import is_adapter, trained_shapes
+from ds_encdec.registry.engines import EngineName
+
+pytestmark = pytest.mark.distributed
+
+State = dict[str, torch.Tensor]
+COMPILED = "zero3-compile-full"
+
+
+def every(table: Mapping[EngineName, Any]) -> pytest.MarkDecorator:
+    """A test of each engine's cases in the table."""
+    return pytest.mark.parametrize(("engine", "case"), [(engine, case) for engine in table for case in table[engine]])
+
+
+def weights_of(state: State) -> State:
+    return {key.removeprefix("weight."): tensor for key, tensor in state.items() if key.startswith("weight.")}
+
+
+def trained_of(engine: EngineName, case: str) -> dict[str, tuple[int, ...]]:
+    return trained_shapes(run_config(**SAVES[engine][case]), SHORT_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("engine", "world_size", "case"), [(*start, case) for start, cases in PARITY.items() for case in cases]
+)
+def test_trains_and_evaluates_like_the_oracle(engine: EngineName, world_size: int, case: str) -> None:
+    oracle = oracle_trajectory(world_size, {"steps": SHORT_STEPS, **PARITY[engine, world_size][case]})
+    for found in result(engine, world_size, f"parity {case}"):
+        # Compiled code scales what dropout leaves in another order.
+        assert_trained_like(found, oracle, norm=1e-4 if case == COMPILED else 1e-5)
+        assert_evaluated_like(found, oracle)
+        assert_weights_of(found, oracle)
+
+
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [("deepspeed", "zero3-activation-offload"), ("fsdp", "zero3-activation-offload"), ("fsdp", "zero3-selective")],
+)
+def test_recomputation_changes_nothing_to_the_bit(engine: EngineName, case: str) -> None:
+    plain, found = result(engine, 2, "parity zero3")[0], result(engine, 2, f"parity {case}")[0]
+    assert found["steps"] == plain["steps"]
+
+
+@every(SKIPS)
+def test_skipped_steps_leave_no_trace(engine: EngineName, case: str) -> None:
+    for rank, clean in zip(result(engine, 2, f"skip {case}"), result(engine, 2, f"save {case}"), strict=True):
+        steps, state = clean["straight"]
+        assert_skips_leave_no_trace(rank["steps"], [*clean["begun"], *steps])
+        assert_identical(rank["state"], state)
+        assert rank["kept"] == 0 or "offload" not in case  # gradients that the parameters still know
+
+
+@pytest.mark.parametrize("loader", ["again", "resumed"])
+@every(SAVES)
+def test_a_loaded_run_goes_on_to_the_bit(engine: EngineName, case: str, loader: str) -> None:
+    """In the engine that has trained on since the save, and in a new one."""
+    trained = trained_of(engine, case).keys()
+    for rank in result(engine, 2, f"save {case}"):
+        steps, state = rank["straight"]
+        loaded, repeated_steps, repeated_state = rank[loader]
+        assert_identical(loaded, rank["saved"])
+        assert repeated_steps == steps
+        assert_identical(repeated_state, state)
+        before, after = weights_of(rank["saved"]), weights_of(state)
+        assert {name for name in after if not torch.equal(after[name], before[name])} == trained
+
+
+@every(SAVES)
+def test_a_copy_to_generate_with_has_the_weights(engine: EngineName, case: str) -> None:
+    """The run that is copied in its midst is the one that all others here are compared with, to the bit."""
+    for rank in result(engine, 2, f"save {case}"):
+        assert_identical(rank["copied"], generating_weights(weights_of(rank["saved"]), **SAVES[engine][case]))
+
+
+@every(SAVES)
+def test_every_file_is_returned_by_one_rank(engine: EngineName, case: str) -> None:
+    returned = [name for rank in result(engine, 2, f"save {case}") for name in rank["files"]]
+    folder = saved_to(engine, case)
+    assert sorted(returned) == sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    shards = [name for name in returned if name.endswith((".distcp", "optim_states.pt"))]
+    assert len(shards) == (0 if engine == "deepspeed" and case.startswith("zero0") else 2)
+
+
+@every(CHANGED)
+def test_a_resumed_run_follows_its_own_settings(engine: EngineName, case: str) -> None:
+    """Against the oracle, whose settings are exchanged in mid-run: rates, decay, betas, epsilon, clipping, schedule."""
+    given = CHANGED[engine][case]
+    before = {key: value for key, value in given.items() if key == "lr_scheduler_type"}
+    oracle = TorchOracle(run_config(**before), SHORT_MODEL, weights)
+    steps = [oracle_step(oracle, step) for step in (0, 1)]
+    oracle.use(run_config(**before | given["then"]).training)
+    steps = [oracle_step(oracle, step) for step in (2, 3)]
+    for rank in result(engine, 2, f"changed {case}"):
+        for mine, expected in zip(rank["steps"], steps, strict=True):
+            assert mine["learning_rate"] == pytest.approx(expected.learning_rate, rel=1e-9)
+            assert mine["grad_norm"] == pytest.approx(float(expected.grad_norm), rel=1e-5)
+        for name, parameter in oracle.model.named_parameters():
+            # A thirtieth of what a step moves a weight by.
+            torch.testing.assert_close(rank["weights"][name], parameter.detach(), rtol=0, atol=1e-4, msg=name)
+
+
+def oracle_step(oracle: TorchOracle, step: int) -> StepResult:
+    lanes = lane_batches(step, 2, SHORT_ACCUMULATION)
+    return train_on(oracle, lanes, sum(batch.target_tokens for batch in lanes))[1]
+
+
+@every(UNREADABLE)
+def test_a_source_that_one_rank_cannot_read_fails_on_all_ranks(engine: EngineName, case: str) -> None:
+    here = (
+        "the source has shape [3, 5], the model [16, 32]" if engine == "deepspeed" else "rows 8 to 16 have shape [3, 5]"
+    )
+    for problem, wanted in (("shape", here), ("error", "k_proj.weight is damaged")):
+        for message in result(engine, 2, f"unreadable {case} {problem}"):
+            assert message.startswith("refused: ")
+            assert wanted in message
+
+
+@every(DECAYING)
+def test_only_matrices_decay(engine: EngineName, case: str) -> None:
+    assert_only_matrices_decay(result(engine, 2, f"decay {case}"))
+
+
+@every(REFUSED)
+def test_states_that_do_not_fit_are_refused_on_every_rank(engine: EngineName, case: str) -> None:
+    for found in result(engine, 2, f"refused {case}"):
+        assert "decoder.norm.weight has no counterpart there and shape [32] in this run's model" in found["lacking"]
+        assert "decoder.norm.weight has shape [33] there and shape [32] in this run's model" in found["other shape"]
+        assert "lora.weight has shape [3] there and no counterpart in this run's model" in found["more"]
+        assert re.fullmatch(r"refused: rank 1 \(.+\): .+ is damaged", found["unreadable"])
+        assert found["whole"] == "loaded"
+        assert found["loss scale"] == {"scale": 1024.0}  # which a run in another dtype hands on
+
+
+@every(WAITING)
+def test_a_step_waits_for_its_device_once(engine: EngineName, case: str) -> None:
+    """It reads the norm, and nothing else, whatever the number of micro-batches; no evaluation reads anything."""
+    for counted in result(engine, 2, f"waits {case}"):
+        assert counted == {"_local_scalar_dense": 1}
+
+
+# DeepSpeed
+
+
+def test_zero3_compiles_layers_between_its_hooks() -> None:
+    """One graph for each kind of layer (torch 2.11: two), which keeps no gathered weights for the backward pass."""
+    graphs = 4 if Version(torch.__version__) < Version("2.12") else 2
+    plain_ranks, compiled_ranks = result("deepspeed", 2, "compiled False"), result("deepspeed", 2, "compiled True")
+    for plain, found in zip(plain_ranks, compiled_ranks, strict=True):
+        assert (plain["graphs"], found["graphs"], found["breaks"], found["kept"]) == (0, graphs, {}, 0)
+        for mine, expected in zip(found["steps"], plain["steps"], strict=True):
+            assert mine["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+        torch.testing.assert_close(found["weights"], plain["weights"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "source"), [*((case, "float32") for case in UNTRAINED), *((case, "bf16") for case in LOSSLESS)]
+)
+def test_training_starts_from_the_source_to_the_bit(case: str, source: str) -> None:
+    names = list(parameter_shapes(SHORT_MODEL))
+    dtype = torch.bfloat16 if source == "bf16" else torch.float32
+    for number, rank in enumerate(result("deepspeed", 2, f"untrained {case} {source}")):
+        assert_identical(rank["weights"], {name: weights(name).to(dtype).float() for name in names})
+        assert rank["asked"] == ([] if number else names)  # rank 0 reads each once, nobody else any
+
+
+@pytest.mark.parametrize("case", STAGING)
+def test_a_copy_is_what_was_staged_whenever_it_is_written(case: str) -> None:
+    for rank in result("deepspeed", 2, f"staging {case}"):
+        at_once, later, again = rank["bytes"]
+        assert at_once == later == again
+        assert at_once <= rank["written"] <= at_once + 200_000  # pickles, and rank 0's scripts
+        assert rank["repeated"] == rank["first"]
+    folder = checkpoints() / "deepspeed" / f"staging-{case}"
+    written = [path.relative_to(folder / "at once") for path in (folder / "at once").rglob("*") if path.is_file()]
+    assert len(written) == (2 if case == "zero0" else 8 if case.startswith("zero3") else 7)
+    for path in written:
+        expected = (folder / "at once" / path).read_bytes()
+        assert (folder / "later" / path).read_bytes() == expected, path
+        assert (folder / "again" / path).read_bytes() == expected, path
+
+
+CONVERTED = (
+    "zero1-bf16",
+    "zero2",
+    "zero3-offload-bf16",
+    "zero3-sub-groups",
+    "zero3-lora-offload-all-bf16",
+    "zero3-freeze-bf16",
+)
+CONVERT = """
+import runpy, sys
+for checkpoint, output in zip(sys.argv[1::2], sys.argv[2::2]):
+    script = f"{checkpoint}/zero_to_fp32.py"
+    sys.argv = [script, checkpoint, output]
+    runpy.run_path(script, run_name="__main__")
+"""
+"""Runs the script of each checkpoint. One process for all: importing deepspeed takes longer than they do."""
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the output of every checkpoint's own zero_to_fp32.py."""
+    folder = tmp_path_factory.mktemp("converted")
+    for case in CONVERTED:
+        result("deepspeed", 2, f"save {case}")  # must be there
+    arguments = [str(path) for case in CONVERTED for path in (saved_to("deepspeed", case), folder / case)]
+    subprocess.run([sys.executable, "-c", CONVERT, *arguments], check=True, capture_output=True, timeout=600)
+    return folder
+
+
+@pytest.mark.parametrize("case", CONVERTED)
+def test_zero_to_fp32_yields_the_weights(converted: Path, case: str) -> None:
+    """Of a run of adapters these alone."""
+    expected = weights_of(result("deepspeed", 2, f"save {case}")[0]["saved"])
+    found = torch.load(converted / case / "pytorch_model.bin", weights_only=True)
+    if "lora" in SAVES["deepspeed"][case]:
+        expected = {name: weight for name, weight in expected.items() if is_adapter(name)}
+    else:
+        assert torch.equal(found.pop("lm_head.weight"), found["shared.weight"])
+    found = {name: tensor.float() for name, tensor in found.items()}
+    assert_identical(found, expected)
+    saved = ZeroState(saved_to("deepspeed", case))
+    assert_identical(found, {name: saved.read("weight", name).view(shape) for name, shape in saved.shapes.items()})
+
+
+@pytest.mark.parametrize("case", SUMMED)
+def test_a_sum_over_ranks_is_as_exact_as_one_over_micro_batches(case: str) -> None:
+    """Both are float32 sums of the same bfloat16 gradients; a sum in bfloat16 would be 2e-3 off."""
+    alone, of_two = (result("deepspeed", world_size, f"summed {case}")[0] for world_size in (1, 2))
+    for name, expected in alone.items():
+        assert (of_two[name] - expected).norm() <= 1e-6 * expected.norm(), name
+
+
+def test_no_rank_holds_the_whole_model() -> None:
+    for held in result("deepspeed", 2, "shards"):
+        assert held["tied"]
+        assert set(held["resident"].values()) == {0}
+        for name, shard in held["shards"].items():
+            assert shard == -(-held["full"][name] // 2), name
+        assert held["full"]["shared.weight"] == weights("shared.weight").numel()
+
+
+# FSDP2
+
+
+@functools.cache
+def plain_bf16_step() -> tuple[float, float]:
+    """Loss and gradient norm of the first step of two ranks: a model in bf16, gradients added up in float32."""
+    model = Qwen3ForSeq2SeqLM(MODEL)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights(name))
+    model.bfloat16()
+    lanes = lane_batches(0, 2)
+    target_tokens = sum(batch.target_tokens for batch in lanes)
+    losses = 0.0
+    gradients = [torch.zeros(parameter.shape) for parameter in model.parameters()]
+    for batch in lanes:
+        loss = packed_forward(model, batch).total
+        losses += float(loss.detach())
+        (loss / target_tokens).backward()
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            gradient += parameter.grad
+            parameter.grad = None
+    return losses / target_tokens, float(torch.nn.utils.get_total_norm(gradients))
+
+
+@pytest.mark.parametrize("case", TORCHS_BF16)
+def test_bf16_is_torchs_bf16_and_stays_near_the_oracle(case: str) -> None:
+    """The first step is plain torch's in bf16; the losses of three, near 5 nats, are within 0.05 of float32's."""
+    oracle = oracle_trajectory(2, {"steps": SHORT_STEPS})
+    loss, grad_norm = plain_bf16_step()
+    for found in result("fsdp", 2, f"bf16 {case}"):
+        assert found["loss_dtype"] == "torch.float32"
+        assert found["steps"][0]["loss"] == pytest.approx(loss, abs=1e-5)
+        assert found["steps"][0]["grad_norm"] == pytest.approx(grad_norm, rel=1e-3)
+        for mine, (oracle_loss, *_) in zip(found["steps"], oracle["steps"], strict=True):
+            assert mine["loss"] == pytest.approx(oracle_loss, abs=0.05)
+
+
+def test_compiled_layers_serve_all_batches() -> None:
+    """Batches with other documents compile nothing anew."""
+    for found in result("fsdp", 2, f"parity {COMPILED}"):
+        first, *later = found["graphs"]
+        assert 0 < first <= 6  # two kinds of layers, in training and evaluation, and when compiling is tried
+        assert set(later) == {first}
+
+
+LAYERS = 2
+"""Units of the small model that are gathered by themselves; the root is one more."""
+STEP = {
+    "zero0": {"allreduce": LAYERS + 1},
+    "zero2": {"allgather_base": LAYERS + 1, "reduce_scatter_base": LAYERS + 1},
+    "zero3": {"allgather_base": 2 * (2 * LAYERS + 1), "reduce_scatter_base": LAYERS + 1},
+    "zero3_hybrid": {
+        "allgather_base": 2 * (2 * LAYERS + 1),
+        "reduce_scatter_base": LAYERS + 1,
+        "allreduce": LAYERS + 1,
+    },
+    "zero2_hybrid-reduce-always": {
+        "allgather_base": LAYERS + 1,
+        "reduce_scatter_base": 2 * (LAYERS + 1),
+        "allreduce": LAYERS + 1,
+    },
+}
+"""Collectives of a step of two micro-batches: accumulation adds none, unless it is told to."""
+
+
+@pytest.mark.parametrize("case", COMMUNICATION)
+def test_a_rank_communicates_once_per_step_and_holds_its_shards_alone(case: str) -> None:
+    shards = 1 if case == "zero0" else 2 if "hybrid" in case else 4
+    for found in result("fsdp", 4, f"communication {case}"):
+        assert found["calls"] == STEP[case]
+        assert found["tied"]
+        assert found["dtypes"] == {"torch.float32"}
+        for name, shape in parameter_shapes(SHORT_MODEL).items():
+            share = torch.Size(shape).numel() // shards  # all first dimensions divide by 4
+            assert found["asked"][name] == found["held"][name] == share, name
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                assert found["state"][f"{kind}.{name}"] == share, name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_deepspeed_is_never_imported(world_size: int) -> None:
+    assert result("fsdp", world_size, "imported deepspeed") == [False] * world_size
+
+
+def test_hybrids_must_divide_the_ranks() -> None:
+    for message in result("fsdp", 2, "indivisible"):
+        assert "3 shards (infra.hybrid_shard_size) do not divide 2 ranks" in message["refused"]
+
+
+@pytest.mark.parametrize("case", RELOADS)
+def test_four_ranks_load_what_two_have_saved(case: str) -> None:
+    saved = result("fsdp", 2, f"save {reloaded(case)}")[0]["saved"]
+    training = run_config(lr_scheduler_type="WarmupDecayLR").training
+    for rank in result("fsdp", 4, f"reload {case}"):
+        assert_identical(rank["state"], saved)
+        assert rank["learning_rate"] == learning_rate(2, training)
+
+
+@pytest.mark.parametrize("case", SAVES["fsdp"])
+def test_files_hold_what_is_trained_and_describe_it(case: str) -> None:
+    ranks, folder, given = result("fsdp", 2, f"save {case}"), saved_to("fsdp", case), SAVES["fsdp"][case]
+    assert {"engine.json", "dcp/.metadata"} <= set(ranks[0]["files"])
+    trained = trained_of("fsdp", case)  # frozen ones are bf16, without moments
+    shapes = trained if "lora" in given else dict(parameter_shapes(SHORT_MODEL))
+    assert list(DcpState(folder).shapes.items()) == list(shapes.items())  # in the model's order
+
+    sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+    optimizer = given.get("optimizer", "adamw")
+    all_one = {*trained} if optimizer == OWN_OPTIMIZER["optimizer"] else set()
+    one_moment = all_one | {name for name in sizes if optimizer == "muon" and is_hidden_matrix(name)}
+    total = sum((8 if name in one_moment else 12 if name in trained else 2) * numel for name, numel in sizes.items())
+    assert sum(rank["num_bytes"] for rank in ranks) == total
+    assert max(rank["num_bytes"] for rank in ranks) < 0.6 * total  # replicas share the work
+
+    record = read_record(folder)
+    assert (record.format, record.world_size, record.applied_steps, record.loss_scaler) == ("dcp", 2, 2, None)
+    assert record.sharding_stage == given["sharding_stage"]
+    assert sorted(name for group in record.groups for name in group) == sorted(trained)
+    for index, group in enumerate(record.groups):
+        assert {name.endswith("norm.weight") for name in group} == {index == 1}
+    if optimizer == "muon":
+        assert {is_hidden_matrix(name) for name in record.groups[2]} == {True}
+        assert len(record.groups[2]) == 7 * LAYERS
+
+
+def test_a_state_that_has_not_trained_can_be_saved() -> None:
+    for state in result("fsdp", 2, "untrained"):
+        for name in parameter_shapes(SHORT_MODEL):
+            assert torch.equal(state[f"weight.{name}"], weights(name))
+            assert not state[f"exp_avg.{name}"].any()
+            assert not state[f"exp_avg_sq.{name}"].any()
+
+
+def test_copies_in_host_memory() -> None:
+    """Kept from save to save, the last one included; written without a GPU; and missing on all ranks or on none."""
+    for found in result("fsdp", 2, "host copies"):
+        assert found["at first"] == "live"
+        assert found["in the background"] == found["at once, afterwards"] == "kept"
+        assert found["written"] == "without a GPU"
+        assert found["no memory on rank 1"].startswith("OutOfMemoryError: rank 1 ran out of memory: ")
+        assert "no more" in found["no memory on rank 1"]
