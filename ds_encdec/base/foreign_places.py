@@ -100,7 +100,6 @@ def _source(module: str) -> str:
 _GATES = "engine/deepspeed/gates.py"
 _TENSORS = "engine/deepspeed/private.py"
 _ZERO = "engine/deepspeed/zero.py"
-_SWAPPED = "engine/deepspeed/swapped_states.py"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _STAGE2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -176,13 +175,12 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("torch.nn.functional", "replace", _ZERO, "linear"),
     ("torch.optim.lr_scheduler:LambdaLR", "write", _ZERO, "last_epoch _step_count _last_lr"),
     # States on a disk.
-    (_STAGE3, "read", _SWAPPED, "optimizer_swapper"),
-    (_ENGINE, "read", _SWAPPED, "basic_optimizer"),
-    (f"{_SWAP}:OptimizerSwapper", "read", _SWAPPED, "swap_params_info swap_folder"),
-    (f"{_SWAP}:OptimizerSwapper", "call", _SWAPPED, "_get_param_swap_info _io_aligned_numel"),
-    (f"{_SWAP}:OptimizerStateSwapInfo", "call", _SWAPPED, "numel dtype release_memory"),
-    (f"{_SWAP}:OptimizerStateSwapInfo", "read", _SWAPPED, "tensors has_state_tensors"),
-    (f"{_SWAP}:SwapTensorContext", "read", _SWAPPED, "swap_path compute_tensor"),
+    (_STAGE3, "read", _TENSORS, "optimizer_swapper"),
+    (f"{_SWAP}:OptimizerSwapper", "read", _TENSORS, "swap_params_info swap_folder"),
+    (f"{_SWAP}:OptimizerSwapper", "call", _TENSORS, "_get_param_swap_info _io_aligned_numel"),
+    (f"{_SWAP}:OptimizerStateSwapInfo", "call", _TENSORS, "numel dtype release_memory"),
+    (f"{_SWAP}:OptimizerStateSwapInfo", "read", _TENSORS, "tensors has_state_tensors"),
+    (f"{_SWAP}:SwapTensorContext", "read", _TENSORS, "swap_path compute_tensor"),
     # torch.
     ("torch", "call", "engine/fsdp2.py", "_foreach_mul_"),
     ("torch.optim:AdamW", "override", "engine/muon.py", "_init_group"),

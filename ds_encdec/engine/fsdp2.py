@@ -16,9 +16,10 @@ weight.NAME alone, in the compute dtype); one replica writes each tensor.
 """
 
 import errno
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, cast
@@ -38,15 +39,13 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.base.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
 from ds_encdec.config.schedules import learning_rate
-from ds_encdec.config.schema import FullConfig, InfraConfig, TrainingConfig
+from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.config.shares import mesh_shape
-from ds_encdec.engine import user_optimizer
-from ds_encdec.engine.kept_state import kept_state
-from ds_encdec.engine.muon import adamw, local_tensors, muon
+from ds_encdec.engine.muon import build_sharded
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
-from ds_encdec.engine.regularization import prepare_for_training
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype
+from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype, local_part, prepare_for_training
 from ds_encdec.engine.staging import StagingArea
+from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
@@ -77,7 +76,7 @@ class FSDP2Engine(ShardedEngine):
         mesh = make_mesh(config.infra, context.world, context.device)
         # A save may write states from a background thread, in this group.
         self._writers = context.collectives.background.group
-        model = build_sharded_model(config, model_config, mesh, context.device)
+        model = _build_model(config, model_config, mesh, context.device)
         assert isinstance(model, FSDPModule)
         self.model = self._engine = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -90,22 +89,27 @@ class FSDP2Engine(ShardedEngine):
             self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
             dtype = compute_dtype(config.training)
             self._collectives.on_every_rank(lambda: quantize_into(model, weights, dtype, self.device))
-        self.optimizer = _optimizer(self._parameter_groups(model), config.training, context.device)
+        self.optimizer = build_sharded(self._parameter_groups(model), config.training, context.device)
+        for group in self.optimizer.param_groups:  # zero moments: the first step allocates none, every state is saved
+            for one in group["params"]:
+                kept = kept_state(config.training, one.device, is_matrix=group.get("is_matrix", False))
+                self.optimizer.state[one] = kept.zero(one)
         self._area = StagingArea(pin_memory=config.infra.pin_memory and self.device.type == "cuda")
         self._applied_steps = 0
         model.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
+        reshards = last or self._infra.sharding_stage.startswith("zero3")
         for unit in self._units:
             unit.set_requires_gradient_sync(last or self._infra.fsdp_reduce_every_micro_batch, recurse=False)
             unit.set_requires_all_reduce(last, recurse=False)  # between replicas once per step in any case
-            unit.set_reshard_after_backward(last or _reshards_after_forward(self._infra), recurse=False)
+            unit.set_reshard_after_backward(reshards, recurse=False)
         self._scaled_loss(loss_sum, target_tokens).backward()
 
     @torch.no_grad()
     def step(self, veto: Veto | None = None) -> StepResult:
         rate = learning_rate(self._applied_steps, self._training)
-        gradients = local_tensors(one.grad for one in self._parameters.values() if one.grad is not None)
+        gradients = [local_part(one.grad) for one in self._parameters.values() if one.grad is not None]
         squares = torch.nn.utils.get_total_norm(gradients).to(self.device).square()
         if self._shard_group.size() > 1:
             dist.all_reduce(squares, group=self._shard_group)
@@ -124,9 +128,20 @@ class FSDP2Engine(ShardedEngine):
         return StepResult(applied, norm if finite else torch.full_like(norm, torch.inf), rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
+        tensors, states = {}, self.optimizer.state
         saved = {name: parameter for name, parameter in self._parameters.items() if name in self._shapes}
-        tensors = state_tensors(saved, self.optimizer)
-        mine = keys_to_write(tensors)
+        for name, parameter in saved.items():
+            tensors[f"weight.{name}"] = cast(DTensor, parameter.detach())
+        for kind, (name, parameter) in product(MOMENTS, saved.items()):
+            if kind in states.get(parameter, ()):
+                tensors[f"{kind}.{name}"] = states[parameter][kind]
+        mesh = next(iter(tensors.values())).device_mesh
+        replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
+        elements, mine = [0] * replicas, []
+        for key, tensor in tensors.items():  # each goes to the replica with the fewest elements so far
+            writer = elements.index(min(elements))
+            elements[writer] += tensor.numel()
+            mine += [key] * (writer == replica)
         # If there are host copies, a save at once goes through them, too: DCP keeps its copies from a GPU until its
         # file is closed. Host memory may run out on one rank alone.
         own = {key: tensors[key] for key in mine}
@@ -174,23 +189,6 @@ class FSDP2Engine(ShardedEngine):
         }
 
 
-_BUILDERS: dict[str, Callable[[list[dict[str, Any]], TrainingConfig, torch.device], torch.optim.Optimizer]] = {
-    "adamw": adamw,
-    "muon": muon,
-}
-"""The functions that build the rows of `OPTIMIZERS`."""
-
-
-def _optimizer(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> torch.optim.Optimizer:
-    """Build the optimizer with zero moments in place: the first step allocates nothing, every state can be saved."""
-    optimizer = _BUILDERS.get(training.optimizer, user_optimizer.build)(groups, training, device)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            kept = kept_state(training, parameter.device, is_matrix=group.get("is_matrix", False))
-            optimizer.state[parameter] = kept.zero(parameter)
-    return optimizer
-
-
 def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceMesh:
     """Return the mesh of `mesh_shape`, without the replicating dimension if all ranks shard the parameters."""
     replicas, shards = mesh_shape(infra, world.world_size, world.local_world_size)
@@ -199,11 +197,7 @@ def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceM
     return init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def _reshards_after_forward(infra: InfraConfig) -> bool:
-    return infra.sharding_stage.startswith("zero3")
-
-
-def build_sharded_model(
+def _build_model(
     config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
 ) -> Qwen3ForSeq2SeqLM:
     """Return the model on `mesh`, built without memory, sharded, and only then allocated, unfilled."""
@@ -232,14 +226,14 @@ def build_sharded_model(
         offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if offloaded else OffloadPolicy(),
     )
     for layer in (*model.encoder.layers, *model.decoder.layers):
-        shard(layer, reshard_after_forward=_reshards_after_forward(infra))
+        shard(layer, reshard_after_forward=infra.sharding_stage.startswith("zero3"))
     # The backward pass begins with the embedding, which the root holds: freeing it would gain nothing.
     shard(model, reshard_after_forward=False)
     model.to_empty(device="cpu" if offloaded else device)
     return model
 
 
-def local_rows(parameter: DTensor) -> slice:
+def _local_rows(parameter: DTensor) -> slice:
     """Return the rows of the full parameter that this rank holds; FSDP2 shards dimension 0."""
     mesh, height, rows = parameter.device_mesh, len(parameter), len(parameter.to_local())
     most = -(-height // mesh.size(mesh.ndim - 1))  # rows are cut as torch.chunk does
@@ -250,14 +244,14 @@ def local_rows(parameter: DTensor) -> slice:
 
 def _shard(name: str, parameter: DTensor) -> Shard:
     local, row_elements = parameter.to_local().detach(), prod(parameter.shape[1:])
-    piece = Piece(name, local_rows(parameter).start * row_elements, local.numel())
+    piece = Piece(name, _local_rows(parameter).start * row_elements, local.numel())
     return Shard(local, (piece,) if piece.length else ())
 
 
 @torch.no_grad()
 def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
     for name, parameter in parameters.items():
-        local, rows = parameter.to_local(), local_rows(parameter)
+        local, rows = parameter.to_local(), _local_rows(parameter)
         source: Tensor = weights(name, rows)
         if source.shape != local.shape:
             raise CheckpointError(
@@ -265,28 +259,6 @@ def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
                 f"{list(local.shape)} in the model"
             )
         local.copy_(source)
-
-
-def state_tensors(parameters: Mapping[str, DTensor], optimizer: torch.optim.Optimizer) -> dict[str, DTensor]:
-    """Return every weight, and every moment of trained ones, as the sharded tensor itself, by `KIND.NAME`."""
-    weights = {f"weight.{name}": parameter.detach() for name, parameter in parameters.items()}
-    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
-    moments = {f"{kind}.{name}": state[kind] for kind in MOMENTS for name, state in states.items() if kind in state}
-    return cast(dict[str, DTensor], weights | moments)  # DTensor's operations are typed to return Tensor
-
-
-def keys_to_write(tensors: Mapping[str, DTensor]) -> list[str]:
-    """Return the tensors that this rank's replica writes: each goes to the replica with the fewest elements so far."""
-    mesh = next(iter(tensors.values())).device_mesh
-    replicas, mine = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
-    elements = [0] * replicas
-    keys = []
-    for key, tensor in tensors.items():
-        replica = elements.index(min(elements))
-        elements[replica] += tensor.numel()
-        if replica == mine:
-            keys.append(key)
-    return keys
 
 
 class _DiskWriter(dcp.FileSystemWriter):
@@ -319,7 +291,14 @@ def _write(
     try:
         dcp.save(tensors, storage_writer=writer, planner=_PlanOf(keys), process_group=group)
     except CheckpointException as failure:  # a BaseException, with every rank's error
-        raise _plain_error(failure, folder) from failure
+        where, (error, _) = min(failure.failures.items())
+        if isinstance(error, OSError):
+            reason = f"rank {where}: {error.strerror or error}"
+            raise OSError(error.errno or errno.EIO, reason, str(folder)) from failure
+        if is_out_of_memory(error):
+            raise out_of_memory(error, where) from failure
+        problem = f"rank {where}: {type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder} could not be written: {problem}") from failure
     rest = [folder / ".metadata", write_record(record, directory)] if rank == 0 else []
     return [*sorted(folder.glob(f"__{rank}_*.distcp")), *rest]
 
@@ -335,13 +314,3 @@ class _PlanOf(DefaultSavePlanner):
         plan = super().create_local_plan()
         self.plan = replace(plan, items=[item for item in plan.items if item.index.fqn in self._keys])
         return self.plan
-
-
-def _plain_error(failure: CheckpointException, folder: Path) -> Exception:
-    """Return the first rank's error: OSError if the disk refused, OutOfMemoryError, or CheckpointError."""
-    rank, (error, _) = min(failure.failures.items())
-    if isinstance(error, OSError):
-        return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or error}", str(folder))
-    if is_out_of_memory(error):
-        return out_of_memory(error, rank)
-    return CheckpointError(f"{folder} could not be written: rank {rank}: {type(error).__name__}: {error}")

@@ -6,8 +6,7 @@ https://kellerjordan.github.io/posts/muon/). The result is scaled for AdamW's le
 every rank its rows.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import groupby
+from itertools import groupby, islice
 from math import sqrt
 from typing import Any, cast
 
@@ -17,18 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.engine.sharded_engine import compute_dtype
+from ds_encdec.engine.sharded_engine import compute_dtype, local_part
+from ds_encdec.engine.user_code import build_optimizer
 from ds_encdec.model.precision import product_dtype
+from ds_encdec.registry.optimizers import OPTIMIZERS
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
 """Coefficients of the quintic, which lifts small singular values fastest and leaves all in [0.7, 1.2]; its steps."""
 _EPSILON = 1e-7
-
-
-def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's rows of each. Gradients must be off, or each becomes a node of autograd's graph."""
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -37,7 +33,7 @@ class LocalAdamW(torch.optim.AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
-            tensors[:] = local_tensors(tensors)
+            tensors[:] = map(local_part, tensors)
         return has_complex
 
 
@@ -60,55 +56,53 @@ class Muon(LocalAdamW):
             super().step()
         finally:
             self.param_groups = groups
+        ranks = dist.get_world_size()  # the mesh has all
         for group in groups:
-            if group.get("is_matrix"):
-                for matrices in _rounds(one for one in group["params"] if one.grad is not None):
-                    self._step_together(matrices, group)
+            if not group.get("is_matrix"):
+                continue
+            stepped = sorted((one for one in group["params"] if one.grad is not None), key=_shape)
+            for _, alike in groupby(stepped, key=_shape):
+                while matrices := list(islice(alike, ranks)):
+                    self._step_together(matrices, group["lr"], group["weight_decay"])
 
-    def _step_together(self, matrices: list[DTensor], group: dict[str, Any]) -> None:
+    def _step_together(self, matrices: list[DTensor], lr: float, weight_decay: float) -> None:
         """Step one round: matrices of one shape, at most one for each rank. Collective."""
-        directions = [self._direction(matrix) for matrix in matrices]
-        updates = orthogonalized_on_ranks(matrices[0], directions)
+        directions = []
+        for matrix in matrices:
+            gradient = cast(DTensor, matrix.grad).to_local()
+            mean = self.state[matrix]["exp_avg"].to_local().lerp_(gradient, 1 - self._momentum)
+            # This rank's rows of Nesterov's look-ahead.
+            directions.append(gradient.lerp(mean, self._momentum).to(self._device, self._dtype))
         # The root mean square of an orthogonal matrix is 1 / sqrt(its longer side); AdamW's updates have about 0.2.
-        rate = 0.2 * sqrt(max(matrices[0].shape)) * group["lr"]
-        for matrix, update in zip(matrices, updates, strict=True):
+        rate = 0.2 * sqrt(max(matrices[0].shape)) * lr
+        for matrix, update in zip(matrices, _orthogonalized_on_ranks(matrices[0], directions), strict=True):
             local = matrix.to_local()
-            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.mul_(1 - lr * weight_decay)
             local.add_(update.to(local.device, local.dtype), alpha=-rate)
 
-    def _direction(self, matrix: DTensor) -> Tensor:
-        """Update the momentum with the gradient; return this rank's rows of Nesterov's look-ahead."""
-        gradient = cast(DTensor, matrix.grad).to_local()
-        mean = self.state[matrix]["exp_avg"].to_local().lerp_(gradient, 1 - self._momentum)
-        return gradient.lerp(mean, self._momentum).to(self._device, self._dtype)
 
-
-def adamw(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> LocalAdamW:
-    """Make AdamW for sharded parameters."""
-    return LocalAdamW(groups, **_of_adamw(training))
-
-
-def muon(groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device) -> LocalAdamW:
-    """Make Muon for sharded parameters, or AdamW if no matrix is trained."""
+def build_sharded(
+    groups: list[dict[str, Any]], training: TrainingConfig, device: torch.device
+) -> torch.optim.Optimizer:
+    """Make the optimizer of `training` for sharded parameters: AdamW for Muon, too, if no matrix is trained."""
+    if training.optimizer not in OPTIMIZERS:
+        return build_optimizer(groups, training)
+    of_adamw: dict[str, Any] = {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+        "fused": True,
+    }
     if not any(group.get("is_matrix") for group in groups):
-        return adamw(groups, training, device)
-    return Muon(groups, compute_dtype(training), device, training.muon_momentum, **_of_adamw(training))
+        return LocalAdamW(groups, **of_adamw)
+    return Muon(groups, compute_dtype(training), device, training.muon_momentum, **of_adamw)
 
 
-def _of_adamw(training: TrainingConfig) -> dict[str, Any]:
-    betas = (training.adam_beta1, training.adam_beta2)
-    return {"lr": training.learning_rate, "betas": betas, "eps": training.adam_epsilon, "fused": True}
+def _shape(matrix: Tensor) -> tuple[int, ...]:
+    return tuple(matrix.shape)
 
 
-def _rounds(matrices: Iterable[DTensor]) -> Iterator[list[DTensor]]:
-    """Yield groups of matrices of one shape, each with at most one matrix for each rank of their mesh."""
-    for _, alike in groupby(sorted(matrices, key=lambda matrix: tuple(matrix.shape)), key=lambda matrix: matrix.shape):
-        matching = list(alike)
-        ranks = matching[0].device_mesh.size()
-        yield from (matching[start : start + ranks] for start in range(0, len(matching), ranks))
-
-
-def orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Tensor]:
+def _orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Tensor]:
     """Return this rank's rows of matrices sharded like `like`, each orthogonalized on another rank. Collective.
     `directions`: this rank's rows of each, of at most one matrix for each rank."""
     mesh, rows, (height, width) = like.device_mesh, len(directions[0]), like.shape

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import logging
 import socket
@@ -44,12 +45,13 @@ def resolve_engine(config: FullConfig) -> EngineName:
     package = candidates[0].package
     if config.infra.distributed_type != "auto":
         raise ConfigError(
-            f"infra.distributed_type={config.infra.distributed_type}, but {package} is not installed: pip install "
+            f"infra.distributed_type={config.infra.distributed_type}, but {package} is not installed. Run pip install "
             f"{package}, or set infra.distributed_type=fsdp (or auto), which trains the same with torch alone"
         )
-    conflicts = engine_conflicts(config, "fsdp")
-    fields = "; ".join(f"{', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
-    raise ConfigError(f"infra.distributed_type=auto: {package} is not installed, and FSDP2 cannot do this ({fields})")
+    lacks = "; ".join(f"{', '.join(one.fields)}: {one.message}" for one in engine_conflicts(config, "fsdp"))
+    raise ConfigError(
+        f"infra.distributed_type=auto: {package} is not installed, and FSDP2 cannot run this configuration ({lacks})"
+    )
 
 
 def fallback_engine(config: FullConfig) -> EngineName | None:
@@ -62,15 +64,12 @@ def check_engine(engine: EngineName, config: FullConfig, world: World, device: t
     _CHECKS[engine](config, world, device)
 
 
-def check_mesh(config: FullConfig, world: World, _: torch.device) -> None:
-    """Raise ConfigError for shards that do not divide the ranks: the check of engines that shard by `mesh_shape`."""
-    mesh_shape(config.infra, world.world_size, world.local_world_size)
-
-
-_CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], None]] = ByEngine(
-    deepspeed=check_deepspeed, fsdp=check_mesh
+_CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], object]] = ByEngine(
+    deepspeed=check_deepspeed,
+    fsdp=lambda config, world, _: mesh_shape(config.infra, world.world_size, world.local_world_size),
 )
-"""Functions that raise ConfigError, before the ranks meet, for settings that an engine refuses on them."""
+BUILDERS = ByEngine("ds_encdec.engine.deepspeed.zero:DeepSpeedEngine", "ds_encdec.engine.fsdp2:FSDP2Engine")
+"""The engines' classes; see `create_engine`. They are imported late: DeepSpeed may not be installed."""
 
 
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
@@ -119,8 +118,8 @@ def check_nodes(config: FullConfig, machines: Sequence[str], ranks_there: Sequen
     if len(set(sizes)) > 1:
         raise ConfigError(
             f"infra.sharding_stage={infra.sharding_stage} shards over the ranks of a node, but some nodes have "
-            f"{' and others '.join(map(str, sorted(set(sizes))))}: set infra.hybrid_shard_size to a divisor of "
-            f"{len(ranks_there)}, or start as many ranks on each node."
+            f"{' and others '.join(map(str, sorted(set(sizes))))}. Set infra.hybrid_shard_size to a divisor of "
+            f"{len(ranks_there)}, or start the same number of ranks on each node."
         )
 
 
@@ -144,48 +143,16 @@ def create_engine(
     """Build the model and the context's engine for it. Collective. `weights` are the model's own, beside which new
     adapters are drawn; None: a checkpoint is loaded later. Raises ConfigError for ranks that do not fit the sharding,
     CheckpointError for weights that cannot be read."""
-    if context.world.is_main:
-        kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim)
-        if is_slow:
-            logger.warning("attention: %s", kernel)
-        _warn_of_another_engine(config, context.engine_spec)
-    if config.infra.sharding_stage.endswith("_hybrid"):
-        _warn_of_shards_across_nodes(config, context)
+    _warn(config, context, model_config)
     lora = config.model.lora
     if lora is not None and weights is not None:
         from ds_encdec.model.lora import with_new_adapters
 
         weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     config = _with_compilation_decided(config, context)
-    return BUILDERS[context.engine](config, context, model_config, weights, gradient_accumulation_steps)
-
-
-def _deepspeed(
-    config: FullConfig,
-    context: RunContext,
-    model_config: Qwen3Seq2SeqConfig,
-    weights: WeightSource | None,
-    gradient_accumulation_steps: int,
-) -> Engine:
-    from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine  # DeepSpeed may not be installed
-
-    return DeepSpeedEngine(config, context, model_config, weights, gradient_accumulation_steps)
-
-
-def _fsdp2(
-    config: FullConfig,
-    context: RunContext,
-    model_config: Qwen3Seq2SeqConfig,
-    weights: WeightSource | None,
-    gradient_accumulation_steps: int,
-) -> Engine:
-    from ds_encdec.engine.fsdp2 import FSDP2Engine  # the import takes a moment
-
-    return FSDP2Engine(config, context, model_config, weights, gradient_accumulation_steps)
-
-
-BUILDERS = ByEngine(deepspeed=_deepspeed, fsdp=_fsdp2)
-"""Functions that build the engines; see `create_engine`."""
+    module, _, name = BUILDERS[context.engine].partition(":")
+    build: Callable[..., Engine] = getattr(importlib.import_module(module), name)
+    return build(config, context, model_config, weights, gradient_accumulation_steps)
 
 
 def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullConfig:
@@ -202,7 +169,7 @@ def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullCo
             context.undo.enter_context(torch._dynamo.config.patch(suppress_errors=True))
         config = _compiling(config, compiles)
     if config.training.torch_compile and context.world.is_main:
-        logger.info("the first step and the first evaluation compile the layers, which takes up to some minutes")
+        logger.info("the first step and the first evaluation compile the layers, which can take minutes")
     return config
 
 
@@ -239,38 +206,41 @@ def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
         kernel = next(row for row in KERNELS if not row.refusal(plain))
         if kernel.is_flash and not any(row.is_flash and not row.refusal(wanted) for row in KERNELS):
             raise ConfigError(
-                f"training.attention_dropout={rate:g}: attention on this device runs in {kernel.name}, which has no "
+                f"training.attention_dropout={rate:g}: {kernel.name}, which computes attention on this device, has no "
                 "dropout. Set it to 0, install flash_attn, or set model.use_flash_attention=false (one call per "
                 "document, many times slower)"
             )
 
 
-def _warn_of_another_engine(config: FullConfig, engine: EngineSpec) -> None:
-    preferred = next(iter(ENGINES.values()))
-    if engine is preferred:
+def _warn(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqConfig) -> None:
+    """Warn of slow attention, of another engine than expected, of settings that it ignores, and of a hybrid whose
+    shards span nodes although one node has enough ranks. Collective."""
+    infra, engine, preferred = config.infra, context.engine_spec, next(iter(ENGINES.values()))
+    is_main = context.world.is_main
+    kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim) if is_main else ("", False)
+    if is_slow:
+        logger.warning("attention: %s", kernel)
+    if is_main and engine is not preferred:
+        if infra.distributed_type == "auto":
+            if lacks := [conflict.fields[0] for conflict in engine_conflicts(config, preferred.name)]:
+                why = f"{preferred.title} cannot run this configuration ({', '.join(lacks)})"
+            else:
+                why = f"{preferred.package} {'cannot be imported' if _is_installed(preferred) else 'is not installed'}"
+            logger.warning("infra.distributed_type=auto: %s. Training with %s.", why, engine.title)
+        extra = infra.deepspeed_extra
+        if ignored := [name for name in extra if name != "zero_optimization" or extra[name].keys() - _UNMISSED]:
+            logger.warning("infra.deepspeed_extra does nothing under %s: %s", engine.title, ", ".join(ignored))
+    if not infra.sharding_stage.endswith("_hybrid"):
         return
-    if config.infra.distributed_type == "auto":
-        if lacks := [conflict.fields[0] for conflict in engine_conflicts(config, preferred.name)]:
-            why = f"{preferred.title} does not do what {', '.join(lacks)} asks for"
-        else:
-            why = f"{preferred.package} {'cannot be imported' if _is_installed(preferred) else 'is not installed'}"
-        logger.warning("infra.distributed_type=auto: %s; training with %s.", why, engine.title)
-    extra = config.infra.deepspeed_extra
-    if unheard := [name for name in extra if not (name == "zero_optimization" and extra[name].keys() <= _UNMISSED)]:
-        logger.warning("infra.deepspeed_extra does nothing under %s: %s", engine.title, ", ".join(unheard))
-
-
-def _warn_of_shards_across_nodes(config: FullConfig, context: RunContext) -> None:
-    """Warn of a hybrid whose shards span nodes although one node has enough ranks. Collective."""
-    size = config.infra.hybrid_shard_size or context.world.local_world_size
+    size = infra.hybrid_shard_size or context.world.local_world_size
     hosts = context.collectives.gather(socket.gethostname())
     shards = (hosts[start : start + size] for start in range(0, len(hosts), size))
     scattered = next((dict.fromkeys(some) for some in shards if len({*some}) > 1), {})
-    if context.world.is_main and scattered and size <= max(map(hosts.count, hosts)):
+    if is_main and scattered and size <= max(map(hosts.count, hosts)):
         logger.warning(
-            "infra.sharding_stage=%s shards over ranks on different nodes (%s), although %d ranks of one node could: "
-            "place ranks node by node (Slurm: --distribution=block).",
-            config.infra.sharding_stage,
+            "infra.sharding_stage=%s shards over ranks on different nodes (%s), although one node has %d ranks. Place "
+            "ranks node by node (Slurm: --distribution=block).",
+            infra.sharding_stage,
             ", ".join(scattered),
             size,
         )

@@ -1,11 +1,14 @@
-"""The common half of the engines: run the model, fill its state from any checkpoint, and count its bytes.
+"""The common half of the engines: set up and run the model, fill its state from any checkpoint, and count its bytes.
 
-The state is filled by shards, each with its ranges of parameters: one loop reads a checkpoint for all engines.
+The state is filled by shards, each with its ranges of parameters: one loop reads a checkpoint for all engines. For
+dropout, torch's generators are seeded for each micro-batch with the run's seed and the micro-batch's lane and number,
+and restored afterwards: masks are equal on any number of ranks, in any engine, in a resumed run, and in recomputed
+layers.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +19,19 @@ from torch.distributed.tensor import DTensor
 from transformers.initialization import no_init_weights
 
 from ds_encdec.base.foreign_places import check
-from ds_encdec.base.types import IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState
-from ds_encdec.config.schema import FullConfig, TrainingConfig
-from ds_encdec.engine.parameter_groups import parameter_groups
+from ds_encdec.base.types import IGNORE_INDEX, MOMENTS, Batch, CheckpointError, LossSum, SavedState, is_hidden_matrix
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.training_sections import CROSS_ENTROPY, TrainingConfig
 from ds_encdec.engine.protocol import Engine, EngineRecord, Piece
-from ds_encdec.engine.regularization import draws_masks, masks_of
+from ds_encdec.engine.user_code import load_loss
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-from ds_encdec.model.activation_checkpointing import GRAPHS
+from ds_encdec.model.activation_checkpointing import GRAPHS, apply_activation_checkpointing
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_in_turn
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name
+from ds_encdec.model.weights import keyed_seed
 from ds_encdec.registry.objectives import TASKS
 from ds_encdec.registry.optimizers import row_of
 
@@ -153,18 +157,21 @@ class ShardedEngine(ABC):
         return groups
 
     def _record(self, applied_steps: int, loss_scaler: Mapping[str, float | int] | None = None) -> EngineRecord:
-        return EngineRecord(
-            format=self._context.engine_spec.state_format,
-            sharding_stage=self._infra.sharding_stage,
-            world_size=self._context.world.world_size,
-            applied_steps=applied_steps,
-            groups=self._names,
-            loss_scaler=loss_scaler or self._loss_scaler,
-        )
+        made_by = self._context.engine_spec.state_format, self._infra.sharding_stage, self._context.world.world_size
+        return EngineRecord(*made_by, applied_steps, self._names, loss_scaler or self._loss_scaler)
 
     def _fill(self, saved: SavedState) -> None:
         """Read this rank's parts of the saved state. Not collective. Raises CheckpointError."""
-        check_same_model(saved, self._shapes)
+        theirs, ours = saved.shapes, self._shapes
+        if differing := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
+            there, here = (
+                f"has shape {list(side[differing[0]])}" if differing[0] in side else "does not exist"
+                for side in (theirs, ours)
+            )
+            raise CheckpointError(
+                f"the checkpoint is of another model: {differing[0]} {there} in it and {here} in this run's model "
+                f"(parameters that differ: {len(differing)})"
+            )
         for shard in self._frozen() if self._saves_frozen else ():
             shard.fill(shard.weights, partial(saved.read, "weight"))
         for shard, state in self._states():
@@ -174,6 +181,71 @@ class ShardedEngine(ABC):
                     (moment,) = _local_tensors(state[kind])
                     shard.fill(moment, partial(saved.read, kind))
             set_step(state, saved.applied_steps)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float, *, matrices_apart: bool = False) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: with and without weight decay and, if `matrices_apart`, hidden matrices, marked
+    `is_matrix`. A parameter's module and name decide, never its shape, under ZeRO-3 [0] until it is gathered.
+    Embeddings decay, shared parameters appear once, and frozen ones and empty groups are left out."""
+    decays: dict[nn.Parameter, bool] = {}
+    hidden: set[nn.Parameter] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                # Norms are known by class name: every model family has its own RMSNorm, without a common base class.
+                decays.setdefault(parameter, not type(module).__name__.endswith("Norm") and name != "bias")
+                if matrices_apart and is_hidden_matrix(f"{path}.{name}"):
+                    hidden.add(parameter)
+    kinds = (
+        ({"weight_decay": weight_decay}, [one for one, decay in decays.items() if decay and one not in hidden]),
+        ({"weight_decay": 0.0}, [one for one, decay in decays.items() if not decay]),
+        ({"weight_decay": weight_decay, "is_matrix": True}, [one for one in decays if one in hidden]),
+    )
+    return [{"params": parameters, **settings} for settings, parameters in kinds if parameters]
+
+
+def draws_masks(config: FullConfig) -> bool:
+    """Return whether a forward pass in training mode draws random numbers."""
+    training, lora = config.training, config.model.lora
+    return bool(training.residual_dropout or training.attention_dropout or (lora is not None and lora.lora_dropout))
+
+
+def prepare_for_training(model: Qwen3ForSeq2SeqLM, config: FullConfig) -> None:
+    """Set up recomputation, offload, compilation and dropout as configured, before an engine wraps `model`."""
+    training = config.training
+    apply_activation_checkpointing(
+        model,
+        training.recomputation,
+        every_n=training.activation_checkpointing_every_n,
+        offload=training.activation_offload,
+        compile_layers=training.torch_compile is True,  # not while it is `auto`
+        random=draws_masks(config),
+    )
+    regularize(model, training)
+
+
+def regularize(model: Qwen3ForSeq2SeqLM, training: TrainingConfig) -> None:
+    """Set the dropout and loss settings that `model` follows in training mode and in its packed form."""
+    model.attention_dropout = training.attention_dropout
+    model.lm_head.label_smoothing, model.lm_head.z_loss = training.label_smoothing, training.z_loss
+    model.lm_head.own_loss = None if training.loss == CROSS_ENTROPY else load_loss(training.loss)
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        layer.residual_dropout = training.residual_dropout
+
+
+@contextmanager
+def masks_of(batch: Batch, seed: int) -> Iterator[None]:
+    """Seed torch by `seed` and `batch`, on the CPU and on the device of `batch`, and restore both afterwards."""
+    device = batch.labels.device
+    key = keyed_seed(seed, f"dropout:{batch.lane}:{batch.number}")
+    on_cpu = device.type == "cpu"
+    with torch.random.fork_rng(devices=[] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
+        torch.default_generator.manual_seed(key)
+        if not on_cpu:
+            module = torch.get_device_module(device)
+            with module.device(device):
+                module.manual_seed(key)
+        yield
 
 
 def empty_model(config: Qwen3Seq2SeqConfig, dtype: torch.dtype, device: torch.device) -> Qwen3ForSeq2SeqLM:
@@ -258,25 +330,14 @@ def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
     assert shared == bool(model.config.tie_word_embeddings), f"lm_head and embedding share: {shared}"
 
 
-def check_same_model(saved: SavedState, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError, naming a difference, unless `saved` has exactly the parameters `shapes`."""
-    differing = sorted(
-        name for name in saved.shapes.keys() | shapes.keys() if saved.shapes.get(name) != shapes.get(name)
-    )
-    if differing:
-        there, here = (
-            "no counterpart" if (shape := side.get(differing[0])) is None else f"shape {list(shape)}"
-            for side in (saved.shapes, shapes)
-        )
-        raise CheckpointError(
-            f"the checkpoint is of another model: {differing[0]} has {there} there and {here} in this run's model "
-            f"(parameters that differ: {len(differing)})"
-        )
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's rows. Gradients must be off, or they become a node of autograd's graph."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _local_tensors(item: Any) -> list[Tensor]:
     if isinstance(item, Tensor):
-        return [item.to_local() if isinstance(item, DTensor) else item.detach()]
+        return [local_part(item).detach()]
     inner = item.values() if isinstance(item, Mapping) else item
     if isinstance(inner, str) or not isinstance(inner, Iterable):
         return []

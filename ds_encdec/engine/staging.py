@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ds_encdec.engine.sharded_engine import local_part
+
 logger = logging.getLogger(__name__)
 
 
@@ -34,28 +36,26 @@ class StagingArea:
         return num_bytes, taken
 
     def _take(self, item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return self._take_tensor(item.detach())
         if isinstance(item, dict):
             taken = ((key, self._take(value)) for key, value in item.items())
             return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
         if type(item) in (list, tuple):
             return type(item)(map(self._take, item))
-        return copy.deepcopy(item)
-
-    def _take_tensor(self, tensor: Tensor) -> Tensor:
-        local = _local(tensor)
+        if not isinstance(item, Tensor):
+            return copy.deepcopy(item)
+        tensor, is_sharded = item.detach(), isinstance(item, DTensor)
+        local = local_part(tensor)
         source = local.untyped_storage()
         key = (local.device, source.data_ptr())
         if key not in self._storages:
             self._storages[key] = self._copy(source) if self._copies else source
-        storage, is_sharded = self._storages[key], isinstance(tensor, DTensor)
         if is_sharded and not self._copies:
             return tensor
+        storage = self._storages[key]
         plain = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-        taken = torch.empty_like(tensor, device="cpu") if is_sharded else plain
-        _local(taken).set_(storage, local.storage_offset(), local.size(), local.stride())
-        return taken
+        copied = torch.empty_like(tensor, device="cpu") if is_sharded else plain
+        local_part(copied).set_(storage, local.storage_offset(), local.size(), local.stride())
+        return copied
 
     def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
         index = len(self._storages)
@@ -72,12 +72,8 @@ class StagingArea:
                 raise
             self._pin_memory, reason = False, " ".join(str(error).split())[:200]
         logger.warning(
-            "Copies of saves are in pageable memory, which takes longer: the host has locked no more pages (%s). "
-            "infra.pin_memory=false asks for none",
+            "Saves are copied into pageable memory, which is slower: the host cannot lock more pages (%s). "
+            "infra.pin_memory=false uses pageable memory from the start",
             reason,
         )
         return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -125,7 +125,7 @@ class Job:
         name, row = self.config.training.optimizer, row_of(self.config.training.optimizer)
         if name in OPTIMIZERS:
             return row.moments, row.moments if row.matrix_moments is None else row.matrix_moments
-        from ds_encdec.engine.user_optimizer import try_optimizer  # torch
+        from ds_encdec.engine.user_code import try_optimizer  # torch
 
         return (moments := len(try_optimizer(name, self.config.training.optimizer_args).moments)), moments
 

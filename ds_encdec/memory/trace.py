@@ -36,10 +36,8 @@ from ds_encdec.base.foreign_places import replaced
 from ds_encdec.base.types import Batch
 from ds_encdec.config.training_sections import CROSS_ENTROPY
 from ds_encdec.engine import fsdp2
-from ds_encdec.engine.regularization import draws_masks, regularize
-from ds_encdec.engine.sharded_engine import compute_dtype, packed_forward
-from ds_encdec.engine.user_loss import load_loss
-from ds_encdec.engine.user_optimizer import try_optimizer
+from ds_encdec.engine.sharded_engine import compute_dtype, draws_masks, packed_forward, regularize
+from ds_encdec.engine.user_code import load_loss, try_optimizer
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
 from ds_encdec.memory.breakdown import Breakdown

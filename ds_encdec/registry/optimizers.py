@@ -1,5 +1,5 @@
 """Lists the optimizers, a row of facts each, for the configuration, the engines and the memory estimate. Any other name
-is `module:name`, the user's own optimizer; engine/user_optimizer.py has its requirements."""
+is `module:name`, the user's own optimizer; engine/user_code.py has its requirements."""
 
 from dataclasses import dataclass
 

@@ -145,11 +145,11 @@ def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]
         if name.startswith(PYTHON):
             yield field, partial(load_plugin, field, name)
     if training.optimizer not in OPTIMIZERS:
-        from ds_encdec.engine.user_optimizer import try_optimizer  # torch
+        from ds_encdec.engine.user_code import try_optimizer  # torch
 
         yield "training.optimizer", partial(try_optimizer, training.optimizer, training.optimizer_args)
     if training.loss != CROSS_ENTROPY:
-        from ds_encdec.engine.user_loss import load_loss  # torch
+        from ds_encdec.engine.user_code import load_loss  # torch
 
         yield "training.loss", partial(load_loss, training.loss)
     builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}

@@ -71,7 +71,7 @@ ROW: dict[str, Any] = {
 def _of_plain(table: ByEngine[Any], engine: EngineName) -> Any:
     """What a table has for an engine; for this one its class, and else FSDP2's."""
     if engine not in ("deepspeed", "fsdp") and table is select.BUILDERS:
-        return PlainEngine
+        return f"{__name__}:PlainEngine"
     return getattr(table, "fsdp" if engine not in ("deepspeed", "fsdp") else engine)
 
 

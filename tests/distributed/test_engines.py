@@ -179,7 +179,9 @@ def oracle_step(oracle: TorchOracle, step: int) -> StepResult:
 @every(UNREADABLE)
 def test_a_source_that_one_rank_cannot_read_fails_on_all_ranks(engine: EngineName, case: str) -> None:
     here = (
-        "the source has shape [3, 5], the model [16, 32]" if engine == "deepspeed" else "rows 8 to 16 have shape [3, 5]"
+        "has shape [3, 5] in the source and [16, 32] in the model"
+        if engine == "deepspeed"
+        else "rows 8 to 16 have shape [3, 5]"
     )
     for problem, wanted in (("shape", here), ("error", "k_proj.weight is damaged")):
         for message in result(engine, 2, f"unreadable {case} {problem}"):
@@ -195,9 +197,9 @@ def test_only_matrices_decay(engine: EngineName, case: str) -> None:
 @every(REFUSED)
 def test_states_that_do_not_fit_are_refused_on_every_rank(engine: EngineName, case: str) -> None:
     for found in result(engine, 2, f"refused {case}"):
-        assert "decoder.norm.weight has no counterpart there and shape [32] in this run's model" in found["lacking"]
-        assert "decoder.norm.weight has shape [33] there and shape [32] in this run's model" in found["other shape"]
-        assert "lora.weight has shape [3] there and no counterpart in this run's model" in found["more"]
+        assert "decoder.norm.weight does not exist in it and has shape [32] in this run's model" in found["lacking"]
+        assert "decoder.norm.weight has shape [33] in it and has shape [32] in this run's model" in found["other shape"]
+        assert "lora.weight has shape [3] in it and does not exist in this run's model" in found["more"]
         assert re.fullmatch(r"refused: rank 1 \(.+\): .+ is damaged", found["unreadable"])
         assert found["whole"] == "loaded"
         assert found["loss scale"] == {"scale": 1024.0}  # which a run in another dtype hands on

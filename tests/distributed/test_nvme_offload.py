@@ -18,7 +18,7 @@ from compared import assert_identical
 from gloo_ranks import run_ranks
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.engine.deepspeed import swapped_states
+from ds_encdec.engine.deepspeed import private
 from ds_encdec.launch.disk import build_folder
 
 COMPILED = (build_folder(os.environ) / "async_io" / "async_io.so").exists()
@@ -84,23 +84,23 @@ def test_the_checkpoint_is_one_that_others_read(ranks: list[dict[str, Any]], fol
 
 
 def test_a_disk_that_cannot_hold_them_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapped_states.AsyncIOBuilder, "load", lambda self: None)
-    swapped_states.prepare_folder(tmp_path / "run", 1000)
+    monkeypatch.setattr(private.AsyncIOBuilder, "load", lambda self: None)
+    private.prepare_folder(tmp_path / "run", 1000)
     assert (tmp_path / "run").is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        swapped_states.prepare_folder(tmp_path / "file", 1000)
-    monkeypatch.setattr(swapped_states, "free_bytes", lambda folder: 14_999)
+        private.prepare_folder(tmp_path / "file", 1000)
+    monkeypatch.setattr(private, "free_bytes", lambda folder: 14_999)
     with pytest.raises(ConfigError, match=r"15.0 KB free, but .* take 16.0 KB, 16 bytes for each trained"):
-        swapped_states.prepare_folder(tmp_path / "run", 1000)
+        private.prepare_folder(tmp_path / "run", 1000)
     (tmp_path / "run" / "0_9.tensor.swp").write_bytes(b"x" * 1001)
-    swapped_states.prepare_folder(tmp_path / "run", 1000)
+    private.prepare_folder(tmp_path / "run", 1000)
 
 
 def test_a_machine_without_libaio_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(self: object) -> None:
         raise RuntimeError("Unable to JIT load the async_io op")
 
-    monkeypatch.setattr(swapped_states.AsyncIOBuilder, "load", fails)
+    monkeypatch.setattr(private.AsyncIOBuilder, "load", fails)
     with pytest.raises(ConfigError, match="apt-get install libaio-dev"):
-        swapped_states.prepare_folder(tmp_path / "run", 1000)
+        private.prepare_folder(tmp_path / "run", 1000)

@@ -130,7 +130,7 @@ def test_adam_takes_the_rendered_parameters() -> None:
 
 def test_a_disk_that_is_not_there_is_told_before_the_ranks_meet(tmp_path: Path) -> None:
     config = load_config(None, ["infra.offload_optimizer=nvme", f"infra.nvme_path={tmp_path}/none"])
-    with pytest.raises(ConfigError, match=r"infra\.nvme_path: .*/none' is no folder on this machine: make it"):
+    with pytest.raises(ConfigError, match=r"infra\.nvme_path: .*/none' is not a folder on this machine. Make it"):
         check_deepspeed(config, World(), torch.device("cpu"))
 
 

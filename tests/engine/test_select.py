@@ -203,11 +203,11 @@ def test_what_takes_the_place_of_a_broken_deepspeed(infra: dict[str, Any], fallb
 @pytest.mark.parametrize(
     ("config", "missing", "warnings"),
     [
-        (configured(distributed_type="auto"), True, ["deepspeed is not installed; training with FSDP2"]),
+        (configured(distributed_type="auto"), True, ["deepspeed is not installed. Training with FSDP2"]),
         (
             configured({"activation_checkpointing": "selective"}, distributed_type="auto"),
             False,
-            ["DeepSpeed does not do what training.activation_checkpointing asks for; training with FSDP2"],
+            ["DeepSpeed cannot run this configuration (training.activation_checkpointing). Training with FSDP2"],
         ),
         (
             configured(distributed_type="fsdp", deepspeed_extra={"zero_optimization": {"overlap_comm": False}}),

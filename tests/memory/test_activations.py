@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ds_encdec.config.schema import ArchitectureConfig
-from ds_encdec.engine.regularization import regularize
+from ds_encdec.engine.sharded_engine import regularize
 from ds_encdec.memory.estimate import KINDS, TABLE, Layer, MicroBatch
 from ds_encdec.memory.job import Job
 from ds_encdec.model import precision

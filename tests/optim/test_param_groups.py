@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ds_encdec.engine.parameter_groups import parameter_groups
+from ds_encdec.engine.sharded_engine import parameter_groups
 
 
 class TinyRMSNorm(nn.Module):

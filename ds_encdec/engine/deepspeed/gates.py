@@ -9,9 +9,8 @@ DeepSpeed's checks for overflow. All of these are private places (foreign_places
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -52,9 +51,15 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
         undo.enter_context(replaced(optimizer, method, run))
 
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        stream = optimizer.reduce_and_partition_stream
+        stream, native_wait = optimizer.reduce_and_partition_stream, NoGatherCoalescedHandle.wait
         ordered("independent_gradient_partition_epilogue", stream, stream)
-        undo.enter_context(replaced(NoGatherCoalescedHandle, "wait", _without_waiting(NoGatherCoalescedHandle.wait)))
+
+        def wait(self: Any, **kwargs: Any) -> None:
+            """Leave copies to their stream, for which the fetching stream waits next."""
+            with replaced(accelerator, "resolves_data_dependency", lambda: True):
+                native_wait(self, **kwargs)
+
+        undo.enter_context(replaced(NoGatherCoalescedHandle, "wait", wait))
     elif isinstance(optimizer, DeepSpeedZeroOptimizer):
         ordered("independent_gradient_partition_epilogue", accelerator, optimizer.reduction_stream)
 
@@ -63,23 +68,10 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
                 accelerator.current_stream().wait_event(event)
             optimizer._pending_offload_events.clear()
 
+        undo.enter_context(replaced(optimizer, "_wait_for_offload_copies", wait_for_copies))
         # A gradient larger than the bucket is reduced where it lies, and may be freed while a stream works on it.
-        replacements = {
-            "_wait_for_offload_copies": wait_for_copies,
-            "_record_gradient_stream": lambda tensor, stream: tensor.record_stream(stream),
-        }
-        for name, function in replacements.items():
-            undo.enter_context(replaced(optimizer, name, function))
-
-
-def _without_waiting(native: Callable[..., None]) -> Callable[..., None]:
-    """Return a handle's `wait` that leaves copies to its stream, for which the fetching stream waits next."""
-
-    def wait(self: Any, **kwargs: Any) -> None:
-        with replaced(get_accelerator(), "resolves_data_dependency", lambda: True):
-            native(self, **kwargs)
-
-    return wait
+        keep = replaced(optimizer, "_record_gradient_stream", lambda tensor, stream: tensor.record_stream(stream))
+        undo.enter_context(keep)
 
 
 class StepGate:
@@ -89,8 +81,7 @@ class StepGate:
         self._engine = engine
         self._veto: Veto | None = None
         self._norm: Tensor | None = None
-        self._read = math.inf
-        self._looked_up = False
+        self._read, self._looked_up = math.inf, False
 
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
         """Step; return whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
@@ -98,8 +89,8 @@ class StepGate:
         applied = self._run()
         if applied and not self._looked_up:
             raise RuntimeError(
-                f"deepspeed {version('deepspeed')} has stepped without asking for the gradient norm where 0.19.8 asks "
-                f"for it ({type(self).__name__}): the step was neither guarded nor clipped. Install deepspeed==0.19.8"
+                f"deepspeed {version('deepspeed')} does not read the gradient norm where 0.19.8 does "
+                f"({type(self).__name__}), so this step was neither guarded nor clipped. Install deepspeed==0.19.8"
             )
         return applied, torch.tensor(torch.inf, device=self._engine.device) if self._norm is None else self._norm
 
@@ -128,8 +119,7 @@ class ZeroGate(StepGate):
         replacements: dict[str, Callable[..., Any]] = {
             method: self._observe,
             "unscale_and_clip_grads": self._clip,
-            # The norm shows whether there was an overflow.
-            "check_overflow": lambda partition_gradients=True: None,
+            "check_overflow": lambda partition_gradients=True: None,  # the norm shows whether there was one
         }
         if not isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
             replacements["update_offload_overflow_tracker"] = lambda gradient: None
@@ -148,26 +138,21 @@ class ZeroGate(StepGate):
     def _global_norm(self) -> Tensor:
         """Return the norm of all ranks' gradients, times the loss scale; float32 scalar on the device. Collective."""
         optimizer = self._engine.optimizer
+        noted = getattr(optimizer, "norm_for_param_grads", None)  # with offload, as the gradients left the device
         norms: list[Tensor] = []
         for index, parameters in enumerate(getattr(optimizer, self._parameters)):
+            if noted is not None:
+                known = (noted.get(optimizer.get_param_id(parameter)) for parameter in parameters)
+                found = [norm.float() for norm in known if norm is not None]
+            else:
+                gradients = list(optimizer.averaged_gradients[index])
+                found = [*torch._foreach_norm(gradients, 2, dtype=torch.float32)] if gradients else []
             # DeepSpeed does not scale Muon's updates, which take the place of gradients.
             scale = optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(index) else 1.0
-            norms += [norm * scale for norm in self._norms_of(index, parameters)]
-        total = torch.zeros((), device=self._engine.device)
-        if norms:
-            total = torch.stack(norms).square().sum()
+            norms += [norm * scale for norm in found]
+        total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._engine.device)
         dist.all_reduce(total, group=optimizer.dp_process_group)
         return total.sqrt()
-
-    def _norms_of(self, index: int, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the norms of this rank's gradients of a group; with offload, as noted when they left the device."""
-        optimizer = self._engine.optimizer
-        noted = getattr(optimizer, "norm_for_param_grads", None)
-        if noted is not None:
-            known = (noted.get(optimizer.get_param_id(parameter)) for parameter in parameters)
-            return [norm.float() for norm in known if norm is not None]
-        gradients = list(optimizer.averaged_gradients[index])
-        return torch._foreach_norm(gradients, 2, dtype=torch.float32) if gradients else []
 
     def _clip(self, gradients: Any, scaled_norm: float) -> None:
         """Divide gradients by the loss scale and clip them. Stage 3 passes the index of their sub-group."""
@@ -235,13 +220,10 @@ def _norm(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)))
 
 
-_GATES: tuple[tuple[type, Callable[[DeepSpeedEngine, ExitStack], StepGate]], ...] = (
-    (DeepSpeedZeroOptimizer_Stage3, partial(ZeroGate, method="_get_norm_groups", parameters="fp16_groups")),
-    (DeepSpeedZeroOptimizer, partial(ZeroGate, method="scaled_global_norm", parameters="params_in_partition")),
-    (BF16_Optimizer, Bf16Gate),
-)
-
-
 def step_gate(engine: DeepSpeedEngine, undo: ExitStack) -> StepGate:
     """Return the gate that fits the optimizer DeepSpeed has built; `undo` removes it."""
-    return next((gate for kind, gate in _GATES if isinstance(engine.optimizer, kind)), ReplicatedGate)(engine, undo)
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3):
+        return ZeroGate(engine, undo, "_get_norm_groups", "fp16_groups")
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        return ZeroGate(engine, undo, "scaled_global_norm", "params_in_partition")
+    return (Bf16Gate if isinstance(engine.optimizer, BF16_Optimizer) else ReplicatedGate)(engine, undo)

@@ -47,16 +47,15 @@ def render_deepspeed_json(
     device: str,
     ranks_per_node: int | None = None,
 ) -> dict[str, Any]:
-    """Return the complete DeepSpeed configuration of a run.
+    """Return the complete DeepSpeed configuration of a run, whose batch sizes count packed sequences.
 
     `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step. `device`: "cpu" or an accelerator's
     name. `ranks_per_node` (None: all ranks are on one node): the size of zero3_hybrid's secondary partition (hpZ,
-    ZeRO++, arXiv 2306.10209) unless `infra.hybrid_shard_size` names one. Batch sizes in the JSON count packed
-    sequences. Raises ConfigError for a JSON file that has not been read, and for ranks that do not divide into hpZ
-    partitions.
+    ZeRO++, arXiv 2306.10209) unless `infra.hybrid_shard_size` names one. Raises ConfigError for a JSON file that has
+    not been read, and for ranks that do not divide into hpZ partitions.
     """
     if config.infra.deepspeed_config is not None:
-        raise ConfigError("infra.deepspeed_config has not been read: use load_config or FullConfig.from_yaml")
+        raise ConfigError("infra.deepspeed_config has not been read. Use load_config or FullConfig.from_yaml")
     training = config.training
     rendered: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": training.micro_batch_size,
@@ -65,14 +64,13 @@ def render_deepspeed_json(
         "gradient_clipping": training.max_grad_norm,
         "bf16": {"enabled": training.bf16},
         "fp16": {"enabled": training.fp16},
-        # Parameter groups have their own weight decay, see parameter_groups.py.
         "optimizer": {
             "type": "AdamW",
             "params": {
                 "lr": training.learning_rate,
                 "betas": [training.adam_beta1, training.adam_beta2],
                 "eps": training.adam_epsilon,
-                "weight_decay": training.weight_decay,
+                "weight_decay": training.weight_decay,  # parameter groups have their own, see sharded_engine.py
             },
         },
         "zero_optimization": _zero(config, device, ranks_per_node or world_size),
@@ -87,27 +85,28 @@ def render_deepspeed_json(
         rendered["scheduler"] = _scheduler(training)
     rendered = _merge(rendered, config.infra.deepspeed_extra)
     _set_optimizer(rendered, training)
-    if _reduces_in_float32(rendered, world_size):
+    zero = rendered["zero_optimization"]
+    # bfloat16 gradients are summed over ranks in float32, as over micro-batches. On one rank only stage 1 needs it,
+    # which sums accumulated gradients. ZeRO++'s quantized sums take 16 bits alone.
+    is_summed = world_size > 1 or zero["stage"] == 1
+    if _accumulates_in(rendered, "float32") and is_summed and not zero.get("zero_quantized_gradients", False):
         rendered.setdefault("communication_data_type", "fp32")
-    partition = rendered["zero_optimization"].get("zero_hpz_partition_size", 1)
-    replicas(
-        world_size,
-        partition,
-        f"zero3_hybrid: partitions of {partition} ranks (infra.hybrid_shard_size or zero_hpz_partition_size)",
-    )
+    size = zero.get("zero_hpz_partition_size", 1)
+    settings = f"zero3_hybrid: partitions of {size} ranks (infra.hybrid_shard_size or zero_hpz_partition_size)"
+    replicas(world_size, size, settings)
     return rendered
 
 
 def _set_optimizer(rendered: dict[str, Any], training: TrainingConfig) -> None:
-    if training.optimizer in OPTIMIZERS:
-        adam = rendered["optimizer"]["params"]
-        adam["torch_adam"] = True
-        adam.pop("bias_correction", None)  # torch has no such argument, and always corrects
-        if not adam.keys() & {"fused", "foreach"}:
-            adam["fused"] = True  # torch's own choice is a loop over single operations
-    else:  # DeepSpeed gets the optimizer itself, and by default refuses one that it does not know
+    if training.optimizer not in OPTIMIZERS:  # DeepSpeed gets it, and by default refuses one that it does not know
         del rendered["optimizer"]
         rendered |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+        return
+    adam = rendered["optimizer"]["params"]
+    adam["torch_adam"] = True
+    adam.pop("bias_correction", None)  # torch has no such argument, and always corrects
+    if not adam.keys() & {"fused", "foreach"}:
+        adam["fused"] = True  # torch's own choice is a loop over single operations
 
 
 def run_json(
@@ -127,32 +126,20 @@ def check_deepspeed(config: FullConfig, world: World, device: torch.device) -> N
     """Raise ConfigError for settings that DeepSpeed would refuse on these ranks, whatever the batch."""
     disk = config.infra.nvme_path or ""
     if config.infra.offload_optimizer == "nvme" and not os.path.isdir(os.path.expanduser(disk)):
-        raise ConfigError(f"infra.nvme_path: {disk!r} is no folder on this machine: make it, or name another")
+        raise ConfigError(f"infra.nvme_path: {disk!r} is not a folder on this machine. Make it, or name another")
     if config.training.fp16 and device.type == "cpu":  # infra.device=auto; rules.py sees the other cases
-        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed trains no float16 on CPUs. Use bf16.")
+        raise ConfigError("training.fp16=true needs an accelerator: DeepSpeed has no float16 on CPUs. Use bf16.")
     run_json(with_micro_batch_size(config, 1, world.world_size), world, device, 1)
 
 
 def accumulates_in_bf16(rendered: dict[str, Any]) -> bool:
     """Return whether a run of this JSON adds several micro-batches' gradients in bfloat16."""
-    several = rendered["gradient_accumulation_steps"] > 1
-    return bool(rendered["bf16"]["enabled"]) and several and not _accumulates_in_float32(rendered)
+    return rendered["gradient_accumulation_steps"] > 1 and _accumulates_in(rendered, "bfloat16")
 
 
-def _accumulates_in_float32(rendered: dict[str, Any]) -> bool:
-    return rendered.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
-
-
-def _reduces_in_float32(rendered: dict[str, Any], world_size: int) -> bool:
-    """Return whether bfloat16 gradients are summed over ranks in float32, as they are over micro-batches. On one rank
-    only stage 1 needs it, which sums accumulated gradients. ZeRO++'s quantized sums take 16 bits alone."""
-    zero = rendered["zero_optimization"]
-    return (
-        bool(rendered["bf16"]["enabled"])
-        and _accumulates_in_float32(rendered)
-        and (world_size > 1 or zero["stage"] == 1)
-        and not zero.get("zero_quantized_gradients", False)
-    )
+def _accumulates_in(rendered: dict[str, Any], dtype: str) -> bool:
+    in_float32 = rendered.get("data_types", {}).get("grad_accum_dtype") in ("fp32", "float32")
+    return bool(rendered["bf16"]["enabled"]) and in_float32 == (dtype == "float32")
 
 
 def _scheduler(training: TrainingConfig) -> dict[str, Any]:

@@ -1,15 +1,22 @@
-"""Places inside DeepSpeed 0.19.8 that the engine uses: the tensors that a rank holds.
+"""Places inside DeepSpeed 0.19.8 that the engine uses: the tensors that a rank holds, and its optimizer's on a disk.
 
 DeepSpeed gives its optimizer a few flat tensors, whose layout depends on the ZeRO stage; here all stages look alike, as
-shards made of pieces. All of these are private places (foreign_places.py), which tests of parity, resumed runs and byte
-counts cover.
+shards made of pieces. With `infra.offload_optimizer: nvme` it writes each sub-group's float32 weights and moments into
+files, and leaves empty tensors until it steps it; sub-groups below 1 MiB are never swapped. All of these are private
+places (foreign_places.py), which tests of parity, resumed runs and byte counts cover.
 """
 
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -19,10 +26,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ds_encdec.base.foreign_places import write
+from ds_encdec.base.quantities import disk_size
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.engine.kept_state import kept_state
 from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
 from ds_encdec.engine.sharded_engine import Shard
+from ds_encdec.engine.user_code import kept_state
+from ds_encdec.launch.disk import free_bytes
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
@@ -35,6 +45,9 @@ _GRADIENTS_OF_OPTIMIZER = (
     "grad_partitions_flat_buffer",  # stage 3
     "fp32_groups_gradients_flat",  # BF16_Optimizer
 )
+
+SWAPPED_BYTES = 16
+"""Bytes on the disk for each trained parameter: float32 weights, two moments, and the gradients of a step."""
 
 
 def _own(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
@@ -177,3 +190,72 @@ def set_loss_scaler_state(engine: DeepSpeedEngine, state: Mapping[str, float | i
         cur_iter=int(state.get("steps_since_overflow", 0)),
         cur_hysteresis=int(state.get("hysteresis", scaler.delayed_shift)),
     )
+
+
+def prepare_folder(folder: Path, num_parameters: int) -> None:
+    """Check that `folder` can take the states of `num_parameters`, and compile DeepSpeed's async I/O, which takes
+    minutes once. Raises ConfigError for a folder that is not writable or too small, and for a machine without
+    libaio."""
+    try:
+        folder.mkdir(exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"infra.nvme_path: {folder} cannot be written: {error.strerror}") from error
+    needed, free = SWAPPED_BYTES * num_parameters, free_bytes(folder)
+    reused = sum(file.stat().st_size for file in folder.rglob("*.swp"))  # files of a killed run, which are overwritten
+    if free is not None and free + reused < needed:
+        raise ConfigError(
+            f"infra.nvme_path: {folder} has {disk_size(free + reused)} free, but the optimizer's states on this "
+            f"machine take {disk_size(needed)} ({SWAPPED_BYTES} bytes for each trained parameter). Name a folder on a "
+            "larger disk"
+        )
+    try:
+        AsyncIOBuilder().load()
+    except Exception as error:
+        raise ConfigError(
+            "infra.offload_optimizer=nvme: DeepSpeed's async_io cannot be compiled. Install a C++ compiler, ninja, for "
+            "a GPU CUDA's toolkit (nvcc), and libaio with its headers (Debian, Ubuntu: apt-get install libaio-dev): "
+            f"{error}"
+        ) from error
+
+
+@contextmanager
+def states_mapped(engine: DeepSpeedEngine, *, of: TrainingConfig | None = None) -> Iterator[None]:
+    """Map swapped tensors to their files inside the context, for saves and resumes. `of`: make missing moments."""
+    swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
+    infos = list(swapper.swap_params_info.values()) if swapper is not None else []
+    try:
+        for info in infos:
+            _map(info)
+            if of is not None and not info.has_state_tensors:
+                weights = info.tensors[0].compute_tensor
+                optimizer_state(engine.basic_optimizer, weights, of)
+                swapper._get_param_swap_info(weights)  # registers the moments made above
+                aligned = swapper._io_aligned_numel(info.numel()) * weights.element_size()
+                for one in info.tensors[1:]:
+                    with open(one.swap_path, "wb") as file:
+                        file.truncate(aligned)
+                _map(info)
+        yield
+    finally:
+        for info in infos:
+            info.release_memory()
+            for one in info.tensors:  # writes through a map: DeepSpeed reads past the kernel's cache
+                with open(one.swap_path, "rb") as file:
+                    os.fsync(file)
+
+
+def _map(info: Any) -> None:
+    for one in info.tensors:
+        one.compute_tensor.data = torch.from_file(one.swap_path, shared=True, size=info.numel(), dtype=info.dtype())
+
+
+def remove_states(engine: DeepSpeedEngine) -> None:
+    """Delete the files of this rank, which no other run can use, and the run's folders if they are then empty."""
+    swapper: Any = getattr(engine.optimizer, "optimizer_swapper", None)
+    if swapper is not None:
+        shutil.rmtree(swapper.swap_folder, ignore_errors=True)
+        with suppress(OSError):
+            for folder in Path(swapper.swap_folder).parents[:3]:  # optimizer, zero_stage_3, and the run's own
+                folder.rmdir()

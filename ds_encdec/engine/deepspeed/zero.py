@@ -30,7 +30,6 @@ from ds_encdec.base.types import CheckpointError, LossSum, SavedState, StepResul
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schedules import lr_lambda
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine import user_optimizer
 from ds_encdec.engine.deepspeed.gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed.json import accumulates_in_bf16, run_json
 from ds_encdec.engine.deepspeed.private import (
@@ -40,14 +39,15 @@ from ds_encdec.engine.deepspeed.private import (
     gradients,
     loss_scaler_state,
     optimizer_state,
+    prepare_folder,
     refresh_parameters,
+    remove_states,
     set_loss_scaler_state,
     shards,
+    states_mapped,
     undo_first_step,
 )
-from ds_encdec.engine.deepspeed.swapped_states import prepare_folder, remove_states, states_mapped
 from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write_record
-from ds_encdec.engine.regularization import prepare_for_training
 from ds_encdec.engine.sharded_engine import (
     Shard,
     ShardedEngine,
@@ -55,8 +55,10 @@ from ds_encdec.engine.sharded_engine import (
     compute_dtype,
     empty_model,
     full_shape,
+    prepare_for_training,
 )
 from ds_encdec.engine.staging import StagingArea
+from ds_encdec.engine.user_code import build_optimizer
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
@@ -86,8 +88,8 @@ class DeepSpeedEngine(ShardedEngine):
         ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
         if context.world.is_main and accumulates_in_bf16(ds_json):
             logger.warning(
-                "%s adds the gradients of %d micro-batches up in bfloat16, which costs precision (with 8: 0.3 %%); "
-                "infra.sharding_stage=zero2 and zero3 use float32.",
+                "infra.sharding_stage=%s sums the gradients of %d micro-batches in bfloat16, which costs precision "
+                "(with 8: 0.3 %%). zero2 and zero3 sum in float32.",
                 config.infra.sharding_stage,
                 gradient_accumulation_steps,
             )
@@ -109,7 +111,7 @@ class DeepSpeedEngine(ShardedEngine):
                 # A user's own optimizer; AdamW is in the JSON.
                 optimizer=None
                 if training.optimizer in OPTIMIZERS
-                else lambda groups: user_optimizer.build(groups, training, device),
+                else lambda groups: build_optimizer(groups, training),
                 # Our schedules in DeepSpeed's form; it builds its own from the JSON.
                 lr_scheduler=None
                 if training.lr_scheduler_type in NATIVE_SCHEDULES
@@ -139,29 +141,24 @@ class DeepSpeedEngine(ShardedEngine):
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
         engine = self._engine
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
+        collector, excluded = _Collector(), not self._saves_frozen
         with states_mapped(engine, of=self._training):
             for _ in self._states():  # makes states before the first step: every save has the same size
                 pass
-            files = self._collect(directory)
+            with (
+                replaced(engine, "checkpoint_engine", collector),
+                # The first of these writes files, and the second would make DeepSpeed write.
+                replaced(engine, "_copy_recovery_script", lambda folder: None),
+                replaced(engine, "zero_nvme_offload_optimizer", lambda: False),
+            ):
+                engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=excluded)
+            for state in collector.files.values():
+                if "module" in state and any(True for _ in self._frozen()):
+                    complete_frozen(engine, state, self._shapes.keys())
             # Host memory may run out on one rank alone.
-            num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(files, copy=copy))
+            take = partial(self._area.take_all, collector.files, copy=copy)
+            num_bytes, staged = self._collectives.on_every_rank(take)
         return StagedSave(num_bytes, partial(self._write, staged, record, directory))
-
-    def _collect(self, directory: Path) -> dict[Path, Any]:
-        """Return the content of this rank's files of DeepSpeed, with the live tensors. Collective."""
-        engine, collector = self._engine, _Collector()
-        with (
-            replaced(engine, "checkpoint_engine", collector),
-            # The first of these writes files, and the second would make DeepSpeed write.
-            replaced(engine, "_copy_recovery_script", lambda folder: None),
-            replaced(engine, "zero_nvme_offload_optimizer", lambda: False),
-        ):
-            excluded = not self._saves_frozen
-            engine.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=excluded)
-        for state in collector.files.values():
-            if "module" in state and any(True for _ in self._frozen()):
-                complete_frozen(engine, state, self._shapes.keys())
-        return collector.files
 
     def _write(self, staged: dict[Path, Any], record: EngineRecord, directory: Path) -> list[Path]:
         """Write this rank's part of a checkpoint. Not collective."""
@@ -197,22 +194,28 @@ class DeepSpeedEngine(ShardedEngine):
         rank 0 reads and broadcasts each, and all ranks raise its errors, such as CheckpointError for another shape,
         after the last broadcast, for which the others wait."""
         own, error = [*shards(self._engine), *self._frozen()], None
+        full = torch.empty(0)
+
+        def read(name: str, out: Tensor) -> None:
+            source = weights(name)
+            if source.shape != out.shape:
+                raise CheckpointError(
+                    f"{name} has shape {list(source.shape)} in the source and {list(out.shape)} in the model"
+                )
+            out.copy_(source)
+
+        def elements(_: str, start: int, stop: int) -> Tensor:
+            return full.view(-1)[start:stop]
+
         for parameter, name in self._engine.param_names.items():
-            error = self._take_parameter(name, full_shape(parameter), weights if error is None else None, own) or error
+            full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
+            if self._context.world.is_main and error is None:
+                _, error = attempt(partial(read, name, full))
+            dist.broadcast(full, src=0)
+            for shard in own:
+                shard.fill(shard.weights, elements, only=name)
         self._collectives.raise_first(error)
         refresh_parameters(self._engine)
-
-    def _take_parameter(
-        self, name: str, shape: torch.Size, weights: WeightSource | None, own: Iterable[Shard]
-    ) -> Exception | None:
-        """Broadcast a parameter of rank 0's `weights`, or zeros, and keep this rank's part; return rank 0's error."""
-        full, error = torch.zeros(shape, dtype=torch.float32, device=self.device), None
-        if self._context.world.is_main and weights is not None:
-            _, error = attempt(partial(_read, weights, name, full))
-        dist.broadcast(full, src=0)
-        for shard in own:
-            shard.fill(shard.weights, lambda _, start, stop: full.view(-1)[start:stop], only=name)
-        return error
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
         for shard in shards(self._engine):
@@ -232,7 +235,16 @@ class DeepSpeedEngine(ShardedEngine):
             micro_steps=saved.applied_steps * engine.gradient_accumulation_steps(),
             global_samples=saved.applied_steps * engine.train_batch_size(),
         )
-        set_applied_steps(engine.lr_scheduler, saved.applied_steps)
+        scheduler, applied = engine.lr_scheduler, saved.applied_steps
+        if not isinstance(scheduler, LambdaLR):  # but DeepSpeed's own
+            scheduler.step(applied - 1)
+            return
+        factors = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        rates = [peak * factor(applied) for peak, factor in factors]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        # Not step(): torch warns when a schedule is stepped before its optimizer.
+        write(scheduler, last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
         own_shards = shards(self._engine)
@@ -242,13 +254,6 @@ class DeepSpeedEngine(ShardedEngine):
             "gradients": gradients(self._engine, own_shards),
             "optimizer": self._engine.basic_optimizer.state,
         }
-
-
-def _read(weights: WeightSource, name: str, out: Tensor) -> None:
-    source = weights(name)
-    if source.shape != out.shape:
-        raise CheckpointError(f"{name}: the source has shape {list(source.shape)}, the model {list(out.shape)}")
-    out.copy_(source)
 
 
 @contextmanager
@@ -261,19 +266,6 @@ def _device_as_local_rank(device: torch.device) -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
-
-
-def set_applied_steps(scheduler: Any, applied: int) -> None:
-    """Set a LambdaLR or DeepSpeed's schedule, and its optimizer's rates, to their values after `applied` steps."""
-    if not isinstance(scheduler, LambdaLR):
-        scheduler.step(applied - 1)
-        return
-    groups = scheduler.optimizer.param_groups
-    rates = [peak * factor(applied) for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-    for group, rate in zip(groups, rates, strict=True):
-        group["lr"] = rate
-    # Not step(): torch warns when a schedule is stepped before its optimizer.
-    write(scheduler, last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
 
 
 def _build_model(
