@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ds_encdec.training.garbage import EVERY_STEPS, manual_gc
+from ds_encdec.training.build import manual_gc
 
 
 class Cycle:
@@ -33,28 +33,18 @@ def fail_inside() -> None:
         raise KeyError
 
 
-def test_a_collection_comes_after_so_many_steps_and_no_earlier() -> None:
-    with manual_gc() as end_of_step:
-        left = cycle()
-        many: list[list[int]] = [[] for _ in range(100_000)]  # would have it run many times
-        for _ in range(EVERY_STEPS - 1):
-            end_of_step()
-        assert left() is not None
-        end_of_step()
-        assert left() is None
-        del many
-
-
 def test_what_was_there_is_collected_first_and_then_passed_over() -> None:
     gone, kept = cycle(), Cycle()
     seen = weakref.ref(kept)
-    with manual_gc() as end_of_step:
+    with manual_gc():
         assert gone() is None
-        assert gc.get_freeze_count() > 0
-        del kept
-        for _ in range(EVERY_STEPS):
-            end_of_step()
+        left, kept = cycle(), Cycle()
+        many: list[list[int]] = [[] for _ in range(100_000)]  # would have it run many times
+        assert left() is not None
+        gc.collect()
+        assert left() is None
         assert seen() is not None
+        del many
     gc.collect()
     assert seen() is None
 

@@ -48,8 +48,7 @@ from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import JsonlSink
 from ds_encdec.training import build
 from ds_encdec.training import trainer as trainer_module
-from ds_encdec.training.build import _train_and_close
-from ds_encdec.training.callbacks import open_callbacks
+from ds_encdec.training.build import _open_callbacks, _train_and_close
 from ds_encdec.training.trainer import Trainer, train
 
 
@@ -471,8 +470,8 @@ class Told(Callback):
 
 
 def test_what_is_no_callback_is_refused_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"training\.callbacks: <object object .*> must be a ds_encdec\.Callback"):
-        open_callbacks(FullConfig(), [Told(), object()], HostCollectives())  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match=r"training\.callbacks: <object object .*> is not a ds_encdec\.Callback"):
+        _open_callbacks(FullConfig(), [Told(), object()], HostCollectives())  # type: ignore[list-item]
 
 
 def test_callbacks_are_told_of_three_moments_in_the_order_of_the_loop(tmp_path: Path, eval_losses: list[float]) -> None:

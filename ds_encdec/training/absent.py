@@ -1,6 +1,6 @@
 """Find the files, folders, packages and code that a configuration names and this machine lacks. Only `validate` and
-`doctor` look at all of them, since a configuration may be for another machine. A new run checks its model and files
-before torch is imported (`refuse_absent`), and the rest later."""
+`doctor` look for all, since a configuration may be for another machine; a new run for its model and files, before torch
+is imported (`refuse_absent`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ds_encdec.base.types import CheckpointError, ConfigError, DataError
 from ds_encdec.config.data_sections import LOCAL_FORMATS
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.model_folder import is_hub_name
-from ds_encdec.config.schema import DataConfig, FullConfig, Loaded
+from ds_encdec.config.schema import FullConfig, Loaded
 from ds_encdec.config.settings import Conflict, Settings, raise_if_any
 from ds_encdec.config.stored_model import OF_OUR_OWN, read_stored_model, untrained_rows
 from ds_encdec.config.stored_tokenizer import MODE_TOKENS, tokenizer_lacks_rows
@@ -56,43 +56,39 @@ def refuse_absent(config: FullConfig) -> None:
             raise DataError(f"{field}: {conflict.message}")
 
 
-def absent_patterns(data: DataConfig) -> dict[str, list[str]]:
-    """Return by field the paths and patterns that match no file here. Prepared data needs none of them."""
-    if data.prepared_dir is not None:
-        return {}
+def _absent_files(config: FullConfig) -> Iterator[Conflict]:
+    data = config.data
+    if data.prepared_dir is not None:  # which needs no other file
+        if not os.path.isfile(_folder(data.prepared_dir) / "source-0" / "index.json"):
+            yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
+        return
     sources = data.sources_by_path().items()
     named = {f"{at}.data_files": source.data_files for at, source in sources if source.dataset_name in LOCAL_FORMATS}
     named |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
     named |= {f"data.eval_sets.{name}.eval_files": one.eval_files for name, one in data.eval_sets.items()}
-    absent = {field: [one for one in patterns or () if not any(named_files(one))] for field, patterns in named.items()}
-    return {field: patterns for field, patterns in absent.items() if patterns}
-
-
-def _absent_files(config: FullConfig) -> Iterator[Conflict]:
-    data = config.data
-    if data.prepared_dir is not None and not os.path.isfile(_folder(data.prepared_dir) / "source-0" / "index.json"):
-        yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
-    for field, patterns in absent_patterns(data).items():
-        yield from (Conflict((field,), no_file_matches([pattern])) for pattern in patterns)
-    if config.training.num_train_epochs is None or not data.streaming or data.prepared_dir is not None:
+    for field, patterns in named.items():
+        absent = (one for one in patterns or () if not any(named_files(one)))
+        yield from (Conflict((field,), no_file_matches([pattern])) for pattern in absent)
+    if config.training.num_train_epochs is None or not data.streaming:
         return
-    for at, source in data.sources_by_path().items():  # only streamed parquet files have a known length
+    for at, source in sources:  # only streamed parquet files have a known length
         folder = source.dataset_name
         is_counted = local_kind(folder) or os.path.isfile(os.path.join(folder, "state.json"))
         files = (path for pattern in source.data_files or ["**/*"] for path in named_files(pattern, folder))
         if not is_counted and not any(path.endswith(".parquet") for path in files):
-            message = (
-                "the length of a streamed data set is not known: set data.streaming=false, or give num_train_steps"
+            yield Conflict(
+                ("training.num_train_epochs", "data.streaming", f"{at}.dataset_name"),
+                "the length of a streamed data set is not known: set data.streaming=false, or give num_train_steps",
             )
-            yield Conflict(("training.num_train_epochs", "data.streaming", f"{at}.dataset_name"), message)
 
 
 def _absent_packages(config: FullConfig) -> Iterator[Conflict]:
     lora = config.model.lora
-    needed = {"model.lora": ("peft", "lora")} if lora is not None else {}
-    needed |= {"model.lora.quantize": ("bitsandbytes", "qlora")} if lora is not None and lora.quantize != "none" else {}
-    for field, (package, extra) in needed.items():
-        if find_spec(package) is None:
+    for field, package, extra, is_needed in (
+        ("model.lora", "peft", "lora", lora is not None),
+        ("model.lora.quantize", "bitsandbytes", "qlora", lora is not None and lora.quantize != "none"),
+    ):
+        if is_needed and find_spec(package) is None:
             message = f"this needs {package}, which is not installed: pip install 'ds_encdec[{extra}]'"
             yield Conflict((field,), message)
     if (url := config.infra.upload_to) is not None:
@@ -126,41 +122,36 @@ def _absent_folders(config: FullConfig) -> Iterator[Conflict]:
 
 
 def _absent_code(config: FullConfig) -> Iterator[Conflict]:
-    for field, find in _named_code(config):
-        try:
-            find()
-        except ConfigError as error:
-            yield Conflict((field,), str(error))
-
-
-def _named_code(config: FullConfig) -> Iterator[tuple[str, Callable[[], object]]]:
     data, training = config.data, config.training
+    found: list[tuple[str, Callable[[], object]]] = []
     if data.converter is not None:
-        yield "data.converter", partial(converter_digest, data.converter)
+        found.append(("data.converter", partial(converter_digest, data.converter)))
     sources = {f"{at}.dataset_name": source.dataset_name for at, source in data.sources_by_path().items()}
     sources |= {"data.eval_dataset_name": data.eval_dataset_name or ""}
-    for name, one in data.eval_sets.items():
-        sources[f"data.eval_sets.{name}.eval_dataset_name"] = one.eval_dataset_name or ""
-    for field, name in sources.items():
-        if name.startswith(PYTHON):
-            yield field, partial(load_plugin, field, name)
-    if training.optimizer not in OPTIMIZERS:
-        from ds_encdec.engine.user_code import try_optimizer  # torch
+    sources |= {
+        f"data.eval_sets.{name}.eval_dataset_name": one.eval_dataset_name or "" for name, one in data.eval_sets.items()
+    }
+    found += [(field, partial(load_plugin, field, name)) for field, name in sources.items() if name.startswith(PYTHON)]
+    if training.optimizer not in OPTIMIZERS or training.loss != CROSS_ENTROPY:
+        from ds_encdec.engine.user_code import load_loss, try_optimizer  # torch
 
-        yield "training.optimizer", partial(try_optimizer, training.optimizer, training.optimizer_args)
-    if training.loss != CROSS_ENTROPY:
-        from ds_encdec.engine.user_code import load_loss  # torch
-
-        yield "training.loss", partial(load_loss, training.loss)
-    builtin = {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
+        if training.optimizer not in OPTIMIZERS:
+            found.append(("training.optimizer", partial(try_optimizer, training.optimizer, training.optimizer_args)))
+        if training.loss != CROSS_ENTROPY:
+            found.append(("training.loss", partial(load_loss, training.loss)))
     for field, names, kind in (
         ("training.report_to", training.report_to, "sinks"),
         ("training.callbacks", training.callbacks, "callbacks"),
         ("training.lr_scheduler_type", [training.lr_scheduler_type], "schedules"),
         ("training.metric_for_best_model", [training.best_figure], "metrics"),
     ):
-        for name in set(names) - builtin:
-            yield field, partial(load_plugin, field, name, kind)
+        users = set(names) - {*get_args(Tracker), *get_args(Schedule), *LOSS_FIGURES, *FIGURES}
+        found += [(field, partial(load_plugin, field, name, kind)) for name in users]
+    for field, load in found:
+        try:
+            load()
+        except ConfigError as error:
+            yield Conflict((field,), str(error))
 
 
 def _row_problems(config: FullConfig) -> Iterator[Conflict]:
@@ -204,7 +195,7 @@ def _write_problem(name: str) -> str | None:
         return odd
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):
-        return f"{there} is no folder"
+        return f"{there} is not a folder"
     try:  # permissions prove nothing for root, or on a file system of the kernel's
         os.rmdir(tempfile.mkdtemp(prefix=".ds-encdec-", dir=there))
     except OSError as error:

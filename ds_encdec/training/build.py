@@ -1,26 +1,24 @@
 """Build a Trainer from a FullConfig, train, and export the finished run: the only module that knows all the others, in
 the order in which a run may fail cheaply."""
 
+import gc
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from ds_encdec.base.foreign_places import outside_tested_ranges
+from ds_encdec.base.plugins import load_plugin
 from ds_encdec.base.quantities import count
-from ds_encdec.base.types import Callback, HangError, LostRankError, Preempted, TrainingState
+from ds_encdec.base.types import Callback, ConfigError, HangError, LostRankError, Preempted, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.config.shares import (
-    is_auto,
-    micro_batch_candidates,
-    plan_lanes,
-)
+from ds_encdec.config.shares import is_auto, micro_batch_candidates, plan_lanes
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.sources.tables import resolve_commits
 from ds_encdec.engine.protocol import Engine
@@ -30,7 +28,7 @@ from ds_encdec.exports.adapters import one_base
 from ds_encdec.exports.hugging_face import average_last_checkpoints, clear_exports, export_at_end
 from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import DiskRefusedError
-from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_connection, named_error, record
 from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
@@ -43,7 +41,6 @@ from ds_encdec.memory.job import Job, disk_shortage
 from ds_encdec.model.cache_check import check_cache
 from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
-from ds_encdec.training.callbacks import open_callbacks
 from ds_encdec.training.profiling import StepProfiler
 from ds_encdec.training.resume import (
     load_engine,
@@ -112,7 +109,7 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
     context = _meet(config, world, stop)
     world = context.world
     if world.is_main and (untested := outside_tested_ranges()):
-        logger.warning("not tested with %s: what follows may be wrong in places", ", ".join(untested))
+        logger.warning("not tested with %s: results may be wrong in places", ", ".join(untested))
     folder = RunFolder(config.infra.output_dir)
     try:
         folder.earlier = context.collectives.on_rank_zero(lambda: folder.claim(resume=resume is not None))
@@ -125,17 +122,20 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
         before_end=lambda why: failed(reason=f"rank {world.rank}: {why}"),
     )
     uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
+    # By default a rank counts as stuck well before a collective would give up; 0: never.
+    hang_minutes = config.infra.hang_timeout_minutes
+    hang_minutes = config.infra.distributed_timeout_minutes * 2 / 3 if hang_minutes is None else hang_minutes
     with (
         context.undo,
         Peers(folder, context.collectives) as peers,
         uploads.awaited_by_all(context.collectives, stop.heartbeat),  # exits after the ending is recorded, to copy it
         ending_recorded(folder, world, peers, spare=resume is not None) as begin,
         # Innermost, so it exits first: it ends a run that hangs before another ending is recorded.
-        Watchdog(stop, _hang_minutes(config), folder, context.collectives),
+        Watchdog(stop, hang_minutes or None, folder, context.collectives),
     ):
         context.collectives.on_rank_zero(lambda: uploads.claim(resume))
         profilers = [StepProfiler(request.profile, folder.profile, world.rank)] if request.profile else []
-        callbacks = open_callbacks(config, [*request.callbacks, uploads, *profilers], context.collectives)
+        callbacks = _open_callbacks(config, [*request.callbacks, uploads, *profilers], context.collectives)
         trainer, expected, facts = _build_trainer(request, context, folder, callbacks)
         begin(**facts)
         state = _train_and_close(trainer, peers, expected)
@@ -153,13 +153,6 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
     return state
 
 
-def _hang_minutes(config: FullConfig) -> float | None:
-    """Return the minutes without a step after which a rank counts as stuck; None: never. The default is well before a
-    collective would give up."""
-    configured, longest = config.infra.hang_timeout_minutes, config.infra.distributed_timeout_minutes
-    return (longest * 2 / 3 if configured is None else configured) or None
-
-
 def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
     """Join the ranks. Once this returns, no rank may leave alone any more. Raises Preempted and ConfigError."""
     try:
@@ -170,19 +163,57 @@ def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
         raise
 
 
+def _open_callbacks(
+    config: FullConfig, given: Sequence[Callback], collectives: HostCollectives
+) -> tuple[Callback, ...]:
+    """Return the callbacks `given` in Python, then those of `training.callbacks`, called with the configuration. A
+    collective. Raises ConfigError if one cannot be imported or is no `Callback`, or if the ranks' callbacks differ."""
+    field = "training.callbacks"
+
+    def made() -> tuple[Callback, ...]:
+        callbacks = (*given, *(load_plugin(field, name, "callbacks")(config) for name in config.training.callbacks))
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(f"{field}: {callback!r} is not a ds_encdec.Callback. Let its class inherit from that")
+        return callbacks
+
+    callbacks = collectives.on_every_rank(made)
+    kinds = collectives.gather([type(callback).__qualname__ for callback in callbacks])
+    if any(kind != kinds[0] for kind in kinds):
+        raise ConfigError(f"{field} must be the same on all ranks, which would wait for each other: {kinds}")
+    return callbacks
+
+
+@contextmanager
+def manual_gc() -> Iterator[None]:
+    """Collect garbage now, never again by itself, and never over the modules, the model and the engine (`gc.freeze`).
+    Left alone, the collector runs in the middle of a step, on each rank in another one, and the others wait."""
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    gc.disable()
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if not was_frozen:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
 def _train_and_close(
     trainer: Trainer, peers: Peers | None = None, expected: ExpectedMemory | None = None
 ) -> TrainingState:
     """Train, then close the parts of the run; `expected` explains an error that memory ran out."""
     exit_code, reason = 0, ""
     try:
-        with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank):
+        with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank), manual_gc():
             state = train(trainer)
         training = trainer.config.training
         if trainer.has_stepped and state.global_step < training.num_train_steps:
             message = (
-                f"{count(state.evaluations_since_leading, 'evaluation')} in a row without a figure better by more than "
-                f"{training.early_stopping_threshold:g} than the {state.best_by} before, {state.leading_value:.6g}"
+                f"{count(state.evaluations_since_leading, 'evaluation')} in a row without a {state.best_by} better by "
+                f"more than {training.early_stopping_threshold:g} than the {state.leading_value:.6g} before"
             )
             logger.info("early stopping at step %d: %s", state.global_step, message)
             where = {"step": state.global_step, "data_step": state.data_step}
@@ -220,10 +251,21 @@ def _build_trainer(
     data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
     require_same_data(data.fingerprint, collectives)
     run = replace(run, config=with_steps(run.config, data.pipeline, run.checkpoint, collectives))
-    state = _first_state(run, data)
+    state = TrainingState(best_by=training.best_by)
+    if run.checkpoint:
+        is_main = context.world.is_main
+        warn_of_another_optimizer(run.checkpoint, training, is_main=is_main)
+        state = restore_choice(run.checkpoint, run.checkpoint.training_state(), training)
+        state = restore_data(run.checkpoint, data, state, is_main=is_main)
     job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
     expected = estimate_run(job)
-    _log_start(run, state, job, expected)
+    if is_over(state, run.config.training):
+        is_whole = state.global_step >= run.config.training.num_train_steps
+        limit = "num_train_steps" if is_whole else "early_stopping_patience"
+        logger.info("nothing is left to do after step %d. To train on, raise training.%s", state.global_step, limit)
+    elif context.world.is_main:
+        for line in start_banner(job, context, expected, start_step=state.global_step, epochs=run.epochs):
+            logger.info(line)
     engine = _build_engine(run, job, expected)
     if run.checkpoint:
         state = checkpoints.adopt(run.checkpoint, state)
@@ -245,16 +287,6 @@ def _build_trainer(
         rehearses=context.device.type != "cpu",
     )
     return trainer, expected, {"parameters": job.parameters, "trainable_parameters": job.trainable_parameters}
-
-
-def _log_start(run: Run, state: TrainingState, job: Job, expected: ExpectedMemory | None) -> None:
-    if is_over(state, run.config.training):
-        is_whole = state.global_step >= run.config.training.num_train_steps
-        limit = "num_train_steps" if is_whole else "early_stopping_patience"
-        logger.info("nothing left to do after step %d: to train on, raise training.%s", state.global_step, limit)
-    elif run.context.world.is_main:
-        for line in start_banner(job, run.context, expected, start_step=state.global_step, epochs=run.epochs):
-            logger.info(line)
 
 
 def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str], stop: StopRequest) -> Judge:
@@ -328,29 +360,20 @@ def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
     )
 
 
-def _first_state(run: Run, data: TrainingData) -> TrainingState:
-    if run.checkpoint is None:
-        return TrainingState(best_by=run.config.training.best_by)
-    warn_of_another_optimizer(run.checkpoint, run.config.training, is_main=run.context.world.is_main)
-    state = restore_choice(run.checkpoint, run.checkpoint.training_state(), run.config.training)
-    return restore_data(run.checkpoint, data, state, is_main=run.context.world.is_main)
-
-
 def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine:
     """Check the disk, then build the engine with weights from the model's source or the checkpoint. A collective."""
-    run.context.collectives.on_rank_zero(lambda: _check_disk_space(run, job))
-    model, context = run.model, run.context
+    model, context, folder = run.model, run.context, run.folder.checkpoints
+
+    def check_disk_space() -> None:
+        if (problem := disk_shortage(folder, len(committed_steps(folder)), run.config, job)) is None:
+            return
+        if run.config.infra.require_disk_space:
+            raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
+        logger.warning("%s A save that does not fit fails; infra.require_disk_space=true refuses to start.", problem)
+
+    context.collectives.on_rank_zero(check_disk_space)
     with out_of_memory_explained(expected, context.device, context.world.rank):
         engine = create_engine(run.config, context, model.config, model.weights, run.accumulation)
         if run.checkpoint:
             load_engine(engine, run.checkpoint, context.collectives)
     return engine
-
-
-def _check_disk_space(run: Run, job: Job) -> None:
-    folder = run.folder.checkpoints
-    if (problem := disk_shortage(folder, len(committed_steps(folder)), run.config, job)) is None:
-        return
-    if run.config.infra.require_disk_space:
-        raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
-    logger.warning("%s A save that does not fit fails; infra.require_disk_space=true would refuse to start.", problem)

@@ -64,7 +64,9 @@ class StepProfiler(Callback):
         self._end()
         if self._seen <= WARM_UP_STEPS and self._rank == 0:
             logger.warning(
-                "--profile: there is none; %d steps were taken, and the first %d are warm-up", self._seen, WARM_UP_STEPS
+                "--profile: no profile, since the first %d steps are warm-up and the run took %d",
+                WARM_UP_STEPS,
+                self._seen,
             )
 
     def _end(self) -> None:

@@ -51,7 +51,15 @@ def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
     if not differing:
         return
     if all(ours[name] == theirs[name] for name in (ours.keys() & theirs.keys()) - {MODEL_NAME, _TOKENIZER_NAME}):
-        contents = _different_contents(checkpoint, config)
+        saved = saved_model(config, checkpoint.path, hashes_base=False)
+        try:
+            named = new_model(config, hashes_base=False)
+        except DsEncDecError as error:
+            contents = [f"and whether it is the same cannot be seen here: {error}"]
+        else:
+            contents = _differences(architecture(saved.config), architecture(named.config))
+            tokenizers = {model.tokenizer.backend_tokenizer.to_str() for model in (saved, named)}
+            contents += ["the tokenizers differ"] * (len(tokenizers) > 1)
         if not contents:
             logger.info("%s is the same model and tokenizer: %s.", checkpoint.path, "; ".join(differing))
             return
@@ -71,8 +79,8 @@ def restore_data(checkpoint: Checkpoint, data: TrainingData, state: TrainingStat
         return state
     logger.log(
         logging.WARNING if is_main else logging.DEBUG,
-        "Continuing with other data than %s was made on: %s. The best checkpoint is chosen among those from here on, "
-        "and early stopping counts from here.",
+        "This run reads other data than %s: %s. From here the best checkpoint is chosen, and early stopping counts, "
+        "without the evaluations before.",
         checkpoint.path,
         changes(fingerprint, data.fingerprint),
     )
@@ -83,10 +91,10 @@ def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: Train
     """Return the saved `state`, with its best reset if this run has another `metric_for_best_model`."""
     if state.best_by != training.best_by:
         logger.info(
-            "%s was saved by a run whose best checkpoint is that of the %s. It is the %s now: the best checkpoint is "
-            "chosen anew, and early stopping counts from here.",
-            checkpoint.path,
+            "The best checkpoint was chosen by the %s in %s, and is by the %s now. From here it is chosen, and early "
+            "stopping counts, without the evaluations before.",
             state.best_by,
+            checkpoint.path,
             training.best_by,
         )
     return state.with_best_by(training.best_by)
@@ -95,15 +103,14 @@ def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: Train
 def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
     """Warn if `checkpoint` has another optimizer's states: those of the same names are loaded as this run's."""
     theirs = load_saved(checkpoint.path / "config.yaml").training
-    then, now = ((one.optimizer, one.optimizer_args) for one in (theirs, training))
+    then, now = (f"{one.optimizer} {one.optimizer_args or ''}".strip() for one in (theirs, training))
     if is_main and then != now:
-        words = [" with ".join([name, *([str(arguments)] if arguments else [])]) for name, arguments in (then, now)]
         logger.warning(
-            "%s was saved with training.optimizer=%s, and this run has %s: it goes on from the states of the same "
-            "names, which may mean other things, and begins without the rest. Start a new run from the export to begin "
-            "with states of zeros.",
+            "%s was saved with training.optimizer=%s, but this run has %s: states of the same names are kept, though "
+            "their meaning may differ. To start with states of zeros, start a new run from the export.",
             checkpoint.path,
-            *words,
+            then,
+            now,
         )
 
 
@@ -126,8 +133,8 @@ def roll_back(
     settings, collectives = recorder.settings, recorder.collectives
     if state.rollbacks >= settings.max_rollbacks:
         raise DivergedError(
-            f"{alert['type']}: {alert['message']}, and monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
-            "used up. Checkpoints are untouched; lower training.learning_rate, or look at the data."
+            f"{alert['type']}: {alert['message']}. All monitor.max_rollbacks={settings.max_rollbacks} rollbacks are "
+            "used. Checkpoints are untouched: lower training.learning_rate, or check the data."
         )
     where = {"step": state.global_step, "data_step": state.data_step}
     oldest = alert["step"] - settings.rollback_min_steps
@@ -139,7 +146,6 @@ def roll_back(
         if collectives.rank == 0:
             logger.error(refusal)
         return None
-    saved = checkpoint.read_json("trainer.json")
     then = checkpoint.training_state().with_best_by(state.best_by)
     load_engine(engine, checkpoint, collectives)
     gone_back = dataclasses.replace(
@@ -154,7 +160,7 @@ def roll_back(
         long_rows=state.long_rows,
     )
     now = checkpoints.adopt(checkpoint, gone_back)
-    recorder.go_back(saved["recorder"], now)
+    recorder.go_back(checkpoint.read_json("trainer.json")["recorder"], now)
     recorder.events.write(
         "rollback",
         **where,
@@ -170,17 +176,6 @@ def roll_back(
             f"data steps {then.data_step + 1} to {state.data_step} are not trained on again."
         )
     return now
-
-
-def _different_contents(checkpoint: Checkpoint, config: FullConfig) -> list[str]:
-    saved = saved_model(config, checkpoint.path, hashes_base=False)
-    try:
-        named = new_model(config, hashes_base=False)
-    except DsEncDecError as error:
-        return [f"and whether it is the same cannot be seen here: {error}"]
-    words = _differences(architecture(saved.config), architecture(named.config))
-    saved_tokenizer, named_tokenizer = (model.tokenizer.backend_tokenizer.to_str() for model in (saved, named))
-    return words + (["the tokenizers differ"] if saved_tokenizer != named_tokenizer else [])
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -49,19 +49,17 @@ class Run:
     epochs: float | None
 
 
-def _last_report(run_dir: Path) -> Path:
-    from ds_encdec.report.write import write_last_report  # matplotlib, which training does without
-
-    return write_last_report(run_dir)
-
-
 def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
     """Write the run's configuration and the event of this start, and return the recorder, with the checkpoint's windows
     if there is one. A collective. Raises DiskRefusedError."""
     config, folder, sizes = run.config, run.folder, run.model.config
     world, device = run.context.world, run.context.device
-
     share = trained_share(config, sizes)
+
+    def last_report(run_dir: Path) -> Path:
+        from ds_encdec.report.write import write_last_report  # matplotlib, which training does without
+
+        return write_last_report(run_dir)
 
     def open_recorder() -> Recorder:
         with Writing(folder.root, "The run", MAKE_ROOM).explain_refusals():
@@ -75,7 +73,7 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
                 settings=config.monitor,
                 monitor=TrainingMonitor.from_config(config),
                 events=EventLog(folder.events if world.is_main else None),
-                sinks=open_sinks(config, folder.root, _last_report, rank=world.rank, start_step=state.global_step),
+                sinks=open_sinks(config, folder.root, last_report, rank=world.rank, start_step=state.global_step),
                 batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, share),
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,
@@ -105,9 +103,14 @@ def checkpoint_files(
     saved: dict[str, Any],
 ) -> Callable[[Path], None]:
     """Return a function that writes a checkpoint's files beside the engine's; see docs/checkpoints.md."""
-    trainer = {"saved": saved, "state": state.to_dict(), "num_lanes": run.num_lanes}
-    trainer |= {"data": data.saved(), "recorder": recorder}
-    trainer |= {} if run.epochs is None else {"num_train_epochs": run.epochs}
+    trainer = {
+        "saved": saved,
+        "state": state.to_dict(),
+        "num_lanes": run.num_lanes,
+        "data": data.saved(),
+        "recorder": recorder,
+        **({} if run.epochs is None else {"num_train_epochs": run.epochs}),
+    }
     # Text now: by the time it is written, training may have gone on.
     texts = {
         "trainer.json": json.dumps(trainer, indent=1) + "\n",

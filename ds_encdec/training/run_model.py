@@ -56,9 +56,9 @@ def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = Tru
     known = (tuple(model_config.sentinel_token_ids), tuple(model_config.mode_token_ids))
     if (vocabulary.sentinel_ids, vocabulary.mode_token_ids) != known or vocabulary.vocab_size > model_config.vocab_size:
         raise CheckpointError(
-            f"{folder}: its model does not have the special tokens of this run, which are "
-            f"{config.model.num_sentinel_tokens} sentinels{' and mode tokens' if config.data.use_mode_tokens else ''}. "
-            "Give the model.num_sentinel_tokens and data.use_mode_tokens that it was made with."
+            f"{folder}: the model lacks special tokens of this run, {config.model.num_sentinel_tokens} sentinels"
+            f"{' and mode tokens' if config.data.use_mode_tokens else ''}. Give the model.num_sentinel_tokens and "
+            "data.use_mode_tokens that it was made with."
         )
     model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
     model_config.use_flash_attention = config.model.use_flash_attention

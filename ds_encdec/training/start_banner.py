@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from ds_encdec.base.quantities import count, gib
-from ds_encdec.config.schema import InfraConfig, TrainingConfig
 from ds_encdec.engine.select import attention_kernel
 from ds_encdec.launch.host import triton_lacks
 from ds_encdec.launch.host_collectives import RunContext
@@ -21,20 +20,32 @@ def start_banner(
     job: Job, context: RunContext, expected: ExpectedMemory | None, *, start_step: int, epochs: float | None
 ) -> list[str]:
     """Return aligned lines about a run that begins after `start_step`; `epochs` is None if steps were configured."""
-    config, world, steps = job.config, context.world, job.config.training.num_train_steps
+    config, world = job.config, context.world
+    infra, training, steps = config.infra, config.training, config.training.num_train_steps
     lanes = job.gradient_accumulation_steps * world.world_size
-    sequences, tokens = config.training.micro_batch_size * lanes, (job.encoder_tokens + job.decoder_tokens) * lanes
-    planned = config.infra.num_gpus
+    sequences, tokens = training.micro_batch_size * lanes, (job.encoder_tokens + job.decoder_tokens) * lanes
     epochs_text = f" ({epochs:g} epochs)" if epochs is not None else ""
+    trained = trained_summary(job.trainable_parameters, job.parameters)
+    trained = "all trained" if job.trainable_parameters == job.parameters else trained
+    offloaded = {"optimizer": infra.offload_optimizer, "parameters": infra.offload_params}
+    settings = [
+        context.engine_spec.title,
+        infra.sharding_stage,
+        *(f"{name} offloaded to {place}" for name, place in offloaded.items() if place != "none"),
+        "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
+        f"recompute {training.activation_checkpointing}",
+        *([] if training.optimizer == "adamw" else [training.optimizer]),
+        *(["compiled layers"] if training.torch_compile is True else []),
+    ]
     parts = {
-        "model": f"{config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters, {_trained(job)}",
-        "engine": ", ".join([context.engine_spec.title, *_settings(config.infra, config.training)]),
+        "model": f"{config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters, {trained}",
+        "engine": ", ".join(settings),
         "ranks": f"{world.world_size} on {count(world.num_nodes, 'node')}, {context.device.type}"
-        + (f" (the configuration was planned for {planned})" if planned != world.world_size else ""),
+        + (f" (the configuration was planned for {infra.num_gpus})" if infra.num_gpus != world.world_size else ""),
         "attention": attention_kernel(config, context.device, job.sizes.head_dim)[0],
         "a step": f"{count(sequences, 'sequence')} in {count(lanes, 'micro-batch')}, {tokens:,} tokens with padding",
         "the run": f"steps {start_step:,} to {steps:,}{epochs_text}, {tokens * (steps - start_step):,} tokens, "
-        f"into {Path(config.infra.output_dir).absolute()}",
+        f"into {Path(infra.output_dir).absolute()}",
         "memory": str(expected) if expected is not None else "not estimated",
     }
     if context.device.type == "cuda" and (lacks := triton_lacks()):
@@ -56,23 +67,3 @@ def _faster(job: Job, device_bytes: float) -> str | None:
     hooks = ", and no hooks around each module" if gathers else ""
     hooks += f", which take the host about {cost:.0f} ms a micro-batch under zero3 here" if gathers and cost else ""
     return f"{as_overrides(row.overrides)} fits by the estimate, in {gib(row.estimate.peak.total)} per GPU{hooks}"
-
-
-def _trained(job: Job) -> str:
-    return (
-        "all trained"
-        if job.trainable_parameters == job.parameters
-        else trained_summary(job.trainable_parameters, job.parameters)
-    )
-
-
-def _settings(infra: InfraConfig, training: TrainingConfig) -> list[str]:
-    offloaded = {"optimizer": infra.offload_optimizer, "parameters": infra.offload_params}
-    return [
-        infra.sharding_stage,
-        *(f"{what} offloaded to {place}" for what, place in offloaded.items() if place != "none"),
-        "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
-        f"recompute {training.activation_checkpointing}",
-        *([] if training.optimizer == "adamw" else [training.optimizer]),
-        *(["compiled layers"] if training.torch_compile is True else []),
-    ]

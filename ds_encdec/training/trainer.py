@@ -3,6 +3,7 @@ batch is read, the optimizer steps, metrics are logged, the model is evaluated a
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ds_encdec.base.plugins import whose_fault
 from ds_encdec.base.types import (
     Batch,
     Callback,
@@ -20,8 +22,8 @@ from ds_encdec.base.types import (
     ConfigError,
     DataError,
     DivergedError,
+    DsEncDecError,
     Preempted,
-    StepResult,
     TrainingState,
 )
 from ds_encdec.checkpoint.manager import CheckpointManager
@@ -35,13 +37,13 @@ from ds_encdec.launch.host_collectives import HostCollectives, Reduction, attemp
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.monitor.recorder import Actions, Recorder
 from ds_encdec.monitor.sinks import Sample
-from ds_encdec.training.callbacks import call
-from ds_encdec.training.garbage import manual_gc
-from ds_encdec.training.rehearsal import rehearse
 from ds_encdec.training.resume import roll_back
 from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
 
 logger = logging.getLogger(__name__)
+
+GARBAGE_STEPS = 50
+"""Steps between two collections; their garbage is small beside a step's own memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,44 +116,57 @@ def train(run: Trainer) -> TrainingState:
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
     demands it, or the rollbacks are used up; CheckpointError if the last save of all fails. A save may still be under
     way then."""
-    with manual_gc() as collect_garbage:
+    if run.rehearses and not run.is_over:
         _rehearse(run)
-        while not run.is_over:
-            micro_batches, totals = _next_step(run)
-            if totals.saves_over == run.collectives.world_size:
-                _collect_save(run)
+    while not run.is_over:
+        micro_batches, totals = _next_step(run)
+        if totals.saves_over == run.collectives.world_size:
+            _collect_save(run)
 
-            for number, batch in enumerate(copied_ahead(micro_batches, run.engine.device), start=1):
-                loss = run.engine.forward(batch)
-                run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
-                run.recorder.add(loss, batch)
-            run.recorder.measure_held(run.engine.held_bytes)
-            _read_ahead(run)  # while the device works on this step, unless it is the last
-            result = run.engine.step(run.recorder.veto)
-            run.stop.heartbeat.step_over()
+        for number, batch in enumerate(copied_ahead(micro_batches, run.engine.device), start=1):
+            loss = run.engine.forward(batch)
+            run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
+            run.recorder.add(loss, batch)
+        run.recorder.measure_held(run.engine.held_bytes)
+        if run.state.global_step + 1 < run.training.num_train_steps:  # read while the device works on this step
+            run.ahead = _begin_next_step(run, run.state.data_step + 1)
+        result = run.engine.step(run.recorder.veto)
+        run.stop.heartbeat.step_over()
 
-            run.state = advance(run.state, result, totals)
-            run.recorder.end_step(run.state, result)
-            collect_garbage()
-            _run_callbacks(run, "after_step", run.state, result)
-            _count_skipped(run, result)
+        run.state = advance(run.state, result, totals)
+        run.recorder.end_step(run.state, result)
+        if run.state.data_step % GARBAGE_STEPS == 0:
+            gc.collect()  # in the same step on every rank: see build.manual_gc
+        _run_callbacks(run, "after_step", run.state, result)
+        skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
+        if skipped >= run.training.max_consecutive_skipped_steps:
+            raise DivergedError(
+                f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
+                f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
+                "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
+            )
 
-            plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.judges_every_step)
-            actions = _log_or_judge(run, plan)
-            rolled_back = _roll_back(run, actions)
-            value = None if rolled_back or actions.leave else _evaluate(run, plan)
-            if reason := _reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
-                _save(run, reason, value)
-                run.last_save = time.monotonic()
-            if actions.leave and not run.is_over:
-                raise _preempted(run, actions.leave["message"])
+        plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.judges_every_step)
+        actions = _log_or_judge(run, plan)
+        rolled_back = _roll_back(run, actions)
+        value = None if rolled_back or actions.leave else _evaluate(run, plan)
+        if reason := _reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
+            _save(run, reason, value)
+            run.last_save = time.monotonic()
+        if actions.leave and not run.is_over:
+            raise _preempted(run, actions.leave["message"])
     return run.state
 
 
 def _rehearse(run: Trainer) -> None:
-    if run.rehearses and not run.is_over:
-        with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-            rehearse(run.engine, run.eval_sets[""](), run.checkpoints.folder, copies=run.training.async_save)
+    """Copy the state for a save and evaluate a micro-batch, before the first step: a lack of memory for them shows now,
+    not hours later. Nothing is written; the host memory of the copies is kept for the saves. A collective."""
+    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
+        if run.training.async_save:
+            staged = run.engine.stage(run.checkpoints.folder, copy=True)
+            logger.info("copies of a save take %.2f GiB of this rank's host memory", staged.num_bytes / 2**30)
+        if batches := run.eval_sets[""]():
+            run.engine.evaluate(batches[0].to(run.engine.device))
 
 
 def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
@@ -174,11 +189,6 @@ def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
     if ahead.last_save != run.last_save:  # the sums about saves are older than the last save
         totals = replace(totals, save_due=0, saves_over=0)
     return ahead.micro_batches, totals
-
-
-def _read_ahead(run: Trainer) -> None:
-    if run.state.global_step + 1 < run.training.num_train_steps:
-        run.ahead = _begin_next_step(run, run.state.data_step + 1)
 
 
 def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
@@ -208,11 +218,11 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
     return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
 
 
-def _end_between_steps(run: Trainer, error: Exception | None, asked_by: str = "") -> NoReturn:
+def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = "") -> NoReturn:
     """Save the steps taken, if no checkpoint has them, and raise `error` (the same on every rank), or Preempted if it
     is None; DivergedError if alerts of the steps demand it."""
     if error is not None and run.collectives.rank == 0:  # now, since the save may end the process
-        logger.error("There is no data for the next step; the steps before it are saved. %s", error)
+        logger.error("No data for the next step: %s The steps before it are saved.", error)
     actions = _log_or_judge(run, StepPlan(judge=True))
     rolled_back = _roll_back(run, actions)
     try:
@@ -224,23 +234,16 @@ def _end_between_steps(run: Trainer, error: Exception | None, asked_by: str = ""
             raise
         if run.collectives.rank == 0:
             logger.error("%s", problem)
-    raise error or _preempted(run, actions.leave["message"] if actions.leave else asked_by)
+    raise error or _preempted(run, actions.leave["message"] if actions.leave else stopped_by)
 
 
-def _preempted(run: Trainer, asked_by: str) -> Preempted:
-    saved = "state saved; go on with --resume auto"
-    what = saved if run.has_stepped else "no step was taken, so there was nothing to save"
-    return Preempted(f"stopped at step {run.state.global_step} by {asked_by}; {what}")
-
-
-def _count_skipped(run: Trainer, result: StepResult) -> None:
-    skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
-    if skipped >= run.training.max_consecutive_skipped_steps:
-        raise DivergedError(
-            f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
-            f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched; look at the "
-            "data, lower training.learning_rate, or raise the thresholds of alerts that monitor answers with skip_step."
-        )
+def _preempted(run: Trainer, stopped_by: str) -> Preempted:
+    saved = (
+        "state saved; go on with --resume auto"
+        if run.has_stepped
+        else "no step was taken, so there was nothing to save"
+    )
+    return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {saved}")
 
 
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
@@ -304,11 +307,23 @@ def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
 
 def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
     """Call the callbacks that implement this moment, on every rank. They may take as long as they like."""
+
+    def call(callback: Callback) -> None:
+        try:
+            getattr(callback, moment)(state, fact)
+        except DsEncDecError:
+            raise
+        except Exception as error:
+            name = f"{type(callback).__qualname__}.{moment}"
+            logger.exception("%s failed:", name)
+            fault = whose_fault(error, or_library=False)
+            raise DsEncDecError(f"the callback {name} failed at step {state.global_step}: {fault}") from error
+
     listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
     if listening:
         with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
             for callback in listening:
-                run.collectives.on_every_rank(partial(call, callback, moment, state, fact))
+                run.collectives.on_every_rank(partial(call, callback))
 
 
 def _reason_to_save(

@@ -81,8 +81,8 @@ def test_states_of_another_optimizer_are_not_taken_in_silence(
         training = run_config(source).training.model_copy(update={"optimizer": optimizer, "optimizer_args": arguments})
         resume.warn_of_another_optimizer(checkpoint, training, is_main=True)
     first, second = (record.getMessage() for record in caplog.records)
-    assert "training.optimizer=adamw, and this run has muon: it goes on from the states of the same names" in first
-    assert "this run has theirs:Lion with {'momentum': 0.9}" in second
+    assert "training.optimizer=adamw, but this run has muon: states of the same names are kept" in first
+    assert "this run has theirs:Lion {'momentum': 0.9}" in second
 
 
 def exported(checkpoint: Checkpoint) -> Path:
@@ -129,7 +129,7 @@ def test_other_special_tokens_are_refused(
 ) -> None:
     """Their ids would lie outside of the saved embedding, whatever data the user insists on."""
     assert told in refused(checkpoint, run_config(source, **changes))
-    with pytest.raises(CheckpointError, match="does not have the special tokens of this run"):
+    with pytest.raises(CheckpointError, match="the model lacks special tokens of this run"):
         saved_model(run_config(source, **changes), checkpoint.path)
 
 

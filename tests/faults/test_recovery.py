@@ -138,7 +138,7 @@ def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: F
     bad = [{"kind": "bad_data", "at": 17, "until": 1000}]
     settings = ROLLBACK | {"monitor__max_rollbacks": 2, "training__num_train_steps": 20}
     result = runs.run(arguments(tmp_path, "fsdp", **settings), ranks=2, faults=bad).ended_with(7)
-    assert "monitor.max_rollbacks=2 rollbacks are used up" in result.output
+    assert "All monitor.max_rollbacks=2 rollbacks are used" in result.output
     # The second spike comes a step after the first rollback's checkpoint, so it goes further back.
     assert [entry["to_step"] for entry in ledger(tmp_path, "rollback")] == [12, 8]
     assert status(tmp_path)["exit_code"] == 7

@@ -71,7 +71,7 @@ def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path)
     before = losses(run_folder)
     assert_refused(runs.run(arguments(run_folder)), 3, "--resume auto")
     result = runs.run(arguments(run_folder, "--resume", "auto")).ended_with(0)
-    assert f"nothing left to do after step {STEPS}: to train on, raise training.num_train_steps" in result.output
+    assert f"nothing is left to do after step {STEPS}. To train on, raise training.num_train_steps" in result.output
     assert "tokens, into" not in result.output
     assert (run_folder / "checkpoints" / "final").resolve().name == f"step-{STEPS:08d}"
     assert status(run_folder)["state"] == "completed"
