@@ -206,7 +206,7 @@ def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
         kernel = next(row for row in KERNELS if not row.refusal(plain))
         if kernel.is_flash and not any(row.is_flash and not row.refusal(wanted) for row in KERNELS):
             raise ConfigError(
-                f"training.attention_dropout={rate:g}: {kernel.name}, which computes attention on this device, has no "
+                f"training.attention_dropout={rate:g}: attention on this device runs in {kernel.name}, which has no "
                 "dropout. Set it to 0, install flash_attn, or set model.use_flash_attention=false (one call per "
                 "document, many times slower)"
             )

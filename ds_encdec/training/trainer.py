@@ -24,6 +24,7 @@ from ds_encdec.base.types import (
     DivergedError,
     DsEncDecError,
     Preempted,
+    StepResult,
     TrainingState,
 )
 from ds_encdec.checkpoint.manager import CheckpointManager
@@ -116,8 +117,7 @@ def train(run: Trainer) -> TrainingState:
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
     demands it, or the rollbacks are used up; CheckpointError if the last save of all fails. A save may still be under
     way then."""
-    if run.rehearses and not run.is_over:
-        _rehearse(run)
+    _rehearse(run)
     while not run.is_over:
         micro_batches, totals = _next_step(run)
         if totals.saves_over == run.collectives.world_size:
@@ -138,13 +138,7 @@ def train(run: Trainer) -> TrainingState:
         if run.state.data_step % GARBAGE_STEPS == 0:
             gc.collect()  # in the same step on every rank: see build.manual_gc
         _run_callbacks(run, "after_step", run.state, result)
-        skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
-        if skipped >= run.training.max_consecutive_skipped_steps:
-            raise DivergedError(
-                f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
-                f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
-                "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
-            )
+        _count_skipped(run, result)
 
         plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.judges_every_step)
         actions = _log_or_judge(run, plan)
@@ -161,6 +155,8 @@ def train(run: Trainer) -> TrainingState:
 def _rehearse(run: Trainer) -> None:
     """Copy the state for a save and evaluate a micro-batch, before the first step: a lack of memory for them shows now,
     not hours later. Nothing is written; the host memory of the copies is kept for the saves. A collective."""
+    if not run.rehearses or run.is_over:
+        return
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         if run.training.async_save:
             staged = run.engine.stage(run.checkpoints.folder, copy=True)
@@ -222,7 +218,7 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
     """Save the steps taken, if no checkpoint has them, and raise `error` (the same on every rank), or Preempted if it
     is None; DivergedError if alerts of the steps demand it."""
     if error is not None and run.collectives.rank == 0:  # now, since the save may end the process
-        logger.error("No data for the next step: %s The steps before it are saved.", error)
+        logger.error("No data for the next step; the steps before it are saved: %s", error)
     actions = _log_or_judge(run, StepPlan(judge=True))
     rolled_back = _roll_back(run, actions)
     try:
@@ -238,12 +234,18 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
 
 
 def _preempted(run: Trainer, stopped_by: str) -> Preempted:
-    saved = (
-        "state saved; go on with --resume auto"
-        if run.has_stepped
-        else "no step was taken, so there was nothing to save"
-    )
-    return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {saved}")
+    saved, none = "state saved; go on with --resume auto", "no step was taken, so there was nothing to save"
+    return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {saved if run.has_stepped else none}")
+
+
+def _count_skipped(run: Trainer, result: StepResult) -> None:
+    skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
+    if skipped >= run.training.max_consecutive_skipped_steps:
+        raise DivergedError(
+            f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
+            f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
+            "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
+        )
 
 
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:

@@ -91,7 +91,7 @@ def test_a_disk_that_cannot_hold_them_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match="cannot be written"):
         private.prepare_folder(tmp_path / "file", 1000)
     monkeypatch.setattr(private, "free_bytes", lambda folder: 14_999)
-    with pytest.raises(ConfigError, match=r"15.0 KB free, but .* take 16.0 KB, 16 bytes for each trained"):
+    with pytest.raises(ConfigError, match=r"15.0 KB free, but .* take 16.0 KB .16 bytes for each trained"):
         private.prepare_folder(tmp_path / "run", 1000)
     (tmp_path / "run" / "0_9.tensor.swp").write_bytes(b"x" * 1001)
     private.prepare_folder(tmp_path / "run", 1000)

@@ -156,7 +156,7 @@ def test_a_hybrid_knows_the_size_of_a_node(size: str, nodes: str, ranks_there: l
     hybrid = load_config(QUICKSTART, overrides)
     if is_refused:
         check_nodes(load_config(QUICKSTART), [*nodes], ranks_there)
-        with pytest.raises(ConfigError, match="some nodes have 1 and others 2: set infra"):
+        with pytest.raises(ConfigError, match="some nodes have 1 and others 2"):
             check_nodes(hybrid, [*nodes], ranks_there)
     else:
         check_nodes(hybrid, [*nodes], ranks_there)

@@ -38,6 +38,6 @@ def test_a_run_without_deepspeed(tmp_path: Path) -> None:
     refused, finished, resumed, rest = re.split(r"ended with (?=\d)", said.stdout)
     assert "deepspeed is not installed" in refused
     assert finished.startswith("2\n")
-    assert "deepspeed is not installed; training with FSDP2" in finished
+    assert "deepspeed is not installed. Training with FSDP2" in finished
     assert (resumed[:2], rest) == ("0\n", "0\n"), said.stdout
     assert losses(part)[-1] == losses(output)[-1]
