@@ -144,4 +144,4 @@ def read_record(directory: Path) -> EngineRecord:
         groups = tuple(tuple(names) for names in fields.pop("groups"))
         return EngineRecord(**fields, groups=groups)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path}: no readable record of an engine ({error})") from None
+        raise CheckpointError(f"{path} has no readable record of an engine ({error})") from None

@@ -42,14 +42,7 @@ from ds_encdec.model.cache_check import check_cache
 from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.training.profiling import StepProfiler
-from ds_encdec.training.resume import (
-    load_engine,
-    refuse_other_model,
-    restore_choice,
-    restore_data,
-    warn_of_another_optimizer,
-    with_steps,
-)
+from ds_encdec.training.resume import load_engine, refuse_other_model, restored_state, with_steps
 from ds_encdec.training.run_files import Run, begin_recording, checkpoint_files
 from ds_encdec.training.run_model import new_model, saved_model
 from ds_encdec.training.start_banner import start_banner
@@ -253,10 +246,7 @@ def _build_trainer(
     run = replace(run, config=with_steps(run.config, data.pipeline, run.checkpoint, collectives))
     state = TrainingState(best_by=training.best_by)
     if run.checkpoint:
-        is_main = context.world.is_main
-        warn_of_another_optimizer(run.checkpoint, training, is_main=is_main)
-        state = restore_choice(run.checkpoint, run.checkpoint.training_state(), training)
-        state = restore_data(run.checkpoint, data, state, is_main=is_main)
+        state = restored_state(run.checkpoint, data, training, is_main=context.world.is_main)
     job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
     expected = estimate_run(job)
     if is_over(state, run.config.training):

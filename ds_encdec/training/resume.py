@@ -70,37 +70,27 @@ def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
     )
 
 
-def restore_data(checkpoint: Checkpoint, data: TrainingData, state: TrainingState, *, is_main: bool) -> TrainingState:
-    """Move the loader of `data` to the checkpoint's position; returns `state`, its best reset if the data differs."""
+def restored_state(
+    checkpoint: Checkpoint, data: TrainingData, training: TrainingConfig, *, is_main: bool
+) -> TrainingState:
+    """Move the loader of `data` to the checkpoint's position, and return its state, with the best checkpoint forgotten
+    if this run has another `metric_for_best_model` or other data."""
+    _warn_of_another_optimizer(checkpoint, training, is_main=is_main)
+    state, path = checkpoint.training_state(), checkpoint.path
+    from_here = "From here the best checkpoint is chosen, and early stopping counts."
+    if (then := state.best_by) != (now := training.best_by):
+        logger.info("The best checkpoint of %s is by the %s, and of this run by the %s. %s", path, then, now, from_here)
+    state = state.with_best_by(training.best_by)
     fingerprint = checkpoint.read_json("trainer.json")["data"]["fingerprint"]
-    lanes = usable_records(checkpoint.read_json("data.json")["lanes"], fingerprint, data.fingerprint)
-    data.loader.load_state(lanes)
+    data.loader.load_state(usable_records(checkpoint.read_json("data.json")["lanes"], fingerprint, data.fingerprint))
     if not differing(fingerprint, data.fingerprint):
         return state
-    logger.log(
-        logging.WARNING if is_main else logging.DEBUG,
-        "This run reads other data than %s: %s. From here the best checkpoint is chosen, and early stopping counts, "
-        "without the evaluations before.",
-        checkpoint.path,
-        changes(fingerprint, data.fingerprint),
-    )
+    level, found = logging.WARNING if is_main else logging.DEBUG, changes(fingerprint, data.fingerprint)
+    logger.log(level, "This run reads other data than %s: %s. %s", path, found, from_here)
     return state.without_best()
 
 
-def restore_choice(checkpoint: Checkpoint, state: TrainingState, training: TrainingConfig) -> TrainingState:
-    """Return the saved `state`, with its best reset if this run has another `metric_for_best_model`."""
-    if state.best_by != training.best_by:
-        logger.info(
-            "The best checkpoint was chosen by the %s in %s, and is by the %s now. From here it is chosen, and early "
-            "stopping counts, without the evaluations before.",
-            state.best_by,
-            checkpoint.path,
-            training.best_by,
-        )
-    return state.with_best_by(training.best_by)
-
-
-def warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
+def _warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
     """Warn if `checkpoint` has another optimizer's states: those of the same names are loaded as this run's."""
     theirs = load_saved(checkpoint.path / "config.yaml").training
     then, now = (f"{one.optimizer} {one.optimizer_args or ''}".strip() for one in (theirs, training))

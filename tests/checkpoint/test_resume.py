@@ -79,7 +79,7 @@ def test_states_of_another_optimizer_are_not_taken_in_silence(
 ) -> None:
     for optimizer, arguments in (("adamw", {}), ("muon", {}), ("theirs:Lion", {"momentum": 0.9})):
         training = run_config(source).training.model_copy(update={"optimizer": optimizer, "optimizer_args": arguments})
-        resume.warn_of_another_optimizer(checkpoint, training, is_main=True)
+        resume._warn_of_another_optimizer(checkpoint, training, is_main=True)
     first, second = (record.getMessage() for record in caplog.records)
     assert "training.optimizer=adamw, but this run has muon: states of the same names are kept" in first
     assert "this run has theirs:Lion {'momentum': 0.9}" in second
