@@ -16,9 +16,8 @@ from transformers import get_inverse_sqrt_schedule, get_polynomial_decay_schedul
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schedules import learning_rate, lr_lambda
-from ds_encdec.config.schema import TrainingConfig, load_config
-
-OWN_SCHEDULES = ("cosine", "linear", "constant", "wsd", "polynomial", "inverse_sqrt")
+from ds_encdec.config.schema import FullConfig, TrainingConfig, load_config
+from ds_encdec.engine.deepspeed.json import render_deepspeed_json
 
 
 def training(schedule: str, **fields: object) -> TrainingConfig:
@@ -30,58 +29,49 @@ def rates(config: TrainingConfig, count: int) -> list[float]:
     return [learning_rate(index, config) for index in range(count)]
 
 
-def deepspeed_rates(config: TrainingConfig, count: int) -> list[float]:
-    """What DeepSpeed's own class gives when it is stepped after every update, as its engine does."""
-    from deepspeed.runtime import lr_schedules
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
-    arguments: dict[str, object] = {"warmup_num_steps": config.warmup_steps, "warmup_type": config.warmup_type}
-    if config.lr_scheduler_type == "WarmupCosineLR":
-        arguments["cos_min_ratio"] = config.min_lr_ratio
-    else:
-        arguments["warmup_max_lr"] = config.learning_rate
-    if config.lr_scheduler_type != "WarmupLR":
-        arguments["total_num_steps"] = config.num_train_steps
-    scheduler = getattr(lr_schedules, config.lr_scheduler_type)(optimizer, **arguments)
-    found = []
-    for _ in range(count):
-        found.append(optimizer.param_groups[0]["lr"])
-        scheduler.step()
-    return found
-
-
 @pytest.mark.parametrize("schedule", NATIVE_SCHEDULES)
 @pytest.mark.parametrize("warmup_type", ["linear", "log"])
-@pytest.mark.parametrize(("warmup_steps", "num_train_steps"), [(4, 20), (1, 7), (10, 10), (2, 3), (9, 4)])
-def test_native_sequences_are_deepspeeds(
-    schedule: str, warmup_type: str, warmup_steps: int, num_train_steps: int
-) -> None:
-    config = training(
-        schedule,
-        warmup_type=warmup_type,
-        warmup_steps=warmup_steps,
-        num_train_steps=num_train_steps,
-        learning_rate=3e-4,
-    )
-    count = num_train_steps + 5
-    assert rates(config, count) == pytest.approx(deepspeed_rates(config, count), rel=1e-12, abs=1e-18)
+@pytest.mark.parametrize(("warmup_steps", "steps"), [(4, 20), (1, 7), (10, 10), (2, 3), (9, 4)])
+def test_native_sequences_are_deepspeeds(schedule: str, warmup_type: str, warmup_steps: int, steps: int) -> None:
+    """Its own class, made of the rendered JSON, is stepped after every update, as its engine does."""
+    from deepspeed.runtime import lr_schedules
+
+    how = {"warmup_type": warmup_type, "warmup_steps": warmup_steps, "num_train_steps": steps}
+    config = training(schedule, learning_rate=3e-4, **how)
+    run = {"world_size": 1, "gradient_accumulation_steps": 1, "device": "cpu"}
+    whole = FullConfig().model_copy(update={"training": config})  # unchecked: warm-up may fill the run
+    block = render_deepspeed_json(whole, **run)["scheduler"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=config.learning_rate)
+    theirs = getattr(lr_schedules, block["type"])(optimizer, **block["params"])
+    found = []
+    for _ in range(steps + 5):
+        found.append(optimizer.param_groups[0]["lr"])
+        theirs.step()
+    assert rates(config, steps + 5) == pytest.approx(found, rel=1e-12, abs=1e-18)
 
 
-@pytest.mark.parametrize("schedule", OWN_SCHEDULES)
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd", "polynomial", "inverse_sqrt"])
 def test_own_schedules_rise_from_their_first_update_and_fall_after_warmup(schedule: str) -> None:
-    rising, after = rates(training(schedule), 4), rates(training(schedule), 40)[4:]
-    assert rising == pytest.approx([0.25, 0.5, 0.75, 1.0])
-    assert after[0] == pytest.approx(1.0)
-    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(after))
+    config = training(schedule, learning_rate=3e-4)
+    sequence = [lr_lambda(index, config) for index in range(40)]
+    assert sequence[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert all(later <= earlier + 1e-12 for earlier, later in itertools.pairwise(sequence[4:]))
+    assert rates(config, 40) == pytest.approx([3e-4 * factor for factor in sequence])
 
 
-def test_own_schedules_written_out() -> None:
-    fields = {"warmup_steps": 0, "num_train_steps": 4}
-    assert rates(training("linear", **fields), 6) == pytest.approx([1, 0.75, 0.5, 0.25, 0, 0])
-    # Cosine from 1 to 0.2 at quarters: 0.2 + 0.4 (1 + cos x).
-    expected = [1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2]
-    assert rates(training("cosine", min_lr_ratio=0.2, **fields), 6) == pytest.approx(expected)
-    assert rates(training("constant", **fields), 6) == [1] * 6
+WRITTEN_OUT: list[tuple[str, dict[str, Any], list[float]]] = [
+    ("linear", {}, [1, 0.75, 0.5, 0.25, 0, 0]),
+    # From 1 to 0.2 at quarters: 0.2 + 0.4 (1 + cos x).
+    ("cosine", {"min_lr_ratio": 0.2}, [1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2]),
+    ("constant", {}, [1] * 6),
+    # A decay that fills the run is the cosine's.
+    ("wsd", {"min_lr_ratio": 0.0, "wsd_decay_fraction": 1.0}, [1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("schedule", "fields", "expected"), WRITTEN_OUT)
+def test_own_schedules_written_out(schedule: str, fields: dict[str, Any], expected: list[float]) -> None:
+    assert rates(training(schedule, warmup_steps=0, num_train_steps=4, **fields), 6) == pytest.approx(expected)
 
 
 def test_wsd_is_stable_until_its_decay() -> None:
@@ -91,16 +81,6 @@ def test_wsd_is_stable_until_its_decay() -> None:
     assert sequence[81] < 1.0
     assert sequence[90] == pytest.approx(0.55)  # half of the decay: midway between 1 and 0.1
     assert sequence[100:] == pytest.approx([0.1] * 20)
-
-
-def test_wsd_decay_may_fill_the_run() -> None:
-    config = training("wsd", wsd_decay_fraction=1.0, min_lr_ratio=0.0)
-    assert rates(config, 20)[4:] == pytest.approx(rates(training("cosine", min_lr_ratio=0.0), 20)[4:])
-
-
-def test_factor_is_the_rate_over_its_peak() -> None:
-    config = training("cosine", learning_rate=3e-4)
-    assert learning_rate(7, config) == pytest.approx(3e-4 * lr_lambda(7, config))
 
 
 @pytest.mark.parametrize(
