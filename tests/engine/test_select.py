@@ -50,20 +50,26 @@ def without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select.importlib.util, "find_spec", find_spec)
 
 
+OFFLOADED = {"offload_params": "cpu", "offload_optimizer": "none"}
+
+
 @pytest.mark.parametrize(
-    ("config", "engine"),
+    ("config", "engine", "fallback"),
     [
-        (configured(distributed_type="deepspeed"), "deepspeed"),
-        (configured(distributed_type="fsdp"), "fsdp"),
-        (configured(distributed_type="ddp", **ZERO0), "fsdp"),
-        (configured(distributed_type="auto"), "deepspeed"),
-        (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp"),
-        (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp"),
-        (configured({"torch_compile": True}, distributed_type="auto"), "deepspeed"),
+        (configured(distributed_type="deepspeed"), "deepspeed", None),
+        (configured(distributed_type="fsdp"), "fsdp", None),
+        (configured(distributed_type="ddp", **ZERO0), "fsdp", None),
+        (configured(distributed_type="auto"), "deepspeed", "fsdp"),
+        (configured(distributed_type="auto", **OFFLOADED), "deepspeed", None),
+        (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp", None),
+        (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp", None),
+        (configured({"torch_compile": True}, distributed_type="auto"), "deepspeed", "fsdp"),
     ],
 )
-def test_the_engine_of_a_configuration(config: FullConfig, engine: str) -> None:
-    assert resolve_engine(config) == engine
+def test_the_engine_of_a_configuration_and_its_place_if_it_is_broken(
+    config: FullConfig, engine: str, fallback: str | None
+) -> None:
+    assert (resolve_engine(config), fallback_engine(config)) == (engine, fallback)
 
 
 @pytest.mark.usefixtures("without_deepspeed")
@@ -72,9 +78,8 @@ def test_without_deepspeed() -> None:
     assert resolve_engine(configured(distributed_type="auto")) == "fsdp"
     with pytest.raises(ConfigError, match=r"deepspeed is not installed.*infra\.distributed_type=fsdp \(or auto\)"):
         resolve_engine(configured(distributed_type="deepspeed"))
-    only_deepspeed = configured(distributed_type="auto", offload_params="cpu", offload_optimizer="none")
     with pytest.raises(ConfigError, match=r"auto: deepspeed is not installed, and FSDP2 cannot.*offload_optimizer"):
-        resolve_engine(only_deepspeed)
+        resolve_engine(configured(distributed_type="auto", **OFFLOADED))
 
 
 BROKEN = """
@@ -189,18 +194,6 @@ def test_what_attention_runs_in_is_known_and_warned_of_once(
 
 
 @pytest.mark.parametrize(
-    ("infra", "fallback"),
-    [
-        ({"distributed_type": "auto"}, "fsdp"),
-        ({"distributed_type": "auto", "offload_params": "cpu", "offload_optimizer": "none"}, None),
-        ({"distributed_type": "deepspeed"}, None),
-    ],
-)
-def test_what_takes_the_place_of_a_broken_deepspeed(infra: dict[str, Any], fallback: str | None) -> None:
-    assert fallback_engine(configured(**infra)) == fallback
-
-
-@pytest.mark.parametrize(
     ("config", "missing", "warnings"),
     [
         (configured(distributed_type="auto"), True, ["deepspeed is not installed. Training with FSDP2"]),
@@ -236,11 +229,11 @@ def test_what_is_not_as_asked_is_said_once(
         assert wanted in message
 
 
-def test_compute_dtype() -> None:
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "neither": torch.float32}
-    for name, dtype in dtypes.items():
-        flags = {"bf16": name == "bf16", "fp16": name == "fp16"}
-        assert compute_dtype(FullConfig.model_validate({"training": flags}).training) is dtype
+@pytest.mark.parametrize(
+    ("given", "dtype"), [({"fp16": True}, torch.float16), ({"bf16": True}, torch.bfloat16), ({}, torch.float32)]
+)
+def test_compute_dtype(given: dict[str, Any], dtype: torch.dtype) -> None:
+    assert compute_dtype(configured({"bf16": False, **given}).training) is dtype
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])
