@@ -205,8 +205,8 @@ def _train_and_close(
         training = trainer.config.training
         if trainer.has_stepped and state.global_step < training.num_train_steps:
             message = (
-                f"{count(state.evaluations_since_leading, 'evaluation')} in a row without a {state.best_by} better by "
-                f"more than {training.early_stopping_threshold:g} than the {state.leading_value:.6g} before"
+                f"{count(state.evaluations_since_leading, 'evaluation')} in a row did not improve the {state.best_by}, "
+                f"{state.leading_value:.6g}, by more than {training.early_stopping_threshold:g}"
             )
             logger.info("early stopping at step %d: %s", state.global_step, message)
             where = {"step": state.global_step, "data_step": state.data_step}
