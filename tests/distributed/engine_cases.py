@@ -27,8 +27,8 @@ from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.lora import quantized_matrices
+from ds_encdec.model.parameter_count import parameter_shapes
 
 
 def make_engine(config: FullConfig, source: WeightSource | None = weights, model: Qwen3Seq2SeqConfig = MODEL) -> Any:

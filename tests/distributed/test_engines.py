@@ -69,8 +69,7 @@ from ds_encdec.config.schedules import learning_rate
 from ds_encdec.engine.protocol import read_record
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import parameter_shapes
-from ds_encdec.model.parameter_count import is_adapter, trained_shapes
+from ds_encdec.model.parameter_count import is_adapter, parameter_shapes, trained_shapes
 from ds_encdec.registry.engines import EngineName
 
 pytestmark = pytest.mark.distributed
