@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from ds_encdec.base.types import Batch, Example
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.data.build import TrainingData, build_data, example_maker
 from ds_encdec.data.examples.protocol import ExampleMaker
@@ -42,18 +47,27 @@ def texts(count: int, median_characters: int = 150, seed: int = 0) -> list[str]:
     return [f"{number}: " + " ".join(rng.choice(WORDS, length)) for number, length in enumerate(lengths)]
 
 
-def write_json_lines(path: Path, documents: list[str], column: str = "text") -> str:
-    path.write_text("".join(json.dumps({column: text, "id": i}) + "\n" for i, text in enumerate(documents)))
+def write_rows(path: Path, rows: Iterable[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def write_json_lines(path: Path, documents: list[str], column: str = "text") -> str:
+    return write_rows(path, ({column: text, "id": i} for i, text in enumerate(documents)))
 
 
 def write_parquet(path: Path, documents: list[str], *, row_group_size: int, column: str = "text") -> str:
-    import pyarrow
-    import pyarrow.parquet
-
     table = pyarrow.table({column: documents, "id": list(range(len(documents)))})
     pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
     return str(path)
+
+
+def damage_row_group(path: Path, group: int) -> None:
+    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(group).column(0)
+    content = bytearray(path.read_bytes())
+    start = column.dictionary_page_offset or column.data_page_offset
+    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
+    path.write_bytes(content)
 
 
 def make_config(training: dict[str, Any] | None = None, **data: Any) -> FullConfig:
@@ -74,8 +88,65 @@ def make_config(training: dict[str, Any] | None = None, **data: Any) -> FullConf
     return FullConfig(data=section, training=TrainingConfig(**training))
 
 
+def json_config(path: str | Path, documents: list[str] | None = None, **fields: Any) -> FullConfig:
+    """The configuration for a file of JSON lines, which is written first where `documents` are given."""
+    if documents is not None:
+        write_json_lines(Path(path), documents)
+    return make_config(dataset_name="json", data_files=str(path), **fields)
+
+
 def make_data(
-    config: FullConfig, *, rank: int = 0, world_size: int = 1, num_lanes: int = 4, **more: Any
+    config: FullConfig,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    num_lanes: int = 4,
+    parts: tuple[PreTrainedTokenizerFast, Vocabulary] | None = None,
+    **more: Any,
 ) -> TrainingData:
-    tokenizer, vocabulary = byte_tokenizer()
-    return build_data(config, tokenizer, vocabulary, rank=rank, world_size=world_size, num_lanes=num_lanes, **more)
+    """`parts`: the tokenizer, unless it is `byte_tokenizer()`."""
+    parts = parts or byte_tokenizer()
+    return build_data(config, *parts, rank=rank, world_size=world_size, num_lanes=num_lanes, **more)
+
+
+@cache
+def chat_tokenizer() -> tuple[PreTrainedTokenizerFast, Vocabulary]:
+    """The byte tokenizer with a chat template."""
+    tokenizer, vocabulary = copy.deepcopy(byte_tokenizer())
+    tokenizer.chat_template = (
+        "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
+        "{% for message in messages %}# {{ message.role }}\n{{ message.content }}"
+        "{% if message.tool_calls %}<call>{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}# assistant\n{% endif %}"
+    )
+    return tokenizer, vocabulary
+
+
+SFT_ROWS = [{"instruction": f"add {i}", "input": i, "output": "x" * (i % 30) + f" is {i}"} for i in range(120)]
+"""Pairs, some of whose outputs are above 40 tokens."""
+
+
+def sft_config(path: str, **fields: Any) -> FullConfig:
+    defaults = {"objective": "sft", "dataset_name": "json", "data_files": path}
+    return make_config(**{**defaults, **fields})
+
+
+def read_until(data: TrainingData, epoch: int) -> set[str]:
+    """Read on until every lane is in that pass over the data; the documents of these steps."""
+    seen: set[str] = set()
+    while data.loader.epoch < epoch:
+        seen |= documents_of(next(data.loader))
+    return seen
+
+
+def documents_of(batches: Iterable[Batch | Example]) -> set[str]:
+    return {key for one in batches for key in (one.documents if isinstance(one, Batch) else [one.document])}
+
+
+def plain_batches(batches: Iterable[Batch]) -> list[Any]:
+    """Batches as something that compares by value."""
+    return [(b.documents, b.encoder_ids.tolist(), b.labels.tolist(), b.denoiser_ids.tolist()) for b in batches]
+
+
+def plain_examples(examples: Iterable[Example]) -> list[Any]:
+    return [(e.document, e.denoiser, e.encoder_ids.tolist(), e.decoder_ids.tolist()) for e in examples]

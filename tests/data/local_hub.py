@@ -54,16 +54,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: Any) -> None:
         pass
 
-    def do_HEAD(self) -> None:
-        self._answer()
-
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
         if parts[:2] == ["api", "datasets"]:
@@ -71,6 +62,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._api(action, rest, body)
         else:  # datasets/OWNER/NAME/resolve/REVISION/FILE
             self._content(self._sha(parts[4]), "/".join(parts[5:]))
+
+    do_HEAD = do_POST = do_GET
 
     def _sha(self, revision: str) -> str | None:
         return self.server.references.get(revision, revision if revision in self.server.commits else None)
@@ -81,7 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
             return
         if action == "revision":
-            self._send_json({"id": "someone/texts", "sha": sha, "siblings": [], "private": False, "tags": []})
+            facts = {"id": "someone/texts", "sha": sha, "siblings": [], "private": False, "tags": []}
+            self._send(200, json.dumps(facts).encode(), {"Content-Type": "application/json"})
             return
         files = [
             {"type": "file", "path": name, "size": path.stat().st_size, "oid": f"{sha[-8:]}{name}"}
@@ -90,7 +84,7 @@ class _Handler(BaseHTTPRequestHandler):
         if action == "paths-info":
             wanted = json.loads(body)["paths"]
             files = [file for file in files if file["path"] in wanted]
-        self._send_json(files)
+        self._send(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
 
     def _content(self, sha: str | None, name: str) -> None:
         path = self.server.commits[sha].get(name) if sha else None
@@ -126,9 +120,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.shutdown(socket.SHUT_RDWR)
         self.close_connection = True
 
-    def _send_json(self, value: Any) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
     def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in headers.items():
@@ -157,7 +148,6 @@ def local_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local
     for name, value in constants.items():
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     HfFileSystem.clear_instance_cache()
     try:
         yield hub

@@ -11,12 +11,21 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
+from data_parts import (
+    damage_row_group,
+    documents_of,
+    json_config,
+    make_config,
+    make_data,
+    read_until,
+    texts,
+    write_json_lines,
+    write_parquet,
+)
 
 from ds_encdec.base.types import DataError, Document
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import lane
-from ds_encdec.data.build import TrainingData
 from ds_encdec.data.eval_set import held_out_examples
 from ds_encdec.data.loader import count_rows
 from ds_encdec.data.sources.local_files import JsonLines
@@ -24,10 +33,6 @@ from ds_encdec.data.sources.local_files import JsonLines
 COUNT = 80
 BAD = 31
 """The row that is spoiled; the files' second, where several are."""
-
-RATHER_NESTED = b'{"text": "x", "more": ' + b"[" * 200 + b"]" * 200 + b"}"
-
-LINE = f"data, line {BAD + 1}"
 
 
 class Case(NamedTuple):
@@ -62,11 +67,7 @@ def parquet_with_a_latin_text(path: Path) -> None:
 
 def parquet_with_a_damaged_group(path: Path) -> None:
     write_parquet(path, texts(COUNT), row_group_size=20)
-    column = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(0)
-    content = bytearray(path.read_bytes())
-    start = column.dictionary_page_offset or column.data_page_offset
-    content[start : start + column.total_compressed_size] = b"\xff" * column.total_compressed_size
-    path.write_bytes(content)
+    damage_row_group(path, 1)
 
 
 def csv_with_a_latin_row(path: Path) -> None:
@@ -81,15 +82,18 @@ def text_with_a_latin_file(path: Path) -> None:
         (path / f"{i:02}").write_bytes("déjà vu".encode("latin-1") if i == BAD else text.encode())
 
 
+LINES = {
+    "UTF-8": b'{"text": "d\xe9j\xe0"}',
+    "type": b'{"text": 5}',
+    "column": b'{"body": "x"}',
+    "cut": b'{"text": "x',
+    "nested": b'{"text": ' + b"[" * 100_000,
+    "rather nested": b'{"text": "x", "more": ' + b"[" * 200 + b"]" * 200 + b"}",
+}
 CASES = {
-    "UTF-8": Case("json", spoiled_line(b'{"text": "d\xe9j\xe0"}'), LINE, {f"data:{BAD}"}),
-    "type": Case("json", spoiled_line(b'{"text": 5}'), LINE, {f"data:{BAD}"}),
-    "column": Case("json", spoiled_line(b'{"body": "x"}'), LINE, {f"data:{BAD}"}),
-    "cut": Case("json", spoiled_line(b'{"text": "x'), LINE, {f"data:{BAD}"}),
-    "nested": Case("json", spoiled_line(b'{"text": ' + b"[" * 100_000), LINE, {f"data:{BAD}"}),
-    "rather nested": Case(
-        "json", spoiled_line(b'{"text": "x", "more": ' + b"[" * 200 + b"]" * 200 + b"}"), LINE, {f"data:{BAD}"}
-    ),
+    name: Case("json", spoiled_line(line), f"data, line {BAD + 1}", {f"data:{BAD}"}) for name, line in LINES.items()
+}
+CASES |= {
     "parquet UTF-8": Case("parquet", parquet_with_a_latin_text, "data, row group 1, row 11", {"data:1:11"}),
     "row group": Case("parquet", parquet_with_a_damaged_group, "data, row group 1", {f"data:1:{i}" for i in range(20)}),
     "csv": Case("csv", csv_with_a_latin_row, f"data, row {BAD + 1}", {f"data:{BAD}"}),
@@ -97,9 +101,7 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def config_of(case: Case, folder: Path, **fields: Any) -> FullConfig:
@@ -109,82 +111,33 @@ def config_of(case: Case, folder: Path, **fields: Any) -> FullConfig:
     return make_config(dataset_name=case.kind, data_files=str(path / "*" if path.is_dir() else path), **fields)
 
 
-def first_pass(data: TrainingData) -> tuple[set[str], list[dict[str, Any]]]:
-    """The documents of the steps until every lane has gone over the data once, and the records then."""
-    seen: set[str] = set()
-    while data.loader.epoch < 1:
-        seen |= {key for batch in next(data.loader) for key in batch.documents}
-    return seen, data.loader.state()
-
-
 @pytest.mark.parametrize("name", CASES)
-def test_a_row_that_cannot_be_read_is_named(tmp_path: Path, name: str) -> None:
+def test_a_row_that_cannot_be_read_is_named_or_passed_over_and_counted(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     case = CASES[name]
     with pytest.raises(DataError) as caught:
-        first_pass(make_data(config_of(case, tmp_path)))
+        read_until(make_data(config_of(case, tmp_path)), 1)
     assert case.where in str(caught.value)
     assert "data.on_bad_row=skip" in str(caught.value)
     assert caught.value.exit_code == 4
 
-
-@pytest.mark.parametrize("name", CASES)
-def test_or_passed_over_and_counted(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
-    case = CASES[name]
-    config = config_of(case, tmp_path, on_bad_row="skip", eval_fraction=0.1)
-    data = make_data(config)
+    data = make_data(config_of(case, tmp_path, on_bad_row="skip", eval_fraction=0.1))
     with caplog.at_level(logging.WARNING):
-        seen, records = first_pass(data)
-    assert [count_rows(records).bad[0], count_rows(data.loader.state()).bad[0]] == [len(case.bad)] * 2
+        seen = read_until(data, 1)
+    assert count_rows(data.loader.state()).bad[0] == len(case.bad)
     told = [record.getMessage() for record in caplog.records if case.where in record.getMessage()]
     assert len(told) == (1 if len(case.bad) == 1 else len({*told})) > 0
-    held_out = {example.document for example in held_out_examples(data.pipeline)}
-    while data.loader.epoch < 2:
-        seen |= {key for batch in next(data.loader) for key in batch.documents}
-    assert not (seen | held_out) & case.bad
-    assert len(seen | held_out) == COUNT - len(case.bad)
-    assert max(count_rows(data.loader.state()).bad) == len(
-        case.bad
-    )  # a row counts once, however often its source is read
+    seen |= read_until(data, 2) | documents_of(held_out_examples(data.pipeline))
+    assert not seen & case.bad
+    assert len(seen) == COUNT - len(case.bad)
+    assert max(count_rows(data.loader.state()).bad) == len(case.bad)  # a row counts once, however often it is read
 
 
 def test_many_brackets_are_not_deep(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(
-        json.dumps({"more": "[" * 199 + "]" * 199, "text": "[{" * 999, "list": [[]] * 999})
-    )
+    row = {"more": "[" * 199 + "]" * 199, "text": "[{" * 999, "list": [[]] * 999}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
     assert JsonLines([str(tmp_path / "a.jsonl")], "text").document(0) == Document("a.jsonl:0", "[{" * 999)
-
-
-def plain(batches: list[Any]) -> list[Any]:
-    return [(batch.documents, batch.labels.tolist()) for batch in batches]
-
-
-def steps(config: FullConfig, world_size: int = 1, records: Any = None, count: int = 12) -> tuple[list[Any], list[Any]]:
-    """Micro-batches of `count` steps in lane order, and the records behind each step."""
-    ranks = [make_data(config, rank=rank, world_size=world_size) for rank in range(world_size)]
-    made, states = [], []
-    for data in ranks:
-        data.loader.load_state(records or [])
-    for _ in range(count):
-        by_rank = [plain(next(data.loader)) for data in ranks]
-        made.append([batch for turn in zip(*by_rank, strict=True) for batch in turn])
-        states.append(sorted((one for data in ranks for one in data.loader.state()), key=lambda one: one["lane"]))
-    for data in ranks:
-        data.loader.close()
-    return made, json.loads(json.dumps(states))
-
-
-@pytest.mark.parametrize("kind", ["json", "parquet"])
-def test_passing_over_is_the_same_for_every_rank_worker_and_resume(tmp_path: Path, kind: str) -> None:
-    case = CASES["cut" if kind == "json" else "row group"]
-    config = config_of(case, tmp_path, on_bad_row="skip")
-    made, states = steps(config)
-    assert states[-1] != states[0]
-    assert sum(sum(one["bad_rows"]) for one in states[-1]) >= len(case.bad) / 2
-    assert steps(config, world_size=2) == (made, states)
-    workers = config_of(case, tmp_path, on_bad_row="skip", preprocessing_num_workers=2)
-    assert steps(workers) == (made, states)
-    for behind in (1, 4, 7):
-        assert steps(config, 4, states[behind - 1], 12 - behind) == (made[behind:], states[behind:])
 
 
 def test_skipping_goes_on_where_stopping_ended(tmp_path: Path) -> None:
@@ -199,11 +152,12 @@ def test_more_than_allowed_names_the_last_row_and_the_limit(tmp_path: Path) -> N
     case = CASES["row group"]
     config = config_of(case, tmp_path, on_bad_row="skip", max_bad_rows=3)
     saved = make_data(config_of(case, tmp_path, on_bad_row="skip")).saved()
-    with pytest.raises(DataError, match=r"more than data\.max_bad_rows=3 rows .* the last one data, row group 1: "):
+    told = r"more than data\.max_bad_rows=3 rows .* the last one data, row group 1: "
+    with pytest.raises(DataError, match=told):
         make_data(config)  # the look at the data before the first step
     data = make_data(config, saved=saved)
-    with pytest.raises(DataError, match=r"more than data\.max_bad_rows=3 rows .* the last one data, row group 1: "):
-        first_pass(data)
+    with pytest.raises(DataError, match=told):
+        read_until(data, 1)
     config = config_of(case, tmp_path, on_bad_row="skip", max_bad_rows=3, eval_fraction=0.9)
     data = make_data(config, saved=saved, accept_other_data=True)
     with pytest.raises(DataError, match=r"more than data\.max_bad_rows=3 rows"):
@@ -220,13 +174,14 @@ def spoil(path: Path, count: int) -> None:
 def test_damage_that_appears_after_the_first_pass_is_counted_told_and_limited(
     tmp_path: Path, limit: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_json_lines(tmp_path / "data", texts(COUNT))
-    data = make_data(make_config(dataset_name="json", data_files=path, on_bad_row="skip", max_bad_rows=limit))
-    _, records = first_pass(data)
+    path = tmp_path / "data"
+    data = make_data(json_config(path, texts(COUNT), on_bad_row="skip", max_bad_rows=limit))
+    read_until(data, 1)
+    records = data.loader.state()
     assert not count_rows(data.loader.state()).bad
     data.loader.load_state([{**record, "bad_rows": [1]} for record in records])
     next(data.loader)
-    spoil(Path(path), 40)
+    spoil(path, 40)
     if limit == 5:
         with pytest.raises(DataError, match=r"more than data\.max_bad_rows=5 rows"):
             read_until(data, 3)
@@ -238,20 +193,14 @@ def test_damage_that_appears_after_the_first_pass_is_counted_told_and_limited(
     assert 40 <= sum("not a JSON line" in record.getMessage() for record in caplog.records) < 60
 
 
-def read_until(data: TrainingData, epoch: int) -> None:
-    """Read on until every lane is in that pass."""
-    while data.loader.epoch < epoch:
-        next(data.loader)
-
-
 def test_bad_rows_in_a_row_have_their_own_limit_and_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "MAX_EMPTY_DOCUMENTS", 10)
     more = {"on_bad_row": "skip", "eval_fraction": 0.0, "shuffle_buffer_size": 1}
     data = make_data(config_of(CASES["row group"], tmp_path, **more), num_lanes=1)
     read_until(data, 2)
     assert count_rows(data.loader.state()).bad == [20, 20]
-    path = write_json_lines(tmp_path / "lines", texts(COUNT))
-    data = make_data(make_config(dataset_name="json", data_files=path, **more))
-    spoil(Path(path), COUNT)
+    path = tmp_path / "lines"
+    data = make_data(json_config(path, texts(COUNT), **more))
+    spoil(path, COUNT)
     with pytest.raises(DataError, match="documents in a row without finding text"):  # no pass reaches the limit
         next(data.loader)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
+from data_parts import byte_tokenizer, json_config, make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.base.types import Batch, CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig
@@ -29,24 +29,24 @@ def path(tmp_path: Path) -> str:
     return write_json_lines(tmp_path / "a.jsonl", texts(300))
 
 
+def evaluation_config(path: str, **fields: Any) -> FullConfig:
+    return json_config(path, eval_fraction=0.2, training={"eval_samples": 40}, **fields)
+
+
 def test_a_corpus_shorter_than_one_batch(tmp_path: Path) -> None:
-    path = write_json_lines(tmp_path / "a.jsonl", ["twenty characters..."] * 30)
-    config = make_config(dataset_name="json", data_files=path, eval_fraction=0.0)
-    with pytest.raises(
-        DataError, match=r"about 600 tokens in 30 documents .* 4 micro-batches x 640 tokens needs 2,560 tokens"
-    ) as caught:
-        make_data(config, num_lanes=4)
+    path = tmp_path / "a.jsonl"
+    told = r"about 600 tokens in 30 documents .* 4 micro-batches x 640 tokens needs 2,560 tokens"
+    with pytest.raises(DataError, match=told) as caught:
+        make_data(json_config(path, ["twenty characters..."] * 30, eval_fraction=0.0), num_lanes=4)
     assert caught.value.exit_code == 4
-    small = make_config(dataset_name="json", data_files=path, max_encoder_length=8, max_decoder_length=8)
+    small = json_config(path, max_encoder_length=8, max_decoder_length=8)
     with pytest.raises(DataError, match=r"2\d documents .*: too few for 40 lanes"):
         make_data(small, num_lanes=40)
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
 def test_an_empty_data_set(tmp_path: Path, kind: str) -> None:
-    write = (
-        write_json_lines if kind == "json" else lambda path, documents: write_parquet(path, documents, row_group_size=9)
-    )
+    write = write_json_lines if kind == "json" else partial(write_parquet, row_group_size=9)
     for documents in ([], ["", "", ""]):
         path = write(tmp_path / "a", documents)
         with pytest.raises(DataError, match="the data set is empty"):
@@ -54,13 +54,13 @@ def test_an_empty_data_set(tmp_path: Path, kind: str) -> None:
 
 
 def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
-    config = make_config(dataset_name="json", data_files=path)
+    config = json_config(path)
     saved = json.loads(json.dumps(make_data(config).saved()))
     assert make_data(config, saved=saved).saved() == saved
-    workers = make_config(dataset_name="json", data_files=path, preprocessing_num_workers=3)
+    workers = json_config(path, preprocessing_num_workers=3)
     assert make_data(workers, world_size=2, saved=saved).saved() == saved
 
-    other = make_config(dataset_name="json", data_files=path, max_encoder_length=80, training={"seed": 7})
+    other = json_config(path, max_encoder_length=80, training={"seed": 7})
     with pytest.raises(
         CheckpointError,
         match=r"\n  data.max_encoder_length: 96 there, 80 now\n  training.seed: 42 there, 7 now\n"
@@ -74,6 +74,9 @@ def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
     assert len(str(refused.value)) < 600  # no digests of files
     assert make_data(other, saved=saved, accept_other_data=True).ratio == saved["encoder_decoder_ratio"]
 
+    Path(path).write_text(Path(path).read_text().replace("the", "teh"))  # without growing
+    with pytest.raises(CheckpointError, match=r"size 300, content \w+\) there, .*size 300, content"):
+        make_data(config, saved=saved)
     write_json_lines(Path(path), texts(301))
     with pytest.raises(CheckpointError, match=r"size 300, content \w+\) there, .*size 301, content"):
         make_data(config, saved=saved)
@@ -81,7 +84,7 @@ def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
 
 def test_the_ratio_is_the_mixs(path: str) -> None:
     """The sampled ratio against that of 200 steps of real examples, within 3 %."""
-    data = make_data(make_config(dataset_name="json", data_files=path))
+    data = make_data(json_config(path))
     batches = [batch for _ in range(200) for batch in next(data.loader)]
     seen = sum(batch.encoder_tokens for batch in batches) / sum(batch.target_tokens for batch in batches)
     assert data.ratio == pytest.approx(seen, rel=0.03)
@@ -89,7 +92,7 @@ def test_the_ratio_is_the_mixs(path: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_evaluation_is_the_same_for_any_world_size(path: str, world_size: int) -> None:
-    config = make_config(dataset_name="json", data_files=path, eval_fraction=0.2, training={"eval_samples": 40})
+    config = evaluation_config(path)
     alone = make_data(config, num_lanes=12).eval_batches()
     ranks = [make_data(config, rank=r, world_size=world_size, num_lanes=12).eval_batches() for r in range(world_size)]
     assert len({len(batches) for batches in ranks}) == 1
@@ -101,16 +104,11 @@ def test_evaluation_is_the_same_for_any_world_size(path: str, world_size: int) -
 
 
 def test_evaluation_does_not_change_with_seed_or_lanes(path: str) -> None:
-    fields: dict[str, Any] = {"dataset_name": "json", "data_files": path, "eval_fraction": 0.2}
-    one = make_data(make_config(**fields), num_lanes=4)
+    one = make_data(json_config(path, eval_fraction=0.2), num_lanes=4)
     # The budgets, and so the packing, may differ by the sampled ratio: compare what is in the batches.
-    two = make_data(make_config(training={"seed": 9}, **fields), num_lanes=2)
+    two = make_data(json_config(path, training={"seed": 9}, eval_fraction=0.2), num_lanes=2)
     first, second = ([key for batch in data.eval_batches() for key in batch.documents] for data in (one, two))
     assert sorted(first) == sorted(second)
-
-
-def evaluation_config(path: str, **fields: Any) -> FullConfig:
-    return make_config(dataset_name="json", data_files=path, eval_fraction=0.2, training={"eval_samples": 40}, **fields)
 
 
 def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path) -> None:
@@ -119,6 +117,8 @@ def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path)
     first = make_data(config, evaluation_cache=folder)
     (file,) = folder.iterdir()  # before anybody asked for a batch, and nothing unfinished beside it
     assert [batch.labels.tolist() for batch in first.eval_batches()] == expected
+
+    make_data(evaluation_config(path, max_encoder_length=80), evaluation_cache=folder)  # other settings, another file
 
     later = make_data(config, evaluation_cache=folder, saved=first.saved())
     Path(path).write_text("")  # whoever reads the data now finds nothing
@@ -138,12 +138,6 @@ def test_a_denoiser_that_is_new_relabels_no_example_that_is_kept(
     (file,) = (tmp_path / "evaluation").iterdir()
     monkeypatch.setattr(evaluation, "TASKS", ("X3", *TASKS), raising=False)  # the table, as whoever reads it has it
     assert [one.denoiser for one in evaluation._read_examples(file)] == [one.denoiser for one in made]
-
-
-def test_other_settings_have_other_evaluation_examples(path: str, tmp_path: Path) -> None:
-    for config in (evaluation_config(path), evaluation_config(path, max_encoder_length=80)):
-        make_data(config, evaluation_cache=tmp_path / "evaluation").eval_batches()
-    assert len(list((tmp_path / "evaluation").iterdir())) == 2
 
 
 @pytest.mark.parametrize(("unit", "expected"), [("documents", 30), ("tokens", 34)])
@@ -189,26 +183,13 @@ def test_evaluation_reads_only_row_groups_that_hold_something_out(
 def test_batches_for_a_gpu_are_pinned(path: str) -> None:
     data = make_data(evaluation_config(path), pin_memory=True)
     for batch in [*next(data.loader), *data.eval_batches()]:
-        tensors = [value for value in vars_of(batch) if isinstance(value, torch.Tensor)]
+        tensors = [value for name in Batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)]
         assert len(tensors) == 8
         assert all(tensor.is_pinned() for tensor in tensors)
 
 
-def vars_of(batch: Batch) -> list[Any]:
-    return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-
-
-def test_a_file_that_changes_without_growing_is_other_data(path: str) -> None:
-    config = make_config(dataset_name="json", data_files=path)
-    saved = make_data(config).saved()
-    Path(path).write_text(Path(path).read_text().replace("the", "teh"))
-    with pytest.raises(CheckpointError, match=r"size 300, content \w+\) there, .*size 300, content"):
-        make_data(config, saved=saved)
-
-
 def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
-    path = write_json_lines(tmp_path / "a.jsonl", ["one document only. " * 50])
-    data = make_data(make_config(dataset_name="json", data_files=path), num_lanes=1)
+    data = make_data(json_config(tmp_path / "a.jsonl", ["one document only. " * 50]), num_lanes=1)
     next(data.loader)  # a single document still trains
     with pytest.raises(DataError, match=r"the held-out documents give no example: .*Raise data.eval_fraction"):
         data.eval_batches()
@@ -216,7 +197,7 @@ def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
 
 def test_inspection_shows_what_a_run_sees(path: str) -> None:
     tokenizer, vocabulary = byte_tokenizer()
-    data = make_data(make_config(dataset_name="json", data_files=path))
+    data = make_data(json_config(path))
     report = json.loads(inspect_data(data.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=25, as_json=True))
     steps = [next(data.loader) for _ in range(2)]
     run = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Change:
             {"weight": 1, "dataset_name": "parquet", "data_files": str(folder / "b.parquet")},
             {"weight": 1, "dataset_name": "builtin"},
         ]
+        self.fourth = {"weight": 1, "dataset_name": "json", "data_files": str(folder / "d.jsonl")}
         self.before = self.data()
         for _ in range(STEPS):
             next(self.before.loader)
@@ -74,13 +76,37 @@ def kept(words: str) -> set[int]:
     return {int(number) for number in re.findall(r"source (\d)", continued)}
 
 
-def test_weights_are_no_part_of_a_place(change: Change) -> None:
-    change.sources[0]["weight"] = 1
+@pytest.mark.parametrize(
+    ("edit", "continued"),
+    [
+        (lambda change: change.sources[0].update(weight=1), {0, 1, 2}),
+        (lambda change: change.sources.insert(0, change.fourth), {0, 1, 2}),
+        (lambda change: change.sources.append(change.fourth), {0, 1, 2}),
+        (lambda change: change.sources.pop(0), {1, 2}),
+        (lambda change: write_json_lines(change.folder / "a.jsonl", texts(150, seed=9)), {1, 2}),
+    ],
+    ids=["another weight", "a first one", "a last one", "one less", "another text"],
+)
+def test_sources_that_are_the_same_continue_and_others_begin(
+    change: Change, edit: Callable[[Change], Any], continued: set[int]
+) -> None:
+    edit(change)
     data, records, words = change.after()
-    assert kept(words) == {0, 1, 2}
-    assert records == change.records  # what waits included: it was cut by the same rules
-    for number in range(3):
-        assert documents_behind(data, records[0], number) == change.next[number]
+    assert kept(words) == continued
+    if len(continued) == len(change.sources) == 3:
+        assert records == change.records  # what waits included: it was cut by the same rules
+    numbers = {opened.number for opened in data.pipeline.sources}
+    assert len(numbers) == len(change.sources)
+    assert numbers >= continued
+    for number in numbers:
+        there = change.next[number] if number in continued else documents_behind(data, None, number)
+        assert documents_behind(data, records[0], number) == there != []
+    for record in records:
+        assert {entry[0][0] for entry in record["waiting"]} <= continued
+        assert {int(number) for number in record["reader"]["sources"]} <= numbers
+    # The run with these sources is one that can be resumed as any other.
+    saved = json.loads(json.dumps(data.saved()))
+    assert make_data(make_config(mixture=change.sources), num_lanes=2, saved=saved).saved() == saved
 
 
 def test_weights_may_count_in_another_unit_from_now_on(change: Change) -> None:
@@ -88,41 +114,6 @@ def test_weights_may_count_in_another_unit_from_now_on(change: Change) -> None:
     assert kept(words) == {0, 1, 2}
     assert records == change.records
     assert {number for record in data.loader.state() for number in record["reader"]["tokens_over_weight"]} == {*"012"}
-
-
-@pytest.mark.parametrize("place", [0, 3])
-def test_an_added_source_leaves_the_others_where_they_are(change: Change, place: int) -> None:
-    added = {"weight": 1, "dataset_name": "json", "data_files": str(change.folder / "d.jsonl")}
-    change.sources.insert(place, added)
-    data, records, words = change.after()
-    assert kept(words) == {0, 1, 2}
-    for number in range(3):
-        assert documents_behind(data, records[0], number) == change.next[number]
-    assert documents_behind(data, records[0], 3)
-    # The run with four sources is one that can be resumed as any other.
-    saved = json.loads(json.dumps(data.saved()))
-    assert make_data(make_config(mixture=change.sources), num_lanes=2, saved=saved).saved() == saved
-
-
-def test_a_source_that_is_taken_out_leaves_nothing_behind(change: Change) -> None:
-    del change.sources[0]
-    data, records, words = change.after()
-    assert kept(words) == {1, 2}
-    assert [opened.number for opened in data.pipeline.sources] == [1, 2]
-    for record in records:
-        assert set(record["reader"]["sources"]) == {"1", "2"}
-        assert {entry[0][0] for entry in record["waiting"]} <= {1, 2}
-
-
-def test_a_changed_source_begins_at_its_start_and_no_other_does(change: Change) -> None:
-    write_json_lines(change.folder / "a.jsonl", texts(150, seed=9))
-    data, records, words = change.after()
-    assert kept(words) == {1, 2}
-    assert "source 3 (json a.jsonl, size 150, content" in words
-    assert documents_behind(data, records[0], 3) == documents_behind(data, None, 3)
-    for number in (1, 2):
-        assert documents_behind(data, records[0], number) == change.next[number]
-    assert all(entry[0][0] for record in records for entry in record["waiting"])  # none of the changed source
 
 
 def test_another_order_begins_everything_at_its_start(change: Change) -> None:

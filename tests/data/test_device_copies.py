@@ -74,13 +74,9 @@ def test_each_batch_is_copied_while_the_one_before_is_worked_on(monkeypatch: pyt
     assert streams.log.count("keep") == 3 * 8
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_few_batches(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    Streams(monkeypatch)
-    assert [one.number for one in copied_ahead(map(batch, range(count)), GPU)] == list(range(count))
-
-
-def test_without_a_gpu_batches_are_handed_on() -> None:
-    given = [batch(0), batch(1)]
-    for handed, one in zip(copied_ahead(given, torch.device("cpu")), given, strict=True):
-        assert handed is one
+@pytest.mark.parametrize("device", [GPU, torch.device("cpu")])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_few_batches_are_handed_on(monkeypatch: pytest.MonkeyPatch, count: int, device: torch.device) -> None:
+    Streams(monkeypatch)  # which refuses to copy to a CPU
+    given = [batch(number) for number in range(count)]
+    assert [id(one) for one in copied_ahead(given, device)] == [id(one) for one in given]

@@ -8,30 +8,24 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
+from data_parts import json_config, make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.base.types import ConfigError, DataError
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import epochs
 from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.eval_set import keyed_examples
 
 
-def json_config(tmp_path: Path, **fields: Any) -> FullConfig:
-    path = write_json_lines(tmp_path / "a.jsonl", texts(120))
-    return make_config(dataset_name="json", data_files=path, **fields)
-
-
 @pytest.mark.parametrize("passes", [1, 3])
 def test_after_the_steps_every_row_was_seen_so_often_and_one_step_before_not(tmp_path: Path, passes: int) -> None:
     fields = {"objective": "sft", "input_template": "{id}", "output_template": "{text}", "on_long_row": "truncate"}
-    data = make_data(json_config(tmp_path, **fields))
+    data = make_data(json_config(tmp_path / "a.jsonl", texts(120), **fields))
     steps = steps_of_epochs(data.pipeline, passes)
     trained = {key for i in range(120) if not data.pipeline.sources[0].holds_out(key := f"a.jsonl:{i}")}
     assert 90 < len(trained) < 120
 
     def least_seen(count: int) -> int:
-        loader = make_data(json_config(tmp_path, **fields)).loader
+        loader = make_data(json_config(tmp_path / "a.jsonl", texts(120), **fields)).loader
         seen = Counter(key for _ in range(count) for batch in next(loader) for key in batch.documents)
         assert seen.keys() <= trained
         return min(seen[key] for key in trained)
@@ -63,7 +57,7 @@ def test_a_document_whose_tokens_are_weighed_is_read_once(tmp_path: Path, split:
 @pytest.mark.parametrize("unit", [None, "documents", "tokens"])
 def test_a_large_data_set_is_estimated(unit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if unit is None:
-        data = make_data(json_config(tmp_path))
+        data = make_data(json_config(tmp_path / "a.jsonl", texts(120)))
     else:
         data = make_data(make_config(mixture=short_and_long(tmp_path), mixture_weights_count=unit))
     exact = steps_of_epochs(data.pipeline, 4)
@@ -72,7 +66,7 @@ def test_a_large_data_set_is_estimated(unit: str | None, tmp_path: Path, monkeyp
 
 
 def test_a_few_of_many_passes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = make_data(json_config(tmp_path))
+    data = make_data(json_config(tmp_path / "a.jsonl", texts(120)))
     monkeypatch.setattr(epochs, "COUNTED_READINGS", 300)
     assert steps_of_epochs(data.pipeline, 3000) == 1500 * steps_of_epochs(data.pipeline, 2)
 
@@ -90,9 +84,9 @@ def test_a_stream_whose_length_nobody_knows_is_refused_and_local_parquet_is_none
 
 
 def test_the_warm_up_must_end_before_the_steps_that_epochs_turn_out_to_be(tmp_path: Path) -> None:
-    config = json_config(tmp_path, training={"num_train_epochs": 2, "warmup_steps": 10})
+    config = json_config(tmp_path / "a.jsonl", training={"num_train_epochs": 2, "warmup_steps": 10})
     assert with_steps_of_epochs(config, 11).training.num_train_steps == 11
     with pytest.raises(ConfigError, match=r"num_train_epochs=2.0 are 10 optimizer steps:\n.*warm-up must end"):
         with_steps_of_epochs(config, 10)
     with pytest.raises(ValueError, match="the length of the run twice"):
-        json_config(tmp_path, training={"num_train_epochs": 2, "num_train_steps": 200, "warmup_steps": 1})
+        json_config(tmp_path / "a.jsonl", training={"num_train_epochs": 2, "num_train_steps": 200, "warmup_steps": 1})

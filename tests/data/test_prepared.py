@@ -14,11 +14,20 @@ from typing import Any
 
 import datasets
 import pytest
-from data_parts import byte_tokenizer, make_config, make_data, texts, write_json_lines, write_parquet
+from data_parts import (
+    byte_tokenizer,
+    make_config,
+    make_data,
+    plain_batches,
+    plain_examples,
+    texts,
+    write_json_lines,
+    write_parquet,
+)
 from tokenizers import normalizers
 
 from ds_encdec import cli
-from ds_encdec.base.types import Batch, DataError, OutputLockedError
+from ds_encdec.base.types import DataError, OutputLockedError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import prepare_data
 from ds_encdec.data.lane import Lane
@@ -63,8 +72,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepared(folder: Path, data: dict[str, Any], num_proc: int = 2) -> FullConfig:
     config = make_config(**data, prepared_dir=str(folder))
-    for line in prepare_data(config, *byte_tokenizer(), num_proc):
-        print(line)
+    print(*prepare_data(config, *byte_tokenizer(), num_proc), sep="\n")
     return config
 
 
@@ -73,14 +81,6 @@ def kept(folder: Path) -> dict[str, int]:
     parts = folder.glob("source-0/0*.json")
     shards = (path for part in parts for path in part.parent.glob(f"{part.stem}-*.arrow"))
     return {path.name: path.stat().st_ino for path in shards}
-
-
-def plain(lane: Lane) -> list[Any]:
-    return [(e.document, e.denoiser, e.encoder_ids.tolist(), e.decoder_ids.tolist()) for e in next(lane)]
-
-
-def plain_batches(batches: list[Batch]) -> list[Any]:
-    return [(batch.documents, batch.encoder_ids.tolist(), batch.labels.tolist()) for batch in batches]
 
 
 def test_a_map_gives_the_same_examples_and_records(
@@ -95,8 +95,7 @@ def test_a_map_gives_the_same_examples_and_records(
     away.rename(lines)
     assert data.fingerprint == direct.fingerprint
     assert data.ratio == direct.ratio
-    ours, theirs = data.eval_batches(), direct.eval_batches()
-    assert [batch.documents for batch in ours] == [batch.documents for batch in theirs]
+    assert plain_batches(data.eval_batches()) == plain_batches(direct.eval_batches())
     for _ in range(12):
         assert plain_batches(next(data.loader)) == plain_batches(next(direct.loader))
     assert data.loader.state() == direct.loader.state()
@@ -104,12 +103,10 @@ def test_a_map_gives_the_same_examples_and_records(
     data.loader.close()
 
     # Its records are good for either.
-    resumed, straight = (
-        Lane(data.pipeline, 1, direct.loader.state()[1]),
-        Lane(direct.pipeline, 1, data.loader.state()[1]),
-    )
+    resumed = Lane(data.pipeline, 1, direct.loader.state()[1])
+    straight = Lane(direct.pipeline, 1, data.loader.state()[1])
     for _ in range(5):
-        assert plain(resumed) == plain(straight)
+        assert plain_examples(next(resumed)) == plain_examples(next(straight))
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -151,8 +148,8 @@ def test_a_stream_becomes_a_map_of_its_rows(tmp_path: Path, capsys: pytest.Captu
 def test_pairs_of_all_splits(tmp_path: Path) -> None:
     lines = [{"instruction": f"say {i}", "input": "", "output": "x" * (i % 60 + 1)} for i in range(90)]
     lines[5]["output"] = None
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:9]))
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for name, rows in (("own", lines[:9]), ("a", lines)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = settings(tmp_path / "a.jsonl", objective="sft", on_long_row="skip", test_files=f"{tmp_path}/own.jsonl")
     config = prepared(tmp_path / "out", data)
     ours, theirs = make_data(config), make_data(make_config(**data))
@@ -161,24 +158,13 @@ def test_pairs_of_all_splits(tmp_path: Path) -> None:
         assert plain_batches(next(ours.loader)) == plain_batches(next(theirs.loader))
     assert ours.loader.state() == theirs.loader.state()
     for split in ("validation", "test"):
-        here, there = (split_examples(one, *byte_tokenizer(), split) for one in (config, make_config(**data)))
-        assert [(one.key, one.decoder_ids.tolist()) for one in here] == [
-            (one.key, one.decoder_ids.tolist()) for one in there
-        ]
+        here, there = (
+            [(example.key, example.decoder_ids.tolist()) for example in split_examples(one, *byte_tokenizer(), split)]
+            for one in (config, make_config(**data))
+        )
+        assert here == there
     with pytest.raises(DataError, match=r"data.output_template: .*output.* there, .*other.* now"):
         make_data(make_config(**data, output_template="other {output}", prepared_dir=str(tmp_path / "out")))
-
-
-@pytest.mark.usefixtures("in_this_process")
-def test_a_folder_of_an_earlier_format_is_refused(tmp_path: Path, lines: Path) -> None:
-    out = tmp_path / "out"
-    config = prepared(out, settings(lines))
-    index = out / "source-0" / "index.json"
-    facts = json.loads(index.read_text())
-    del facts["made_from"]["the format of prepared data"]  # as it was before there was one
-    index.write_text(json.dumps(facts))
-    with pytest.raises(DataError, match=r"the format of prepared data: None there, 3 now.*delete the folder"):
-        make_data(config)
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -197,6 +183,15 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatc
     more = [{"weight": 1, "dataset_name": "json", "data_files": str(lines)}, {"weight": 1, "dataset_name": "random"}]
     with pytest.raises(DataError, match=r"source-1 is not finished: run `ds-encdec prepare`"):
         make_data(make_config(mixture=more, on_bad_row="skip", prepared_dir=str(out)))
+
+    index = out / "source-0" / "index.json"
+    facts = index.read_text()
+    earlier = json.loads(facts)
+    del earlier["made_from"]["the format of prepared data"]  # as it was before there was one
+    index.write_text(json.dumps(earlier))
+    with pytest.raises(DataError, match=r"the format of prepared data: None there, 3 now.*delete the folder"):
+        make_data(config)
+    index.write_text(facts)
 
     shard = out / "source-0" / "0001-00000.arrow"
     before = kept(out)
@@ -225,22 +220,26 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatc
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_a_folder_that_has_changed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub")
-    saved, plain = tmp_path / "saved", tmp_path / "plain"
-    plain.mkdir()
-    for seed in (0, 1):
-        datasets.Dataset.from_dict({"text": texts(60, seed=seed)}).save_to_disk(saved)
-        write_json_lines(plain / "a.jsonl", texts(60, seed=seed))
-        for folder, file in ((saved, "data-00000-of-00001.arrow"), (plain, "a.jsonl")):
-            out = tmp_path / f"{folder.name}-out"
-            if seed == 0:
-                make_data(prepared(out, {"dataset_name": str(folder)}))
-            else:
-                with pytest.raises(DataError, match=rf"{folder.name}-out/source-0 was made from .*{file}.* now"):
-                    make_data(make_config(dataset_name=str(folder), prepared_dir=str(out)))
-                shutil.rmtree(folder)
-                make_data(make_config(dataset_name=str(folder), prepared_dir=str(out)))
+@pytest.mark.parametrize("kind", ["saved", "plain"])
+def test_a_folder_that_has_changed_is_refused(tmp_path: Path, kind: str) -> None:
+    folder, out = tmp_path / kind, tmp_path / "out"
+
+    def write(seed: int) -> None:
+        if kind == "saved":
+            datasets.Dataset.from_dict({"text": texts(60, seed=seed)}).save_to_disk(folder)
+        else:
+            folder.mkdir(exist_ok=True)
+            write_json_lines(folder / "a.jsonl", texts(60, seed=seed))
+
+    write(0)
+    config = prepared(out, {"dataset_name": str(folder)})
+    make_data(config)
+    write(1)
+    file = "data-00000-of-00001.arrow" if kind == "saved" else "a.jsonl"
+    with pytest.raises(DataError, match=rf"out/source-0 was made from .*{file}.* now"):
+        make_data(config)
+    shutil.rmtree(folder)
+    make_data(config)
 
 
 @pytest.mark.parametrize("blocks", [1, 20], ids=["the index", "a shard"])

@@ -6,14 +6,12 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from data_parts import byte_tokenizer, make_config, make_data, texts
 
 from ds_encdec.base.types import Document
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.examples.chunks import denoise, reconstruct
 from ds_encdec.data.inspection import inspect_data
 from ds_encdec.engine.sharded_engine import split_by_denoiser
 from ds_encdec.registry.denoisers import DENOISERS, Denoiser
@@ -37,19 +35,6 @@ class Numbered:
         return Document(self.key(index), self._texts[index])
 
 
-@pytest.fixture
-def numbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOCAL_SOURCES, "numbered", SourceKind(f"{__name__}:Numbered", ("seed",)))
-
-
-def test_a_kind_of_source_is_a_class_and_a_row(numbered: None) -> None:
-    data = make_data(make_config(dataset_name="numbered"), num_lanes=2)
-    documents = {document for _ in range(3) for batch in next(data.loader) for document in batch.documents}
-    assert documents <= {f"numbered/{index}" for index in range(60)}
-    assert data.fingerprint["sources"] == [{"number": 0, "size": 60, "kind": "numbered", "seed": 42}]
-    assert data.commits == {}  # the hub was not asked for it
-
-
 def test_the_pages_name_every_denoiser_in_the_order_of_its_weight() -> None:
     """The configuration's page has it from the table itself; that on data is written by hand."""
     description = DataConfig.model_fields["ul2_task_weights"].description or ""
@@ -59,28 +44,27 @@ def test_the_pages_name_every_denoiser_in_the_order_of_its_weight() -> None:
     assert rows == [(name, str(row.mean_span or "the rest"), f"{row.density:.2f}") for name, row in DENOISERS.items()]
 
 
-def test_a_denoiser_is_a_row(numbered: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_denoiser_and_a_kind_of_source_are_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is drawn, packed, shown, and has a loss of its own, behind the other denoisers."""
+    monkeypatch.setitem(LOCAL_SOURCES, "numbered", SourceKind(f"{__name__}:Numbered", ("seed",)))
     names = list(DENOISERS)
     config = make_config(dataset_name="numbered")
     monkeypatch.setitem(DENOISERS, "R3", Denoiser(mean_span=6, density=0.3, weight=9))
     weights = tuple(row.weight for row in DENOISERS.values())
     config = config.model_copy(update={"data": config.data.model_copy(update={"ul2_task_weights": weights})})
-    tokenizer, vocabulary = byte_tokenizer()
-
+    tokenizer, _ = byte_tokenizer()
     data = make_data(config, num_lanes=2)
     report = json.loads(inspect_data(data.pipeline, tokenizer, weights, num_examples=60, as_json=True))
     counts = report["statistics"]["denoisers"]
     assert list(counts) == [*names, "R3"]
     assert counts["R3"] > report["statistics"]["examples"] / 4  # 9 of 17 chunks
 
+    assert data.fingerprint["sources"] == [{"number": 0, "size": 60, "kind": "numbered", "seed": 42}]
+    assert data.commits == {}  # the hub was not asked for it
     batch = next(data.loader)[0]
+    assert {*batch.documents} <= {f"numbered/{index}" for index in range(60)}
     losses = (batch.labels != -100).float()
     split = split_by_denoiser(losses.sum(), losses, batch)
     torch.testing.assert_close(split.tokens_by_denoiser, split.by_denoiser)
     assert split.tokens_by_denoiser[len(names)] == (batch.denoiser_ids == len(names)).sum() > 0
-
-    tokens = data.pipeline.maker.tokenize(Document("", texts(1)[0]))[:100]
-    pair = denoise(tokens, "R3", vocabulary, np.random.default_rng(0), document_ends=True)
-    assert reconstruct(*pair, vocabulary).tolist() == tokens.tolist()
     assert data.saved()["fingerprint"]["data.ul2_task_weights"] == list(weights)

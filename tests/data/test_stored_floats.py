@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -36,16 +35,12 @@ ROWS = [
 
 
 @pytest.mark.parametrize("reader", ["parquet", "table", "stream"])
-def test_narrow_floats_are_the_shortest_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_narrow_floats_are_the_shortest_numbers(tmp_path: Path, reader: str) -> None:
     pyarrow.parquet.write_table(TABLE, tmp_path / "train.parquet")
-
-    def everything(existing: Any) -> Any:
-        return existing
 
     source: Any
     if reader == "parquet":
-        source = ParquetFiles([str(tmp_path / "train.parquet")], None, num_lanes=1, columns=everything)
+        source = ParquetFiles([str(tmp_path / "train.parquet")], None, num_lanes=1, columns=lambda existing: existing)
     else:
         if reader == "stream":
             (tmp_path / "train.parquet").unlink()
@@ -55,7 +50,7 @@ def test_narrow_floats_are_the_shortest_numbers(tmp_path: Path, monkeypatch: pyt
             ):
                 out.write_table(TABLE)
         entry = MixtureSource(weight=1, dataset_name=str(tmp_path))
-        source = open_hub_data(entry, 1, streaming=reader == "stream", columns=everything)
+        source = open_hub_data(entry, 1, streaming=reader == "stream", columns=lambda existing: existing)
     rows = [source.document(i) for i in range(3)] if reader == "table" else [*source.documents(0, 0)]
     assert [row.record for row in rows] == ROWS
 

@@ -94,11 +94,12 @@ def test_other_kinds_of_tokenizers_do_it_themselves(caplog: pytest.LogCaptureFix
     assert tiktoken_form(changed(model__ignore_merges=True, normalizer={"type": "NFC"})) is not None
 
 
-def test_a_worker_loads_it_without_torch(tmp_path: Path) -> None:
+def test_a_worker_loads_it_and_its_lane_without_torch(tmp_path: Path) -> None:
     (tmp_path / "tokenizer").write_bytes(pickle.dumps(opened("qwen3")))
     code = (
-        "import pickle, sys; t = pickle.load(open(sys.argv[1], 'rb')); print(t.encode('Hello <tool>').tolist(), "
-        "t.faster is not None, *{'torch', 'transformers'} & set(sys.modules))"
+        "import pickle, sys, ds_encdec.data.lane; t = pickle.load(open(sys.argv[1], 'rb')); "
+        "print(t.encode('Hello <tool>').tolist(), t.faster is not None, "
+        "*{'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules))"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "tokenizer")], capture_output=True, text=True, check=True
