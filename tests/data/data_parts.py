@@ -52,12 +52,12 @@ def write_rows(path: Path, rows: Iterable[Any]) -> str:
     return str(path)
 
 
-def write_json_lines(path: Path, documents: list[str], column: str = "text") -> str:
-    return write_rows(path, ({column: text, "id": i} for i, text in enumerate(documents)))
+def write_json_lines(path: Path, documents: list[str]) -> str:
+    return write_rows(path, ({"text": text, "id": i} for i, text in enumerate(documents)))
 
 
-def write_parquet(path: Path, documents: list[str], *, row_group_size: int, column: str = "text") -> str:
-    table = pyarrow.table({column: documents, "id": list(range(len(documents)))})
+def write_parquet(path: Path, documents: list[str], *, row_group_size: int) -> str:
+    table = pyarrow.table({"text": documents, "id": list(range(len(documents)))})
     pyarrow.parquet.write_table(table, path, row_group_size=row_group_size)
     return str(path)
 

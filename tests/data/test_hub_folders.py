@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_parts import make_config, texts
+from data_parts import make_config, texts, write_json_lines
 
 from ds_encdec.base.types import DataError
 from ds_encdec.config.first_rows import unusable_rows
@@ -21,26 +21,17 @@ from ds_encdec.data.sources.tables import open_hub_data
 TEXTS = texts(20)
 
 
-def json_lines(*last: Any) -> Callable[[Path], None]:
-    """Two files, of which the second ends with `last`."""
-
-    def write(folder: Path) -> None:
-        for name, rows in (("train_a", []), ("train_b", last)):
-            lines = [json.dumps({"text": text}) for text in TEXTS]
-            more = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-            (folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines + more))
-
-    return write
+def json_lines(folder: Path, last: str) -> None:
+    """Two files, of which the second ends with the line `last`."""
+    for name, more in (("a", ""), ("b", last)):
+        path = Path(write_json_lines(folder / f"train_{name}.jsonl", TEXTS))
+        path.write_text(path.read_text() + more)
 
 
-def parquet(**second: Any) -> Callable[[Path], None]:
-    """Two files, of which the second has the columns `second`, too."""
-
-    def write(folder: Path) -> None:
-        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "train_a.parquet")
-        pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, **second}), folder / "train_b.parquet")
-
-    return write
+def two_columns(folder: Path) -> None:
+    """Two files, of which the second has another column."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "train_a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "n": [1] * 20}), folder / "train_b.parquet")
 
 
 def repeated_column(folder: Path) -> None:
@@ -60,15 +51,16 @@ def folder(tmp_path: Path, cache: Path) -> Path:
     return tmp_path / "set"
 
 
-MORE = {"text": "x", "label": 1}
-
-
 @pytest.mark.parametrize(
     ("write", "streamed", "downloaded"),
     [
-        (json_lines(MORE), "b.jsonl, from row 0 on: .*names don't match.*data.streaming=false", [41, 0]),
-        (json_lines('{"text": "x'), "b.jsonl, from row 0 on: .*on_bad_row=skip", [41, 1]),
-        (parquet(n=[1] * 20), [40, 0], "cannot be read .*must be alike.*data.streaming=true"),
+        (
+            partial(json_lines, last='{"text": "x", "label": 1}'),
+            "b.jsonl, from row 0 on: .*names don't match.*data.streaming=false",
+            [41, 0],
+        ),
+        (partial(json_lines, last='{"text": "x'), "b.jsonl, from row 0 on: .*on_bad_row=skip", [41, 1]),
+        (two_columns, [40, 0], "cannot be read .*must be alike.*data.streaming=true"),
         (repeated_column, "b.parquet: the column text is there more than once", "cannot be read"),
     ],
 )

@@ -71,20 +71,10 @@ def test_a_closed_loader_starts_again_where_it_was(path: str) -> None:
         assert first + steps(ranks, 2) == expected
 
 
-def test_the_epoch_is_the_slowest_lanes(path: str) -> None:
-    with loaders(path, 1, 0) as (loader,):
-        assert loader.epoch == 0
-        while loader.epoch < 2:
-            next(loader)
-            assert loader.epoch == min(record["epoch"] for record in loader.state())
-
-
-def test_lanes_that_ranks_do_not_divide(path: str) -> None:
+def test_lanes_that_ranks_do_not_divide_and_records_of_other_lanes_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"num_lanes=12 cannot be divided .* 5 ranks: .*: 1, 2, 3, 4, 6, 12"):
         make_data(json_config(path), rank=0, world_size=5, num_lanes=NUM_LANES)
 
-
-def test_records_of_other_lanes_are_refused(path: str) -> None:
     with loaders(path, 2, 0) as ranks:
         steps(ranks, 1)
         with pytest.raises(CheckpointError, match=r"lanes \[0, 2, 4, 6, 8, 10\]; this run has lanes 0 to 11"):

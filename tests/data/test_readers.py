@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -61,20 +60,6 @@ def test_an_epoch_of_all_lanes_is_every_document_once(
     assert len(set(orders)) == 3  # in another order each time
 
 
-@pytest.mark.parametrize("kind", ["map", "stream"])
-@pytest.mark.parametrize("taken", [0, 1, 5, 6, 7, 29, 30, 31, 32, 75])
-def test_a_position_resumes_exactly(tmp_path: Path, map_source: JsonLines, kind: str, taken: int) -> None:
-    source: Any = map_source if kind == "map" else parquet(tmp_path, 2)
-    reader_of: Any = MapReader if kind == "map" else StreamReader
-    straight = reader_of(source, 0, share(1, 2), None)
-    for _ in range(taken):
-        located = next(straight)
-        assert straight.fetch(located.reference) == located.document
-    position = json.loads(json.dumps(straight.position))
-    resumed = reader_of(source, 0, share(1, 2), position)
-    assert [next(resumed) for _ in range(80)] == [next(straight) for _ in range(80)]
-
-
 def test_a_resumed_stream_rereads_at_most_one_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, read = parquet(tmp_path, 1), []
     straight = StreamReader(source, 0, share(0, 1), None)
@@ -117,7 +102,7 @@ def test_too_many_lanes_for_the_data(tmp_path: Path, map_source: JsonLines) -> N
         next(reader)
 
 
-def test_a_mixture_draws_by_weight_and_resumes(tmp_path: Path, map_source: JsonLines) -> None:
+def test_a_mixture_draws_by_weight(tmp_path: Path, map_source: JsonLines) -> None:
     sources = (OpenSource(map_source, 3.0, 0.0, 0), OpenSource(parquet(tmp_path, 2), 1.0, 0.0, 1))
     reader = MixtureReader(sources, share(0, 2), None)
     drawn = [next(reader) for _ in range(2000)]
@@ -126,8 +111,6 @@ def test_a_mixture_draws_by_weight_and_resumes(tmp_path: Path, map_source: JsonL
     assert reader.epoch == min(located.epoch for located in drawn[-40:] if located.reference[0] == 1)
     assert all(reader.fetch(located.reference) == located.document for located in drawn[:30])
 
-    resumed = MixtureReader(sources, share(0, 2), json.loads(json.dumps(reader.position)))
-    assert [next(resumed) for _ in range(100)] == [next(reader) for _ in range(100)]
     other_lane = MixtureReader(sources, share(1, 2), None)
     assert [next(other_lane).reference[0] for _ in range(100)] != [located.reference[0] for located in drawn[:100]]
 
