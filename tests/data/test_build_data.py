@@ -7,11 +7,21 @@ import re
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from data_parts import byte_tokenizer, json_config, make_config, make_data, texts, write_json_lines, write_parquet
+from data_parts import (
+    byte_tokenizer,
+    documents_of,
+    json_config,
+    make_config,
+    make_data,
+    texts,
+    write_json_lines,
+    write_parquet,
+)
 
 from ds_encdec.base.types import Batch, CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig
@@ -143,14 +153,9 @@ def test_a_denoiser_that_is_new_relabels_no_example_that_is_kept(
 @pytest.mark.parametrize(("unit", "expected"), [("documents", 30), ("tokens", 34)])
 def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path, unit: str, expected: int) -> None:
     """Documents of 40 and 80 characters are one example each: 30 and 10 of 40 examples, or 34 and 6."""
-    mixture = [
-        {
-            "weight": weight,
-            "dataset_name": "json",
-            "data_files": write_json_lines(tmp_path / f"{name}.jsonl", ["x" * length] * 400),
-        }
-        for name, weight, length in (("a", 3, 40), ("b", 1, 80))
-    ]
+    mixture: list[dict[str, Any]] = [{"weight": 3, "dataset_name": "json"}, {"weight": 1, "dataset_name": "json"}]
+    for source, name, length in zip(mixture, "ab", (40, 80), strict=True):
+        source["data_files"] = write_json_lines(tmp_path / f"{name}.jsonl", ["x" * length] * 400)
     settings: dict[str, Any] = {"eval_fraction": 0.5, "training": {"eval_samples": 40}}
     config = make_config(mixture=mixture, mixture_weights_count=unit, **settings)
     keys = [key for batch in make_data(config).eval_batches() for key in batch.documents]
@@ -158,25 +163,15 @@ def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path, unit: str, 
     assert len(keys) == 40
 
 
-def test_evaluation_reads_only_row_groups_that_hold_something_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluation_reads_only_row_groups_that_hold_something_out(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", texts(2000), row_group_size=10)
-    config = make_config(dataset_name="parquet", data_files=path, eval_fraction=0.01)
-    data = make_data(config)
-    expected = {f"a.parquet:{i // 10}:{i % 10}" for i in range(2000)}
-    expected = {key for key in expected if held_out_hash(key) < 0.01}
-    groups: list[int] = []
-    read = ParquetFiles._read
-
-    def counted(self: ParquetFiles, parquet: Any, file: int, group: int) -> Any:
-        groups.append(group)
-        return read(self, parquet, file, group)
-
-    monkeypatch.setattr(ParquetFiles, "_read", counted)
-    found = {example.document for example in held_out_examples(data.pipeline)}
-    assert found == expected
-    assert sorted(groups) == sorted({int(key.split(":")[1]) for key in expected})
+    data = make_data(make_config(dataset_name="parquet", data_files=path, eval_fraction=0.01))
+    keys = [f"a.parquet:{i // 10}:{i % 10}" for i in range(2000)]
+    expected = {key for key in keys if held_out_hash(key) < 0.01}
+    with mock.patch.object(ParquetFiles, "_read", autospec=True, side_effect=ParquetFiles._read) as read:
+        assert documents_of(held_out_examples(data.pipeline)) == expected
+    groups = sorted(call.args[3] for call in read.call_args_list)
+    assert groups == sorted({int(key.split(":")[1]) for key in expected})
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")

@@ -19,6 +19,7 @@ from ds_encdec.data.sources.sources import BadRow, Row, all_rows
 from ds_encdec.data.sources.tables import open_hub_data
 
 TEXTS = texts(20)
+OTHER = '{"text": "x", "label": 1}'
 
 
 def json_lines(folder: Path, last: str) -> None:
@@ -54,11 +55,7 @@ def folder(tmp_path: Path, cache: Path) -> Path:
 @pytest.mark.parametrize(
     ("write", "streamed", "downloaded"),
     [
-        (
-            partial(json_lines, last='{"text": "x", "label": 1}'),
-            "b.jsonl, from row 0 on: .*names don't match.*data.streaming=false",
-            [41, 0],
-        ),
+        (partial(json_lines, last=OTHER), "b.jsonl, from row 0 on: .*names don't match.*data.streaming=false", [41, 0]),
         (partial(json_lines, last='{"text": "x'), "b.jsonl, from row 0 on: .*on_bad_row=skip", [41, 1]),
         (two_columns, [40, 0], "cannot be read .*must be alike.*data.streaming=true"),
         (repeated_column, "b.parquet: the column text is there more than once", "cannot be read"),
