@@ -10,6 +10,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from data_parts import (
@@ -24,10 +26,11 @@ from data_parts import (
 )
 
 from ds_encdec.base.types import Batch, CheckpointError, DataError
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.first_rows import unusable_rows
+from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.data import eval_set as evaluation
 from ds_encdec.data.eval_set import held_out_examples
-from ds_encdec.data.examples.chunks import reconstruct
+from ds_encdec.data.examples.chunks import Chunker, documents_ratio, reconstruct
 from ds_encdec.data.inspection import inspect_data
 from ds_encdec.data.sources.sources import held_out_hash
 from ds_encdec.data.sources.tables import ParquetFiles
@@ -217,3 +220,39 @@ def test_inspection_shows_what_a_run_sees(path: str) -> None:
         assert text.count("── example") == 3
         assert (ids in text) == with_ids
     assert [re.split(" {2,}", line)[-1] for line in text.splitlines()[-5:]] == ["12.5%"] * 4 + ["50.0%"]
+
+
+def test_the_look_at_a_huge_document_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of 10 MB has millions of tokens: what is cut up for the ratio is bounded."""
+    drawn, draw = [], Chunker.draw_chunk
+    monkeypatch.setattr(Chunker, "draw_chunk", lambda *arguments: drawn.append(1) or draw(*arguments))
+    chunker = Chunker.from_config(DataConfig(), 0, byte_tokenizer()[1])
+    ratio = documents_ratio([6_000_000], chunker)
+    assert len(drawn) < 40_000  # 2 times 6,000,000 tokens, not 32 times
+    assert ratio == pytest.approx(documents_ratio([500_000], chunker), rel=0.03)
+
+
+def test_parquet_files_without_rows_are_passed_over(tmp_path: Path) -> None:
+    """A library writes none of the columns where there is no row."""
+    pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "a.parquet")
+    config = make_config(dataset_name="parquet", data_files=str(tmp_path / "*.parquet"))
+    (found,) = unusable_rows(config.data, config.model)
+    assert "a.parquet: none of the files has a row" in found.message
+    write_parquet(tmp_path / "b.parquet", texts(120), row_group_size=20)
+    assert list(unusable_rows(config.data, config.model)) == []
+    data = make_data(config)
+    assert {key.partition(":")[0] for key in documents_of(next(data.loader))} == {"b.parquet"}
+
+
+def test_an_inspection_shows_data_that_is_too_short_for_a_run_and_counts_its_bad_rows(tmp_path: Path) -> None:
+    config = json_config(tmp_path / "a.jsonl", [*texts(12), 5], on_bad_row="skip", eval_fraction=0.0)
+    with pytest.raises(DataError, match=r"12 documents to train on: too few for 40 lanes") as refused:
+        make_data(config, num_lanes=40)
+    looked = make_data(config, num_lanes=40, may_be_short=True)
+    show = partial(inspect_data, looked.pipeline, byte_tokenizer()[0], (1, 1, 1, 1, 4), too_short=looked.too_short)
+    found = json.loads(show(num_examples=99, as_json=True))
+    assert {one["document"] for one in found["examples"]} == {f"a.jsonl:{i}" for i in range(12)}
+    assert found["statistics"]["too_short"] == str(refused.value)
+    assert found["statistics"]["bad_rows"] >= 1
+    lines = show(num_examples=2, as_json=False).splitlines()
+    assert lines[-1] == f"A run refuses this data: {refused.value}"
