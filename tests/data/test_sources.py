@@ -23,7 +23,7 @@ from ds_encdec.data.build import open_sources
 from ds_encdec.data.sources import builtin_corpus
 from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
 from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
-from ds_encdec.data.sources.sources import BadRow, StreamSource
+from ds_encdec.data.sources.sources import StreamSource
 from ds_encdec.data.sources.tables import HubStream, HubTable, ParquetFiles, open_hub_data
 
 
