@@ -17,7 +17,7 @@ from ds_encdec.config.command_line import load
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load(options, overrides)
-    from ds_encdec.data.build import inspect_run_data  # imports torch, so after the checks
+    from ds_encdec.data.inspection import inspect_run_data  # imports torch, so after the checks
     from ds_encdec.training.run_model import run_tokenizer
 
     shown = inspect_run_data(

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from ds_encdec.base.types import Batch, DataError, Example
 from ds_encdec.config.schema import DataConfig, FullConfig, MixtureSource
-from ds_encdec.config.shares import micro_batches_per_step, with_assumed_batch_size
 from ds_encdec.data.budgets import token_budgets
-from ds_encdec.data.eval_set import evaluation_examples, pack_examples
+from ds_encdec.data.eval_set import evaluation_examples, packed
 from ds_encdec.data.examples.chunks import ChunkMaker
+from ds_encdec.data.examples.protocol import ExampleMaker
 from ds_encdec.data.examples.sft import PairMaker
 from ds_encdec.data.fingerprint import fingerprint, numbered, require_same
-from ds_encdec.data.inspection import inspect_data, require_one_step, sample_statistics
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.data.sources.local_files import expand_files
-from ds_encdec.data.sources.prepared import made_from, open_prepared, prepared_folder
+from ds_encdec.data.sources.prepared import PreparedSource, made_from, prepare_source, prepared_folder
 from ds_encdec.data.sources.sources import (
     AnySource,
     OpenSource,
@@ -33,7 +32,7 @@ from ds_encdec.data.sources.sources import (
     source_name,
 )
 from ds_encdec.data.sources.tables import resolve_commits
-from ds_encdec.data.sources.write_prepared import prepare_source
+from ds_encdec.data.survey import Survey, take_survey
 from ds_encdec.launch.run_folder import take_folder
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.source_kinds import HUB, local_kind
@@ -41,7 +40,6 @@ from ds_encdec.registry.source_kinds import HUB, local_kind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from ds_encdec.data.examples.protocol import ExampleMaker
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 
@@ -61,7 +59,7 @@ class TrainingData:
     ratio: float  # encoder tokens per decoder token
     commits: Mapping[str, str]  # see `resolve_commits`
     eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
-    forms: Sequence[str] = ()  # see `SampleStatistics`
+    forms: Sequence[str] = ()  # see `Survey`
     too_short: str | None = None  # why a run refuses this data; only with `may_be_short`
 
     def saved(self) -> dict[str, Any]:
@@ -97,86 +95,65 @@ def build_data(
     ConfigError for lanes that ranks do not divide, and CheckpointError if the data is not that of `saved` (unless
     `accept_other_data`).
     """
-    data, seed = config.data, config.training.seed
+    data, training = config.data, config.training
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
-    maker = example_maker(data, seed, tokenizer, vocabulary)
-    own = own_split(data, "validation", seed, maker, commits)
-    sources = open_sources(data, seed, maker, num_lanes, commits)
+    maker = example_maker(data, training.seed, tokenizer, vocabulary)
+    own = own_split(data, "validation", training.seed, maker, commits)
+    sources = open_sources(data, training.seed, maker, num_lanes, commits)
     if saved is None:
-        ratio, forms, too_short = _survey(config, sources, maker, num_lanes, may_be_short=may_be_short)
+        survey = take_survey(config, sources, maker, num_lanes)
+        if survey.too_short and not may_be_short:
+            raise DataError(survey.too_short)
     else:
-        ratio, forms, too_short = saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ())), None
+        survey = Survey(saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ())), None)
         sources = numbered(sources, saved["fingerprint"]["sources"])
-    pipeline = _pipeline(config, sources, maker, num_lanes, ratio)
+    budgets = token_budgets(data, training.micro_batch_size, survey.ratio)
+    pipeline = LanePipeline(sources, maker, budgets, num_lanes, training.seed, data)
     facts = fingerprint(config, pipeline, own)
     if saved is not None and not accept_other_data:
         require_same(saved["fingerprint"], facts)
     workers = data.preprocessing_num_workers
     loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
-    evaluated = partial(_evaluated, config, pipeline, ratio, evaluation_cache, rank, world_size, pin_memory)
+    evaluated = partial(_evaluated, config, pipeline, loader, survey.ratio, evaluation_cache)
     eval_examples, eval_batches = evaluated(own)
     eval_sets = {}
     for name in data.eval_sets:
         try:
-            eval_sets[name] = evaluated(own_split(data.of_eval_set(name), "validation", seed, maker, commits, name))[1]
+            split = own_split(data.of_eval_set(name), "validation", training.seed, maker, commits, name)
+            eval_sets[name] = evaluated(split)[1]
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
     return TrainingData(
-        loader, eval_batches, eval_examples, pipeline, facts, ratio, commits, eval_sets, forms, too_short
-    )
-
-
-def _survey(
-    config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker, num_lanes: int, *, may_be_short: bool
-) -> tuple[float, tuple[str, ...], str | None]:
-    """Return the ratio, the forms and `too_short` of a new run's data; see `TrainingData`."""
-    sample = sample_statistics(sources, maker, config.data.bad_row_limit)
-    budgets = token_budgets(config.data, config.training.micro_batch_size, sample.ratio)
-    try:
-        require_one_step(sample, num_lanes, budgets)
-    except DataError as error:
-        if not may_be_short:
-            raise
-        return sample.ratio, sample.forms, str(error)
-    return sample.ratio, sample.forms, None
-
-
-def _pipeline(
-    config: FullConfig, sources: tuple[OpenSource, ...], maker: ExampleMaker, num_lanes: int, ratio: float
-) -> LanePipeline:
-    data, training = config.data, config.training
-    return LanePipeline(
-        sources=sources,
-        maker=maker,
-        budgets=token_budgets(data, training.micro_batch_size, ratio),
-        num_lanes=num_lanes,
-        seed=training.seed,
-        shuffle_buffer_size=data.shuffle_buffer_size,
-        pool_examples=data.packing_pool_examples,
-        max_wait_batches=data.packing_max_wait_batches,
-        bad_row_limit=data.bad_row_limit,
-        tasks=tuple(OBJECTIVES[data.objective].tasks),
+        loader,
+        eval_batches,
+        eval_examples,
+        pipeline,
+        facts,
+        survey.ratio,
+        commits,
+        eval_sets,
+        survey.forms,
+        survey.too_short,
     )
 
 
 def _evaluated(
     config: FullConfig,
     pipeline: LanePipeline,
+    loader: LaneLoader,
     ratio: float,
     cache_folder: Path | None,
-    rank: int,
-    world_size: int,
-    pin_memory: bool,
     own: Sequence[OpenSource],
 ) -> tuple[Callable[[], Sequence[Example]], Callable[[], Sequence[Batch]]]:
     """Return two cached functions: of the examples of `own` (or the held-out ones), and of this rank's batches."""
-    facts, training = fingerprint(config, pipeline, own), config.training
-    find = cache(partial(evaluation_examples, pipeline, training.eval_samples, facts, cache_folder, own))
-    if cache_folder and training.eval_samples:
+    training = config.training
+    facts, wanted = fingerprint(config, pipeline, own), training.eval_samples
+    find = cache(partial(evaluation_examples, pipeline, wanted, facts, cache_folder, own))
+    if cache_folder and wanted:
         find()
     budgets = token_budgets(config.data, training.per_device_eval_batch_size, ratio)
-    return find, cache(lambda: pack_examples(find(), pipeline, budgets, rank, world_size, pin_memory))
+    return find, cache(lambda: loader.collated(packed(find(), pipeline, budgets), budgets))
 
 
 def open_sources(
@@ -219,15 +196,13 @@ def own_split(
     return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 
-_MAKERS: dict[str, type[ChunkMaker] | type[PairMaker]] = {"ul2": ChunkMaker, "sft": PairMaker}
-"""The class that makes the examples of each of `OBJECTIVES`."""
-
-
 def example_maker(
     data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> ExampleMaker:
-    """Return the maker of the examples for `data`."""
-    return _MAKERS[data.objective].from_config(data, seed, tokenizer, vocabulary)
+    """Return the maker of the examples for `data`, by its objective. Raises ConfigError."""
+    if data.objective == "sft":
+        return PairMaker(data, tokenizer, vocabulary)
+    return ChunkMaker.from_config(data, seed, tokenizer, vocabulary)
 
 
 def prepare_data(
@@ -257,7 +232,7 @@ def _open(
 ) -> AnySource:
     """Open the source `named`; `name` is that of its folder in `data.prepared_dir`."""
     if data.prepared_dir is not None:
-        return open_prepared(data, name, named, maker, seed)
+        return PreparedSource(data, name, named, maker, seed)
     entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
     kind = local_kind(entry.dataset_name) or HUB
     if kind.reads_files and not entry.data_files:
@@ -278,30 +253,3 @@ def _open(
     }
     source: AnySource = resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})
     return source
-
-
-def inspect_run_data(
-    config: FullConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    vocabulary: Vocabulary,
-    *,
-    num_examples: int,
-    as_json: bool,
-    with_ids: bool,
-) -> str:
-    """Return the first examples of a run of this configuration, with statistics, as text or JSON."""
-    config = with_assumed_batch_size(config, config.infra.num_gpus)
-    lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks have to divide them
-    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes, may_be_short=True)
-    try:
-        return inspect_data(
-            data.pipeline,
-            tokenizer,
-            OBJECTIVES[config.data.objective].weights(config.data),
-            num_examples=num_examples,
-            as_json=as_json,
-            with_ids=with_ids,
-            too_short=data.too_short,
-        )
-    finally:
-        data.loader.close()

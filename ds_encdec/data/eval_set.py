@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -10,18 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from ds_encdec.base.types import Batch, DataError, Example
+from ds_encdec.base.types import DataError, Example
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.loader import collate
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_rows
 from ds_encdec.launch.disk import write_atomically
 
-_FORMAT = 3
-"""The version of the cached files and of the rules that make examples of rows: raised when either changes."""
+_FORMAT = 3  # of the cached files, and of the rules that make examples of rows: raised when either changes
 
 logger = logging.getLogger(__name__)
 
@@ -48,28 +46,31 @@ def evaluation_examples(
             "evaluation off with training.eval_samples=0"
         )
     if kept:
-        _write_examples(kept, examples)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        rows = [(one.encoder_ids.tolist(), one.decoder_ids.tolist(), one.denoiser, one.document) for one in examples]
+        write_atomically(kept, json.dumps(rows))
     return examples
 
 
-def pack_examples(
-    examples: Sequence[Example], pipeline: LanePipeline, budgets: Budgets, rank: int, world_size: int, pin_memory: bool
-) -> list[Batch]:
-    """Return rank `rank`'s batches; all ranks pack the same ones, and empty ones make their lists equally long."""
-    packer: Packer[Example] = Packer(
-        budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
-    )
-    arrivals = iter([Waiting(example, len(example.encoder_ids), len(example.decoder_ids)) for example in examples])
-    packed: list[list[Example]] = list(iter(lambda: packer.pack(arrivals), []))
-    packed += [[]] * (-len(packed) % world_size)
-    pad_id = pipeline.maker.vocabulary.pad_id
-    return [collate(batch, budgets, pad_id, pin_memory=pin_memory) for batch in packed[rank::world_size]]
+def _read_examples(path: Path) -> list[Example]:
+    try:
+        rows = json.loads(path.read_bytes())
+        return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: cannot be read ({error}). Delete it: a run makes it again") from error
+
+
+def packed(examples: Iterable[Example], pipeline: LanePipeline, budgets: Budgets) -> Iterator[list[Example]]:
+    """Yield the examples in micro-batches."""
+    packer: Packer[Example] = pipeline.packer(budgets)
+    arrivals = (Waiting(one, len(one.encoder_ids), len(one.decoder_ids)) for one in examples)
+    return iter(lambda: packer.pack(arrivals), [])
 
 
 def held_out_examples(pipeline: LanePipeline, own: Sequence[OpenSource] = ()) -> Iterator[Example]:
     """Yield every held-out example once, the same in all runs. Raises DataError for too many bad rows."""
     maker, sources = pipeline.maker.of_evaluation(), own or pipeline.sources
-    return (example for _, example in keyed_examples(sources, "validation", maker, pipeline.bad_row_limit))
+    return (example for _, example in keyed_examples(sources, "validation", maker, pipeline.data.bad_row_limit))
 
 
 def keyed_examples(
@@ -110,17 +111,3 @@ def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker)
 def weighed_size(opened: OpenSource, maker: ExampleMaker, ids: Any | BadRow) -> int:
     """Return the size of a row with these ids in the unit of the weights: 1 document, or its tokens."""
     return 1 if isinstance(ids, BadRow) or not opened.counts_tokens else 1 + maker.size(ids)
-
-
-def _write_examples(path: Path, examples: Sequence[Example]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [(one.encoder_ids.tolist(), one.decoder_ids.tolist(), one.denoiser, one.document) for one in examples]
-    write_atomically(path, json.dumps(rows))
-
-
-def _read_examples(path: Path) -> list[Example]:
-    try:
-        rows = json.loads(path.read_bytes())
-        return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Delete it: it is made again") from error

@@ -1,136 +1,102 @@
-"""A look at the data: its size, its division between the sides, and a run's first examples."""
+"""A look at the data of a configuration: a run's first examples, or those of a split, with their texts."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ds_encdec.base.quantities import count
-from ds_encdec.base.types import DataError, Example
-from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.eval_set import split_rows
-from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
-from ds_encdec.data.lane import Lane, LanePipeline
-from ds_encdec.data.sources.sources import BadRow, OpenSource, StreamSource, all_rows
+from ds_encdec.base.types import ConfigError, DataError, Example
+from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.config.shares import micro_batches_per_step, with_assumed_batch_size
+from ds_encdec.data.build import (
+    TrainingData,
+    build_data,
+    example_maker,
+    held_out_shares,
+    open_sources,
+    own_split,
+)
+from ds_encdec.data.eval_set import keyed_examples
+from ds_encdec.data.fingerprint import source_facts, unknown_sources
+from ds_encdec.data.lane import Lane
+from ds_encdec.data.sources.sources import OpenSource, Split
+from ds_encdec.data.sources.tables import resolve_commits
+from ds_encdec.registry.objectives import OBJECTIVES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from ds_encdec.tokenizer.sentinels import Vocabulary
+
 _SIDES = ("encoder", "decoder")
 
-SAMPLE_DOCUMENTS = 256
-"""Documents in the sample of all sources together."""
 
-
-@dataclass(frozen=True, slots=True)
-class SampleStatistics:
-    """Facts about the training documents, from a sample of them."""
-
-    ratio: float  # encoder tokens per decoder token after denoising
-    documents: float  # in the whole training split; infinite if a stream is longer than the sample
-    tokens: float  # before denoising, extrapolated from the sample
-    forms: tuple[str, ...] = ()  # sorted forms of the inputs, from `ExampleMaker.form`
-
-
-def sample_statistics(sources: Sequence[OpenSource], maker: ExampleMaker, bad_row_limit: int = 0) -> SampleStatistics:
-    """Sample the sources in proportion to their weights. Raises DataError if there is no text at all."""
-    total_weight = sum(opened.weight for opened in sources)
-    all_read: list[Any] = []
-    documents = tokens = 0.0
-    forms: set[str | None] = set()
-    for opened in sources:
-        count = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
-        rows = with_ids(all_rows(opened.source, "sample"), maker)
-        read = list(islice(usable_documents(rows, bad_row_limit), count + 1))
-        forms |= {maker.form(document) for document, ids in read[:count] if maker.size(ids)}
-        trained = [ids for document, ids in read[:count] if not opened.holds_out(document.key)]
-        size: float = len(trained)
-        if len(read) > count:
-            is_stream = isinstance(opened.source, StreamSource)
-            size = math.inf if is_stream else round(opened.size * (1 - opened.held_out))
-        all_read += trained
-        documents += size
-        tokens += math.inf if size == math.inf else size * sum(map(maker.size, trained)) / max(1, len(trained))
-    if sources[0].counts_tokens:
-        rows = split_rows(sources, "train", maker)
-        all_read = [ids for _, ids in islice(usable_documents(rows, bad_row_limit), SAMPLE_DOCUMENTS)]
-    usable = [ids for ids in all_read if maker.size(ids)]
-    if not usable:
-        looked_at = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
-        first = next((ids for _, ids in with_ids(looked_at, maker)), None)
-        if isinstance(first, BadRow):
-            raise DataError(f"the data set is empty: no row that was looked at can be used. {first.problem}")
-        raise DataError(
-            f"the data set is empty: none of {len(all_read)} documents looked at has text to train on. All were "
-            f"{maker.why_empty}"
-        )
-    return SampleStatistics(maker.ratio(usable), documents, tokens, tuple(sorted(filter(None, forms))))
-
-
-def require_one_step(sample: SampleStatistics, num_lanes: int, budgets: Budgets) -> None:
-    """Raise DataError if the training split is smaller than one optimizer step."""
-    if sample.documents < num_lanes:
-        raise DataError(
-            f"{count(sample.documents, 'document')} to train on: too few for {num_lanes} lanes. Each lane (a "
-            "micro-batch of every optimizer step) reads documents of its own. Set data.num_lanes="
-            f"{max(1, sample.documents):.0f}{' or less' if sample.documents > 1 else ''}, give more files or "
-            "lines, or cut long ones"
-        )
-    per_batch = budgets.encoder_tokens + budgets.decoder_tokens
-    if sample.tokens < num_lanes * per_batch:
-        raise DataError(
-            f"the corpus is shorter than one batch: about {sample.tokens:,.0f} tokens in "
-            f"{count(sample.documents, 'document')} to train on, but one optimizer step of "
-            f"{count(num_lanes, 'micro-batch')} x {per_batch:,} tokens needs "
-            f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
-            "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
-        )
+def inspect_run_data(config: FullConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary, **how: Any) -> str:
+    """Return `inspect_data` of a run of this configuration."""
+    config = with_assumed_batch_size(config, config.infra.num_gpus)
+    lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks have to divide them
+    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes, may_be_short=True)
+    return inspect_data(data, tokenizer, **how)
 
 
 def inspect_data(
-    pipeline: LanePipeline,
+    data: TrainingData,
     tokenizer: PreTrainedTokenizerFast,
-    weights: Sequence[float],
     *,
     num_examples: int,
     as_json: bool,
     with_ids: bool = False,
-    too_short: str | None = None,
 ) -> str:
     """Return the run's first `num_examples` examples, in the order of its lanes, as text or JSON. Raises DataError.
 
-    Statistics are of all micro-batches made for them. `weights`: those of the tasks. `too_short`: why a run refuses
-    this data; one lane then reads at most all of it.
+    Statistics are of all micro-batches made for them. Of data that a run refuses as too short, one lane reads it once.
     """
-    if too_short:
-        pipeline = dataclasses.replace(pipeline, num_lanes=1)
-    made, batches, counted = _first_examples(pipeline, num_examples, one_pass=bool(too_short))
-    statistics, examples = _statistics(pipeline, batches, made) | counted, made[:num_examples]
-    statistics |= {"too_short": too_short} if too_short else {}
-    long, skipped, bad = counted.values()
+    pipeline = dataclasses.replace(data.pipeline, num_lanes=1) if data.too_short else data.pipeline
+    lane = cache(partial(Lane, pipeline))
+    made: list[Example] = []
+    batches = 0
+    while not batches or (len(made) < num_examples and not (data.too_short and lane(0).passes)):
+        made += next(lane(batches % pipeline.num_lanes))
+        batches += 1
+    statistics: dict[str, Any] = {"micro_batches": batches, "examples": len(made)}
+    for side in _SIDES:
+        budget = getattr(pipeline.budgets, f"{side}_tokens")
+        tokens = np.array([len(getattr(example, f"{side}_ids")) for example in made])
+        lengths: Mapping[str, Any] = {"min": int(tokens.min()), "median": float(np.median(tokens))}
+        lengths = {**lengths, "mean": float(tokens.mean()), "max": int(tokens.max())}
+        fill = float(tokens.sum() / (batches * budget))
+        statistics |= {f"{side}_budget_tokens": budget, f"{side}_fill": fill, f"{side}_tokens": lengths}
+    objective = OBJECTIVES[pipeline.data.objective]
+    statistics["denoisers"] = {name: sum(one.denoiser == name for one in made) for name in objective.tasks}
+    read = [lane(number).record for number in range(min(batches, pipeline.num_lanes))]
+    statistics |= {name: sum(sum(record[name]) for record in read) for name in ("long_rows", "bad_rows")}
+    statistics["skipped_documents"] = sum(record["skipped_documents"] for record in read)
+    if data.too_short:
+        statistics["too_short"] = data.too_short
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
-        rows = [{name: getattr(example, name) for name in fields} for example in examples]
+        rows = [{name: getattr(example, name) for name in fields} for example in made[:num_examples]]
         return json.dumps({"examples": rows, "statistics": statistics}, ensure_ascii=False, default=np.ndarray.tolist)
     lines = []
-    for number, example in enumerate(examples, start=1):
+    for number, example in enumerate(made[:num_examples], start=1):
         lines.append(f"── example {number} · {example.denoiser} · {example.document}")
         for side in _SIDES:
             ids = getattr(example, f"{side}_ids").tolist()
             text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             lines += [f"{side}, {len(ids)} tokens: {text}", *([f"{side} ids: {ids}"] if with_ids else [])]
         lines.append("")
-    lines.append(
-        f"── {count(statistics['examples'], 'example')} in {count(statistics['micro_batches'], 'micro-batch')}"
-    )
+    return "\n".join(lines + _in_words(statistics, objective.weights(pipeline.data)))
+
+
+def _in_words(statistics: Mapping[str, Any], weights: Sequence[float]) -> list[str]:
+    lines = [f"── {count(statistics['examples'], 'example')} in {count(statistics['micro_batches'], 'micro-batch')}"]
     lines += (
         f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
         "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
@@ -139,47 +105,84 @@ def inspect_data(
     lines.append("             examples   share   by weight")
     for (name, drawn), weight in zip(statistics["denoisers"].items(), weights, strict=True):
         lines.append(f"{name:<10}{drawn:11,}{drawn / statistics['examples']:8.1%}{weight / sum(weights):12.1%}")
-    lines += [f"{count(skipped, 'document')} that were read gave no example"] if skipped else []
-    lines += [f"{count(bad, 'bad row')} among those read"] if bad else []
-    lines += [f"{count(long, 'example')} of those read exceeded the lengths"] if long else []
-    lines += [f"A run refuses this data: {too_short}"] if too_short else []
-    return "\n".join(lines)
-
-
-def _first_examples(
-    pipeline: LanePipeline, num_examples: int, *, one_pass: bool
-) -> tuple[list[Example], int, dict[str, int]]:
-    """Return at least `num_examples` examples, the number of their micro-batches, and counts of other rows."""
-    lane = cache(partial(Lane, pipeline))
-    made: list[Example] = []
-    batches = 0
-    while not batches or (len(made) < num_examples and not (one_pass and lane(0).passes)):
-        made += next(lane(batches % pipeline.num_lanes))
-        batches += 1
-    read = [lane(number).record for number in range(min(batches, pipeline.num_lanes))]
-    long, bad = (sum(sum(record[name]) for record in read) for name in ("long_rows", "bad_rows"))
-    skipped = sum(record["skipped_documents"] for record in read)
-    return made, batches, {"long_rows": long, "skipped_documents": skipped, "bad_rows": bad}
-
-
-def _statistics(pipeline: LanePipeline, batches: int, examples: Sequence[Example]) -> dict[str, Any]:
-    lengths = {side: np.array([len(getattr(example, f"{side}_ids")) for example in examples]) for side in _SIDES}
-    budgets = {f"{side}_budget_tokens": getattr(pipeline.budgets, f"{side}_tokens") for side in _SIDES}
-    return {
-        "micro_batches": batches,
-        "examples": len(examples),
-        **budgets,
-        **{
-            f"{side}_fill": float(lengths[side].sum() / (batches * budgets[f"{side}_budget_tokens"])) for side in _SIDES
-        },
-        **{
-            f"{side}_tokens": {
-                "min": int(tokens.min()),
-                "median": float(np.median(tokens)),
-                "mean": float(tokens.mean()),
-                "max": int(tokens.max()),
-            }
-            for side, tokens in lengths.items()
-        },
-        "denoisers": {name: sum(example.denoiser == name for example in examples) for name in pipeline.tasks},
+    counted = {
+        "skipped_documents": ("document", "that were read gave no example"),
+        "bad_rows": ("bad row", "among those read"),
+        "long_rows": ("example", "of those read exceeded the lengths"),
     }
+    lines += [f"{count(statistics[name], one)} {rest}" for name, (one, rest) in counted.items() if statistics[name]]
+    return lines + ([f"A run refuses this data: {statistics['too_short']}"] if "too_short" in statistics else [])
+
+
+class TextExample(NamedTuple):
+    """An example, and the text of its input ids."""
+
+    key: str  # of its document, with `#NUMBER` if it is not that document's first example
+    input_text: str
+    encoder_ids: np.ndarray  # int32
+    decoder_ids: np.ndarray  # int32, with EOS at the end
+
+
+class TrainedData(NamedTuple):
+    """The data that a model was trained on: its configuration, and the `TrainingData.saved()` of its checkpoints."""
+
+    data: DataConfig
+    saved: Mapping[str, Any]
+
+
+def split_examples(
+    config: FullConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    vocabulary: Vocabulary,
+    split: Split,
+    max_samples: int | None = None,
+    commits: Mapping[str, str] | None = None,
+    trained: TrainedData | None = None,
+) -> list[TextExample]:
+    """Return the first `max_samples` (None: all) examples of a split, in the fixed order of an evaluation.
+
+    `commits`: see `build_data`. `trained`: a model's training data, which must have held them out. Raises DataError for
+    an empty split or too many bad rows, and ConfigError if the training had another split.
+    """
+    data, seed = config.data, config.training.seed
+    commits = resolve_commits(data) if commits is None else commits
+    maker = example_maker(data, seed, tokenizer, vocabulary).of_evaluation()
+    own = own_split(data, split, seed, maker, commits)
+    sources = own or open_sources(data, seed, maker, 1, commits)
+    if trained is not None and split != "train" and not own:
+        _require_held_out(split, data, sources, trained)
+    examples = keyed_examples(sources, split, maker, data.bad_row_limit)
+    result = []
+    for key, example in islice(examples, max_samples):
+        text = tokenizer.decode(example.encoder_ids.tolist(), clean_up_tokenization_spaces=False)
+        result.append(TextExample(key, text, example.encoder_ids, example.decoder_ids))
+    if not result:
+        fields = ", ".join(f"data.{name}" for name in OBJECTIVES[data.objective].split_fields)
+        named = {"validation": ", data.eval_files, data.eval_split", "test": ", data.test_files, data.test_split"}
+        for_validation, for_test = OBJECTIVES[data.objective].held_out(data)
+        has_other = split == "test" and for_validation and not for_test
+        instead = "; its texts for evaluation are --split validation (--max-new-tokens 0: their loss alone)"
+        raise DataError(
+            f"the split {split} is empty{instead if has_other else ''}: see {fields}{named.get(split, '')}, or add "
+            "documents"
+        )
+    return result
+
+
+def _require_held_out(split: Split, data: DataConfig, sources: Sequence[OpenSource], trained: TrainedData) -> None:
+    """Raise ConfigError if the training held out other sources or shares: keys are numbers of rows."""
+    then, now = held_out_shares(trained.data), held_out_shares(data)
+    sizes: tuple[Split, ...] = ("validation",) if split == "validation" else ("validation", "test")
+    differing = [
+        f"{then[name]:g} of the rows were for {name}, {now[name]:g} are now"
+        for name in sizes  # the test split begins where the other one ends
+        if then[name] != now[name]
+    ]
+    others = unknown_sources(trained.saved["fingerprint"], source_facts(sources))
+    differing += [f"{name} was not in the training data" for name in others]
+    if differing:
+        files = "data.eval_files" if split == "validation" else "data.test_files"
+        raise ConfigError(
+            f"the split {split} is not that of the run that trained the model, and may have rows that it was trained "
+            f"on: {'; '.join(differing)}. Restore the run's settings and files, or name a separate split ({files})"
+        )

@@ -1,33 +1,25 @@
-"""One lane: an endless, deterministic stream of micro-batches, the small record that resumes it, and its processes.
+"""One lane: an endless, deterministic stream of micro-batches, and the small record that resumes it.
 
-The record holds only references; restoring it reads the documents behind them again. Worker processes run lanes ahead.
+The record holds only references; restoring it reads the documents behind them again.
 """
 
+import copy
 import dataclasses
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 from ds_encdec.base.types import DataError, Example
+from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.examples.protocol import ALL, ExampleMaker
 from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference, changed_since
 from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, check_bad_rows
-from ds_encdec.data.workers import Worker
 
 MAX_EMPTY_DOCUMENTS = 10_000
 """Consecutive documents without a usable one (empty, or held out) after which the data counts as empty."""
-
-READY_BATCHES_PER_LANE = 2
-"""Micro-batches of each lane that a worker prepares in advance."""
-
-_LESS = (
-    "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
-    "(data.preprocessing_num_workers=0)"
-)
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +30,15 @@ class LanePipeline:
 
     sources: tuple[OpenSource, ...]
     maker: ExampleMaker
-    tasks: tuple[str, ...]  # the kinds of examples that may occur
     budgets: Budgets
     num_lanes: int
     seed: int
-    shuffle_buffer_size: int
-    pool_examples: int
-    max_wait_batches: int
-    bad_row_limit: int = 0  # unreadable rows that may be skipped in one pass, over all lanes
+    data: DataConfig
+
+    def packer(self, budgets: Budgets) -> Packer[Any]:
+        """Return a packer with an empty pool."""
+        data = self.data
+        return Packer(budgets, pool_examples=data.packing_pool_examples, max_wait_batches=data.packing_max_wait_batches)
 
 
 class _Origin(NamedTuple):
@@ -62,43 +55,25 @@ class _PlacedExample(NamedTuple):
     next: _Origin | None
 
 
-_NEW_RECORD: dict[str, Any] = {
-    "reader": None,
-    "batches": 0,
-    "skipped_documents": 0,
-    "bad_rows": [],
-    "last_bad_row": None,
-    "long_rows": [],
-    "next_chunk": None,
-    "waiting": [],
-}
-
-
 class Lane:
     """Lane `number` of `pipeline.num_lanes`, from its beginning or from a `record`."""
 
     def __init__(self, pipeline: LanePipeline, number: int, record: dict[str, Any] | None = None) -> None:
-        self._pipeline = pipeline
-        self._number = number
-        share = LaneShare(number, pipeline.num_lanes, pipeline.seed, pipeline.shuffle_buffer_size)
-        start = _NEW_RECORD | (record or {})
-        self._reader = MixtureReader(pipeline.sources, share, start["reader"])
-        self._batches: int = start["batches"]
-        self._skipped_documents: int = start["skipped_documents"]
-        self._bad_rows: list[int] = [*start["bad_rows"]]
-        self._last_bad_row: list[Any] | None = start["last_bad_row"]
-        self._long_rows: list[int] = [*start["long_rows"]]
-        self._next_chunk = start["next_chunk"] and _origin(start["next_chunk"])
-        self._packer: Packer[_PlacedExample] = Packer(
-            pipeline.budgets, pool_examples=pipeline.pool_examples, max_wait_batches=pipeline.max_wait_batches
-        )
-        self._packer.waiting = self._make_again(start["waiting"])
+        self._pipeline, self._number, start = pipeline, number, record or {}
+        share = LaneShare(number, pipeline.num_lanes, pipeline.seed, pipeline.data.shuffle_buffer_size)
+        self._reader = MixtureReader(pipeline.sources, share, start.get("reader"))
+        new = {"batches": 0, "skipped_documents": 0, "bad_rows": [], "last_bad_row": None, "long_rows": []}
+        # Bad and long rows by pass, and the last bad row's batch and problem.
+        self._counts: dict[str, Any] = copy.deepcopy({name: start.get(name, zero) for name, zero in new.items()})
+        self._next_chunk = _origin(*start["next_chunk"]) if start.get("next_chunk") else None
+        self._packer: Packer[_PlacedExample] = pipeline.packer(pipeline.budgets)
+        self._packer.waiting = self._make_again(start.get("waiting", []))
         self._arrivals = self._read_examples()
 
     def __next__(self) -> list[Example]:
         """Return the examples of the next micro-batch. Raises DataError."""
         made = self._packer.pack(self._arrivals)
-        self._batches += 1
+        self._counts["batches"] += 1
         return [example for example, _, _ in made]
 
     @property
@@ -107,11 +82,7 @@ class Lane:
         return {
             "lane": self._number,
             "epoch": self._reader.epoch,
-            "batches": self._batches,
-            "skipped_documents": self._skipped_documents,
-            "bad_rows": list(self._bad_rows),
-            "last_bad_row": self._last_bad_row,
-            "long_rows": list(self._long_rows),
+            **copy.deepcopy(self._counts),
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
             "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
@@ -124,12 +95,12 @@ class Lane:
         return min(self._reader.epoch, *waiting, *([self._next_chunk.epoch] if self._next_chunk else []))
 
     def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_PlacedExample]]:
-        origins = [_origin(place) for *place, _ in waiting]
+        origins = [_origin(*place) for *place, _ in waiting]
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
         read = {place: self._fetch(*place) for place in wanted}
-        made = chain.from_iterable(self._cut(*read[place], chunks, again=True) for place, chunks in wanted.items())
+        made = (entry for place, chunks in wanted.items() for entry in self._cut(*read[place], chunks, again=True))
         entries = {entry.item.origin: entry for entry in made}
         for origin in origins:
             if origin not in entries:
@@ -148,7 +119,7 @@ class Lane:
                 self._next_chunk = entry.item.next
                 yield entry
         # A search that meets more bad rows than two passes may have has read all documents.
-        most = MAX_EMPTY_DOCUMENTS + 2 * self._pipeline.bad_row_limit
+        most = MAX_EMPTY_DOCUMENTS + 2 * self._pipeline.data.bad_row_limit
         empty = 0
         while empty < most:
             empty += 1
@@ -164,23 +135,27 @@ class Lane:
             for entry in self._cut(located, ids):
                 empty, self._next_chunk = 0, entry.item.next
                 yield entry
-            self._skipped_documents += empty > 0
+            self._counts["skipped_documents"] += empty > 0
         raise DataError(
             f"lane {self._number} read {most} documents in a row without finding text to train on: all "
             f"were {self._pipeline.maker.why_empty}"
         )
 
+    def _count(self, name: str, epoch: int) -> None:
+        rows = self._counts[name]
+        rows += [0] * (epoch + 1 - len(rows))
+        rows[epoch] += 1
+
     def _pass_over(self, row: BadRow, epoch: int) -> None:
         """Count a bad row in its pass, and log it unless an earlier pass must have logged it. Raises DataError."""
-        self._bad_rows += [0] * (epoch + 1 - len(self._bad_rows))
-        is_new = self._bad_rows[epoch] >= max(self._bad_rows[:epoch], default=0)
-        self._bad_rows[epoch] += 1
-        check_bad_rows(self._bad_rows[epoch], self._pipeline.bad_row_limit, row.problem)
+        self._count("bad_rows", epoch)
+        *earlier, found = self._counts["bad_rows"][: epoch + 1]
+        check_bad_rows(found, self._pipeline.data.bad_row_limit, row.problem)
         # All rows of a damaged row group have the same problem.
-        same = self._last_bad_row is not None and row.problem == self._last_bad_row[1]
-        if is_new and not same:
+        last = self._counts["last_bad_row"]
+        if found > max(earlier, default=0) and (last is None or last[1] != row.problem):
             logger.warning("passed over: %s", row.problem)
-        self._last_bad_row = [self._batches, row.problem]
+        self._counts["last_bad_row"] = [self._counts["batches"], row.problem]
 
     def _read(self, row: Row) -> Any | BadRow:
         return row if isinstance(row, BadRow) else self._pipeline.maker.read(row)
@@ -199,16 +174,14 @@ class Lane:
         document, reference, epoch = located
         for number, example, is_last, is_long in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
             if is_long and not again:
-                self._long_rows += [0] * (epoch + 1 - len(self._long_rows))
-                self._long_rows[epoch] += 1
+                self._count("long_rows", epoch)
             if example is not None:
                 behind = None if is_last else _Origin(reference, epoch, number + 1)
                 made = _PlacedExample(example, _Origin(reference, epoch, number), behind)
                 yield Waiting(made, len(example.encoder_ids), len(example.decoder_ids))
 
 
-def _origin(saved: list[Any]) -> _Origin:
-    reference, epoch, chunk = saved
+def _origin(reference: Sequence[int], epoch: int, chunk: int) -> _Origin:
     return _Origin(tuple(reference), epoch, chunk)
 
 
@@ -217,33 +190,6 @@ class LaneBatch(NamedTuple):
 
     examples: list[Example]
     record: dict[str, Any]
-
-
-class WorkerLanes:
-    """Lanes in `num_workers` processes (0: in this one); lane k of the list runs in worker k mod num_workers."""
-
-    def __init__(
-        self, pipeline: LanePipeline, lanes: Sequence[int], records: Mapping[int, dict[str, Any]], num_workers: int
-    ) -> None:
-        self._batches: dict[int, Iterator[LaneBatch]] = {}
-        self.workers: list[Worker] = []
-        for numbers in [lanes[worker::num_workers] for worker in range(num_workers)]:
-            mine = {lane: records[lane] for lane in numbers if lane in records}
-            ahead = READY_BATCHES_PER_LANE * len(numbers)
-            worker = Worker(lane_batches, pipeline, list(numbers), mine, ahead=ahead, advice=_LESS)
-            self.workers.append(worker)
-            self._batches |= dict.fromkeys(numbers, worker)
-        if not num_workers:
-            self._batches = dict.fromkeys(lanes, lane_batches(pipeline, lanes, records))
-
-    def take(self, lane: int) -> LaneBatch:
-        """Return the next micro-batch of `lane`, in the order of the lanes. Raises the worker's error, or DataError."""
-        return next(self._batches[lane])
-
-    def close(self) -> None:
-        """End the workers."""
-        for worker in self.workers:
-            worker.close()
 
 
 def lane_batches(

@@ -24,8 +24,15 @@ from torch import Tensor
 from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, Example, RowCounts
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.lane import LanePipeline, WorkerLanes
+from ds_encdec.data.lane import LaneBatch, LanePipeline, lane_batches
+from ds_encdec.data.workers import Worker
 from ds_encdec.registry.objectives import TASKS
+
+READY_BATCHES_PER_LANE = 2  # that a worker prepares in advance
+_LESS = (
+    "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
+    "(data.preprocessing_num_workers=0)"
+)
 
 
 class LaneLoader:
@@ -37,19 +44,18 @@ class LaneLoader:
         """Read nothing and start no worker yet; `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError."""
         per_rank(pipeline.num_lanes, world_size, "data.num_lanes")
         self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
+        self.workers: list[Worker] = []
         self._pipeline = pipeline
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
-        self._pin_memory = pin_memory
+        self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
         self._records: dict[int, dict[str, Any]] = {}
-        self._running: WorkerLanes | None = None
+        self._running: dict[int, Iterator[LaneBatch]] = {}  # by lane
 
     def __next__(self) -> list[Batch]:
         """Return the micro-batches of the next step. Raises DataError, also for a failure in a worker."""
-        if self._running is None:
-            # Workers ignore signals: after a crash they would otherwise live until their next write.
-            atexit.register(self.close)
-            self._running = WorkerLanes(self._pipeline, self.lanes, self._records, self._num_workers)
-        taken = [self._running.take(lane) for lane in self.lanes]
+        if not self._running:
+            self._start()
+        taken = [next(self._running[lane]) for lane in self.lanes]
         self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
         budgets, pad_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.pad_id
         return [
@@ -60,6 +66,27 @@ class LaneLoader:
             )
             for examples, record in taken
         ]
+
+    def _start(self) -> None:
+        if not self._num_workers:
+            self._running = dict.fromkeys(self.lanes, lane_batches(self._pipeline, self.lanes, self._records))
+            return
+        # Workers ignore signals: after a crash they would otherwise live until their next write.
+        atexit.register(self.close)
+        for numbers in [self.lanes[worker :: self._num_workers] for worker in range(self._num_workers)]:
+            mine = {lane: self._records[lane] for lane in numbers if lane in self._records}
+            ahead = READY_BATCHES_PER_LANE * len(numbers)
+            worker = Worker(lane_batches, self._pipeline, numbers, mine, ahead=ahead, advice=_LESS)
+            self.workers.append(worker)
+            self._running |= dict.fromkeys(numbers, worker)
+
+    def collated(self, packed: Iterable[Sequence[Example]], budgets: Budgets) -> list[Batch]:
+        """Return this rank's share of batches that all ranks have; empty ones make the shares equally long."""
+        batches = list(packed)
+        batches += [[]] * (-len(batches) % self._world_size)
+        pad_id = self._pipeline.maker.vocabulary.pad_id
+        mine = batches[self._rank :: self._world_size]
+        return [collate(examples, budgets, pad_id, pin_memory=self._pin_memory) for examples in mine]
 
     @property
     def epoch(self) -> int:
@@ -83,10 +110,10 @@ class LaneLoader:
 
     def close(self) -> None:
         """End the workers; the next step starts them again behind the last returned step."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
-            atexit.unregister(self.close)
+        for worker in self.workers:
+            worker.close()
+        self.workers, self._running = [], {}
+        atexit.unregister(self.close)
 
 
 def count_rows(records: Iterable[Mapping[str, Any]]) -> RowCounts:
@@ -113,11 +140,10 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     encoder = partial(_padded, size=budgets.encoder_tokens)
     decoder = partial(_padded, size=budgets.decoder_tokens)
     numbers = {name: number for number, name in enumerate(TASKS)}
+    shifted = [np.insert(example.decoder_ids[:-1], 0, pad_id) for example in examples]
     batch = Batch(
         encoder_ids=encoder([example.encoder_ids for example in examples], fill=pad_id),
-        decoder_input_ids=decoder(
-            [np.insert(example.decoder_ids[:-1], 0, pad_id) for example in examples], fill=pad_id
-        ),
+        decoder_input_ids=decoder(shifted, fill=pad_id),
         labels=decoder([example.decoder_ids for example in examples], fill=IGNORE_INDEX),
         encoder_positions=encoder([np.arange(length) for length in encoder_lengths]),
         decoder_positions=decoder([np.arange(length) for length in decoder_lengths]),

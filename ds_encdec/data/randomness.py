@@ -41,9 +41,6 @@ class Permutation:
         self._half_mask = (1 << self._half_bits) - 1
         self._round_keys = [_digest((seed, purpose, *parts, turn), 8) for turn in range(self._ROUNDS)]
 
-    def __len__(self) -> int:
-        return self._size
-
     def __iter__(self) -> Iterator[int]:
         return map(self.__getitem__, range(self._size))
 
@@ -51,18 +48,15 @@ class Permutation:
         if not 0 <= index < self._size:
             raise IndexError(index)
         # A Feistel network on the smallest even number of bits, repeated until the result is below `size` (Black and
-        # Rogaway, CT-RSA 2002).
+        # Rogaway, CT-RSA 2002). A round mixes by the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA
+        # 2014).
         while True:
             left, right = index >> self._half_bits, index & self._half_mask
             for round_key in self._round_keys:
-                left, right = right, left ^ (_mix(right + round_key) & self._half_mask)
+                word = right + round_key
+                word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+                word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+                left, right = right, left ^ ((word ^ (word >> 31)) & self._half_mask)
             index = (left << self._half_bits) | right
             if index < self._size:
                 return index
-
-
-def _mix(word: int) -> int:
-    """Apply the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)

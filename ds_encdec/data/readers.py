@@ -4,7 +4,6 @@ A position is a small dict of integers; a reference is a tuple of integers, by w
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,8 +15,7 @@ from ds_encdec.data.sources.sources import MapSource, OpenSource, Row, StreamSou
 Reference = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LaneShare:
+class LaneShare(NamedTuple):
     """The share of the data that a reader serves: lane `lane` of `num_lanes`, in an order that `seed` decides."""
 
     lane: int
@@ -52,14 +50,12 @@ class Located(NamedTuple):
 class MapReader:
     """Reads documents lane, lane + num_lanes, ... of the epoch's permutation."""
 
-    def __init__(
-        self, source: MapSource, source_number: int, share: LaneShare, position: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, source: MapSource, number: int, share: LaneShare, position: dict[str, Any] | None) -> None:
         if len(source) <= share.lane:
             raise share.nothing_to_read(count(source, "document"))
-        self._source, self._number, self._share = source, source_number, share
+        self._source, self._number, self._share = source, number, share
+        # Epoch, and index in the epoch's permutation, of the next document; replaced, never changed.
         self.position = position or {"epoch": 0, "index": share.lane}
-        """Epoch, and index in the epoch's permutation, of the next document; replaced, never changed."""
         self._order = self._permutation(self.position["epoch"])
 
     def __next__(self) -> Located:
@@ -87,13 +83,11 @@ class StreamReader:
     With fewer units than lanes, every lane reads all units and keeps its rows. A resume reads the current window again.
     """
 
-    def __init__(
-        self, source: StreamSource, source_number: int, share: LaneShare, position: dict[str, Any] | None
-    ) -> None:
-        self._source, self._number, self._share = source, source_number, share
+    def __init__(self, source: StreamSource, number: int, share: LaneShare, position: dict[str, Any] | None) -> None:
+        self._source, self._number, self._share = source, number, share
+        # The start of the current window (the unit's place in the lane's order, and the row), the window's number in
+        # the epoch, and the documents taken from it; replaced, never changed.
         self.position = position or {"epoch": 0, "window": 0, "unit": 0, "row": 0, "taken": 0}
-        """The start of the current window (the unit's place in the lane's order, and the row), the window's number in
-        the epoch, and the documents taken from it; replaced, never changed."""
         self._rows = self._read_rows()
         self._window: list[tuple[Reference, Row]] | None = None
 
@@ -145,8 +139,7 @@ class StreamReader:
             first_row = 0
 
 
-TYPICAL_TOKENS = 1000
-"""Tokens assumed for a document before any is read."""
+_TYPICAL_TOKENS = 1000  # assumed for a document before any is read
 
 
 class MixtureReader:
@@ -158,23 +151,20 @@ class MixtureReader:
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:
         start = position or {"draws": 0, "sources": {}}
-        positions = {int(number): one for number, one in start["sources"].items()}
         self.sources = {opened.number: opened for opened in sources}
-        """The sources by their numbers."""
         self._readers: dict[int, MapReader | StreamReader] = {}
-        for opened in sources:
-            kind: type[Any] = StreamReader if isinstance(opened.source, StreamSource) else MapReader
-            self._readers[opened.number] = kind(opened.source, opened.number, share, positions.get(opened.number))
-        total = sum(opened.weight for opened in sources)
-        self._weights = {opened.number: opened.weight / total for opened in sources}
-        self._share = share
-        self._draws: int = start["draws"]
+        self._weights: dict[int, float] = {}
+        self._had: dict[int, float] = {}  # tokens over weight
+        self._share, self._draws = share, start["draws"]
         had = {int(number): tokens for number, tokens in start.get("tokens_over_weight", {}).items()}
-        self._had = {
-            opened.number: had.get(opened.number, min(had.values(), default=0.0) + self._first_part(opened.number))
-            for opened in sources
-            if opened.counts_tokens
-        }
+        for number, opened in self.sources.items():
+            kind: type[Any] = StreamReader if isinstance(opened.source, StreamSource) else MapReader
+            self._readers[number] = kind(opened.source, number, share, start["sources"].get(str(number)))
+            self._weights[number] = opened.weight / sum(one.weight for one in sources)
+            if opened.counts_tokens:
+                part = keyed_generator(share.seed, "mixture", share.lane, "first part", number).random()
+                first = min(had.values(), default=0.0) + _TYPICAL_TOKENS * part / self._weights[number]
+                self._had[number] = had.get(number, first)
 
     @property
     def epoch(self) -> int:
@@ -184,20 +174,14 @@ class MixtureReader:
     @property
     def position(self) -> dict[str, Any]:
         """Return the JSON-able position in each source by its number, the draws, and the tokens over the weights."""
-        return {
-            "draws": self._draws,
-            "sources": {str(number): reader.position for number, reader in self._readers.items()},
-            **({"tokens_over_weight": {str(number): had for number, had in self._had.items()}} if self._had else {}),
-        }
+        sources = {str(number): reader.position for number, reader in self._readers.items()}
+        had = {str(number): had for number, had in self._had.items()}
+        return {"draws": self._draws, "sources": sources} | ({"tokens_over_weight": had} if had else {})
 
     def took(self, number: int, tokens: int) -> None:
         """Count the tokens of a document from the source `number`."""
         if self._had:
             self._had[number] += tokens / self._weights[number]
-
-    def _first_part(self, number: int) -> float:
-        part = keyed_generator(self._share.seed, "mixture", self._share.lane, "first part", number).random()
-        return TYPICAL_TOKENS * part / self._weights[number]
 
     def __next__(self) -> Located:
         (number, *others) = self.sources

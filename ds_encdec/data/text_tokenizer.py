@@ -11,7 +11,7 @@ import json
 import logging
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import tiktoken
     from tokenizers import Tokenizer
 
+# GPT-2's pattern, which tokenizers' `ByteLevel` has built in.
 BYTE_LEVEL_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-"""GPT-2's pattern, which tokenizers' `ByteLevel` has built in."""
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -52,18 +52,15 @@ of spaces overflows its stack."""
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class TextTokenizer:
     """Turns documents into token ids as a fast tokenizer's Rust half does, and is loaded without transformers.
 
     Special tokens in a text are split into ordinary ones, so a document's `<|endoftext|>` ends no sequence.
     """
 
-    backend: Tokenizer
-    faster: TiktokenForm | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "faster", tiktoken_form(self.backend))
+    def __init__(self, backend: Tokenizer) -> None:
+        self.backend = backend
+        self.faster = tiktoken_form(backend)
 
     def __call__(self, document: Document) -> np.ndarray:
         """Return the token ids of `document`, int32 [n]."""
@@ -87,12 +84,15 @@ class TiktokenForm:
 
     def encode(self, text: str, backend: Tokenizer) -> np.ndarray | None:
         """Return the token ids of `text`, int32 [n]; None if only the tokenizer itself (`backend`) can encode it."""
-        normal = text if backend.normalizer is None else _nfc(text, backend)
+        normal = text
+        # Python's check is faster, and valid if Python knows every character.
+        is_known = text.isascii() or (text.replace("\n", "").isprintable() and unicodedata.is_normalized("NFC", text))
+        if backend.normalizer is not None and not is_known:
+            normal = backend.normalizer.normalize_str(text)
         windows = (normal[at : at + _WINDOW] for at in range(0, len(normal) - _WINDOW + 1, _WINDOW))
         if any(len(window.split(None, 1)) < 2 for window in windows):
             return None
-        forms = [text] if normal is text else [text, normal]
-        if any(token in form for form in forms for token in self.added):
+        if any(token in form for form in {text, normal} for token in self.added):
             return None
         return self.ids[self.encoding.encode_ordinary(normal)]
 
@@ -111,10 +111,11 @@ def slow_ids(backend: Tokenizer, text: str) -> np.ndarray:
 def tiktoken_form(backend: Tokenizer) -> TiktokenForm | None:
     """Return a tokenizer's form for tiktoken; log why and return None if its ids are not known to be the same."""
     spec: dict[str, Any] = json.loads(backend.to_str())
-    pattern = _pattern(spec)
+    model, pattern, others = spec["model"], _pattern(spec), ("continuing_subword_prefix", "end_of_word_suffix")
+    is_other = model["type"] != "BPE" or any(model.get(name) for name in ("dropout", "byte_fallback", *others))
     lacks = (
         "its model is not plain BPE"
-        if not _is_plain_bpe(spec["model"])
+        if is_other or not all(character in model["vocab"] for character in _byte_characters())
         else "it cuts texts by other rules"
         if pattern not in PATTERNS
         else "it has a normalizer other than NFC"
@@ -125,11 +126,12 @@ def tiktoken_form(backend: Tokenizer) -> TiktokenForm | None:
     )
     if not lacks:
         form = _form(spec, str(pattern))
-        differs = [text for text in SAMPLE if not _equal(form.encode(text, backend), slow_ids(backend, text))]
-        lacks = f"tiktoken's ids differ for {differs[0]!r:.40}" if differs else ""
-        if not lacks:
+        encoded = {text: ids for text in SAMPLE if (ids := form.encode(text, backend)) is not None}
+        differs = [text for text, ids in encoded.items() if not np.array_equal(ids, slow_ids(backend, text))]
+        if not differs:
             return form
-    logger.info("tokenizing with Hugging Face's tokenizers, as tiktoken's may not be the same: %s", lacks)
+        lacks = f"tiktoken's ids differ for {differs[0]!r:.40}"
+    logger.info("texts are tokenized by Hugging Face's tokenizers, since tiktoken's ids may differ: %s", lacks)
     return None
 
 
@@ -147,12 +149,6 @@ def _form(spec: dict[str, Any], pattern: str) -> TiktokenForm:
     return TiktokenForm(encoding, np.array([vocabulary[token] for token in tokens], dtype=np.int32), tuple(added))
 
 
-def _is_plain_bpe(model: dict[str, Any]) -> bool:
-    others = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
-    is_plain = model["type"] == "BPE" and not any(model.get(name) for name in others)
-    return is_plain and all(character in model["vocab"] for character in _byte_characters())
-
-
 def _pattern(spec: dict[str, Any]) -> str | None:
     """Return the regular expression that cuts a text into pieces; None if it is cut in another way."""
     cut = spec["pre_tokenizer"] or {}
@@ -161,8 +157,9 @@ def _pattern(spec: dict[str, Any]) -> str | None:
         return None
     if not splits:
         return BYTE_LEVEL_PATTERN if level["use_regex"] else None
-    expected = {"type": "Split", "pattern": splits[0].get("pattern"), "behavior": "Isolated", "invert": False}
-    return (expected["pattern"] or {}).get("Regex") if splits == [expected] and not level["use_regex"] else None
+    pattern = splits[0].get("pattern") or {}
+    expected = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+    return pattern.get("Regex") if splits == [expected] and not level["use_regex"] else None
 
 
 def _unlike(spec: dict[str, Any]) -> str:
@@ -183,17 +180,6 @@ def _unlike(spec: dict[str, Any]) -> str:
     pieces = alone.encode_batch_fast(list(order), add_special_tokens=False)
     lost = next((token for token, made in zip(order, pieces, strict=True) if len(made.ids) != 1), None)
     return "" if lost is None else f"its merges do not lead to its token {lost}"
-
-
-def _nfc(text: str, backend: Tokenizer) -> str:
-    """Return `text` in NFC; Python's check is faster, and valid if Python knows every character."""
-    if text.isascii() or (text.replace("\n", "").isprintable() and unicodedata.is_normalized("NFC", text)):
-        return text
-    return backend.normalizer.normalize_str(text)
-
-
-def _equal(ids: np.ndarray | None, others: np.ndarray) -> bool:
-    return ids is None or np.array_equal(ids, others)
 
 
 def _byte_characters() -> list[str]:

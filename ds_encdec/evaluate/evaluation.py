@@ -20,9 +20,9 @@ from ds_encdec.base.types import CheckpointError, ConfigError, OutOfMemoryError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.config.yaml.plain_files import read_json
+from ds_encdec.data.inspection import TextExample, TrainedData, split_examples
 from ds_encdec.data.sources.sources import Split
 from ds_encdec.data.sources.tables import resolve_commits
-from ds_encdec.data.splits import TextExample, TrainedData, split_examples
 from ds_encdec.evaluate.generation import generate_batch, plan_batches, special_ids, text_of
 from ds_encdec.evaluate.metrics import rouge_scorer, same_words, score_texts
 from ds_encdec.evaluate.models import default_outs, is_ours, open_model, open_tokenizer

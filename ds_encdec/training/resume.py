@@ -14,9 +14,9 @@ from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.zero_state import open_saved_state
 from ds_encdec.config.schema import FullConfig, TrainingConfig, load_saved
 from ds_encdec.data.build import TrainingData
-from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.data.fingerprint import changes, differing, usable_records
 from ds_encdec.data.lane import LanePipeline
+from ds_encdec.data.survey import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.source import architecture

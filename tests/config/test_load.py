@@ -22,7 +22,7 @@ from ds_encdec.config.schema import (
     load_saved,
 )
 from ds_encdec.config.yaml.text import parse_value, write_yaml
-from ds_encdec.data.epochs import with_steps_of_epochs
+from ds_encdec.data.survey import with_steps_of_epochs
 
 ARCHITECTURE = """\
 model:

@@ -196,7 +196,7 @@ def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
 def test_inspection_shows_what_a_run_sees(path: str) -> None:
     tokenizer, vocabulary = byte_tokenizer()
     data = make_data(json_config(path))
-    report = json.loads(inspect_data(data.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=25, as_json=True))
+    report = json.loads(inspect_data(data, tokenizer, num_examples=25, as_json=True))
     steps = [next(data.loader) for _ in range(2)]
     run = [
         (key, batch.labels[batch.decoder_cu_seqlens[i] : batch.decoder_cu_seqlens[i + 1]].tolist())
@@ -216,7 +216,7 @@ def test_inspection_shows_what_a_run_sees(path: str) -> None:
 
     ids = f"decoder ids: {report['examples'][0]['decoder_ids']}"
     for with_ids in (False, True):
-        text = inspect_data(data.pipeline, tokenizer, (1, 1, 1, 1, 4), num_examples=3, as_json=False, with_ids=with_ids)
+        text = inspect_data(data, tokenizer, num_examples=3, as_json=False, with_ids=with_ids)
         assert text.count("── example") == 3
         assert (ids in text) == with_ids
     assert [re.split(" {2,}", line)[-1] for line in text.splitlines()[-5:]] == ["12.5%"] * 4 + ["50.0%"]
@@ -249,7 +249,7 @@ def test_an_inspection_shows_data_that_is_too_short_for_a_run_and_counts_its_bad
     with pytest.raises(DataError, match=r"12 documents to train on: too few for 40 lanes") as refused:
         make_data(config, num_lanes=40)
     looked = make_data(config, num_lanes=40, may_be_short=True)
-    show = partial(inspect_data, looked.pipeline, byte_tokenizer()[0], (1, 1, 1, 1, 4), too_short=looked.too_short)
+    show = partial(inspect_data, looked, byte_tokenizer()[0])
     found = json.loads(show(num_examples=99, as_json=True))
     assert {one["document"] for one in found["examples"]} == {f"a.jsonl:{i}" for i in range(12)}
     assert found["statistics"]["too_short"] == str(refused.value)

@@ -11,9 +11,9 @@ import pytest
 from data_parts import json_config, make_config, make_data, texts, write_json_lines, write_parquet
 
 from ds_encdec.base.types import ConfigError, DataError
-from ds_encdec.data import epochs
-from ds_encdec.data.epochs import steps_of_epochs, with_steps_of_epochs
+from ds_encdec.data import survey
 from ds_encdec.data.eval_set import keyed_examples
+from ds_encdec.data.survey import steps_of_epochs, with_steps_of_epochs
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -61,13 +61,13 @@ def test_a_large_data_set_is_estimated(unit: str | None, tmp_path: Path, monkeyp
     else:
         data = make_data(make_config(mixture=short_and_long(tmp_path), mixture_weights_count=unit))
     exact = steps_of_epochs(data.pipeline, 4)
-    monkeypatch.setattr(epochs, "COUNTED_READINGS", 10)
+    monkeypatch.setattr(survey, "COUNTED_READINGS", 10)
     assert steps_of_epochs(data.pipeline, 4) == pytest.approx(exact, rel=0.15)
 
 
 def test_a_few_of_many_passes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_data(json_config(tmp_path / "a.jsonl", texts(120)))
-    monkeypatch.setattr(epochs, "COUNTED_READINGS", 300)
+    monkeypatch.setattr(survey, "COUNTED_READINGS", 300)
     assert steps_of_epochs(data.pipeline, 3000) == 1500 * steps_of_epochs(data.pipeline, 2)
 
 

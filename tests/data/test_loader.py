@@ -93,7 +93,7 @@ def test_an_error_in_a_worker_is_the_error_of_the_run(path: str) -> None:
 
 
 def worker_processes(loader: LaneLoader) -> list[subprocess.Popen[bytes]]:
-    return [worker.process for worker in loader._running.workers]  # type: ignore[union-attr]
+    return [worker.process for worker in loader.workers]
 
 
 def test_a_dead_worker_is_noticed(path: str) -> None:
@@ -148,7 +148,7 @@ sys.path.insert(0, {str(Path(__file__).parent)!r})
 from data_parts import json_config, make_data
 loader = make_data(json_config({path!r}, preprocessing_num_workers=2)).loader
 next(loader)
-print(*[worker.process.pid for worker in loader._running.workers], flush=True)
+print(*[worker.process.pid for worker in loader.workers], flush=True)
 if {ending!r} == "exception":
     raise RuntimeError("crashed")
 if {ending!r} == "SIGKILL":

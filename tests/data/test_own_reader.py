@@ -84,7 +84,7 @@ def test_rows_that_cannot_be_read_are_named(module: Path) -> None:
     sys.modules.pop("own_lines")
     with pytest.raises(DataError, match=r"python:own_lines:lines/\d+: ZeroDivisionError: division by zero"):
         make_data(make_config(**own()))
-    with pytest.raises(DataError, match=r"must return what has a length and numbered rows \(TypeError"):
+    with pytest.raises(DataError, match=r"must return an object with a length and numbered rows \(TypeError"):
         make_data(make_config(dataset_name="python:own_lines:nothing"))
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,11 @@ from ds_encdec import cli
 from ds_encdec.base.types import DataError, OutputLockedError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import prepare_data
+from ds_encdec.data.inspection import split_examples
 from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import count_rows
-from ds_encdec.data.sources import write_prepared as prepare
+from ds_encdec.data.sources import prepared as prepare
 from ds_encdec.data.sources.prepared import PreparedSource
-from ds_encdec.data.splits import split_examples
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.run_folder import lock_file
 
@@ -62,10 +61,7 @@ def settings(lines: Path, **more: Any) -> dict[str, Any]:
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No processes, which take most of the time; the others' tests have them."""
 
-    def work_off(work: prepare.Work, todo: Sequence[prepare.Part], num_proc: int) -> Iterator[Any]:
-        return prepare._make(work, todo)
-
-    monkeypatch.setattr(prepare, "_work_off", work_off)
+    monkeypatch.setattr(prepare, "_work_off", lambda todo, _, *work: prepare._make(todo, *work))
     monkeypatch.setattr(prepare, "SHARD_ROWS", 7)
     monkeypatch.setattr(prepare, "MOST_PARTS", 2)
 

@@ -54,7 +54,7 @@ def test_a_denoiser_and_a_kind_of_source_are_a_row_each(monkeypatch: pytest.Monk
     config = config.model_copy(update={"data": config.data.model_copy(update={"ul2_task_weights": weights})})
     tokenizer, _ = byte_tokenizer()
     data = make_data(config, num_lanes=2)
-    report = json.loads(inspect_data(data.pipeline, tokenizer, weights, num_examples=60, as_json=True))
+    report = json.loads(inspect_data(data, tokenizer, num_examples=60, as_json=True))
     counts = report["statistics"]["denoisers"]
     assert list(counts) == [*names, "R3"]
     assert counts["R3"] > report["statistics"]["examples"] / 4  # 9 of 17 chunks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import gzip
 import json
 import math
@@ -40,13 +39,13 @@ from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Docume
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import FullConfig, ModelConfig, read_config
 from ds_encdec.data.build import open_sources
-from ds_encdec.data.examples.sft import ChatTemplate, PairMaker
+from ds_encdec.data.examples.conversations import ChatTemplate
+from ds_encdec.data.examples.sft import PairMaker
 from ds_encdec.data.fingerprint import usable_records
-from ds_encdec.data.inspection import inspect_data
+from ds_encdec.data.inspection import inspect_data, split_examples
 from ds_encdec.data.loader import count_rows
 from ds_encdec.data.sources.builtin_corpus import BuiltinTask
 from ds_encdec.data.sources.sources import BadRow, all_rows
-from ds_encdec.data.splits import split_examples
 from ds_encdec.training.absent import look_here
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
@@ -57,7 +56,7 @@ data_of = partial(make_data, parts=(TOKENIZER, VOCABULARY))
 
 
 def maker_of(**fields: Any) -> PairMaker:
-    return PairMaker.from_config(sft_config("", **fields).data, 0, TOKENIZER, VOCABULARY)
+    return PairMaker(sft_config("", **fields).data, TOKENIZER, VOCABULARY)
 
 
 def texts_of(maker: PairMaker, record: dict[str, Any]) -> list[tuple[str, str]]:
@@ -160,7 +159,7 @@ def test_a_converter_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     maker = maker_of(converter="my_rows:both", input_template="{input}", output_template="{output}")
     assert texts_of(maker, {"n": 3, "os": ["a", "b"]}) == [("3", "a" + EOS), ("3", "b" + EOS)]
     assert texts_of(maker, {"n": 3, "os": []}) == []
-    for name, problem in (("breaks", "raised KeyError: 'not there'"), ("text", "returned str; needed is a dict")):
+    for name, problem in (("breaks", "raised KeyError: 'not there'"), ("text", "returned str, and must return a dict")):
         row = maker_of(converter=f"my_rows:{name}").read(Document("k", "", record={}))
         assert isinstance(row, BadRow)
         assert f"k: data.converter=my_rows:{name} {problem}" in row.problem
@@ -200,7 +199,7 @@ def test_a_conversation_goes_through_the_chat_template() -> None:
     assert (encoder_ids == VOCABULARY.eos_id).sum() == 3  # those of the template, not the user's
     bare, _ = byte_tokenizer()
     with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-        PairMaker.from_config(sft_config("").data, 0, bare, VOCABULARY).read(Document("k", "", record=record))
+        PairMaker(sft_config("").data, bare, VOCABULARY).read(Document("k", "", record=record))
 
 
 def test_of_every_turn_those_that_nothing_can_be_learnt_from_are_passed_over() -> None:
@@ -208,9 +207,7 @@ def test_of_every_turn_those_that_nothing_can_be_learnt_from_are_passed_over() -
         return {"messages": [turn("assistant" if text in ("A", "B", "") else "user", text) for text in texts]}
 
     maker = maker_of(chat_targets="every")
-    maker = dataclasses.replace(
-        maker, chat=ChatTemplate({"default": "{{ messages[0].role }}" + TOKENIZER.chat_template}, {})
-    )
+    maker.chat = ChatTemplate({"default": "{{ messages[0].role }}" + TOKENIZER.chat_template}, {})
     assert [wanted for _, wanted in texts_of(maker, spoken("A", "u", "", "v", "B"))] == ["B" + EOS]
     for turns, problem in ((["A"], "the chat template fails"), (["u", ""], "its output is empty")):
         row = maker.read(Document("k", "", record=spoken(*turns)))
@@ -360,8 +357,9 @@ def as_parquet(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def streamed(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    write_rows(path / "a.jsonl", rows)
-    return {"dataset_name": str(path), "data_files": None, "streaming": True}
+    (path / "rows").mkdir()
+    write_rows(path / "rows/a.jsonl", rows)
+    return {"dataset_name": str(path / "rows"), "data_files": None, "streaming": True}
 
 
 Writer = Callable[[Path, list[dict[str, Any]]], dict[str, Any]]
@@ -395,7 +393,7 @@ def test_of_a_table_the_columns_are_read_that_are_asked_for(source: Writer, tmp_
     assert columns(input_template="{absent}", messages_column="about")[0] == ["output", "about", "tools"]
     read, problem = columns(input_template="{absent}")
     assert read == list(rows[0])
-    assert "nothing in its field {absent}" in problem
+    assert "its field {absent} has no value" in problem
     assert "it has instruction, input, output, about, tools, wide; set data.field_mapping.absent=" in problem
 
 
@@ -450,9 +448,9 @@ def test_pre_training_evaluates_on_files_of_ones_own_too(tmp_path: Path) -> None
 
 def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
     data = data_of(sft_config(write_rows(tmp_path / "a.jsonl", SFT_ROWS), max_decoder_length=40, on_long_row="skip"))
-    report = json.loads(inspect_data(data.pipeline, TOKENIZER, (1,), num_examples=1, as_json=True))
+    report = json.loads(inspect_data(data, TOKENIZER, num_examples=1, as_json=True))
     assert report["statistics"]["denoisers"] == {"SFT": report["statistics"]["examples"]}
-    text = inspect_data(data.pipeline, TOKENIZER, (1,), num_examples=1, as_json=False)
+    text = inspect_data(data, TOKENIZER, num_examples=1, as_json=False)
     assert "SFT · a.jsonl:" in text
     assert report["statistics"]["long_rows"] > 0
     assert text.endswith(f"\n{report['statistics']['long_rows']} examples of those read exceeded the lengths")

@@ -80,8 +80,7 @@ def test_a_text_file_is_a_document_and_a_long_one_several(tmp_path: Path) -> Non
 
 
 def test_json_lines_are_read_by_number(tmp_path: Path) -> None:
-    objects = ('{"title": "x", "id": 1}', '{"text": 5}', '{"text": "half \\ud83d pair"}', '{"text": "cut')
-    lines = ['[{"text": "x"}]', *objects]
+    lines = [json.dumps({"body": f"Zeile {i} ü"}, ensure_ascii=False) for i in range(50)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines[:30]) + "\n\n")  # a blank line at the end
     (tmp_path / "b.jsonl").write_text("\n".join(lines[30:]))  # and no newline
     source = JsonLines(expand_files([str(tmp_path / "*.jsonl")]), "body")

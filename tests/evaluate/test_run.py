@@ -24,7 +24,7 @@ from ds_encdec.cli import main
 from ds_encdec.config.schema import load_config
 from ds_encdec.data.build import open_sources
 from ds_encdec.data.fingerprint import source_facts
-from ds_encdec.data.splits import TextExample
+from ds_encdec.data.inspection import TextExample
 from ds_encdec.launch.world import free_port
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.tokenizer.load import pretrained_tokenizer

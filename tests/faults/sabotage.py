@@ -299,7 +299,7 @@ def kill_workers(rank: int, *, at: int, on_rank: int, signals: list[str]) -> Non
     def kill(loader: LaneLoader, step: int) -> None:
         if rank != on_rank or step != at:
             return
-        for process in [worker.process for worker in loader._running.workers]:  # type: ignore[union-attr]
+        for process in [worker.process for worker in loader.workers]:
             process.kill()
             assert process.stdout is not None
             process.stdout.read()

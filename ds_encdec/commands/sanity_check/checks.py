@@ -180,7 +180,7 @@ def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, Any
     rows = islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED)
     texts = (
         (document.key, ids)
-        for document, ids in usable_documents(with_ids(rows, pipeline.maker), pipeline.bad_row_limit)
+        for document, ids in usable_documents(with_ids(rows, pipeline.maker), pipeline.data.bad_row_limit)
         if pipeline.maker.size(ids)
     )
     return list(islice(texts, DOCUMENTS_PER_SOURCE))

@@ -19,15 +19,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ds_encdec.base.types import ConfigError, Document, Example
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.examples.protocol import ALL, Made
+from ds_encdec.data.examples.protocol import ALL, ExampleMaker, Made
 from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.data.text_tokenizer import TextTokenizer
 from ds_encdec.registry.denoisers import DENOISERS, DenoisedLengths
@@ -37,21 +37,10 @@ if TYPE_CHECKING:
 
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
-Tokenize = Callable[[Document], np.ndarray]
-"""A function from a document to its token ids, int32 [n], without special tokens."""
-
-MIN_RAW_TOKENS = 2
-"""Shortest text that can be denoised: one token for each side."""
-
-MIN_TAIL_TOKENS = 16
-"""Shortest last chunk of a document: it takes tokens from the chunk before it."""
-
-
-_REPETITIONS = 32
-"""Number of times that each sampled length is cut, so that the denoisers' draw adds hardly any noise to the ratio."""
-
-_MAX_CUT_TOKENS = 1 << 24
-"""Most tokens to cut: these carry little noise, and a document of 10 MB must not take a minute."""
+MIN_RAW_TOKENS = 2  # the shortest text that can be denoised: one token for each side
+MIN_TAIL_TOKENS = 16  # the shortest last chunk of a document: it takes tokens from the chunk before it
+_REPETITIONS = 32  # how often each sampled length is cut, so that the draw of denoisers hardly changes the ratio
+_MAX_CUT_TOKENS = 1 << 24  # the most tokens to cut for it: a document of 10 MB must not take a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +54,16 @@ class Chunk:
     rng: np.random.Generator
 
 
-@dataclass(frozen=True)
+class LengthBounds(NamedTuple):
+    """The most tokens of an example: before denoising, and on either side after it."""
+
+    max_raw_tokens: int
+    max_encoder_tokens: int
+    max_decoder_tokens: int
+    num_sentinels: int
+
+
+@dataclass(frozen=True, slots=True)
 class Chunker:
     """Cuts token ids into chunks, and denoises these; `weights` are relative, in the order of `DENOISERS`."""
 
@@ -73,11 +71,6 @@ class Chunker:
     weights: tuple[float, ...]
     bounds: LengthBounds
     vocabulary: Vocabulary
-
-    @cached_property
-    def _cumulative_shares(self) -> list[float]:
-        # The last one is left out: it is 1 up to rounding, and takes every draw above the others.
-        return list(accumulate(weight / sum(self.weights) for weight in self.weights))[:-1]
 
     @classmethod
     def from_config(cls, data: DataConfig, seed: int, vocabulary: Vocabulary) -> Chunker:
@@ -92,7 +85,7 @@ class Chunker:
 
     def draw_chunk(self, remaining: int, draw: float) -> tuple[str, int]:
         """Return denoiser and length of the next chunk of `remaining` tokens; `draw` is uniform in [0, 1)."""
-        denoiser = list(DENOISERS)[bisect_right(self._cumulative_shares, draw)]
+        denoiser = list(DENOISERS)[bisect_right(_inner_edges(self.weights), draw)]
         longest = max_raw_length(denoiser, self.bounds)
         # The longest chunk leaves nothing, or at least a minimum tail.
         tail = max(MIN_RAW_TOKENS, min(MIN_TAIL_TOKENS, longest // 2))
@@ -115,32 +108,32 @@ class Chunker:
 
     def example(self, chunk: Chunk, tokens: np.ndarray, document: str) -> Example:
         """Denoise one chunk of `tokens` (int32, the whole document). Call it once per chunk: it draws from its rng."""
-        encoder_ids, decoder_ids = denoise(
-            tokens[chunk.start : chunk.start + chunk.length],
-            chunk.denoiser,
-            self.vocabulary,
-            chunk.rng,
-            document_ends=chunk.start + chunk.length == len(tokens),
-        )
-        return Example(encoder_ids, decoder_ids, chunk.denoiser, document)
+        stop = chunk.start + chunk.length
+        text, ends = tokens[chunk.start : stop], stop == len(tokens)
+        ids = denoise(text, chunk.denoiser, self.vocabulary, chunk.rng, document_ends=ends)
+        return Example(*ids, chunk.denoiser, document)
+
+
+@lru_cache
+def _inner_edges(weights: tuple[float, ...]) -> list[float]:
+    """Return where the shares of [0, 1) end, without the last, which is 1 up to rounding."""
+    return list(accumulate(weight / sum(weights) for weight in weights))[:-1]
 
 
 @dataclass(frozen=True)
-class ChunkMaker:
+class ChunkMaker(ExampleMaker):
     """The `ExampleMaker` of pre-training: it tokenizes, cuts and denoises documents."""
 
-    tokenize: Tokenize
+    vocabulary: Vocabulary
+    tokenize: Callable[[Document], np.ndarray]
     chunker: Chunker
 
     @classmethod
     def from_config(
         cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
     ) -> ChunkMaker:
-        return cls(TextTokenizer(tokenizer.backend_tokenizer), Chunker.from_config(data, seed, vocabulary))
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return self.chunker.vocabulary
+        chunker = Chunker.from_config(data, seed, vocabulary)
+        return cls(vocabulary, TextTokenizer(tokenizer.backend_tokenizer), chunker)
 
     @property
     def why_empty(self) -> str:
@@ -148,9 +141,6 @@ class ChunkMaker:
 
     def read(self, document: Document) -> np.ndarray:
         return self.tokenize(document)
-
-    def form(self, document: Document) -> None:
-        """Return None: all inputs are texts."""
 
     def size(self, ids: np.ndarray) -> int:
         """Return the tokens before denoising; 0 for a text that is too short for it."""
@@ -179,9 +169,6 @@ class ChunkMaker:
                 again = reconstruct(example.encoder_ids, example.decoder_ids, self.vocabulary)
                 yield denoiser, bool(np.array_equal(again, ids[:length]))
 
-    def facts(self) -> dict[str, Any]:
-        return {}
-
 
 def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
     """Return the encoder tokens per decoder token, after denoising, of documents of these `lengths` in tokens."""
@@ -196,16 +183,6 @@ def documents_ratio(lengths: Sequence[int], chunker: Chunker) -> float:
             encoder_tokens += encoder
             decoder_tokens += decoder
     return encoder_tokens / decoder_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class LengthBounds:
-    """The most tokens of an example: before denoising, and on either side after it."""
-
-    max_raw_tokens: int
-    max_encoder_tokens: int
-    max_decoder_tokens: int
-    num_sentinels: int
 
 
 @lru_cache(maxsize=256)
@@ -264,13 +241,10 @@ def _corrupt_spans(
     span_starts = np.cumsum(segments[:-1])[::2]
     is_noise = np.repeat(np.arange(2 * spans + 1) % 2 == 1, segments)
 
-    decoder_ids = np.empty(decoder_tokens, dtype=np.int32)
-    is_text = np.ones(decoder_tokens, dtype=np.bool_)
+    decoder_ids = np.full(decoder_tokens, vocabulary.eos_id, dtype=np.int32)
     sentinel_slots = np.cumsum(noise_lengths + 1) - (noise_lengths + 1)
-    is_text[sentinel_slots] = is_text[-1] = False
-    decoder_ids[is_text] = tokens[is_noise]
     decoder_ids[sentinel_slots] = sentinels
-    decoder_ids[-1] = vocabulary.eos_id
+    decoder_ids[np.delete(np.arange(decoder_tokens - 1), sentinel_slots)] = tokens[is_noise]
 
     # A sentinel overwrites the first token of its span, and only that token of the span stays in the encoder.
     encoder_source = tokens.copy()
@@ -297,11 +271,8 @@ def _kept_lengths(kept_tokens: int, spans: int, noise_density: float, rng: np.ra
 
 def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:
     """Draw `parts` positive integers of the sum `total`, every composition equally likely; int64 [parts]."""
-    edges = np.empty(parts + 1, dtype=np.int64)
-    edges[0], edges[-1] = 0, total
-    edges[1:-1] = rng.choice(total - 1, parts - 1, replace=False, shuffle=False) + 1
-    edges.sort()
-    return edges[1:] - edges[:-1]
+    edges = np.sort(rng.choice(total - 1, parts - 1, replace=False, shuffle=False) + 1)
+    return np.diff(edges, prepend=0, append=total)
 
 
 def reconstruct(encoder_ids: np.ndarray, decoder_ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Conversations in a data set's rows: their turns with roles, and which of these are learnt.
+"""Conversations in a data set's rows: their turns, which of these are learnt, and their text by a chat template.
 
 Turns have `role` and `content`, or ShareGPT's `from` and `value`; those of weight 0 are read, but never learnt.
 """
@@ -6,26 +6,26 @@ Turns have `role` and `content`, or ShareGPT's `from` and `value`; those of weig
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.config.row_values import as_text, present
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 TURN_WEIGHTS = ("weight", "train", "trainable", "training", "loss", "loss_scale")
 """The fields in which data sets (of OpenAI, axolotl, ms-swift) mark whether a turn is learnt."""
-
 _OTHER_MASKS = ("train_detail", "training_detail", "loss_mask", "mask", "masked")
 """Fields that mark it in another way: for parts of a turn, or for those that are not learnt."""
-
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
-    "function_call": "assistant",
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
     "system": "system",
 }
 """The role of each speaker in ShareGPT's form."""
-
 _WEIGHTS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True, "": True, "none": True}
 """Written weights, and whether they mean "learnt"; no weight does."""
 
@@ -34,15 +34,69 @@ class UnusableError(ValueError):
     """An example cannot be made of a record; the message gives the reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The chat templates of a tokenizer by their names, and the special tokens that they may use."""
+
+    templates: Mapping[str, str]
+    special_tokens: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
+        """Return the chat templates of `tokenizer`, or None if it has none."""
+        chat_template: Any = tokenizer.chat_template
+        templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
+        return cls(templates, dict(tokenizer.special_tokens_map)) if chat_template else None
+
+    def render(self, messages: list[Any], tools: list[Any] | None, *, is_prompt: bool) -> str:
+        """Return the conversation as text; `is_prompt`: the assistant's turn is begun. Raises `UnusableError`."""
+        # Imported here: it takes half a second, and most runs have no chat rows.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        template = self.templates.get(name) or next(iter(self.templates.values()))
+        try:
+            (text,), _ = render_jinja_template(
+                [messages], tools=tools, chat_template=template, add_generation_prompt=is_prompt, **self.special_tokens
+            )
+        except Exception as error:  # jinja's, or any error in the template's expressions
+            raise UnusableError(f"the chat template fails ({type(error).__name__}: {error})") from error
+        return text
+
+
 def is_learnt(weight: Any, what: str) -> bool:
     """Return whether an item of this weight (null: no weight) is learnt. Raises `UnusableError` naming `what`."""
     written = str(weight).strip().lower()
     if written not in _WEIGHTS:
-        raise UnusableError(f"{what} is {weight!r:.80}; needed is 0 (not learnt) or 1")
+        raise UnusableError(f"{what} is {weight!r:.80}, and must be 0 (not learnt) or 1")
     return _WEIGHTS[written]
 
 
-def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
+def as_list(value: Any, name: str) -> list[Any]:
+    """Return a list, or the list that a text holds as JSON. Raises `UnusableError` naming `name`."""
+    try:
+        items = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(f"its {name} are not JSON ({error})") from error
+    if not isinstance(items, list):
+        raise UnusableError(f"its {name} are of type {type(items).__name__}, and must be a list")
+    return items
+
+
+def read_conversation(messages: list[Any], system: Any) -> list[tuple[dict[str, Any], bool]]:
+    """Return all turns, the row's `system` first, and whether each is learnt. Raises `UnusableError`."""
+    turns = [_read_turn(message) for message in messages]
+    if present(system) is None or system == "":
+        return turns
+    if not isinstance(system, str):
+        raise UnusableError(f"its system is of type {type(system).__name__}, and must be text")
+    own = next((turn.get("content") for turn, _ in turns[:1] if turn["role"] == "system"), None)
+    if own is not None and own != system:
+        raise UnusableError("its field `system` and the system turn of its conversation differ; remove one of them")
+    return turns if own is not None else [({"role": "system", "content": system}, True), *turns]
+
+
+def _read_turn(message: Any) -> tuple[dict[str, Any], bool]:
     """Return a turn with a `role`, without weights and empty fields, and whether it is learnt."""
     # Tables fill in null if a message lacks a field.
     fields = message.items() if isinstance(message, Mapping) else ()
@@ -54,25 +108,11 @@ def read_turn(message: Any) -> tuple[dict[str, Any], bool]:
         turn = _from_sharegpt(str(turn["from"]), turn["value"])
     if "role" not in turn:
         raise UnusableError(
-            "its messages are no objects with a role each; needed are `role` and `content`, or ShareGPT's `from` and "
-            "`value`"
+            "its messages are not objects with roles; give each `role` and `content`, or ShareGPT's `from` and `value`"
         )
     if isinstance(turn.get("content"), int | float):
         turn["content"] = as_text(turn["content"])
     return turn, all(weights)
-
-
-def read_conversation(messages: Sequence[Any], system: Any) -> list[tuple[dict[str, Any], bool]]:
-    """Return all turns, the row's `system` first. Raises `UnusableError`, also if they have another system turn."""
-    turns = [read_turn(message) for message in messages]
-    if present(system) is None or system == "":
-        return turns
-    if not isinstance(system, str):
-        raise UnusableError(f"its system is of type {type(system).__name__}; needed is text")
-    own = next((turn.get("content") for turn, _ in turns[:1] if turn["role"] == "system"), None)
-    if own is not None and own != system:
-        raise UnusableError("its field `system` and the system turn of its conversation differ; remove one of them")
-    return turns if own is not None else [({"role": "system", "content": system}, True), *turns]
 
 
 def _from_sharegpt(speaker: str, content: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The protocol of example makers, which the lanes, the evaluation and every look at the data use."""
+"""The base of example makers, which the lanes, the evaluation and every look at the data use."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ds_encdec.base.types import Document, Example
-from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.sources.sources import BadRow, Row, check_bad_rows
 
 if TYPE_CHECKING:
     import numpy as np
-    from transformers import PreTrainedTokenizerFast
 
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
-ALL = range(1 << 62)
-"""Every example of a document."""
+ALL = range(1 << 62)  # every example of a document
 
 
 class Made(NamedTuple):
@@ -32,19 +29,8 @@ class Made(NamedTuple):
 class ExampleMaker(Protocol):
     """Makes examples of documents; it is pickled into worker processes, and imports no torch."""
 
-    @classmethod
-    def from_config(
-        cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
-    ) -> ExampleMaker:
-        """Return the maker of a run. Raises ConfigError."""
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        """Return the special ids."""
-
-    @property
-    def tokenize(self) -> Callable[[Document], np.ndarray]:
-        """Return the function from a document to its text's ids, int32 [n]; special tokens in the text are split."""
+    vocabulary: Vocabulary
+    tokenize: Callable[[Document], np.ndarray]  # a text's ids, int32 [n]; special tokens in the text are split
 
     @property
     def why_empty(self) -> str:
@@ -55,6 +41,7 @@ class ExampleMaker(Protocol):
 
     def form(self, document: Document) -> str | None:
         """Return the form of the document's input, `objectives.TEMPLATES` or `CHAT`; None if there is only one form."""
+        return None
 
     def size(self, ids: Any) -> int:
         """Return the tokens of a document on both sides; 0 if there is nothing to learn from it."""
@@ -67,12 +54,14 @@ class ExampleMaker(Protocol):
 
     def of_evaluation(self) -> ExampleMaker:
         """Return the maker of evaluation examples, which are the same in all runs."""
+        return self
 
     def checked(self, ids: Any, document: str) -> Iterator[tuple[str, bool]]:
         """Yield the kind of each example of a document, and whether it holds the text that it was made of."""
 
     def facts(self) -> dict[str, Any]:
         """Return JSON-able facts beside the configuration's that decide which examples are made."""
+        return {}
 
 
 def with_ids(rows: Iterable[Row], maker: ExampleMaker) -> Iterator[tuple[Row, Any | BadRow]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,20 +17,12 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_LOOSE_FILES = (
-    ". In a folder, files with train, dev, valid or test in their names are read as those splits; loose files are read "
-    "by data.dataset_name=text (json, csv, parquet) data.data_files='FOLDER/**'"
-)
-
 RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
 """Pauses between attempts: two minutes in total, on top of the waits of the libraries below."""
 
+# HTTP statuses, and errors of the system and of HTTP clients, that another attempt does not change.
 _REFUSED = {401, 403, 404, 410}
-"""HTTP statuses that another attempt does not change."""
-
 _POINTLESS = (FileNotFoundError, PermissionError, ValueError)
-"""Errors of the system and of HTTP clients that another attempt does not change."""
-
 _HTTP_CLIENTS = ("httpx", "httpcore", "requests", "urllib3", "aiohttp", "http.client", "botocore", "gcsfs")
 
 
@@ -45,7 +36,11 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
         raise
     except Exception as error:
         if is_folder:
-            way_out = f"Check dataset_config and dataset_split{_LOOSE_FILES}"
+            way_out = (
+                "Check dataset_config and dataset_split. In a folder, files with train, dev, valid or test in their "
+                "names are read as those splits; loose files are read by data.dataset_name=text (json, csv, parquet) "
+                "data.data_files='FOLDER/**'"
+            )
         elif isinstance(error, ValueError):  # an unknown configuration or split; the message lists the known ones
             way_out = "Check dataset_config and dataset_split, or eval_split and test_split"
         elif isinstance(error, FileNotFoundError):
@@ -67,19 +62,9 @@ def content_error(where: str, error: Exception, files: Sequence[str]) -> DataErr
     is_parquet = {kind_of_file(path) for path in files if not is_remote(path)} == {"parquet"}
     other = "data.streaming=true" if is_parquet else "data.streaming=false with data.on_bad_row=skip"
     return DataError(
-        f"{where}: cannot be read ({_reason(error)}). The columns and types of all files must be alike there, and no "
-        f"file may be damaged. Mend that, try {other}, or make files of other columns sources of their own in "
-        "data.mixture"
+        f"{where}: cannot be read ({_reason(error)}). All files need the same columns and types there, and no file may "
+        f"be damaged: mend that, try {other}, or list files of other columns as separate sources in data.mixture"
     )
-
-
-def no_repeated(path: str, names: Sequence[str]) -> None:
-    """Raise DataError for a table with two columns of the same name."""
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise DataError(
-            f"{path}: the column {', '.join(repeated):.300} is there more than once. Write the file with a name of its "
-            "own for each column"
-        )
 
 
 def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
@@ -96,8 +81,8 @@ def no_dates(kind: str, name: str, types: Mapping[str, object], read: Collection
     dates = [column for column, one in types.items() if column in read and "timestamp[" in str(one)]
     if kind == "json" and dates:
         raise DataError(
-            f"data set {name}: `datasets` makes timestamps of the texts of {', '.join(dates)}, so they would read "
-            "otherwise. Download its files and name them: data.dataset_name=json data.data_files=FILES"
+            f"data set {name}: `datasets` makes timestamps of the texts of {', '.join(dates)}, which changes them. "
+            "Download its files and name them: data.dataset_name=json data.data_files=FILES"
         )
 
 
@@ -118,7 +103,7 @@ def is_of_network(error: BaseException) -> bool:
 def _reason(error: BaseException) -> str:
     """Return the reason of an error in one line, from its cause if `datasets` gives no reason."""
     cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
-    named = error if cause is None else cause
+    named = cause or error
     return f"{type(named).__name__}: {' '.join(str(named).split()):.600}"
 
 

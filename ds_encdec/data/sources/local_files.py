@@ -15,9 +15,7 @@ from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from itertools import accumulate
-from pathlib import Path
 from typing import IO, Any, ClassVar
 
 import numpy as np
@@ -26,7 +24,7 @@ from ds_encdec.base.file_patterns import named_files, no_file_matches
 from ds_encdec.base.types import ConfigError, DataError, Document
 from ds_encdec.config.csv_rows import csv_rows
 from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, json_row, not_lines
-from ds_encdec.config.packed_files import TWICE, UNPACKABLE, Opener, packing
+from ds_encdec.config.packed_files import TWICE, UNPACKABLE, packing
 from ds_encdec.data.sources.sources import BadRow, Row, field_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
@@ -35,24 +33,13 @@ TEXT_PIECE_BYTES = 1 << 16
 """A larger text file is cut at blank lines into documents of at most this size, so that one long file can be shuffled,
 spread over lanes and held out in part."""
 
-_LONGEST_CHARACTER = 4
-"""Bytes of a character in UTF-8."""
-
+INDEXED_BYTES = 1 << 20  # the index of a larger file's lines is kept; that of a smaller file takes a millisecond
 _SCAN_BYTES = 1 << 24
-INDEXED_BYTES = 1 << 20
-"""From this size on, the index of a file's lines is kept; that of a smaller file takes a millisecond."""
-
-_PEEKED_LINE_BYTES = 1 << 24
-_PEEKED_BYTES = 1 << 16
-"""Bytes of a JSON file behind its first line: enough to see whether a value goes on there."""
-
+_PEEKED_LINE_BYTES = 1 << 24  # of the first line of a JSON file
+_PEEKED_BYTES = 1 << 16  # behind it: enough to see whether a value goes on there
 _DIGESTED_BYTES = 1 << 16
-
-_FORMAT = 2
-"""Raised when the code makes another copy or index of the same file, so that an earlier one is not read."""
-
-_ABANDONED_SECONDS = 86_400
-"""Seconds without a write after which an unfinished file counts as a killed process's."""
+_FORMAT = 2  # raised when the code makes another copy or index of the same file, so that an earlier one is not read
+_ABANDONED_SECONDS = 86_400  # without a write, after which an unfinished file counts as a killed process's
 
 logger = logging.getLogger(__name__)
 
@@ -86,16 +73,15 @@ def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
     This is cheap for any number of gigabytes. It misses a change in the middle that keeps the size, and ignores times.
     """
-    return {name: _file_digest(path) for name, path in zip(names, files, strict=True)}
-
-
-def _file_digest(path: str) -> str:
-    with local_errors(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        content = hashlib.blake2b(file.read(_DIGESTED_BYTES), digest_size=8)
-        file.seek(max(0, size - _DIGESTED_BYTES))
-        content.update(file.read(_DIGESTED_BYTES))
-    return f"{size}-{content.hexdigest()}"
+    digests = {}
+    for name, path in zip(names, files, strict=True):
+        with local_errors(path), open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            content = hashlib.blake2b(file.read(_DIGESTED_BYTES), digest_size=8)
+            file.seek(max(0, size - _DIGESTED_BYTES))
+            content.update(file.read(_DIGESTED_BYTES))
+        digests[name] = f"{size}-{content.hexdigest()}"
+    return digests
 
 
 def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) -> str:
@@ -114,7 +100,10 @@ def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) ->
                 lock_file(lock, wait=True)
             if not path.is_file():
                 logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
-                _remove_abandoned(path)
+                for left in path.parent.glob(f".{path.name}.*.tmp"):
+                    with suppress(OSError):
+                        if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
+                            left.unlink()
                 with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
                     make(source, file)
         return str(path)
@@ -125,20 +114,23 @@ def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) ->
         ) from error
 
 
-def _remove_abandoned(path: Path) -> None:
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                left.unlink()
-
-
 def plain_file(path: str) -> str:
     """Return `path`, or a plain copy of a compressed file. Raises DataError if it is damaged or cannot be kept."""
     with local_errors(path):
         opener = packing(path)
     if opener is None:
         return path
-    copy = kept_file(path, "plain", partial(_unpack, opener))
+
+    def unpack(_: str, out: IO[bytes]) -> None:
+        blocks = opener(path)
+        while True:
+            with local_errors(path, UNPACKABLE):  # an error of writing is one of the cache folder
+                block = next(blocks, None)
+            if block is None:
+                return
+            out.write(block)
+
+    copy = kept_file(path, "plain", unpack)
     try:
         inner = packing(copy)
     except DataError as error:  # an archive, or text in another encoding
@@ -146,33 +138,6 @@ def plain_file(path: str) -> str:
     if inner is not None:
         raise DataError(f"{path}: {TWICE}")
     return copy
-
-
-def _unpack(opener: Opener, path: str, out: IO[bytes]) -> None:
-    blocks = opener(path)
-    while (block := _next(path, blocks)) is not None:
-        out.write(block)
-
-
-def _next(path: str, blocks: Iterator[bytes]) -> bytes | None:
-    """Return the next block; an error here is one of `path`, an error of writing one of the cache folder."""
-    with local_errors(path, UNPACKABLE):
-        return next(blocks, None)
-
-
-def _write_array(name: str, path: str, out: IO[bytes]) -> None:
-    """Write each element of the file's array, which is read into memory whole, as a line. Raises DataError."""
-    with local_errors(name), open(path, "rb") as file:
-        content = file.read()
-    out.writelines(row + b"\n" for row in array_rows(content, name))
-
-
-def _write_csv(name: str, path: str, out: IO[bytes]) -> None:
-    """Write the rows of a CSV file as JSON objects, one a line, or a text for an unreadable one. Raises DataError."""
-    # Bytes that are not UTF-8 are copied unchanged, so only the row that has them is unreadable.
-    with open(path, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        for row in csv_rows(file, name):
-            out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
 
 
 class _FileRanges(ABC):
@@ -255,12 +220,19 @@ class JsonLines(_FileRanges):
     def _as_lines(self, path: str) -> str:
         if ".csv" in os.path.basename(path).lower():
             raise DataError(f"{path}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
+
+        def write_rows(plain: str, out: IO[bytes]) -> None:
+            """Write each element of the array, which is read into memory whole, as a line. Raises DataError."""
+            with local_errors(path), open(plain, "rb") as file:
+                content = file.read()
+            out.writelines(row + b"\n" for row in array_rows(content, path))
+
         plain = plain_file(path)
         with local_errors(path), open(plain, "rb") as file:
             start = file.readline(_PEEKED_LINE_BYTES) + file.read(_PEEKED_BYTES)
             is_whole = not file.read(1)
         if is_array(start):
-            return kept_file(plain, "rows", partial(_write_array, path))
+            return kept_file(plain, "rows", write_rows)
         if reason := not_lines(start, is_whole=is_whole):
             raise DataError(f"{path}: {reason}")
         return plain
@@ -286,7 +258,14 @@ class CsvFiles(JsonLines):
     row_word = "row"
 
     def _as_lines(self, path: str) -> str:
-        return kept_file(plain_file(path), "rows", partial(_write_csv, path))
+        def write_rows(plain: str, out: IO[bytes]) -> None:
+            """Write each row as a JSON object on a line, or a text for an unreadable one. Raises DataError."""
+            # Bytes that are not UTF-8 are copied unchanged, so only the row that has them is unreadable.
+            with open(plain, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+                for row in csv_rows(file, path):
+                    out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
+
+        return kept_file(plain_file(path), "rows", write_rows)
 
     def _read(self, content: bytes) -> dict[str, Any]:
         record = json_row(content)
@@ -297,9 +276,7 @@ class CsvFiles(JsonLines):
 
 def _line_index(path: str) -> np.ndarray:
     """Return the start of each line, and the file's end; a large file's index is kept, and memory-mapped."""
-    with local_errors(path):
-        is_large = os.path.getsize(path) >= INDEXED_BYTES
-    if is_large:
+    if os.path.getsize(path) >= INDEXED_BYTES:
         with suppress(DataError, ValueError, OSError):  # there is no cache folder, or the index is cut short
             kept = kept_file(path, "lines", lambda source, out: np.save(out, _line_edges(source)))
             return np.load(kept, mmap_mode="r")
@@ -330,10 +307,13 @@ def _text_edges(path: str) -> np.ndarray:
             block = file.read(TEXT_PIECE_BYTES)
             if len(block) < TEXT_PIECE_BYTES:
                 raise DataError(f"{path}: became shorter while it was read. Start again when nobody writes to it")
-            length = _piece_length(block)
-            if not length:
+            # Cut behind the last blank line, else the last line, else before the last character, which is at most 4
+            # bytes long and begins with one that is not a continuation byte.
+            cuts = [block.rfind(end) + len(end) for end in (b"\n\n", b"\n") if end in block]
+            cuts += [cut for cut in range(len(block) - 1, len(block) - 5, -1) if block[cut] & 0xC0 != 0x80]
+            if not cuts:
                 raise DataError(_binary(path, f"neither lines nor UTF-8 characters near byte {edges[-1]}"))
-            edges.append(edges[-1] + length)
+            edges.append(edges[-1] + cuts[0])
     return np.array([*edges, size], dtype=np.int64)
 
 
@@ -342,12 +322,3 @@ def _binary(path: str, sign: str) -> str:
         f"{path}: a binary file, or text in another encoding than UTF-8 ({sign}). Convert it, for example with "
         "`iconv -f utf-16 -t utf-8`, or leave it out of data.data_files"
     )
-
-
-def _piece_length(block: bytes) -> int:
-    """Return the cut: behind the last blank line, else the last line, else before the last character; 0: nowhere."""
-    for separator in (b"\n\n", b"\n"):
-        if (cut := block.rfind(separator)) >= 0:
-            return cut + len(separator)
-    starts = (len(block) - back for back in range(1, _LONGEST_CHARACTER + 1))
-    return next((cut for cut in starts if block[cut] & 0xC0 != 0x80), 0)  # not a continuation byte

@@ -9,20 +9,24 @@ PREPARED_DIR/                 `data.prepared_dir`
     0003.json                 the shards of that part; it is written last, so a part that has one is complete
 
 A map's rows keep their places, so a run may switch to its prepared copy. A stream becomes a map, in another order.
+`ds-encdec prepare` writes the files, in processes that work on parts side by side: ranges of rows or units. After an
+interruption the next start makes the parts without a list of shards.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import reprlib
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -30,19 +34,24 @@ from ds_encdec.base.plugins import PYTHON
 from ds_encdec.base.types import DataError, Document
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.config.yaml.plain_files import MAX_RECORD_BYTES, read_plain
-from ds_encdec.data.examples.protocol import ExampleMaker
+from ds_encdec.data.examples.protocol import ExampleMaker, with_ids
 from ds_encdec.data.fingerprint import digest
 from ds_encdec.data.sources.local_files import expand_files, file_digests, local_errors, short_names
-from ds_encdec.data.sources.sources import BadRow, Row, reader_digest
+from ds_encdec.data.sources.sources import AnySource, BadRow, Row, StreamSource, check_bad_rows, reader_digest
 from ds_encdec.data.sources.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
+from ds_encdec.data.workers import Worker
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.source_kinds import HUB, local_kind
 
 INDEX = "index.json"
-_FORMAT = 3
-"""The version of the folder and of the rules that make ids of rows: raised when either changes."""
+SHARD_TOKENS, SHARD_ROWS = 1 << 24, 1 << 20  # tokens (64 MiB of them) and rows at which a shard ends
+PART_ROWS, MOST_PARTS = 1000, 512  # the fewest rows of a map in a part, and the most parts of a source
+_FORMAT = 3  # of the folder, and of the rules that make ids of rows: raised when either changes
+_LINE_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,73 +67,73 @@ class Shard:
     sha256: str
 
 
-class Columns(NamedTuple):
-    """A shard in memory: row i has the pieces `rows[i]` to `rows[i + 1]`, piece j is `ids[pieces[j]:pieces[j + 1]]`."""
-
-    keys: Any
-    problems: Any
-    rows: np.ndarray
-    pieces: np.ndarray
-    ids: np.ndarray
-
-
 class PreparedSource:
     """The documents of a finished folder, with token ids instead of texts. A `MapSource`."""
 
-    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Raise DataError if the folder is not finished, damaged, or not made from `facts`."""
-        index = read_index(folder)
+    def __init__(self, data: DataConfig, name: str, entry: MixtureSource, maker: ExampleMaker, seed: int) -> None:
+        """Open the folder `name`. Raises DataError if it is unfinished or damaged, or its facts or files changed."""
+        self._folder = prepared_folder(data) / name
+        index = _read_index(self._folder)
         if index is None or index["shards"] is None:
             raise DataError(
-                f"data.prepared_dir: {folder} is not finished: run `ds-encdec prepare` with this configuration"
+                f"data.prepared_dir: {self._folder} is not finished: run `ds-encdec prepare` with this configuration"
             )
-        require_made_from(folder, index["made_from"], facts)
-        self._folder = folder
+        _require_made_from(self._folder, index["made_from"], made_from(data, entry, maker, seed))
         self._shards = [Shard(**facts) for facts in index["shards"]]
         for shard in self._shards:
-            if not is_whole(folder, shard):
+            if not _is_whole(self._folder, shard):
                 raise DataError(
-                    f"data.prepared_dir: {folder / shard.file} is missing or damaged: run `ds-encdec prepare` with "
-                    "this configuration, which makes it again"
+                    f"data.prepared_dir: {self._folder / shard.file} is missing or damaged: run `ds-encdec prepare` "
+                    "with this configuration, which makes it again"
                 )
         self._first = [0, *accumulate(shard.rows for shard in self._shards)]
-        self._makes_pairs = OBJECTIVES[facts["data.objective"]].takes_records
-        self._columns: dict[int, Columns] = {}
+        self._makes_pairs = OBJECTIVES[data.objective].takes_records
+        self._batches: dict[int, Any] = {}
         self.identity: dict[str, Any] = dict(index["identity"])
         if index["is_stream"]:
             self.identity["kind"] = f"prepared {self.identity['kind']}"
+        files: Sequence[str] = ()
+        with suppress(DataError):  # the files may be missing on this machine
+            is_local = local_kind(entry.dataset_name) is not None
+            is_folder = not is_local and os.path.isdir(entry.dataset_name)
+            files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
+        if files and "files" in self.identity:
+            _require_made_from(self._folder, self.identity["files"], file_digests(files, short_names(files)))
 
     def __len__(self) -> int:
         return self._first[-1]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_columns": {}}
+        return {**self.__dict__, "_batches": {}}
 
     def key(self, index: int) -> str:
         """Return the document's key in its source."""
-        columns, row = self._locate(index)
-        return columns.keys[row].as_py()
+        batch, row = self._locate(index)
+        return batch.column("key")[row].as_py()
 
     def document(self, index: int) -> Row:
         """Return document `index`, with the ids that its maker read."""
-        columns, row = self._locate(index)
-        key, problem = columns.keys[row].as_py(), columns.problems[row].as_py()
+        batch, row = self._locate(index)
+        key, problem = batch.column("key")[row].as_py(), batch.column("problem")[row].as_py()
         if problem is not None:
             return BadRow(key, problem)
-        edges = columns.pieces[columns.rows[row] : columns.rows[row + 1] + 1]
-        pieces = [columns.ids[start:stop] for start, stop in pairwise(edges)]
+        pieces = [piece.values.to_numpy() for piece in batch.column("token_ids")[row]]
         if self._makes_pairs:
             return Document(key, "", tuple(zip(pieces[::2], pieces[1::2], strict=True)))
         return Document(key, "", pieces[0])
 
-    def _locate(self, index: int) -> tuple[Columns, int]:
-        number = int(np.searchsorted(self._first, index, side="right")) - 1
-        return self._open(number), index - self._first[number]
+    def _locate(self, index: int) -> tuple[Any, int]:
+        """Return a document's shard, an arrow batch that is mapped into memory, and its row. Raises DataError."""
+        import pyarrow as pa
 
-    def _open(self, number: int) -> Columns:
-        if number not in self._columns:
-            self._columns[number] = read_shard(self._folder / self._shards[number].file)
-        return self._columns[number]
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        if number not in self._batches:
+            path = self._folder / self._shards[number].file
+            try:
+                self._batches[number] = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+            except (OSError, pa.ArrowException) as error:
+                raise DataError(f"{path}: cannot be read ({error})") from error
+        return self._batches[number], index - self._first[number]
 
 
 def prepared_folder(data: DataConfig) -> Path:
@@ -148,22 +157,7 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
     return json.loads(json.dumps(facts | maker.facts()))
 
 
-def open_prepared(data: DataConfig, name: str, entry: MixtureSource, maker: ExampleMaker, seed: int) -> PreparedSource:
-    """Open the prepared source `name`. Raises DataError if it is unfinished, or its facts or local files changed."""
-    folder = prepared_folder(data) / name
-    source = PreparedSource(folder, made_from(data, entry, maker, seed))
-    files: Sequence[str] = ()
-    with suppress(DataError):  # the files may be missing on this machine
-        is_local = local_kind(entry.dataset_name) is not None
-        is_folder = not is_local and os.path.isdir(entry.dataset_name)
-        files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
-    if files and "files" in source.identity:
-        require_made_from(folder, source.identity["files"], file_digests(files, short_names(files)))
-    return source
-
-
-def require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise DataError with each fact that differs, and both values."""
+def _require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
     if names:
         facts = [f"{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(now.get(name))} now" for name in names]
@@ -173,8 +167,7 @@ def require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, 
         )
 
 
-def read_index(folder: Path) -> dict[str, Any] | None:
-    """Return the index of a folder; None if it has none. Raises DataError for a damaged one."""
+def _read_index(folder: Path) -> dict[str, Any] | None:
     try:
         return json.loads(read_plain(folder / INDEX, MAX_RECORD_BYTES))
     except FileNotFoundError:
@@ -183,8 +176,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
         raise DataError(f"{folder / INDEX}: cannot be read ({error}). Delete {folder} and prepare it again") from error
 
 
-def is_whole(folder: Path, shard: Shard) -> bool:
-    """Return whether the file of a shard exists with its size."""
+def _is_whole(folder: Path, shard: Shard) -> bool:
     path = folder / shard.file
     return path.is_file() and path.stat().st_size == shard.num_bytes
 
@@ -192,7 +184,7 @@ def is_whole(folder: Path, shard: Shard) -> bool:
 def verified_shards(prepared_dir: Path) -> Iterator[str]:
     """Compare all shards with their SHA-256; yield a line for each folder. Raises DataError for one that differs."""
     for folder in sorted(path.parent for path in prepared_dir.glob(f"*/{INDEX}")):
-        shards = [Shard(**facts) for facts in (read_index(folder) or {})["shards"] or ()]
+        shards = [Shard(**facts) for facts in (_read_index(folder) or {})["shards"] or ()]
         for shard in shards:
             with local_errors(str(folder / shard.file)), open(folder / shard.file, "rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
@@ -200,27 +192,117 @@ def verified_shards(prepared_dir: Path) -> Iterator[str]:
         yield f"{folder}: {len(shards)} shards" if shards else f"{folder}: not finished"
 
 
-def finished_shards(folder: Path, part: int) -> list[Shard] | None:
+def prepare_source(
+    source: AnySource, facts: dict[str, Any], maker: ExampleMaker, folder: Path, bad_row_limit: int, num_proc: int
+) -> str:
+    """Make or finish the folder of a source; return a line about it. Raises DataError and DiskRefusedError."""
+    is_stream = isinstance(source, StreamSource)
+    size = source.num_units if isinstance(source, StreamSource) else len(source)
+    identity = json.loads(json.dumps(source.identity))
+    with _writing(folder.parent):
+        folder.mkdir(exist_ok=True)
+    if (index := _read_index(folder)) is None:
+        count = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
+        edges = [number * size // count for number in range(count + 1)]
+        index = {"made_from": facts, "identity": identity, "is_stream": is_stream, "parts": edges, "shards": None}
+        _write_json(folder / INDEX, index)
+    _require_made_from(folder, index["made_from"], facts)
+    _require_made_from(folder, index["identity"], identity)
+    shards: list[Shard] = []
+    todo: list[tuple[int, range]] = []
+    for number, (start, stop) in enumerate(zip(index["parts"], index["parts"][1:], strict=False)):
+        finished = _finished_shards(folder, number)
+        shards += finished or ()
+        if finished is None:
+            todo.append((number, range(start, stop)))
+    _check(shards, bad_row_limit)
+    logged = time.monotonic()
+    for shard in _work_off(todo, num_proc, source, maker, folder, bad_row_limit):
+        shards.append(shard)
+        _check(shards, bad_row_limit)
+        if time.monotonic() - logged > _LINE_SECONDS:
+            logged = time.monotonic()
+            total = "" if is_stream else f" of {size:,}"
+            logger.info(f"{folder.name}: {sum(one.rows for one in shards):,}{total} rows")
+    shards.sort(key=lambda shard: shard.file)
+    _write_json(folder / INDEX, index | {"shards": [asdict(shard) for shard in shards]})
+    rows, tokens, bad = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "tokens", "bad_rows"))
+    return f"{folder}: {rows:,} rows, {tokens:,} tokens in {len(shards)} shards; {bad} rows could not be read"
+
+
+def _finished_shards(folder: Path, part: int) -> list[Shard] | None:
     """Return the shards of a part; None if it is not finished, or a shard is incomplete."""
     try:
         shards = [Shard(**facts) for facts in json.loads((folder / f"{part:04}.json").read_text())]
     except (OSError, ValueError, TypeError):
         return None
-    return shards if all(is_whole(folder, shard) for shard in shards) else None
+    return shards if all(_is_whole(folder, shard) for shard in shards) else None
 
 
-def write_part(folder: Path, part: int, shards: Sequence[Shard]) -> None:
-    """Write the complete list of a part's shards. Raises DiskRefusedError."""
-    with writing(folder).explain_refusals():
-        write_atomically(folder / f"{part:04}.json", json.dumps([asdict(shard) for shard in shards]))
+def _check(shards: Sequence[Shard], bad_row_limit: int) -> None:
+    if bad := [shard for shard in shards if shard.bad_rows]:
+        check_bad_rows(sum(shard.bad_rows for shard in bad), bad_row_limit, str(bad[-1].problem))
 
 
-def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
-    """Write rows, each a key and a maker's ids (or a bad row), as the shard `name`. Raises DiskRefusedError."""
+def _work_off(todo: Sequence[tuple[int, range]], num_proc: int, *work: Any) -> Iterator[Shard]:
+    """Make the parts `todo` in processes; yield their shards, in turns. Raises a process's error."""
+    workers: list[Worker] = []
+    try:
+        for first in range(min(num_proc, len(todo))):
+            advice = "give it fewer processes (--num-proc)"
+            workers.append(Worker(_make, todo[first::num_proc], *work, ahead=1 << 16, advice=advice))
+        running = workers
+        while running:
+            made = [(worker, next(worker, None)) for worker in running]
+            running = [worker for worker, shard in made if shard is not None]
+            yield from (shard for _, shard in made if shard is not None)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _make(
+    parts: Sequence[tuple[int, range]], source: AnySource, maker: ExampleMaker, folder: Path, bad_row_limit: int
+) -> Iterator[Shard]:
+    for number, places in parts:
+        shards: list[Shard] = []
+        for rows in _shard_rows(source, places, maker, bad_row_limit):
+            shards.append(_write_shard(folder / f"{number:04}-{len(shards):05}.arrow", rows))
+            yield shards[-1]
+        _write_json(folder / f"{number:04}.json", [asdict(shard) for shard in shards])
+
+
+def _shard_rows(
+    source: AnySource, places: range, maker: ExampleMaker, bad_row_limit: int
+) -> Iterator[list[tuple[str, Any | BadRow]]]:
+    """Yield the rows of each shard of a part, by their keys."""
+    rows: list[tuple[str, Any | BadRow]] = []
+    tokens = bad = 0
+    for place in places:
+        read = source.documents(place, 0) if isinstance(source, StreamSource) else (source.document(place),)
+        for row, ids in with_ids(read, maker):
+            if isinstance(ids, BadRow):
+                bad += 1
+                check_bad_rows(bad, bad_row_limit, ids.problem)
+            else:
+                tokens += maker.size(ids)
+            rows.append((row.key, ids))
+            if tokens >= SHARD_TOKENS or len(rows) >= SHARD_ROWS:
+                yield rows
+                rows, tokens = [], 0
+    if rows:
+        yield rows
+
+
+def _write_shard(path: Path, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
     import pyarrow as pa
 
-    pieces = [[] if isinstance(ids, BadRow) else _pieces(ids) for _, ids in rows]
-    problems = [ids.problem if isinstance(ids, BadRow) else None for _, ids in rows]
+    pieces: list[list[np.ndarray]] = []
+    problems: list[str | None] = []
+    for _, ids in rows:
+        problems.append(ids.problem if isinstance(ids, BadRow) else None)
+        is_text = isinstance(ids, np.ndarray)
+        pieces.append([] if isinstance(ids, BadRow) else [ids] if is_text else [side for pair in ids for side in pair])
     flat = [piece for row in pieces for piece in row]
     ids = pa.ListArray.from_arrays(_edges(map(len, flat)), np.concatenate([np.zeros(0, np.int32), *flat]))
     columns = {
@@ -233,48 +315,22 @@ def write_shard(folder: Path, name: str, rows: Sequence[tuple[str, Any | BadRow]
     with pa.ipc.new_file(buffer, batch.schema) as writer:
         writer.write_batch(batch)
     content = buffer.getvalue().to_pybytes()
-    path = folder / f"{name}.arrow"
-    with writing(folder).explain_refusals():
+    with _writing(path.parent):
         write_atomically(path, content)
-    bad = [problem for problem in problems if problem is not None]
-    return Shard(
-        file=path.name,
-        rows=len(rows),
-        tokens=sum(map(len, flat)),
-        bad_rows=len(bad),
-        problem=bad[-1] if bad else None,
-        num_bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(),
-    )
-
-
-def writing(folder: Path) -> Writing:
-    """Return the `Writing` of prepared data into `folder`, for the message if its file system refuses it."""
-    return Writing(folder, "The prepared data", "Free space there, and run the same command again.")
-
-
-def read_shard(path: Path) -> Columns:
-    """Map a shard into memory. Raises DataError."""
-    import pyarrow as pa
-
-    try:
-        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
-    pieces = batch.column("token_ids")
-    ids = pieces.values
-    return Columns(
-        batch.column("key"),
-        batch.column("problem"),
-        pieces.offsets.to_numpy(),
-        ids.offsets.to_numpy(),
-        ids.values.to_numpy(),
-    )
-
-
-def _pieces(ids: Any) -> list[np.ndarray]:
-    return [ids] if isinstance(ids, np.ndarray) else [side for pair in ids for side in pair]
+    bad, tokens = [problem for problem in problems if problem is not None], sum(map(len, flat))
+    problem, sha256 = bad[-1] if bad else None, hashlib.sha256(content).hexdigest()
+    return Shard(path.name, len(rows), tokens, len(bad), problem, len(content), sha256)
 
 
 def _edges(lengths: Iterable[int]) -> np.ndarray:
     return np.fromiter(accumulate(lengths, initial=0), dtype=np.int32)
+
+
+def _write_json(path: Path, value: Any) -> None:
+    with _writing(path.parent):
+        write_atomically(path, json.dumps(value))
+
+
+def _writing(folder: Path) -> AbstractContextManager[None]:
+    """Raise DiskRefusedError with advice if the file system of the folder refuses a file."""
+    return Writing(folder, "The prepared data", "Free space there, and run the same command again.").explain_refusals()

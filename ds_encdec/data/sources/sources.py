@@ -19,8 +19,7 @@ from ds_encdec.config.row_values import not_unicode
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, unit_hash
 
-SMALL_SOURCE_DOCUMENTS = 1024
-"""Sources up to this size are checked for a held-out document; larger ones have one for any sensible fraction."""
+_SMALL_SOURCE_DOCUMENTS = 1024  # up to which sources are checked for a held-out document; larger ones have one
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +131,11 @@ def held_out_below(source: AnySource, eval_fraction: float) -> float:
         keys: Iterator[str] = (row.key for row in all_rows(source, "keys"))
     else:
         keys = map(source.key, range(len(source)))
-    hashes = sorted(map(held_out_hash, islice(keys, SMALL_SOURCE_DOCUMENTS + 1)))
+    hashes = sorted(map(held_out_hash, islice(keys, _SMALL_SOURCE_DOCUMENTS + 1)))
     if eval_fraction == 0 or len(hashes) < 2:
         return 0.0
-    if len(hashes) > SMALL_SOURCE_DOCUMENTS or hashes[0] < eval_fraction:
-        return eval_fraction
-    return (hashes[0] + hashes[1]) / 2
+    is_enough = len(hashes) > _SMALL_SOURCE_DOCUMENTS or hashes[0] < eval_fraction
+    return eval_fraction if is_enough else (hashes[0] + hashes[1]) / 2
 
 
 def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
@@ -150,34 +148,27 @@ def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | No
         yield from (source.document(index) for index in order if wanted is None or wanted(source.key(index)))
 
 
-_UNREADABLE = (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError)
-"""The errors of libraries for a value that Python cannot hold: a date of the year 300000, an unknown time zone."""
-
-
-def _unreadable(error: Exception) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        return f"not UTF-8 text ({error.reason})"
-    return f"a value of it cannot be read ({type(error).__name__}: {error})"
+def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str) -> Row:
+    """Return the document of the whole row that `read` returns; a bad row if a value cannot be read."""
+    try:
+        return Document(key, "", record=read())
+    # Libraries' errors for a value that Python cannot hold: a date of the year 300000, an unknown time zone.
+    except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
+        return BadRow(key, f"{where}: a value of it cannot be read ({type(error).__name__}: {error})")
 
 
 def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
     """Return the document of the text that `read` returns: empty for null, a bad row for any other type."""
-    try:
-        value = read()
-    except _UNREADABLE as error:
-        return BadRow(key, f"{where}: {_unreadable(error)}")
-    if value is None or isinstance(value, str):
-        reason = not_unicode(value or "")
-        return Document(key, value or "") if reason is None else BadRow(key, f"{where}: {reason}")
-    return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
-
-
-def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str) -> Row:
-    """Return the document of the whole row that `read` returns."""
-    try:
-        return Document(key, "", record=read())
-    except _UNREADABLE as error:
-        return BadRow(key, f"{where}: {_unreadable(error)}")
+    row = record_document(key, lambda: {"": read()}, where)
+    if isinstance(row, BadRow) or row.record is None:
+        return row
+    value = row.record[""]
+    if value is not None and not isinstance(value, str):
+        return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
+    reason = not_unicode(value or "")
+    return Document(key, value or "") if reason is None else BadRow(key, f"{where}: {reason}")
 
 
 def field_document(key: str, record: Mapping[str, Any], column: str | None, where: str) -> Row:
@@ -191,20 +182,19 @@ def field_document(key: str, record: Mapping[str, Any], column: str | None, wher
 
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
     """Return the message for a missing column, with the existing ones."""
-    has = f"{', '.join(existing) or 'none':.300}: set data.text_column=COLUMN"
-    return f"data.text_column={column}: {where} has no such column; it has {has}"
+    has = ", ".join(existing) or "none"
+    return f"data.text_column={column}: {where} has no such column; it has {has:.300}: set data.text_column=COLUMN"
 
 
 def check_bad_rows(found: int, limit: int, last: str) -> None:
     """Raise DataError if `found` bad rows, the newest with the problem `last`, are more than `limit`."""
-    if found <= limit:
-        return
-    if limit == 0:
+    if found > limit == 0:
         raise DataError(f"{last}. Mend it or, where such rows are few, pass over them: data.on_bad_row=skip")
-    raise DataError(
-        f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
-        "data.max_bad_rows"
-    )
+    if found > limit:
+        raise DataError(
+            f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
+            "data.max_bad_rows"
+        )
 
 
 def shortened_fields(record: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
@@ -255,14 +245,12 @@ class UserReader:
 
     def __init__(self, entry: Source, text_column: str | None) -> None:
         self._name, self._column = entry.dataset_name, text_column
-        name = self._name.removeprefix(PYTHON)
         self._rows: Any = None
-        digest = reader_digest(self._name)
+        name, digest = self._name.removeprefix(PYTHON), reader_digest(self._name)
+        self.identity: dict[str, Any] = {"kind": "python", "name": name, "sha256": digest, "text_column": text_column}
         reader = self._reader()
         self._size = len(reader)
-        identity = getattr(reader, "identity", {})
-        self.identity: dict[str, Any] = {"kind": "python", "name": name, "sha256": digest, "text_column": text_column}
-        if isinstance(identity, Mapping):
+        if isinstance(identity := getattr(reader, "identity", {}), Mapping):
             self.identity |= {f"own {key}": value for key, value in identity.items()}
 
     def __len__(self) -> int:
@@ -296,8 +284,8 @@ class UserReader:
                 len(rows), rows.__getitem__
             except Exception as error:
                 raise DataError(
-                    f"data.dataset_name={self._name}: called without arguments, it must return what has a length and "
-                    f"numbered rows ({type(error).__name__}: {error})"
+                    f"data.dataset_name={self._name}: called without arguments, it must return an object with a length "
+                    f"and numbered rows ({type(error).__name__}: {error})"
                 ) from error
             self._rows = rows
         return self._rows

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.base.foreign_places import check
 from ds_encdec.base.types import DataError
@@ -22,7 +22,6 @@ from ds_encdec.data.sources.hub_errors import (
     is_of_network,
     is_remote,
     no_dates,
-    no_repeated,
     no_shifted,
     readable_errors,
     retry_rows,
@@ -45,12 +44,16 @@ from ds_encdec.registry.source_kinds import kind_of_file, local_kind
 if TYPE_CHECKING:
     import datasets
 
-T = TypeVar("T")
-
 Columns = Callable[[Sequence[str]], Sequence[str]]
 """A function that returns which of a table's columns are read."""
 
 logger = logging.getLogger(__name__)
+
+
+def _read_columns(text_column: str | None, columns: Columns | None, existing: Sequence[str]) -> list[str]:
+    if text_column is not None:
+        return [text_column]
+    return list(existing if columns is None else columns(existing))
 
 
 class ParquetFiles:
@@ -70,19 +73,14 @@ class ParquetFiles:
         columns: Columns | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        self._files = files
+        self._files, self._names = files, short_names(files)
+        self._text_column, self._columns = text_column, columns
         self.is_remote = any(map(is_remote, files))
-        self._columns = columns
-        self._names = short_names(files)
-        self._text_column = text_column
+        self._units: list[tuple[int, int | None]] = []
         has_few = len(files) < self.FILES_PER_LANE * num_lanes
-        looked_into = range(len(files) if has_few else 1)
-        groups = [next(self._with_retries(partial(self._opened, file), 0, file)).num_row_groups for file in looked_into]
-        self._units: list[tuple[int, int | None]] = (
-            [(file, group) for file, count in enumerate(groups) for group in range(count)]
-            if has_few
-            else [(file, None) for file in range(len(files))]
-        )
+        for file in range(len(files)):
+            groups = self._open(file).num_row_groups if has_few or file == 0 else 0
+            self._units += [(file, group) for group in range(groups)] if has_few else [(file, None)]
         self.num_units = len(self._units)
         self.identity = identity or {
             "kind": "parquet",
@@ -97,7 +95,8 @@ class ParquetFiles:
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """Yield the (`wanted`) documents of `unit` from row `first_row` on; one row group is in memory at a time."""
-        rows = self._with_retries(partial(self._rows, unit, wanted), first_row, self._units[unit][0])
+        read, path = partial(self._rows, unit, wanted), self._files[self._units[unit][0]]
+        rows = retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
         return (document for document in rows if document is not None)
 
     def _rows(self, unit: int, wanted: Callable[[str], bool] | None, first_row: int) -> Iterator[Row | None]:
@@ -114,24 +113,19 @@ class ParquetFiles:
                     yield None
                 elif isinstance(rows(), str):  # damaged: none of its rows can be read
                     yield BadRow(key, f"{where}: {rows()}")
+                elif self._text_column is not None:
+                    yield text_document(key, rows().column(0)[row].as_py, f"{where}, row {row}")
                 else:
-                    yield self._document(key, rows(), row, f"{where}, row {row}")
+                    yield record_document(key, partial(_record, rows(), row), f"{where}, row {row}")
             first_row = max(0, first_row - num_rows)
-
-    def _document(self, key: str, table: Any, row: int, where: str) -> Row:
-        if self._text_column is not None:
-            return text_document(key, table.column(0)[row].as_py, where)
-        columns = zip(table.column_names, table.columns, strict=True)
-        return record_document(
-            key, lambda: {name: shortened(one[row].as_py(), one.type) for name, one in columns}, where
-        )
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
         """Return the Arrow table of a row group's columns, or the problem of a damaged one in a local file."""
         from pyarrow import ArrowException
 
+        columns = _read_columns(self._text_column, self._columns, parquet.schema_arrow.names)
         try:
-            return parquet.read_row_group(group, columns=self._read_columns(parquet.schema_arrow.names))
+            return parquet.read_row_group(group, columns=columns)
         except (OSError, ArrowException) as error:
             path = self._files[file]
             if is_remote(path):
@@ -140,31 +134,31 @@ class ParquetFiles:
                 raise DataError(f"{path}: cannot be read (row group {group}: {error})") from error
             return f"cannot be read ({error})"
 
-    def _read_columns(self, existing: Sequence[str]) -> Sequence[str] | None:
-        if self._text_column is not None:
-            return [self._text_column]
-        return None if self._columns is None else self._columns(existing)
-
-    def _with_retries(self, read: Callable[[int], Iterator[T]], first_row: int, file: int) -> Iterator[T]:
-        """Yield the rows of `read(first_row)`, with retries if the file is remote."""
-        path = self._files[file]
-        return retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
-
-    def _opened(self, file: int, _first_row: int) -> Iterator[Any]:
-        yield self._open(file)
-
     def _open(self, file: int) -> Any:
         # Imported here because it takes 0.2 s, and most runs read no parquet.
         import fsspec
         from pyarrow.parquet import ParquetFile
 
         path = self._files[file]
-        with nullcontext() if is_remote(path) else local_errors(path, "cannot be read as parquet"):
-            parquet = ParquetFile(fsspec.open(path, "rb").open() if is_remote(path) else path)
-        no_repeated(path, parquet.schema_arrow.names)
+        if is_remote(path):
+            parquet = next(retry_rows(lambda _: iter([ParquetFile(fsspec.open(path, "rb").open())]), 0, path))
+        else:
+            with local_errors(path, "cannot be read as parquet"):
+                parquet = ParquetFile(path)
+        names = parquet.schema_arrow.names
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise DataError(
+                f"{path}: the column {', '.join(repeated):.300} is there more than once. Write the file with a "
+                "different name for each column"
+            )
         if parquet.metadata.num_rows:  # one without rows may have no columns either
-            _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
+            _require_column(self._text_column, self._names[file], names)
         return parquet
+
+
+def _record(table: Any, row: int) -> dict[str, Any]:
+    columns = zip(table.column_names, table.columns, strict=True)
+    return {name: shortened(one[row].as_py(), one.type) for name, one in columns}
 
 
 def open_hub_data(
@@ -175,10 +169,10 @@ def open_hub_data(
     import datasets
 
     path, column = entry.dataset_name, entry.text_column if columns is None else None
-    name = _name(entry)
+    name, is_folder = _name(entry), os.path.isdir(entry.dataset_name)
     with readable_errors(entry, name):
         builder, files = _builder_and_files(entry)
-        if os.path.isdir(path):  # identified by its files, so that it may move
+        if is_folder:  # identified by its files, so that it may move
             identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
         else:
             identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
@@ -190,21 +184,19 @@ def open_hub_data(
             try:
                 builder.download_and_prepare()
             except Exception as error:
-                if is_of_network(error) and not os.path.isdir(path):
+                if is_of_network(error) and not is_folder:
                     raise
                 raise content_error(name, error, files) from error
-            table = builder.as_dataset(split=entry.dataset_split)
-            no_shifted(builder.name, name, table.column_names)
-            rows = HubTable(name, column, table, identity, columns)
-            no_dates(builder.name, name, rows.types, rows.types)
-            return rows
+            rows = builder.as_dataset(split=entry.dataset_split)
+            no_shifted(builder.name, name, rows.column_names)
+            table = HubTable(name, column, rows, identity, columns)
+            no_dates(builder.name, name, table.types, table.types)
+            return table
         if builder.name == "parquet" and files:
             return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
-        stream = HubStream(
-            name, column, builder.as_streaming_dataset(split=entry.dataset_split), identity, files, builder.name
-        )
-        read = [column] if column else stream.types if columns is None else columns(list(stream.types))
-        no_dates(builder.name, name, stream.types, read)
+        shards = builder.as_streaming_dataset(split=entry.dataset_split)
+        stream = HubStream(name, column, shards, identity, files, builder.name)
+        no_dates(builder.name, name, stream.types, _read_columns(column, columns, list(stream.types)))
         return stream
 
 
@@ -269,13 +261,9 @@ class HubTable:
         columns: Columns | None = None,
     ) -> None:
         _require_column(column, name, table.column_names)
-        read = (
-            [column] if column is not None else table.column_names if columns is None else columns(table.column_names)
-        )
-        self._table = table.select_columns(list(read))
+        self._name, self._column = name, column
+        self._table = table.select_columns(_read_columns(column, columns, table.column_names))
         self.types = _arrow_types(self._table.features)
-        self._name = name
-        self._column = column
         self.identity = {**identity, "rows": len(table)}
 
     def __len__(self) -> int:
@@ -305,19 +293,14 @@ class HubStream:
         files: Sequence[str],
         kind: str,
     ) -> None:
-        self._stream = stream
-        self._kind = kind
+        self._name, self._column, self._stream, self._files, self._kind = name, column, stream, files, kind
         self.types = _arrow_types(stream.features)
-        self._name = name
-        self._column = column
         self.num_units = stream.num_shards
         self.identity = identity
-        self._files = files
         self.is_remote = not files or any(map(is_remote, files))
-        for first in self._records(0, 0) if self.num_units else ():
+        for first in islice(self._records(0, 0), 1) if self.num_units else ():
             no_shifted(kind, name, first)
             _require_column(column, name, list(first))
-            break
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
         """Yield the (`wanted`) documents of a shard from row `first_row` on; rows before it are read and dropped."""
@@ -338,12 +321,12 @@ def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) ->
 
     A data set that the hub does not show is left out: opening it tries the local cache, and reports the problem.
     """
-    commits = {
-        hub_name(entry): (saved or {}).get(hub_name(entry)) or _hub_commit(entry.dataset_name, entry.dataset_revision)
-        for entry in ({} if data.prepared_dir else named_sources(data)).values()
-        if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name)
-    }
-    return {name: commit for name, commit in commits.items() if commit}
+    commits: dict[str, str] = {}
+    for entry in ({} if data.prepared_dir else named_sources(data)).values():
+        if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name):
+            commit = (saved or {}).get(hub_name(entry)) or _hub_commit(entry.dataset_name, entry.dataset_revision)
+            commits |= {hub_name(entry): commit} if commit else {}
+    return commits
 
 
 def _hub_commit(dataset_name: str, revision: str | None) -> str | None:

@@ -1,0 +1,161 @@
+"""The size of the training data, from a sample or from lanes that run ahead without a model.
+
+A new run needs the ratio of its two sides, and enough data for one step; `training.num_train_epochs` becomes steps.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from ds_encdec.base.quantities import count
+from ds_encdec.base.types import ConfigError, DataError
+from ds_encdec.config.implied import shortened_warmup
+from ds_encdec.config.rules import find_conflicts
+from ds_encdec.config.schema import FullConfig
+from ds_encdec.data.budgets import token_budgets
+from ds_encdec.data.eval_set import packed, split_rows, weighed_size
+from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
+from ds_encdec.data.lane import Lane, LanePipeline
+from ds_encdec.data.sources.sources import AnySource, BadRow, OpenSource, StreamSource, all_rows
+
+SAMPLE_DOCUMENTS = 256  # documents in the survey's sample of all sources together
+COUNTED_READINGS = 100_000  # readings of a document, in all passes, up to which the lanes run ahead
+_LARGE_SAMPLE_DOCUMENTS = 4000  # documents from which the steps of more readings are estimated
+
+logger = logging.getLogger(__name__)
+
+
+class Survey(NamedTuple):
+    """Facts about the training documents, from a sample of them."""
+
+    ratio: float  # encoder tokens per decoder token after denoising
+    forms: Sequence[str]  # sorted forms of the inputs, from `ExampleMaker.form`
+    too_short: str | None  # why a run refuses the data: it is smaller than one optimizer step
+
+
+def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker, num_lanes: int) -> Survey:
+    """Sample the sources in proportion to their weights. Raises DataError if there is no text at all."""
+    total_weight, bad_row_limit = sum(opened.weight for opened in sources), config.data.bad_row_limit
+    all_read: list[Any] = []
+    documents = tokens = 0.0
+    forms: set[str | None] = set()
+    for opened in sources:
+        most = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
+        rows = with_ids(all_rows(opened.source, "sample"), maker)
+        read = list(islice(usable_documents(rows, bad_row_limit), most + 1))
+        forms |= {maker.form(document) for document, ids in read[:most] if maker.size(ids)}
+        trained = [ids for document, ids in read[:most] if not opened.holds_out(document.key)]
+        size: float = len(trained)
+        if len(read) > most:  # the whole source's size; unknown for a stream that is longer than the sample
+            is_stream = isinstance(opened.source, StreamSource)
+            size = math.inf if is_stream else round(opened.size * (1 - opened.held_out))
+        all_read += trained
+        documents += size
+        tokens += math.inf if size == math.inf else size * sum(map(maker.size, trained)) / max(1, len(trained))
+    if sources[0].counts_tokens:
+        rows = split_rows(sources, "train", maker)
+        all_read = [ids for _, ids in islice(usable_documents(rows, bad_row_limit), SAMPLE_DOCUMENTS)]
+    usable = [ids for ids in all_read if maker.size(ids)]
+    if not usable:
+        looked_at = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
+        first = next((ids for _, ids in with_ids(looked_at, maker)), None)
+        if isinstance(first, BadRow):
+            raise DataError(f"the data set is empty: no row of the sample can be used. {first.problem}")
+        raise DataError(
+            f"the data set is empty: none of the {len(all_read)} documents of a sample has text to train on. All were "
+            f"{maker.why_empty}"
+        )
+    ratio = maker.ratio(usable)
+    return Survey(ratio, sorted(filter(None, forms)), _too_short(config, ratio, documents, tokens, num_lanes))
+
+
+def _too_short(config: FullConfig, ratio: float, documents: float, tokens: float, num_lanes: int) -> str | None:
+    if documents < num_lanes:
+        return (
+            f"{count(documents, 'document')} to train on: too few for {num_lanes} lanes. Each lane (a micro-batch of "
+            f"every optimizer step) reads its own documents. Set data.num_lanes={max(1, documents):.0f}"
+            f"{' or less' if documents > 1 else ''}, give more files or lines, or cut long ones"
+        )
+    budgets = token_budgets(config.data, config.training.micro_batch_size, ratio)
+    per_batch = budgets.encoder_tokens + budgets.decoder_tokens
+    if tokens < num_lanes * per_batch:
+        return (
+            f"the corpus is shorter than one batch: about {tokens:,.0f} tokens in {count(documents, 'document')} to "
+            f"train on, but one optimizer step of {count(num_lanes, 'micro-batch')} x {per_batch:,} tokens needs "
+            f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
+            "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
+        )
+    return None
+
+
+def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
+    """Return the configuration with `steps` for its epochs. Raises ConfigError if its other fields do not fit them."""
+    training = config.training
+    warmup_steps, epochs = training.warmup_steps, training.num_train_epochs
+    if training.warmup_ratio is not None:
+        warmup_steps = math.ceil(steps * training.warmup_ratio)
+    elif "warmup_steps" not in training.model_fields_set:
+        shorter = shortened_warmup(steps, training.lr_scheduler_type)
+        warmup_steps = warmup_steps if shorter is None else shorter
+    changes = {"num_train_steps": steps, "num_train_epochs": None, "warmup_steps": warmup_steps, "warmup_ratio": None}
+    counted = config.model_copy(update={"training": training.model_copy(update=changes)})
+    if conflicts := find_conflicts(counted):
+        lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
+        raise ConfigError(f"training.num_train_epochs={epochs} are {steps} optimizer steps:\n{lines}")
+    return counted
+
+
+def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
+    """Return the optimizer steps in which every lane returns all examples of `epochs` passes over its data.
+
+    Passes over a mixture are those over its slowest source. Raises DataError for a stream of unknown length.
+    """
+    rows = [_num_rows(opened.source) for opened in pipeline.sources]
+    readings = sum(
+        number * (pipeline.num_lanes if isinstance(opened.source, StreamSource) else 1)
+        for number, opened in zip(rows, pipeline.sources, strict=True)
+    )
+    # Of many passes a few are counted; a part of a pass counts as the same part of its steps.
+    counted = min(epochs, COUNTED_READINGS // max(1, readings))
+    if counted:
+        longest = max(_batches(Lane(pipeline, number), counted) for number in range(pipeline.num_lanes))
+        return math.ceil(longest * (epochs / counted))
+    logger.info("num_train_epochs=%g: the steps are estimated from %d documents", epochs, _LARGE_SAMPLE_DOCUMENTS)
+    maker, total = pipeline.maker, sum(opened.weight for opened in pipeline.sources)
+    passes = 0.0
+    for number, opened in zip(rows, pipeline.sources, strict=True):
+        mean_size = 1.0  # of a document, in the unit of the weights
+        if opened.counts_tokens:
+            read = islice(split_rows([opened], "train", maker), _LARGE_SAMPLE_DOCUMENTS)
+            sizes = [weighed_size(opened, maker, ids) for _, ids in read]
+            mean_size = sum(sizes) / max(1, len(sizes))
+        passes = max(passes, number * (1 - opened.held_out) * mean_size * total / opened.weight)
+    usable = usable_documents(split_rows(pipeline.sources, "train", maker), pipeline.data.bad_row_limit)
+    sample = list(islice(usable, _LARGE_SAMPLE_DOCUMENTS))
+    made = (one.example for document, ids in sample for one in maker.examples(ids, document.key, 0))
+    batches = sum(1 for _ in packed((one for one in made if one is not None), pipeline, pipeline.budgets))
+    size = sum(weighed_size(pipeline.sources[0], maker, ids) for _, ids in sample)
+    return math.ceil(epochs * passes * batches / max(1, size) / pipeline.num_lanes)
+
+
+def _num_rows(source: AnySource) -> int:
+    number = getattr(source, "num_rows", None) if isinstance(source, StreamSource) else len(source)
+    if number is None:
+        raise DataError(
+            "training.num_train_epochs: the length of streamed data is not known before its end. Give "
+            "training.num_train_steps, or read it whole with data.streaming=false"
+        )
+    return int(number)
+
+
+def _batches(lane: Lane, epochs: float) -> float:
+    ends = [0]
+    batches = 0
+    while len(ends) <= math.ceil(epochs):
+        next(lane)
+        batches += 1
+        ends += [batches] * (lane.passes - len(ends) + 1)
+    whole = math.floor(epochs)
+    return ends[whole] + (epochs - whole) * (ends[math.ceil(epochs)] - ends[whole])
