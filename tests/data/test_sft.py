@@ -129,7 +129,7 @@ def test_a_row_of_which_nothing_can_be_made_is_bad_and_says_why(golden: Callable
 def test_bad_rows_stop_the_run_or_are_counted(tmp_path: Path) -> None:
     rows = [row if i % 10 else {**row, "output": None} for i, row in enumerate(SFT_ROWS)]
     path = write_rows(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=r"a\.jsonl:\d+: there is nothing in its field \{output\}.*on_bad_row=skip"):
+    with pytest.raises(DataError, match=r"a\.jsonl:\d+: its field \{output\} has no value.*on_bad_row=skip"):
         data_of(sft_config(path))
     data = data_of(sft_config(path, on_bad_row="skip", **ALL_TRAIN))
     read_until(data, 1)
@@ -537,4 +537,4 @@ def test_values_are_written_as_json_spells_them_and_what_is_not_finite_is_bad(tm
     assert outputs == ["0.1", "false", str(10**30)]
     assert "true" in TOKENIZER.decode(pairs[0][0][0])
     assert "-0.0" in TOKENIZER.decode(pairs[0][0][0])
-    assert "there is nothing in its field {output}" in pairs[3].problem
+    assert "its field {output} has no value" in pairs[3].problem

@@ -304,7 +304,7 @@ def test_no_row_that_a_run_has_trained_on_is_in_its_test_split(
     assert "for test" not in judged("data.train_split_ratio=0.4", "--split", "validation")[1]
     assert judged(config_option, "data.train_split_ratio=0.5")[0] == 0
     rows.write_text(rows.read_text() + rows.read_text())
-    assert "is not what it was trained on" in judged()[1]
+    assert "was not in the training data" in judged()[1]
     assert judged(own_rows)[0] == 0
 
     def given(*arguments: Any) -> list[TextExample]:
