@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
 
+# Number of lanes for which `prepare` opens a source, whatever a run has: the units of a stream depend on it.
 PREPARED_LANES = 8
-"""Number of lanes for which `prepare` opens a source, whatever a run has: the units of a stream depend on it."""
 
 
 @dataclass(frozen=True)

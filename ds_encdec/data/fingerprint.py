@@ -21,11 +21,11 @@ Facts = dict[str, Any]
 
 _PROBE = "The quick brown fox, 1234567890 — jumps\n\tover: naïve {dogs}; 日本語 <extra_id_0>."
 
+# The facts that, beside a source itself, decide the order of its documents.
 _POSITION_FACTS = ("data.num_lanes", "data.shuffle_buffer_size", "training.seed")
-"""The facts that, beside a source itself, decide the order of its documents."""
 
+# The facts that do not affect how a document is cut and packed.
 _CHOICE_FACTS = ("sources", "mixture weights", "mixture weights count", "evaluation sources")
-"""The facts that do not affect how a document is cut and packed."""
 
 
 def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequence[OpenSource] = ()) -> Facts:

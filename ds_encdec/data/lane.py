@@ -18,8 +18,8 @@ from ds_encdec.data.packing import Packer, Waiting
 from ds_encdec.data.readers import LaneShare, Located, MixtureReader, Reference, changed_since
 from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, check_bad_rows
 
+# Consecutive documents without a usable one (empty, or held out) after which the data counts as empty.
 MAX_EMPTY_DOCUMENTS = 10_000
-"""Consecutive documents without a usable one (empty, or held out) after which the data counts as empty."""
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from ds_encdec.data.budgets import Budgets
 
 Item = TypeVar("Item")
 
+# Free share of either side below which best fit, and no longer the order of arrival, fills a batch.
 BEST_FIT_BELOW = 0.5
-"""Free share of either side below which best fit, and no longer the order of arrival, fills a batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Packer(Generic[Item]):
         self._capacity = np.array([budgets.encoder_tokens, budgets.decoder_tokens])
         self._pool_examples = pool_examples
         self._max_wait_batches = max_wait_batches
+        # The pool, in order of arrival; assign to it to restore an earlier state.
         self.waiting: list[Waiting[Item]] = []
-        """The pool, in order of arrival; assign to it to restore an earlier state."""
 
     def pack(self, arrivals: Iterator[Waiting[Item]]) -> list[Item]:
         """Return the next micro-batch, taking `arrivals` as needed; empty once they and the pool are exhausted."""

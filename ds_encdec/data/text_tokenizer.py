@@ -29,9 +29,10 @@ BYTE_LEVEL_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+
 QWEN_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# The patterns by which tiktoken and tokenizers cut a text at the same places, around each of Unicode's characters.
 PATTERNS = (BYTE_LEVEL_PATTERN, QWEN_PATTERN)
-"""The patterns by which tiktoken and tokenizers cut a text at the same places, around each of Unicode's characters."""
 
+# Texts in which implementations could differ: scripts, code, white space, emoji, normal forms, recent characters.
 SAMPLE = (
     "It's what they'll've DONE'S, I'D say: 'ſ we\u212are don't\u2019s\u00a0!? #$%^&*()_+ -- ---...\u2026 <|endoftext|>",
     "def f(x):\n\tif x:\r\n\r\n        return {'a': [1, 22, 333, 4_444.5e-6]}  # \t \n\n\n    \n \t x  ",
@@ -42,12 +43,11 @@ SAMPLE = (
     "\u0870 \u1c89 \u0897a \ua7cb \U00010d6f \U0001e4d0 \U00011bc0 \U00016d63\U00016d67 \U000323af \U0002ebf0",
     "Donaudampfschifffahrtsgesellschaftskapitän" * 3 + "a" * 999 + " " * 99 + "\n" * 99 + "^" * 99 + "\t " * 50 + "x",
 )
-"""Texts in which implementations could differ: scripts, code, white space, emoji, normal forms, recent characters."""
 
+# Characters of a text that are checked together. If they hold no white space, or nothing behind it, a piece may be too
+# long for tiktoken: before version 0.14 its time grows with the square of the length, and in any version a very long
+# run of spaces overflows its stack.
 _WINDOW = 8192
-"""Characters of a text that are checked together. If they hold no white space, or nothing behind it, a piece may be too
-long for tiktoken: before version 0.14 its time grows with the square of the length, and in any version a very long run
-of spaces overflows its stack."""
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,11 @@ from ds_encdec.config.schema import ModelConfig
 from ds_encdec.launch.disk import cached
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, Vocabulary, add_sentinels
 
-BUILTIN = "builtin"
-"""Value of `model.tokenizer_name_or_path` that selects the built-in tokenizer."""
+BUILTIN = "builtin"  # value of `model.tokenizer_name_or_path` that selects the built-in tokenizer
 
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
-BYTES = 256
-"""Smallest alphabet of a byte-level tokenizer."""
+BYTES = 256  # smallest alphabet of a byte-level tokenizer
 
 
 def load_tokenizer(

@@ -57,7 +57,7 @@ def folder(tmp_path: Path, cache: Path) -> Path:
     [
         (partial(json_lines, last=OTHER), "b.jsonl, from row 0 on: .*names don't match.*data.streaming=false", [41, 0]),
         (partial(json_lines, last='{"text": "x'), "b.jsonl, from row 0 on: .*on_bad_row=skip", [41, 1]),
-        (two_columns, [40, 0], "cannot be read .*must be alike.*data.streaming=true"),
+        (two_columns, [40, 0], "cannot be read .*same columns and types.*data.streaming=true"),
         (repeated_column, "b.parquet: the column text is there more than once", "cannot be read"),
     ],
 )

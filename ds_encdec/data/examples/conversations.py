@@ -15,19 +15,19 @@ from ds_encdec.config.row_values import as_text, present
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+# The fields in which data sets (of OpenAI, axolotl, ms-swift) mark whether a turn is learnt.
 TURN_WEIGHTS = ("weight", "train", "trainable", "training", "loss", "loss_scale")
-"""The fields in which data sets (of OpenAI, axolotl, ms-swift) mark whether a turn is learnt."""
+# Fields that mark it in another way: for parts of a turn, or for those that are not learnt.
 _OTHER_MASKS = ("train_detail", "training_detail", "loss_mask", "mask", "masked")
-"""Fields that mark it in another way: for parts of a turn, or for those that are not learnt."""
+# The role of each speaker in ShareGPT's form.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
     "system": "system",
 }
-"""The role of each speaker in ShareGPT's form."""
+# Written weights, and whether they mean "learnt"; no weight does.
 _WEIGHTS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True, "": True, "none": True}
-"""Written weights, and whether they mean "learnt"; no weight does."""
 
 
 class UnusableError(ValueError):

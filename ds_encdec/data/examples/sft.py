@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
     from ds_encdec.tokenizer.sentinels import Vocabulary
 
-Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
-"""Input and output of an example, int32 each; the output ends with EOS."""
+Pair: TypeAlias = tuple[np.ndarray, np.ndarray]  # input and output of an example, int32 each; the output ends with EOS
 
+# A private-use character: it follows the first character of a special token that a user has written.
 _MARK = "\U000f0000"
-"""A private-use character: it follows the first character of a special token that a user has written."""
 
 _TASK = "SFT"
 

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+# Pauses between attempts: two minutes in total, on top of the waits of the libraries below.
 RETRY_DELAYS_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 60.0)
-"""Pauses between attempts: two minutes in total, on top of the waits of the libraries below."""
 
 # HTTP statuses, and errors of the system and of HTTP clients, that another attempt does not change.
 _REFUSED = {401, 403, 404, 410}

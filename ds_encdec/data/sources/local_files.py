@@ -29,9 +29,9 @@ from ds_encdec.data.sources.sources import BadRow, Row, field_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
 
+# A larger text file is cut at blank lines into documents of at most this size, so that one long file can be shuffled,
+# spread over lanes and held out in part.
 TEXT_PIECE_BYTES = 1 << 16
-"""A larger text file is cut at blank lines into documents of at most this size, so that one long file can be shuffled,
-spread over lanes and held out in part."""
 
 INDEXED_BYTES = 1 << 20  # the index of a larger file's lines is kept; that of a smaller file takes a millisecond
 _SCAN_BYTES = 1 << 24

@@ -44,8 +44,7 @@ from ds_encdec.registry.source_kinds import kind_of_file, local_kind
 if TYPE_CHECKING:
     import datasets
 
-Columns = Callable[[Sequence[str]], Sequence[str]]
-"""A function that returns which of a table's columns are read."""
+Columns = Callable[[Sequence[str]], Sequence[str]]  # a function that returns which of a table's columns are read
 
 logger = logging.getLogger(__name__)
 
