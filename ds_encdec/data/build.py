@@ -29,7 +29,6 @@ from ds_encdec.data.sources.sources import (
     hub_name,
     named_sources,
     source_entries,
-    source_name,
 )
 from ds_encdec.data.sources.tables import resolve_commits
 from ds_encdec.data.survey import Survey, take_survey
@@ -116,25 +115,16 @@ def build_data(
     workers = data.preprocessing_num_workers
     loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
     evaluated = partial(_evaluated, config, pipeline, loader, survey.ratio, evaluation_cache)
-    eval_examples, eval_batches = evaluated(own)
+    batches, examples = evaluated(own)
     eval_sets = {}
     for name in data.eval_sets:
         try:
             split = own_split(data.of_eval_set(name), "validation", training.seed, maker, commits, name)
-            eval_sets[name] = evaluated(split)[1]
+            eval_sets[name], _ = evaluated(split)
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
     return TrainingData(
-        loader,
-        eval_batches,
-        eval_examples,
-        pipeline,
-        facts,
-        survey.ratio,
-        commits,
-        eval_sets,
-        survey.forms,
-        survey.too_short,
+        loader, batches, examples, pipeline, facts, survey.ratio, commits, eval_sets, survey.forms, survey.too_short
     )
 
 
@@ -145,15 +135,15 @@ def _evaluated(
     ratio: float,
     cache_folder: Path | None,
     own: Sequence[OpenSource],
-) -> tuple[Callable[[], Sequence[Example]], Callable[[], Sequence[Batch]]]:
-    """Return two cached functions: of the examples of `own` (or the held-out ones), and of this rank's batches."""
+) -> tuple[Callable[[], Sequence[Batch]], Callable[[], Sequence[Example]]]:
+    """Return two cached functions: of this rank's batches, and of the examples of `own` (or the held-out ones)."""
     training = config.training
     facts, wanted = fingerprint(config, pipeline, own), training.eval_samples
     find = cache(partial(evaluation_examples, pipeline, wanted, facts, cache_folder, own))
     if cache_folder and wanted:
         find()
     budgets = token_budgets(config.data, training.per_device_eval_batch_size, ratio)
-    return find, cache(lambda: loader.collated(packed(find(), pipeline, budgets), budgets))
+    return cache(lambda: loader.collated(packed(find(), pipeline, budgets), budgets)), find
 
 
 def open_sources(
@@ -164,7 +154,7 @@ def open_sources(
     validation, test = held_out_shares(data).values()
     counts_tokens = data.mixture_weights_count == "tokens"
     for number, entry in enumerate(source_entries(data)):
-        source = _open(entry, source_name(number), data, seed, maker, num_lanes, commits)
+        source = _open(entry, f"source-{number}", data, seed, maker, num_lanes, commits)
         below = held_out_below(source, validation)
         below_test = below + test if test else 0.0
         opened.append(OpenSource(source, entry.weight, below, number, below_test, counts_tokens))

@@ -16,7 +16,7 @@ from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, wit
 from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.packing import Packer, Waiting
-from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_rows
+from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_rows, held_out_hash
 from ds_encdec.launch.disk import write_atomically
 
 _FORMAT = 3  # of the cached files, and of the rules that make examples of rows: raised when either changes
@@ -90,7 +90,9 @@ def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker)
     """
 
     def is_wanted(opened: OpenSource, key: str) -> bool:
-        return opened.split_of(key) == split
+        if not opened.holds_out(key):
+            return split == "train"
+        return split == ("validation" if held_out_hash(key) < opened.held_out_below else "test")
 
     queues = [with_ids(all_rows(opened.source, "evaluation", partial(is_wanted, opened)), maker) for opened in sources]
     shares = [{"train": 1.0, "validation": one.held_out_below, "test": one.test_below}[split] for one in sources]

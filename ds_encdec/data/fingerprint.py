@@ -34,7 +34,7 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
     The tokenizer is identified by its ids of a fixed text, sources by commit (hub), content (built-in corpus), or
     names, sizes, beginnings and ends of their files (local).
     """
-    maker, vocabulary = pipeline.maker, pipeline.maker.vocabulary
+    maker, ids = pipeline.maker, pipeline.maker.vocabulary
     mine = OBJECTIVES[config.data.objective]
     foreign = {name for row in OBJECTIVES.values() if row is not mine for name in row.own_fields}
     ordering = [path.removeprefix("data.") for path in marked(Mark.ORDER)]
@@ -45,9 +45,7 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
         "training.seed": pipeline.seed,
         "training.per_device_train_batch_size": config.training.micro_batch_size,
         "tokenizer": digest(maker.tokenize(Document("probe", _PROBE)).tolist()),
-        "special tokens": digest(
-            [vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id, vocabulary.mode_token_ids]
-        ),
+        "special tokens": digest([ids.sentinel_ids, ids.eos_id, ids.pad_id, ids.mode_token_ids]),
         "sources": source_facts(pipeline.sources),
         "mixture weights": {opened.number: opened.weight for opened in pipeline.sources},
         **maker.facts(),
@@ -63,9 +61,14 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
 
 def differing(saved: Facts, now: Facts) -> list[str]:
     """Return the facts that differ, each with both values."""
+
+    def in_words(name: str, facts: Facts) -> Any:
+        value = facts.get(name)
+        return "; ".join(map(_words, value)) if value and name.endswith("sources") else value
+
     # A run that a long row would have stopped has met none, so it may continue with any `data.on_long_row`.
     return [
-        f"{name}: {_in_words(name, saved)} there, {_in_words(name, now)} now"
+        f"{name}: {in_words(name, saved)} there, {in_words(name, now)} now"
         for name in {**saved, **now}
         if saved.get(name) != now.get(name) and (name != "data.on_long_row" or saved.get(name) != "stop")
     ]
@@ -97,18 +100,17 @@ def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> l
     kept = _kept(saved, now)
     cut_alike = all(saved.get(name) == now.get(name) for name in {**saved, **now} if name not in _CHOICE_FACTS)
     waiting = kept if cut_alike else set()
-    return [
-        {
-            **record,
-            "reader": {
-                **record["reader"],
-                "sources": {number: one for number, one in record["reader"]["sources"].items() if int(number) in kept},
-            },
-            "next_chunk": record["next_chunk"] if (record["next_chunk"] or [[None]])[0][0] in waiting else None,
+    usable = []
+    for record in records if kept else ():
+        reader, chunk = record["reader"], record["next_chunk"]
+        sources = {number: place for number, place in reader["sources"].items() if int(number) in kept}
+        changed = {
+            "reader": {**reader, "sources": sources},
+            "next_chunk": chunk if chunk and chunk[0][0] in waiting else None,
             "waiting": [entry for entry in record["waiting"] if entry[0][0] in waiting],
         }
-        for record in (records if kept else [])
-    ]
+        usable.append(record | changed)
+    return usable
 
 
 def digest(value: Any) -> str:
@@ -154,11 +156,6 @@ def _kept(saved: Facts, now: Facts) -> set[int]:
 
 def _identity(facts: Facts) -> Facts:
     return {name: value for name, value in facts.items() if name not in ("number", "size")}
-
-
-def _in_words(name: str, facts: Facts) -> Any:
-    value = facts.get(name)
-    return "; ".join(map(_words, value)) if value and name.endswith("sources") else value
 
 
 def _words(facts: Facts) -> str:

@@ -34,7 +34,7 @@ Row: TypeAlias = Document | BadRow
 
 
 class MapSource(Protocol):
-    """Documents by number; `identity` holds JSON-able facts that tell this data from other data."""
+    """Documents by number; `identity` holds JSON-able facts that distinguish this data from other data."""
 
     identity: dict[str, Any]
 
@@ -86,11 +86,6 @@ class OpenSource:
         """Return whether the document `key` is not trained on."""
         return held_out_hash(key) < self.held_out
 
-    def split_of(self, key: str) -> Split:
-        """Return the split of the document `key`."""
-        place = held_out_hash(key)
-        return "train" if place >= self.held_out else "validation" if place < self.held_out_below else "test"
-
     @property
     def size(self) -> int:
         """Return the number of documents, or of a stream's units."""
@@ -104,15 +99,10 @@ def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
 
 def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
     """Return all sources of `data`, those of separate validation and test splits too, by the names of their folders."""
-    trained = {source_name(number): entry for number, entry in enumerate(source_entries(data))}
-    splits = {split: entry for split in ("validation", "test") if (entry := data.own_split(split))}
-    sets = {f"eval-{name}": data.of_eval_set(name).own_split("validation") for name in data.eval_sets}
-    return trained | splits | {name: entry for name, entry in sets.items() if entry is not None}
-
-
-def source_name(number: int) -> str:
-    """Return the name of the source at this place in `source_entries`."""
-    return f"source-{number}"
+    trained = {f"source-{number}": entry for number, entry in enumerate(source_entries(data))}
+    splits = {split: data.own_split(split) for split in ("validation", "test")}
+    splits |= {f"eval-{name}": data.of_eval_set(name).own_split("validation") for name in data.eval_sets}
+    return trained | {name: entry for name, entry in splits.items() if entry}
 
 
 def hub_name(entry: MixtureSource) -> str:
