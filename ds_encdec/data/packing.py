@@ -53,20 +53,16 @@ class Packer(Generic[Item]):
     def pack(self, arrivals: Iterator[Waiting[Item]]) -> list[Item]:
         """Return the next micro-batch, taking `arrivals` as needed; empty once they and the pool are exhausted."""
         plan = _Plan(0, self._budgets.encoder_tokens, self._budgets.decoder_tokens, self._budgets.max_examples)
-        turns = []
+        is_overdue, first = False, 0  # the examples that the plan puts into this batch
         for entry in self.waiting:
             plan = self._planned(plan, entry)
-            turns.append(plan.turn)
-        overdue = any(
-            entry.waited_batches + 1 + turn > self._max_wait_batches
-            for entry, turn in zip(self.waiting, turns, strict=True)
-        )
+            is_overdue |= entry.waited_batches + 1 + plan.turn > self._max_wait_batches
+            first += plan.turn == 0
         chosen: list[Item] = []
         room = self._capacity.copy()
-        forced = turns.count(0) if overdue else 0
         while len(chosen) < self._budgets.max_examples:
             best: int | None = 0
-            if len(chosen) >= forced:
+            if not is_overdue or len(chosen) >= first:
                 while len(self.waiting) < self._pool_examples and plan.turn < self._max_wait_batches - 1:
                     if (arrived := next(arrivals, None)) is None:
                         break

@@ -89,7 +89,16 @@ def serve(task_stream: IO[bytes]) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     function, arguments, ahead = pickle.load(task_stream)
     ready: queue.Queue[bytes | None] = queue.Queue(maxsize=ahead)
-    writer = threading.Thread(target=_write_all, args=(ready, out))
+
+    def write_all() -> None:
+        try:
+            while (message := ready.get()) is not None:
+                out.write(message)
+                out.flush()
+        except OSError:
+            os._exit(0)  # the parent is gone
+
+    writer = threading.Thread(target=write_all)
     writer.start()
     ending: BaseException = StopIteration()
     try:
@@ -102,12 +111,3 @@ def serve(task_stream: IO[bytes]) -> None:
     ready.put(pickle.dumps(ending))
     ready.put(None)
     writer.join()
-
-
-def _write_all(ready: queue.Queue[bytes | None], out: IO[bytes]) -> None:
-    try:
-        while (message := ready.get()) is not None:
-            out.write(message)
-            out.flush()
-    except OSError:
-        os._exit(0)  # the parent is gone

@@ -16,7 +16,6 @@ from ds_encdec.launch.disk import cached
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, Vocabulary, add_sentinels
 
 BUILTIN = "builtin"  # value of `model.tokenizer_name_or_path` that selects the built-in tokenizer
-
 PAD_TOKEN = "<|endoftext|>"
 EOS_TOKEN = "<|im_end|>"
 BYTES = 256  # smallest alphabet of a byte-level tokenizer
@@ -39,9 +38,7 @@ def load_tokenizer(
         reserved = section.num_sentinel_tokens + (len(MODE_TOKENS) if mode_tokens else 0)
         tokenizer = builtin_tokenizer(builtin_texts(), section.architecture.vocab_size - reserved)
     elif name_or_path is None:
-        raise ConfigError(
-            f"model.tokenizer_name_or_path: a model.architecture needs a tokenizer: a folder, a hub id, or {BUILTIN}"
-        )
+        raise ConfigError(f"model.tokenizer_name_or_path: name a folder, a hub id, or {BUILTIN} for model.architecture")
     else:
         field = "tokenizer_name_or_path" if section.tokenizer_name_or_path else "model_name_or_path"
         tokenizer = pretrained_tokenizer(name_or_path, field=f"model.{field}")
@@ -73,23 +70,21 @@ def builtin_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
             f"mode tokens; it needs at least {BYTES + 2}"
         )
     corpus = list(texts)
+
+    def train() -> str:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD_TOKEN, EOS_TOKEN]
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        tokenizer.train_from_iterator(corpus, trainer)
+        return tokenizer.to_str()
+
     made_from = (part.encode() for part in (f"{vocab_size} {tokenizers.__version__}", *corpus))
-    trained = Tokenizer.from_str(cached("tokenizer", made_from, lambda: _train(corpus, vocab_size).to_str()))
+    trained = Tokenizer.from_str(cached("tokenizer", made_from, train))
     return PreTrainedTokenizerFast(tokenizer_object=trained, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN)
-
-
-def _train(corpus: list[str], vocab_size: int) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD_TOKEN, EOS_TOKEN],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(corpus, trainer)
-    return tokenizer
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

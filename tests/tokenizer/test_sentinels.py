@@ -146,7 +146,7 @@ def test_training_is_deterministic_and_happens_once(cache_folder: Path, monkeypa
     for corpus, size in ((CORPUS, 601), (CORPUS[1:], 600)):  # another corpus or size is another tokenizer
         builtin_tokenizer(corpus, size)
     assert len(list(cache_folder.iterdir())) == 3
-    monkeypatch.setattr(load, "_train", lambda *_: pytest.fail("trained although cached"))
+    monkeypatch.setattr(load.trainers, "BpeTrainer", lambda **_: pytest.fail("trained although cached"))
     assert builtin_tokenizer(CORPUS, 600).backend_tokenizer.to_str() == first
 
 
@@ -164,7 +164,7 @@ def test_unusable_settings_say_what_to_change(tmp_path: Path) -> None:
     for changes, message in (
         ({"architecture": section(vocab_size=289).architecture}, "needs at least 258"),
         ({"architecture": None}, r"builtin goes with model\.architecture only"),
-        ({"tokenizer_name_or_path": None}, "needs a tokenizer"),
+        ({"tokenizer_name_or_path": None}, "name a folder, a hub id, or builtin"),
     ):
         with pytest.raises(ConfigError, match=message):
             load(section().model_copy(update=changes))

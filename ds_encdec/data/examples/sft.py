@@ -178,9 +178,12 @@ class PairMaker(ExampleMaker):
             raise UnusableError(f"{error}. If that column is not a weight, set data.weight_column=null") from error
         column, messages = self._messages(record)
         if messages is None:
-            source, target = ("".join(self._filled(parts, record)) for parts in self._templates)
-            fields = [self._value(record, name) for _, name in self._templates[1] if name is not None]
-            yield _not_empty(source, target if any(field.strip() for field in fields) else "")
+            filled, fields = [], []
+            for parts in self._templates:
+                values = [(literal, "" if name is None else self._value(record, name)) for literal, name in parts]
+                filled.append("".join(literal + self._break(value) for literal, value in values))
+                fields = [value for _, value in values]  # the last time those of the output
+            yield _not_empty(filled[0], filled[1] if any(field.strip() for field in fields) else "")
         elif self.chat is None:
             raise ConfigError(
                 f"data.messages_column={column}: the rows are conversations, and the tokenizer has no chat template. "
@@ -192,10 +195,6 @@ class PairMaker(ExampleMaker):
     def _messages(self, record: Mapping[str, Any]) -> tuple[str | None, Any]:
         column = conversation_column(self.data, record)
         return column, None if column is None else present(record.get(column))
-
-    def _filled(self, parts: list[tuple[str, str | None]], record: Mapping[str, Any]) -> Iterator[str]:
-        for literal, name in parts:
-            yield literal if name is None else literal + self._break(self._value(record, name))
 
     def _value(self, record: Mapping[str, Any], name: str) -> str:
         column = self.data.field_mapping.get(name, name)
