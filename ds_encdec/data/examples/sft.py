@@ -44,10 +44,12 @@ _TASK = "SFT"
 class PairMaker(ExampleMaker):
     """The `ExampleMaker` of fine-tuning."""
 
+    tokenize: TextTokenizer
+
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary) -> None:
         """Raise ConfigError for a converter that cannot be imported."""
         self.data, self.vocabulary = data, vocabulary
-        self.tokenize = self._tokenizer = TextTokenizer(tokenizer.backend_tokenizer)
+        self.tokenize = TextTokenizer(tokenizer.backend_tokenizer)
         self.chat = ChatTemplate.of(tokenizer)
         self._facts = {} if data.converter is None else {"converter": converter_digest(data.converter)}
         if self.chat is not None:
@@ -141,9 +143,7 @@ class PairMaker(ExampleMaker):
             if number % 2:
                 ids.append(np.array([self._specials[piece]], dtype=np.int32))
             elif piece:
-                ids.append(
-                    self._tokenizer.encode(self._broken.sub(lambda match: match[0].replace(_MARK, "", 1), piece))
-                )
+                ids.append(self.tokenize.encode(self._broken.sub(lambda match: match[0].replace(_MARK, "", 1), piece)))
         return np.concatenate(ids)
 
     def _break(self, value: Any) -> Any:
