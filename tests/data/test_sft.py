@@ -39,8 +39,7 @@ from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Docume
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import FullConfig, ModelConfig, read_config
 from ds_encdec.data.build import open_sources
-from ds_encdec.data.examples.conversations import ChatTemplate
-from ds_encdec.data.examples.sft import PairMaker
+from ds_encdec.data.examples.sft import ChatTemplate, PairMaker
 from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspection import inspect_data, split_examples
 from ds_encdec.data.loader import count_rows

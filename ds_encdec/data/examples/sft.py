@@ -4,6 +4,9 @@ Two templates are filled from a record, or its messages go through the tokenizer
 input, without EOS; the decoder's target is the output and EOS. Special tokens in a template become special ids, but in
 a field or a message they are ordinary text: `_MARK` breaks them before the template is filled in, and is removed after
 the search for special tokens. The text between these is tokenized as a whole, like a user's at inference.
+
+Turns of a conversation have `role` and `content`, or ShareGPT's `from` and `value`. Those of weight 0 are read, but
+never learnt.
 """
 
 # ruff: noqa: D102  (protocol.ExampleMaker documents the methods)
@@ -11,8 +14,10 @@ the search for special tokens. The text between these is tokenized as a whole, l
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,7 +27,6 @@ from ds_encdec.base.plugins import converter_digest, load_plugin
 from ds_encdec.base.types import ConfigError, DataError, Document, Example
 from ds_encdec.config.row_values import as_text, field_value, not_unicode, present
 from ds_encdec.config.schema import DataConfig
-from ds_encdec.data.examples.conversations import ChatTemplate, UnusableError, as_list, is_learnt, read_conversation
 from ds_encdec.data.examples.protocol import ALL, ExampleMaker, Made
 from ds_encdec.data.sources.sources import BadRow
 from ds_encdec.data.text_tokenizer import TextTokenizer
@@ -39,6 +43,54 @@ Pair: TypeAlias = tuple[np.ndarray, np.ndarray]  # input and output of an exampl
 _MARK = "\U000f0000"
 
 _TASK = "SFT"
+
+# The fields in which data sets (of OpenAI, axolotl, ms-swift) mark whether a turn is learnt.
+_TURN_WEIGHTS = ("weight", "train", "trainable", "training", "loss", "loss_scale")
+# Fields that mark it in another way: for parts of a turn, or for those that are not learnt.
+_OTHER_MASKS = ("train_detail", "training_detail", "loss_mask", "mask", "masked")
+# The role of each speaker in ShareGPT's form.
+_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function", "function_response"), "tool"),
+    "system": "system",
+}
+# Written weights, and whether they mean "learnt"; no weight does.
+_WEIGHTS = {"0": False, "0.0": False, "false": False, "1": True, "1.0": True, "true": True, "": True, "none": True}
+
+
+class UnusableError(ValueError):
+    """An example cannot be made of a record; the message gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The chat templates of a tokenizer by their names, and the special tokens that they may use."""
+
+    templates: Mapping[str, str]
+    special_tokens: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
+        """Return the chat templates of `tokenizer`, or None if it has none."""
+        chat_template: Any = tokenizer.chat_template
+        templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
+        return cls(templates, dict(tokenizer.special_tokens_map)) if chat_template else None
+
+    def render(self, messages: list[Any], tools: list[Any] | None, *, is_prompt: bool) -> str:
+        """Return the conversation as text; `is_prompt`: the assistant's turn is begun. Raises `UnusableError`."""
+        # Imported here: it takes half a second, and most runs have no chat rows.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        template = self.templates.get(name) or next(iter(self.templates.values()))
+        try:
+            (text,), _ = render_jinja_template(
+                [messages], tools=tools, chat_template=template, add_generation_prompt=is_prompt, **self.special_tokens
+            )
+        except Exception as error:  # jinja's, or any error in the template's expressions
+            raise UnusableError(f"the chat template fails ({type(error).__name__}: {error})") from error
+        return text
 
 
 class PairMaker(ExampleMaker):
@@ -172,7 +224,7 @@ class PairMaker(ExampleMaker):
         """Yield inputs and outputs of a record; none if its weight is 0."""
         weight = None if self._weight_column is None else present(record.get(self._weight_column))
         try:
-            if weight is not None and not is_learnt(weight, f"its {self._weight_column}"):
+            if weight is not None and not _is_learnt(weight, f"its {self._weight_column}"):
                 return
         except UnusableError as error:
             raise UnusableError(f"{error}. If that column is not a weight, set data.weight_column=null") from error
@@ -217,8 +269,8 @@ class PairMaker(ExampleMaker):
     def _turns(self, chat: ChatTemplate, messages: Any, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield the learnt turns of the assistant (or the last) with prompts; first or empty ones only if alone."""
         tools = record.get(self.data.tools_column)
-        tools = None if tools is None else self._break(as_list(tools, "tools"))
-        read = read_conversation(self._break(as_list(messages, "messages")), self._break(record.get(SYSTEM)))
+        tools = None if tools is None else self._break(_as_list(tools, "tools"))
+        read = _read_conversation(self._break(_as_list(messages, "messages")), self._break(record.get(SYSTEM)))
         conversation = [turn for turn, _ in read]
         turns = [number for number, turn in enumerate(conversation) if turn["role"] == "assistant"]
         if not turns:
@@ -241,3 +293,68 @@ def _not_empty(source: str, target: str) -> tuple[str, str]:
     if not source or not target.strip():
         raise UnusableError(f"its {'output' if source else 'input'} is empty")
     return source, target
+
+
+def _is_learnt(weight: Any, what: str) -> bool:
+    """Return whether an item of this weight (null: no weight) is learnt. Raises `UnusableError` naming `what`."""
+    written = str(weight).strip().lower()
+    if written not in _WEIGHTS:
+        raise UnusableError(f"{what} is {weight!r:.80}, and must be 0 (not learnt) or 1")
+    return _WEIGHTS[written]
+
+
+def _as_list(value: Any, name: str) -> list[Any]:
+    """Return a list, or the list that a text holds as JSON. Raises `UnusableError` naming `name`."""
+    try:
+        items = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UnusableError(f"its {name} are not JSON ({error})") from error
+    if not isinstance(items, list):
+        raise UnusableError(f"its {name} are of type {type(items).__name__}, and must be a list")
+    return items
+
+
+def _read_conversation(messages: list[Any], system: Any) -> list[tuple[dict[str, Any], bool]]:
+    """Return all turns, the row's `system` first, and whether each is learnt. Raises `UnusableError`."""
+    turns = [_read_turn(message) for message in messages]
+    if present(system) is None or system == "":
+        return turns
+    if not isinstance(system, str):
+        raise UnusableError(f"its system is of type {type(system).__name__}, and must be text")
+    own = next((turn.get("content") for turn, _ in turns[:1] if turn["role"] == "system"), None)
+    if own is not None and own != system:
+        raise UnusableError("its field `system` and the system turn of its conversation differ; remove one of them")
+    return turns if own is not None else [({"role": "system", "content": system}, True), *turns]
+
+
+def _read_turn(message: Any) -> tuple[dict[str, Any], bool]:
+    """Return a turn with a `role`, without weights and empty fields, and whether it is learnt."""
+    # Tables fill in null if a message lacks a field.
+    fields = message.items() if isinstance(message, Mapping) else ()
+    turn = {name: value for name, part in fields if (value := present(part)) is not None}
+    if masks := [name for name in _OTHER_MASKS if name in turn]:
+        raise UnusableError(f"a turn has `{masks[0]}`, which is not read; write `weight` 0 (not learnt) or 1")
+    weights = [_is_learnt(turn.pop(name), f"`{name}` of a turn") for name in _TURN_WEIGHTS if name in turn]
+    if "role" not in turn and {"from", "value"} <= turn.keys():
+        turn = _from_sharegpt(str(turn["from"]), turn["value"])
+    if "role" not in turn:
+        raise UnusableError(
+            "its messages are not objects with roles; give each `role` and `content`, or ShareGPT's `from` and `value`"
+        )
+    if isinstance(turn.get("content"), int | float):
+        turn["content"] = as_text(turn["content"])
+    return turn, all(weights)
+
+
+def _from_sharegpt(speaker: str, content: Any) -> dict[str, Any]:
+    role = _ROLES.get(speaker.lower())
+    if role is None:
+        raise UnusableError(f"a turn is from {speaker!r:.80}; known are {', '.join(_ROLES)}")
+    if speaker.lower() == "function_call":
+        try:
+            call = json.loads(content)
+        except (TypeError, ValueError):
+            call = None
+        if isinstance(call, dict) and "name" in call:
+            return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]}
+    return {"role": role, "content": content}
