@@ -57,7 +57,7 @@ _LONG_TEXT = 1_200_000
 
 def expected_ratio(task_weights: tuple[float, ...]) -> float:
     """Return the encoder tokens per decoder token of long texts under these weights. A run measures its own ratio
-    (data/inspection.py): on web text that differs by a percent or two, but not the sum of tokens."""
+    (data/survey.py): on web text that differs by a percent or two, but not the sum of tokens."""
     lengths = [row.lengths(_LONG_TEXT) for row in DENOISERS.values()]
     encoder, decoder = (
         sum(weight * tokens[side] for weight, tokens in zip(task_weights, lengths, strict=True)) for side in (0, 1)
