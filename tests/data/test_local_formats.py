@@ -115,17 +115,6 @@ def test_streams_padding_and_what_follows_a_compressed_file(tmp_path: Path, suff
         opened("text", packed)
 
 
-def test_a_copy_that_other_code_has_made_is_made_again(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "a.csv").write_text("text\nx\n")
-    opened("csv", tmp_path / "a.csv")
-    assert len([*cache.iterdir()]) == 2
-    monkeypatch.setattr(local_files, "_FORMAT", local_files._FORMAT + 1)
-    opened("csv", tmp_path / "a.csv")
-    assert len([*cache.iterdir()]) == 4
-
-
 @pytest.mark.parametrize("mark", [b"\xef\xbb\xbf", b""])
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path: Path, mark: bytes) -> None:
     for name, content, count in (("a.txt", b"a\n", 1), ("b.txt", b"line\n\n" * 30_000, 3)):

@@ -41,7 +41,7 @@ from ds_encdec.config.schema import FullConfig, ModelConfig, read_config
 from ds_encdec.data.build import open_sources
 from ds_encdec.data.examples.sft import ChatTemplate, PairMaker
 from ds_encdec.data.fingerprint import usable_records
-from ds_encdec.data.inspection import inspect_data, split_examples
+from ds_encdec.data.inspection import split_examples
 from ds_encdec.data.loader import count_rows
 from ds_encdec.data.sources.builtin_corpus import BuiltinTask
 from ds_encdec.data.sources.sources import BadRow, all_rows
@@ -443,16 +443,6 @@ def test_pre_training_evaluates_on_files_of_ones_own_too(tmp_path: Path) -> None
     data = data_of(json_config(tmp_path / "a.jsonl", documents, eval_files=own, eval_fraction=0.5))
     assert {one.document for one in data.eval_examples()} == {f"b.jsonl:{i}" for i in range(4)}
     assert data.pipeline.sources[0].held_out == 0
-
-
-def test_inspection_shows_the_pairs(tmp_path: Path) -> None:
-    data = data_of(sft_config(write_rows(tmp_path / "a.jsonl", SFT_ROWS), max_decoder_length=40, on_long_row="skip"))
-    report = json.loads(inspect_data(data, TOKENIZER, num_examples=1, as_json=True))
-    assert report["statistics"]["denoisers"] == {"SFT": report["statistics"]["examples"]}
-    text = inspect_data(data, TOKENIZER, num_examples=1, as_json=False)
-    assert "SFT · a.jsonl:" in text
-    assert report["statistics"]["long_rows"] > 0
-    assert text.endswith(f"\n{report['statistics']['long_rows']} examples of those read exceeded the lengths")
 
 
 @pytest.mark.parametrize(

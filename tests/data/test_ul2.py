@@ -156,12 +156,6 @@ def test_the_longest_raw_text_fits_and_one_more_token_does_not(denoiser: str, bo
         assert fits == (length <= longest)
 
 
-def test_the_documented_bounds_with_100_sentinels() -> None:
-    bounds = LengthBounds(8192, 4096, 2048, 100)
-    assert max_raw_length("R1", bounds) == 2009
-    assert max_raw_length("R2", bounds) == 2413
-
-
 def test_bounds_that_hold_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"denoiser S cannot work on 2 tokens.*max_decoder_length"):
         max_raw_length("S", LengthBounds(100, 50, 1, 10))
