@@ -1,7 +1,7 @@
 """Rules about contradictions between fields of `data`."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from ds_encdec.base.plugins import PYTHON, is_dotted
 from ds_encdec.config.data_sections import LOCAL_FORMATS, DataConfig, EvalSet, Source
@@ -16,76 +16,74 @@ _FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in
 
 def data_rules(data: DataConfig) -> Iterator[Conflict]:
     """Yield the contradictions within `data`."""
+    is_mixed, names, weights = data.mixture is not None, ", ".join(DENOISERS), data.ul2_task_weights
     for at, source in data.sources_by_path().items():
         yield from _source(source, at)
-    yield from _mixture(data)
-    yield from (_records if OBJECTIVES[data.objective].takes_records else _texts)(data)
-    yield from _evaluation(data, lambda field: f"data.{field}")
-    yield from _split(data, "test_files", "test_split", lambda field: f"data.{field}")
-    for name in data.eval_sets:
-        yield from _eval_set(data, name)
-    names, weights = ", ".join(DENOISERS), data.ul2_task_weights
     yield from broken(
-        (len(weights) != len(DENOISERS), "data.ul2_task_weights", f"must be {len(DENOISERS)} weights, of {names}"),
-        (min(weights, default=0) < 0, "data.ul2_task_weights", f"weights of {names} must be >= 0"),
-        (not any(weights), "data.ul2_task_weights", f"at least one of {names} must have a weight > 0"),
+        "data",
+        (data.mixture == (), "mixture", "a mixture needs at least one source"),
+        (
+            data.mixture_weights_count == "tokens" and not is_mixed,
+            "mixture_weights_count mixture",
+            "only a mixture has weights: remove it",
+        ),
+        *(
+            (is_mixed, f"mixture {name}", f"a mixture replaces {name}: remove it, or make it one of its sources")
+            for name in data.changed(*Source.model_fields)
+        ),
+        (len(weights) != len(DENOISERS), "ul2_task_weights", f"must be {len(DENOISERS)} weights, of {names}"),
+        (min(weights, default=0) < 0, "ul2_task_weights", f"weights of {names} must be >= 0"),
+        (not any(weights), "ul2_task_weights", f"at least one of {names} must have a weight > 0"),
     )
+    yield from _unread(data)
+    if OBJECTIVES[data.objective].takes_records:
+        yield from _records(data)
+    yield from _evaluation(data, "data")
+    yield from _split(data, "test_files", "test_split", "data")
+    for name in data.eval_sets:
+        alone, path = data.of_eval_set(name), f"data.eval_sets.{name}"
+        if re.fullmatch(r"[\w-]+", name, re.ASCII) is None:
+            yield Conflict(("data.eval_sets",), f"{name!r}: names are of letters, digits, `_` and `-`")
+            continue
+        if alone.own_split("validation") is None:
+            yield Conflict((path,), "name its texts: eval_files, eval_dataset_name or eval_split")
+        yield from _evaluation(alone, path)
 
 
 def _source(source: Source, at: str) -> Iterator[Conflict]:
     name, kind, files = source.dataset_name, local_kind(source.dataset_name), source.data_files
-    both, reads_files = f"{at}.dataset_name {at}.data_files", kind is not None and kind.reads_files
+    reads_files = kind is not None and kind.reads_files
     no_reader = name.startswith(PYTHON) and not is_dotted(name.removeprefix(PYTHON))
+    no_format = f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`"
+    no_files = f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}"
     return broken(
-        (no_reader, f"{at}.dataset_name", "write `python:module:function`"),
-        (
-            name in _FORMAT_OF,
-            f"{at}.dataset_name",
-            f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`",
-        ),
-        (reads_files and not files, both, f"{name} needs data_files: paths or patterns of local files"),
-        (
-            kind and not reads_files and files is not None,
-            both,
-            f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}",
-        ),
+        at,
+        (no_reader, "dataset_name", "write `python:module:function`"),
+        (name in _FORMAT_OF, "dataset_name", no_format),
+        (reads_files and not files, "dataset_name data_files", f"{name} needs data_files, paths or patterns of files"),
+        (kind and not reads_files and files is not None, "dataset_name data_files", no_files),
     )
 
 
-def _mixture(data: DataConfig) -> Iterator[Conflict]:
-    is_mixed, counts_tokens = data.mixture is not None, data.mixture_weights_count == "tokens"
-    yield from broken(
-        (data.mixture == (), "data.mixture", "a mixture needs at least one source"),
-        (
-            counts_tokens and not is_mixed,
-            "data.mixture_weights_count data.mixture",
-            "only a mixture has weights: remove it",
-        ),
-    )
-    for name in data.changed(*Source.model_fields) if is_mixed else ():
-        message = f"a mixture replaces {name}: remove it, or make it one of the mixture's sources"
-        yield Conflict(("data.mixture", f"data.{name}"), message)
-
-
-def _texts(data: DataConfig) -> Iterator[Conflict]:
+def _unread(data: DataConfig) -> Iterator[Conflict]:
     """Yield fields that are set although the objective does not read them."""
-    mine = OBJECTIVES[data.objective].own_fields
+    objective = OBJECTIVES[data.objective]
     for other, row in OBJECTIVES.items():
-        for name in data.changed(*(field for field in row.own_fields if field not in mine)):
-            message = f"{data.objective} does not read it: set objective={other}, or remove it"
+        names = row.split_fields if objective.takes_records else row.own_fields
+        mine = objective.split_fields if objective.takes_records else objective.own_fields
+        fix = " and ".join(mine) if objective.takes_records else f"objective={other}"
+        for name in data.changed(*(name for name in names if name not in mine)):
+            message = f"{data.objective} does not read it: set {fix}, or remove it"
             yield Conflict((f"data.{name}", "data.objective"), message)
 
 
 def _records(data: DataConfig) -> Iterator[Conflict]:
-    objective, with_columns = OBJECTIVES[data.objective], [n for n, kind in LOCAL_SOURCES.items() if kind.has_columns]
+    """Yield the problems of templates, and sources without columns for them."""
+    with_columns = ", ".join(name for name, kind in LOCAL_SOURCES.items() if kind.has_columns)
     for at, source in data.sources_by_path().items():
         if (kind := local_kind(source.dataset_name)) and not kind.has_columns:
-            message = f"its rows have no columns: take {', '.join(with_columns)}, or a data set of the hub"
+            message = f"its rows have no columns: take {with_columns}, or a data set of the hub"
             yield Conflict(("data.objective", f"{at}.dataset_name"), message)
-    other_splits = {name for row in OBJECTIVES.values() for name in row.split_fields} - {*objective.split_fields}
-    for name in data.changed(*other_splits):
-        message = f"{data.objective} does not read it: set {' and '.join(objective.split_fields)}, or remove it"
-        yield Conflict((f"data.{name}", "data.objective"), message)
     known: set[str] = set()
     for name in ("input_template", "output_template"):
         try:
@@ -102,62 +100,58 @@ def _records(data: DataConfig) -> Iterator[Conflict]:
         yield Conflict(("data.converter",), "write `module:function`")
 
 
-def _split(data: DataConfig, files: str, split: str, at: Callable[[str], str]) -> Iterator[Conflict]:
-    """Yield the problems of the split that `files` or `split` name; `at` returns the dotted path of a field."""
+def _at(section: str, *names: str) -> str:
+    """Return the dotted fields: an evaluation set has a part of them, and shares the others with `data`."""
+    return " ".join(f"{section if name in EvalSet.model_fields else 'data'}.{name}" for name in names)
+
+
+def _split(data: DataConfig, files: str, split: str, section: str) -> Iterator[Conflict]:
+    """Yield the problems of the split that the fields `files` or `split` of `section` name."""
     name, paths = data.eval_dataset_name, getattr(data, files)
     is_files, is_split = paths is not None, getattr(data, split) is not None
     kind = None if data.mixture and name is None else local_kind(name or data.dataset_name)
-    named_by = at("eval_dataset_name") if name or data.mixture else "data.dataset_name"
-    field = named_by.rpartition(".")[2]
+    field = "eval_dataset_name" if name or data.mixture else "dataset_name"
     return broken(
-        (is_files and is_split, f"{at(files)} {at(split)}", "files have no splits: remove one of the two"),
-        (paths == (), at(files), "no file is named: name one, or remove the field"),
+        section,
+        (is_files and is_split, _at(section, files, split), "files have no splits: remove one of the two"),
+        (paths == (), _at(section, files), "no file is named: name one, or remove the field"),
         (
             (is_files or is_split) and data.mixture and name is None,
-            f"data.mixture {at(files if is_files else split)} {at('eval_dataset_name')}",
-            "say with eval_dataset_name what this is of: a mixture is of several",
+            _at(section, "mixture", files if is_files else split, "eval_dataset_name"),
+            "a mixture is of several data sets: set eval_dataset_name to the one of this",
         ),
         (
             is_files and not (kind and kind.reads_files) and not data.mixture,
-            f"{at(files)} {named_by}",
+            _at(section, files, field),
             f"set {field} to the kind of these files: {', '.join(LOCAL_FORMATS)}",
         ),
         (
             is_split and not is_files and kind is not None,
-            f"{at(split)} {named_by}",
+            _at(section, split, field),
             "only data sets of the hub have splits",
         ),
     )
 
 
-def _evaluation(data: DataConfig, at: Callable[[str], str]) -> Iterable[Conflict]:
-    yield from _split(data, "eval_files", "eval_split", at)
+def _evaluation(data: DataConfig, section: str) -> Iterator[Conflict]:
     name = data.eval_dataset_name
     kind = local_kind(name) if name is not None else None
+    yield from _split(data, "eval_files", "eval_split", section)
     yield from broken(
+        section,
         (
             kind and kind.reads_files and data.eval_files is None,
-            f"{at('eval_dataset_name')} {at('eval_files')}",
-            f"{name} needs eval_files: paths or patterns of local files",
+            "eval_dataset_name eval_files",
+            f"{name} needs eval_files, paths or patterns of files",
         ),
         (
             data.eval_dataset_config is not None and name is None and data.eval_split is None,
-            f"{at('eval_dataset_config')} {at('eval_dataset_name')}",
+            "eval_dataset_config eval_dataset_name",
             "goes with eval_dataset_name or eval_split",
         ),
         (
             kind and not kind.has_columns and OBJECTIVES[data.objective].takes_records,
-            f"data.objective {at('eval_dataset_name')}",
+            "data.objective eval_dataset_name",
             "its rows have no columns",
         ),
     )
-
-
-def _eval_set(data: DataConfig, name: str) -> Iterator[Conflict]:
-    if re.fullmatch(r"[\w-]+", name, re.ASCII) is None:
-        yield Conflict(("data.eval_sets",), f"{name!r}: names are of letters, digits, `_` and `-`")
-        return
-    alone, path = data.of_eval_set(name), f"data.eval_sets.{name}"
-    if alone.own_split("validation") is None:
-        yield Conflict((path,), "name what is in it: eval_files, eval_dataset_name or eval_split")
-    yield from _evaluation(alone, lambda field: f"{path if field in EvalSet.model_fields else 'data'}.{field}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from ds_encdec.config.infra_sections import InfraConfig
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import Conflict, Settings, broken
 from ds_encdec.config.yaml.deepspeed_keys import check_extra
@@ -14,69 +13,58 @@ NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
 _ENGINE, _STAGE, _EXTRA = "infra.distributed_type", "infra.sharding_stage", "infra.deepspeed_extra"
 
 
-def infra_rules(infra: InfraConfig) -> Iterator[Conflict]:
+def infra_rules(config: Sections) -> Iterator[Conflict]:
     """Yield the contradictions within `infra`, including `deepspeed_extra`."""
-    stage, swaps, hang = infra.sharding_stage, infra.offload_optimizer == "nvme", infra.hang_timeout_minutes or 0
-    is_ddp, is_zero3 = infra.distributed_type == "ddp", stage.startswith("zero3")
+    infra, stage, hang = config.infra, config.infra.sharding_stage, config.infra.hang_timeout_minutes or 0
+    is_ddp, is_zero3, swaps = (
+        infra.distributed_type == "ddp",
+        stage.startswith("zero3"),
+        infra.offload_optimizer == "nvme",
+    )
+    params = Settings(infra.deepspeed_extra).get("optimizer.params")
+    params, at = params if isinstance(params, dict) else {}, f"{_EXTRA}.optimizer.params."
+    stages = "" if is_ddp else ", or zero1 to zero3"
     yield from broken(
+        "infra",
         (
             stage == "zero0" and infra.offload_optimizer != "none",
-            f"{_ENGINE if is_ddp else ''} {_STAGE} infra.offload_optimizer",
-            f"without sharding there is nothing to offload: set offload_optimizer=none"
-            f"{'' if is_ddp else ', or zero1 to zero3'}",
+            f"{'distributed_type' if is_ddp else ''} sharding_stage offload_optimizer",
+            f"without sharding there is nothing to offload: set offload_optimizer=none{stages}",
         ),
         (
             infra.offload_params != "none" and not is_zero3,
-            f"{_STAGE} infra.offload_params",
+            "sharding_stage offload_params",
             "parameters can be offloaded only where they are sharded: set zero3, or offload_params=none",
         ),
         (
             swaps and infra.nvme_path is None,
-            "infra.offload_optimizer infra.nvme_path",
-            "nvme needs a folder on a disk of every node: set nvme_path",
+            "offload_optimizer nvme_path",
+            "nvme needs a disk of every node: set nvme_path",
         ),
         (
             swaps and not is_zero3,
-            f"infra.offload_optimizer {_STAGE}",
-            "only the states of sharded parameters can be on a disk: set zero3, or offload_optimizer=cpu",
+            "offload_optimizer sharding_stage",
+            "only states of sharded parameters can be on a disk: set zero3, or offload_optimizer=cpu",
         ),
-        (is_ddp and stage != "zero0", f"{_ENGINE} {_STAGE}", "ddp shards nothing: set zero0"),
+        (is_ddp and stage != "zero0", "distributed_type sharding_stage", "ddp shards nothing: set zero0"),
         (
             infra.hybrid_shard_size is not None and not stage.endswith("_hybrid"),
-            f"infra.hybrid_shard_size {_STAGE}",
+            "hybrid_shard_size sharding_stage",
             "only zero2_hybrid and zero3_hybrid shard over fewer ranks than all: set one of them, or null",
         ),
-        (
-            0 < hang < 0.1,
-            "infra.hang_timeout_minutes",
-            "no run makes a step so soon after its start: give 0.1 (6 seconds) or more, or 0 for never",
-        ),
+        (0 < hang < 0.1, "hang_timeout_minutes", "no step is that fast: give 0.1 (6 seconds) or more, or 0 for never"),
         (
             hang >= infra.distributed_timeout_minutes,
-            "infra.hang_timeout_minutes infra.distributed_timeout_minutes",
+            "hang_timeout_minutes distributed_timeout_minutes",
             "must be smaller, or collectives time out before the watchdog writes stack traces",
         ),
-    )
-    for path, message in check_extra(infra.deepspeed_extra):
-        yield Conflict((f"{_EXTRA}.{path}",), message)
-
-
-def extra_rules(config: Sections) -> Iterator[Conflict]:
-    """Yield keys of `infra.deepspeed_extra` that contradict a field or each other."""
-    schedule, at = config.training.lr_scheduler_type, f"{_EXTRA}.optimizer.params."
-    params = Settings(config.infra.deepspeed_extra).get("optimizer.params")
-    params = params if isinstance(params, dict) else {}
-    return broken(
         (
-            "scheduler" in config.infra.deepspeed_extra and schedule not in NATIVE_SCHEDULES,
+            "scheduler" in infra.deepspeed_extra and config.training.lr_scheduler_type not in NATIVE_SCHEDULES,
             f"{_EXTRA}.scheduler training.lr_scheduler_type",
             f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}",
         ),
-        (
-            params.get("fused") and params.get("foreach"),
-            f"{at}fused {at}foreach",
-            "torch's AdamW takes one of them",
-        ),
+        (params.get("fused") and params.get("foreach"), f"{at}fused {at}foreach", "torch's AdamW takes one of them"),
+        *((True, f"{_EXTRA}.{path}", message) for path, message in check_extra(infra.deepspeed_extra)),
     )
 
 
@@ -85,11 +73,11 @@ def _quantizes(config: Sections) -> bool:
 
 
 def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
-    training, infra = config.training, config.infra
-    stage = infra.sharding_stage
-    by_module = training.freeze or config.model.lora is not None
-    by_module = by_module or "zero_optimization.leaf_module" in Settings(infra.deepspeed_extra)
+    training, infra, extra = config.training, config.infra, Settings(config.infra.deepspeed_extra)
+    stage, trains_a_part = infra.sharding_stage, training.freeze or config.model.lora is not None
+    is_users, refusal = training.optimizer not in OPTIMIZERS, row_of(training.optimizer).not_deepspeeds
     yield from broken(
+        "training",
         (
             stage == "zero2_hybrid",
             f"{_STAGE} {_ENGINE}",
@@ -97,12 +85,14 @@ def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
         ),
         (
             training.activation_checkpointing == "selective",
-            f"training.activation_checkpointing {_ENGINE}",
+            f"activation_checkpointing {_ENGINE}",
             "selective checkpointing is FSDP2's (distributed_type=fsdp); DeepSpeed has none, full and every_n",
         ),
         (
-            training.torch_compile is True and stage.startswith("zero3") and by_module,
-            f"training.torch_compile {_STAGE} {_ENGINE}",
+            training.torch_compile is True
+            and stage.startswith("zero3")
+            and (trains_a_part or "zero_optimization.leaf_module" in extra),
+            f"torch_compile {_STAGE} {_ENGINE}",
             "ZeRO-3 gathers parameters inside layers here (training.freeze, model.lora, leaf_module), which cannot be "
             "compiled so: set torch_compile=auto, sharding_stage=zero2 or lower, or distributed_type=fsdp",
         ),
@@ -111,89 +101,80 @@ def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
             f"infra.fsdp_reduce_every_micro_batch {_ENGINE}",
             "this is FSDP2's: set distributed_type=fsdp, or fsdp_reduce_every_micro_batch=false",
         ),
-        (
-            training.fp16 and infra.device == "cpu",
-            "training.fp16 infra.device",
-            "DeepSpeed trains no float16 on CPUs: use bf16",
-        ),
+        (training.fp16 and infra.device == "cpu", "fp16 infra.device", "DeepSpeed trains no float16 on CPUs: use bf16"),
         (  # DeepSpeed 0.19.8 unscales these gradients without having scaled the loss (runtime/engine.py: backward)
             training.fp16 and stage == "zero0",
-            f"training.fp16 {_STAGE}",
+            f"fp16 {_STAGE}",
             "without sharding DeepSpeed trains float16 wrongly: use bf16, or zero1 to zero3",
         ),
         (
             _quantizes(config),
             f"model.lora.quantize {_ENGINE}",
-            "DeepSpeed cuts and broadcasts no 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or "
-            "quantize=none",
+            "DeepSpeed neither splits nor sends 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or quantize=none",
         ),
-    )
-    yield from _optimizers_that_deepspeed_lacks(config)
-    yield from _keys_that_deepspeed_lacks(config)
-
-
-def _optimizers_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
-    training, infra = config.training, config.infra
-    is_users, refusal = training.optimizer not in OPTIMIZERS, row_of(training.optimizer).not_deepspeeds
-    return broken(
-        (refusal, f"training.optimizer {_ENGINE}", refusal),
+        (refusal, f"optimizer {_ENGINE}", refusal),
         (
             is_users and "optimizer" in infra.deepspeed_extra,
-            f"training.optimizer {_EXTRA}.optimizer",
+            f"optimizer {_EXTRA}.optimizer",
             "two optimizers: remove one of the two",
         ),
         (
             is_users and infra.offload_optimizer == "nvme",
-            f"training.optimizer infra.offload_optimizer {_ENGINE}",
+            f"optimizer infra.offload_optimizer {_ENGINE}",
             "DeepSpeed swaps only AdamW's states to a disk: set offload_optimizer=cpu or none, or optimizer=adamw",
         ),
         (
             training.lr_scheduler_type in NATIVE_SCHEDULES and training.warmup_steps < 1,
-            "training.warmup_steps training.lr_scheduler_type",
+            "warmup_steps lr_scheduler_type",
             "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without",
         ),
     )
-
-
-def _keys_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
-    """Yield keys of DeepSpeed's JSON at which DeepSpeed, as it runs here, would stop or lose something."""
-    infra, extra, zero = config.infra, Settings(config.infra.deepspeed_extra), "zero_optimization"
-    bf16 = "bf16_master_weights_and_grads", "bf16_optimizer_states"
-    low = [extra.get(f"bf16.{key}") for key in bf16]
-    quantized = f"{zero}.zero_quantized_nontrainable_weights"
+    # Keys of DeepSpeed's JSON at which DeepSpeed, as it runs here, would stop or lose something.
+    zero, low = f"{_EXTRA}.zero_optimization", ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+    are_low = [extra.get(f"bf16.{key}") for key in low]
     yield from broken(
+        "infra",
         (
-            any(low) and not (all(low) and infra.offload_optimizer == "none"),
-            " ".join([*(f"{_EXTRA}.bf16.{key}" for key in bf16), "infra.offload_optimizer"]),
+            any(are_low) and not (all(are_low) and infra.offload_optimizer == "none"),
+            " ".join([*(f"{_EXTRA}.bf16.{key}" for key in low), "offload_optimizer"]),
             "one without the other, or offloaded, is for DeepSpeed's own CPUAdam: set both and offload_optimizer=none, "
             "or remove both",
         ),
         (
-            extra.get(quantized),
-            f"{_EXTRA}.{quantized}",
+            extra.get("zero_optimization.zero_quantized_nontrainable_weights"),
+            f"{zero}.zero_quantized_nontrainable_weights",
             "DeepSpeed quantizes frozen weights for good, and checkpoints would hold the quantized ones: remove it",
         ),
-    )
-    for key in (f"{zero}.offload_optimizer.pipeline_read", f"{zero}.offload_optimizer.pipeline_write"):
-        if infra.offload_optimizer == "nvme" and extra.get(key) is not None:
-            message = "states on a disk are float32, and read and written one sub-group after the other: remove it"
-            yield Conflict(("infra.offload_optimizer", f"{_EXTRA}.{key}"), message)
-    # A leaf's gradients are reduced once its input has a gradient; if the input needs none, before all others.
-    leaves = ("leaf_module.classes", "leaf_module.names", "leaf_module.name_suffixes")
-    for key in (*leaves, "stage3_module_granularity_threshold"):
-        if extra.get(f"{zero}.{key}") and (config.training.freeze or config.model.lora is not None):
-            message = (
-                "gradients of leaf modules are lost where their input is not trained, as with training.freeze and "
-                "model.lora: remove it, or train everything"
+        *(
+            (
+                infra.offload_optimizer == "nvme"
+                and extra.get(f"zero_optimization.offload_optimizer.{key}") is not None,
+                f"offload_optimizer {zero}.offload_optimizer.{key}",
+                "states on a disk are float32, and read and written one sub-group after the other: remove it",
             )
-            yield Conflict((f"{_EXTRA}.{zero}.{key}",), message)
+            for key in ("pipeline_read", "pipeline_write")
+        ),
+        *(  # A leaf's gradients are reduced once its input has a gradient; if the input needs none, before all others.
+            (
+                trains_a_part and extra.get(f"zero_optimization.{key}"),
+                f"{zero}.{key}",
+                "gradients of leaf modules are lost where their input is not trained, as with training.freeze and "
+                "model.lora: remove it, or train everything",
+            )
+            for key in (
+                *(f"leaf_module.{what}" for what in ("classes", "names", "name_suffixes")),
+                "stage3_module_granularity_threshold",
+            )
+        ),
+    )
 
 
 def _fsdp_lacks(config: Sections) -> Iterator[Conflict]:
-    training, infra = config.training, config.infra
+    infra = config.infra
     return broken(
+        "infra",
         (
-            training.fp16,
+            config.training.fp16,
             f"training.fp16 {_ENGINE}",
             "FSDP2 has no loss scaling: set bf16=true and fp16=false, or distributed_type=deepspeed",
         ),
@@ -204,12 +185,12 @@ def _fsdp_lacks(config: Sections) -> Iterator[Conflict]:
         ),
         (
             infra.offload_optimizer == "nvme",
-            f"infra.offload_optimizer {_ENGINE}",
+            f"offload_optimizer {_ENGINE}",
             "FSDP2 keeps nothing on a disk: set offload_optimizer=cpu, or distributed_type=deepspeed",
         ),
         (  # its sharded parameters are the float32 master weights, which the optimizer steps on their device
             infra.offload_params == "cpu" and infra.offload_optimizer == "none",
-            "infra.offload_params infra.offload_optimizer",
+            "offload_params offload_optimizer",
             "FSDP2 offloads parameters and optimizer together: set offload_optimizer=cpu, or offload_params=none",
         ),
     )

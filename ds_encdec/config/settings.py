@@ -119,9 +119,12 @@ class Conflict:
     message: str
 
 
-def broken(*rules: tuple[object, str, str]) -> Iterator[Conflict]:
-    """Yield a conflict for each rule (is it broken, dotted fields, message) whose first item is true."""
-    return (Conflict(tuple(fields.split()), message) for is_broken, fields, message in rules if is_broken)
+def broken(section: str, *rules: tuple[object, str, str]) -> Iterator[Conflict]:
+    """Yield a conflict for each rule (is it broken, fields, message) whose first item is true. Fields without a dot are
+    those of `section`."""
+    for is_broken, fields, message in rules:
+        if is_broken:
+            yield Conflict(tuple(name if "." in name else f"{section}.{name}" for name in fields.split()), message)
 
 
 @dataclass(frozen=True)

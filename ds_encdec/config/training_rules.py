@@ -34,68 +34,66 @@ _READ_BY_OPTIMIZERS = {
     "muon_momentum": ("muon",),
 }
 """Fields that not every optimizer reads, with the optimizers that do."""
+_NAMED: dict[str, Iterable[str]] = {
+    "lr_scheduler_type": get_args(Schedule),
+    "loss": (CROSS_ENTROPY,),
+    "optimizer": OPTIMIZERS,
+    "report_to": get_args(Tracker),
+    "callbacks": (),
+    "metric_for_best_model": (*LOSS_FIGURES, *TEXT_FIGURES),
+}
+"""Fields for a name that is built in, or `module:name`."""
 
 
 def training_rules(config: Sections) -> Iterator[Conflict]:
     """Yield the contradictions within `training`, and with other sections."""
+    training = config.training
+    for field, allowed in _NAMED.items():
+        value = training.best_figure if field == "metric_for_best_model" else getattr(training, field)
+        names = (value,) if isinstance(value, str) else value
+        if (name := next((name for name in names if name not in allowed and not is_dotted(name)), None)) is not None:
+            guess = closest(name, allowed)
+            message = f"allowed: {', '.join([*allowed, '`module:name`'])}"
+            yield Conflict((f"training.{field}",), message + (f"; did you mean `{guess}`?" if guess else ""))
     yield from _batches(config)
-    yield from _objects_by_name(config.training)
-    yield from _schedule(config.training)
+    yield from _schedule(training)
     yield from _optimization(config)
     yield from _evaluation(config)
-    yield from _saving(config.training)
-    yield from _rollback(config)
+    yield from _saving(config)
 
 
 def _batches(config: Sections) -> Iterator[Conflict]:
-    training, lanes = config.training, config.data.num_lanes
-    size, sequences = training.per_device_train_batch_size, training.global_batch_size
-    field = "training.per_device_train_batch_size"
+    size, lanes = config.training.per_device_train_batch_size, config.data.num_lanes
+    sequences, field = config.training.global_batch_size, "per_device_train_batch_size"
     if size == "auto":
-        message = "auto decides how many micro-batches make a step: set global_batch_size, and num_lanes=null"
-        yield from broken((lanes is not None, f"{field} data.num_lanes", message))
-    elif sequences is not None and sequences % size:
-        message = "global_batch_size must be a multiple of the micro-batch size"
-        yield Conflict(("training.global_batch_size", field), message)
-    elif sequences is not None and lanes is not None and lanes * size != sequences:
-        message = f"{lanes} micro-batches of {size} are {lanes * size} sequences: make them equal, or remove one"
-        yield Conflict(("training.global_batch_size", "data.num_lanes", field), message)
-
-
-def _objects_by_name(training: TrainingConfig) -> Iterator[Conflict]:
-    """Yield names that are neither built in nor `module:name`."""
-    known: dict[str, Iterable[str]] = {
-        "lr_scheduler_type": get_args(Schedule),
-        "loss": (CROSS_ENTROPY,),
-        "optimizer": OPTIMIZERS,
-        "report_to": get_args(Tracker),
-        "callbacks": (),
-        "metric_for_best_model": (*LOSS_FIGURES, *TEXT_FIGURES),
-    }
-    for field, allowed in known.items():
-        value = training.best_figure if field == "metric_for_best_model" else getattr(training, field)
-        for name in (value,) if isinstance(value, str) else value:
-            if name not in allowed and not is_dotted(name):
-                guess = closest(name, allowed)
-                message = f"allowed: {', '.join([*allowed, '`module:name`'])}"
-                yield Conflict((f"training.{field}",), message + (f"; did you mean `{guess}`?" if guess else ""))
-                break
+        message = "auto decides the micro-batches of a step: set global_batch_size, and num_lanes=null"
+        return broken("training", (lanes is not None, f"{field} data.num_lanes", message))
+    is_uneven = sequences is not None and sequences % size != 0
+    return broken(
+        "training",
+        (is_uneven, f"global_batch_size {field}", "global_batch_size must be a multiple of the micro-batch size"),
+        (
+            sequences and lanes and not is_uneven and lanes * size != sequences,
+            f"global_batch_size data.num_lanes {field}",
+            f"{lanes} micro-batches of {size} are {(lanes or 0) * size} sequences: make them equal, or remove one",
+        ),
+    )
 
 
 def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
     steps, schedule, warmup = training.num_train_steps, training.lr_scheduler_type, training.warmup_steps
     set_fields, is_endless = training.model_fields_set, schedule in ENDLESS_SCHEDULES
-    decay_steps = round(training.wsd_decay_fraction * steps)
-    ends = "training.warmup_steps training.num_train_steps training.lr_scheduler_type"
+    decay_steps, ends = round(training.wsd_decay_fraction * steps), "warmup_steps num_train_steps lr_scheduler_type"
     yield from broken(
+        "training",
         (
             training.num_train_epochs is not None and "num_train_steps" in set_fields,
-            "training.num_train_epochs training.num_train_steps",
+            "num_train_epochs num_train_steps",
             "the length of the run twice: remove one of the two, or set num_train_steps=null",
         ),
         (
             training.warmup_ratio is not None and "warmup_steps" in set_fields,
-            "training.warmup_ratio training.warmup_steps",
+            "warmup_ratio warmup_steps",
             "the warm-up twice: remove one of the two, or set it to null",
         ),
         (
@@ -106,7 +104,7 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
         ),
         (
             schedule == "wsd" and warmup < steps < warmup + decay_steps,
-            f"{ends} training.wsd_decay_fraction",
+            f"{ends} wsd_decay_fraction",
             f"the warm-up and the decay of {decay_steps} steps do not fit into the run",
         ),
     )
@@ -134,59 +132,52 @@ def _optimization(config: Sections) -> Iterator[Conflict]:
     optimizer, is_built_in = training.optimizer, training.optimizer in OPTIMIZERS
     names = _set_by_a_person(training, _READ_BY_OPTIMIZERS) if is_built_in or is_dotted(optimizer) else ()
     ignored = [name for name in names if optimizer not in _READ_BY_OPTIMIZERS[name]]
-    meant = "remove these, or set training.optimizer=muon"
-    meant = meant if is_built_in else "name what it takes in training.optimizer_args, and remove these"
+    instead = "set training.optimizer=muon" if is_built_in else "write them into training.optimizer_args"
     limit = config.monitor.grad_norm_threshold
     return broken(
-        (
-            ignored,
-            " ".join(f"training.{name}" for name in ("optimizer", *ignored)),
-            f"{optimizer} does not read them: {meant}",
-        ),
+        "training",
+        (ignored, " ".join(["optimizer", *ignored]), f"{optimizer} does not read them: remove these, or {instead}"),
         (
             is_built_in and training.optimizer_args,
-            "training.optimizer training.optimizer_args",
+            "optimizer optimizer_args",
             "these are for your own optimizer, `module:name`: remove them, and set adam_* or muon_momentum",
         ),
         (
             own_loss and (training.label_smoothing or training.z_loss),
-            "training.loss training.label_smoothing training.z_loss",
-            "these are parts of the cross-entropy: set them to 0, and add what they do to your own loss",
+            "loss label_smoothing z_loss",
+            "these are parts of the cross-entropy: set them to 0, and compute them in your own loss",
         ),
         (
             own_loss and training.fp16,
-            "training.loss training.fp16",
+            "loss fp16",
             "float16 needs to know how large a loss's gradients are: set bf16=true, or loss=cross_entropy",
         ),
-        (
-            training.bf16 and training.fp16,
-            "training.bf16 training.fp16",
-            "at most one may be true; both false is float32",
-        ),
+        (training.bf16 and training.fp16, "bf16 fp16", "at most one may be true; both false is float32"),
         (
             training.attention_dropout and training.activation_checkpointing == "selective",
-            "training.attention_dropout training.activation_checkpointing",
-            "selective checkpointing keeps attention's output without what it dropped out: set full, every_n or none",
+            "attention_dropout activation_checkpointing",
+            "selective checkpointing keeps attention's output without its dropout: set full, every_n or none",
         ),
         (
             row_of(optimizer).matrix_moments is not None and lora,
-            "training.optimizer model.lora",
+            "optimizer model.lora",
             "Muon steps matrices of the model itself, not adapters beside them: set training.optimizer=adamw",
         ),
-        (
-            training.freeze and lora,
-            "training.freeze model.lora",
-            "with adapters everything else is frozen already: remove one of the two",
-        ),
+        (training.freeze and lora, "freeze model.lora", "adapters freeze everything else: remove one of the two"),
         (
             training.torch_compile is True and lora and lora.quantize != "none",
-            "training.torch_compile model.lora.quantize",
+            "torch_compile model.lora.quantize",
             "bitsandbytes' products are not compiled: set torch_compile=false, or quantize=none",
         ),
         (
             limit != MonitorConfig.default("grad_norm_threshold") and limit < training.max_grad_norm,
-            "monitor.grad_norm_threshold training.max_grad_norm",
+            "monitor.grad_norm_threshold max_grad_norm",
             "gradients below max_grad_norm are not clipped and cannot be explosions: raise grad_norm_threshold",
+        ),
+        (
+            config.monitor.loss_spike_min_values > config.monitor.window_size,
+            "monitor.loss_spike_min_values monitor.window_size",
+            "must be <= window_size, or spikes are never detected",
         ),
     )
 
@@ -196,75 +187,72 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
     objective, has_own = OBJECTIVES[data.objective], data.own_split("validation") is not None
     eval_set, _, figure = best.rpartition("/")
     is_of_texts = figure not in LOSS_FIGURES and (figure in TEXT_FIGURES or is_dotted(figure))
-    yield from broken(
+    decided = ("early_stopping_patience", "save_on_best", "load_best_model_at_end", "eval_generate_samples")
+    return broken(
+        "training",
         (
             training.eval_samples and not has_own and not objective.held_out(data)[0],
-            " ".join([*(f"data.{name}" for name in objective.split_fields), "training.eval_samples"]),
+            " ".join([*(f"data.{name}" for name in objective.split_fields), "eval_samples"]),
             f"evaluation needs held-out documents: set {objective.split_advice}, or eval_samples=0",
         ),
         (
             data.eval_sets and not training.eval_samples,
-            "data.eval_sets training.eval_samples",
+            "data.eval_sets eval_samples",
             "nothing is evaluated with eval_samples=0: raise it, or remove the sets",
         ),
         (
             eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES),
-            "training.metric_for_best_model data.eval_sets",
+            "metric_for_best_model data.eval_sets",
             f"{best} is no figure of a set: write NAME/loss or NAME/perplexity with a name of data.eval_sets "
             f"({', '.join(data.eval_sets) or 'there are none'})",
         ),
         (
             0 < training.eval_samples < training.eval_generate_samples,
-            "training.eval_generate_samples training.eval_samples",
+            "eval_generate_samples eval_samples",
             "outputs are generated for the first of the examples that are evaluated: make it eval_samples at most",
         ),
         (
             is_of_texts and not training.eval_generate_samples,
-            "training.metric_for_best_model training.eval_generate_samples",
+            "metric_for_best_model eval_generate_samples",
             "a figure of generated texts, of which there are none: set eval_generate_samples > 0, or take loss",
         ),
-    )
-    if not training.eval_samples:
-        names = ("early_stopping_patience", "save_on_best", "load_best_model_at_end", "eval_generate_samples")
-        for name in training.changed(*names, "save_strategy"):
-            message = "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off"
-            yield Conflict((f"training.{name}", "training.eval_samples"), message)
-
-
-def _saving(training: TrainingConfig) -> Iterator[Conflict]:
-    return broken(
-        (
-            training.average_checkpoints == 1,
-            "training.average_checkpoints",
-            "averaging needs 2 or more checkpoints; 0 turns it off",
-        ),
-        (
-            training.load_best_model_at_end and not training.export_at_end,
-            "training.load_best_model_at_end training.export_at_end",
-            "the best model is exported at the end: set export_at_end=true",
+        *(
+            (
+                not training.eval_samples,
+                f"{name} eval_samples",
+                "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off",
+            )
+            for name in training.changed(*decided, "save_strategy")
         ),
     )
 
 
-def _rollback(config: Sections) -> Iterator[Conflict]:
+def _saving(config: Sections) -> Iterator[Conflict]:
     monitor, training = config.monitor, config.training
-    asking = " ".join(f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback")
-    kept, fields = training.save_total_limit, f"training.save_steps monitor.rollback_min_steps {asking}"
+    rolling = " ".join(f"monitor.{name}" for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback")
+    kept, fields = training.save_total_limit, f"save_steps monitor.rollback_min_steps {rolling}"
     oldest = math.inf if kept is None else (kept - 1) * training.save_steps
     return broken(
+        "training",
+        (training.average_checkpoints == 1, "average_checkpoints", "averaging needs 2 or more; 0 turns it off"),
         (
-            asking and training.save_strategy == "best",
-            f"training.save_strategy {asking}",
+            training.load_best_model_at_end and not training.export_at_end,
+            "load_best_model_at_end export_at_end",
+            "the best model is exported at the end: set export_at_end=true",
+        ),
+        (
+            rolling and training.save_strategy == "best",
+            f"save_strategy {rolling}",
             "rollback needs checkpoints of a known age: set steps, and save_on_best=true",
         ),
         (
-            asking and oldest < monitor.rollback_min_steps,
-            f"training.save_total_limit {fields}",
+            rolling and oldest < monitor.rollback_min_steps,
+            f"save_total_limit {fields}",
             f"the oldest of {kept} kept checkpoints is {oldest} steps old, too young to go back to: keep more",
         ),
         (
-            asking and training.save_steps + monitor.rollback_min_steps > training.num_train_steps,
-            f"{fields} training.num_train_steps",
+            rolling and training.save_steps + monitor.rollback_min_steps > training.num_train_steps,
+            f"{fields} num_train_steps",
             "no checkpoint of this run would ever be old enough to go back to: lower the first two",
         ),
     )

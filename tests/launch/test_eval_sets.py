@@ -75,7 +75,7 @@ def test_each_set_is_what_its_fields_say() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"data__eval_sets": "{a: {}}"}, "name what is in it"),
+        ({"data__eval_sets": "{a: {}}"}, "name its texts"),
         ({"data__eval_sets": "{a/b: {eval_split: test}}"}, "names are of letters"),
         ({"data__eval_sets": "{a b: {eval_split: test}}"}, r"data.eval_sets = .*\n.*'a b': names are of letters"),
         ({"data__eval_sets": "{a: {eval_files: []}}"}, r"data.eval_sets.a.eval_files = \[\]\n.*no file is named"),
