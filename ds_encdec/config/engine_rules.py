@@ -110,7 +110,7 @@ def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
         (
             _quantizes(config),
             f"model.lora.quantize {_ENGINE}",
-            "DeepSpeed neither splits nor sends 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or quantize=none",
+            "DeepSpeed cannot send 4-bit weights: set distributed_type=ddp and sharding_stage=zero0, or quantize=none",
         ),
         (refusal, f"optimizer {_ENGINE}", refusal),
         (
@@ -129,10 +129,16 @@ def _deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
             "DeepSpeed's schedules need at least 1 step of warm-up; linear, cosine and constant do without",
         ),
     )
-    # Keys of DeepSpeed's JSON at which DeepSpeed, as it runs here, would stop or lose something.
+    yield from _keys_that_deepspeed_lacks(config)
+
+
+def _keys_that_deepspeed_lacks(config: Sections) -> Iterator[Conflict]:
+    """Yield keys of DeepSpeed's JSON at which DeepSpeed, as it runs here, would stop or lose something."""
+    infra, extra = config.infra, Settings(config.infra.deepspeed_extra)
+    trains_a_part = config.training.freeze or config.model.lora is not None
     zero, low = f"{_EXTRA}.zero_optimization", ("bf16_master_weights_and_grads", "bf16_optimizer_states")
     are_low = [extra.get(f"bf16.{key}") for key in low]
-    yield from broken(
+    return broken(
         "infra",
         (
             any(are_low) and not (all(are_low) and infra.offload_optimizer == "none"),

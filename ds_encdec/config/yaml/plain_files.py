@@ -32,22 +32,45 @@ _KINDS = {
 }
 
 
+def kind_of(mode: int) -> str | None:
+    """Return the kind of a file with this `st_mode`, or None for a plain file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no plain file")
+
+
+def _refuse_other_kinds(status: os.stat_result, path: str | Path) -> None:
+    if kind := kind_of(status.st_mode):
+        raise OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))
+
+
 def open_plain(path: str | Path) -> BufferedReader:
     """Open a plain file for reading bytes. Raises OSError, also for other kinds of files."""
     _refuse_other_kinds(os.stat(path), path)  # opening some devices has effects
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb")
     try:
-        _refuse_other_kinds(os.fstat(descriptor), path)  # another file may have replaced it
-        return os.fdopen(descriptor, "rb")
+        _refuse_other_kinds(os.fstat(file.fileno()), path)  # another file may have replaced it
     except BaseException:
-        os.close(descriptor)
+        file.close()
         raise
+    return file
+
+
+@cache
+def _read_pipe(path: str) -> bytes:
+    """Read a pipe, once for all callers."""
+    with open(path, "rb") as file:
+        return file.read(MAX_CONFIG_BYTES + 1)
 
 
 def read_plain(path: str | Path, max_bytes: int | None) -> str:
     """Return the text of a plain UTF-8 file. Raises OSError, and ValueError if it is too large or not UTF-8."""
     with open_plain(path) as file:
         return _decoded(file.read(-1 if max_bytes is None else max_bytes + 1), max_bytes)
+
+
+def read_config(path: str | Path) -> str:
+    """Return the text of a configuration that the user names, which may be a pipe. Raises as `read_plain` does."""
+    read = _read_pipe.__wrapped__ if os.path.isfile(path) else _read_pipe
+    return _decoded(read(os.fspath(path)), MAX_CONFIG_BYTES)
 
 
 def _decoded(content: bytes, max_bytes: int | None) -> str:
@@ -59,42 +82,12 @@ def _decoded(content: bytes, max_bytes: int | None) -> str:
         raise ValueError("not a text file in UTF-8") from error
 
 
-def read_config(path: str | Path) -> str:
-    """Return the text of a configuration that the user names, which may be a pipe. Raises as `read_plain` does."""
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            return _decoded(file.read(MAX_CONFIG_BYTES + 1), MAX_CONFIG_BYTES)
-    return _decoded(_read_pipe(os.fspath(path)), MAX_CONFIG_BYTES)
-
-
-@cache
-def _read_pipe(path: str) -> bytes:
-    """Read a pipe, once for all callers."""
-    with open(path, "rb") as file:
-        return file.read(MAX_CONFIG_BYTES + 1)
-
-
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
     """Parse a JSON file of a program. Raises OSError, and ValueError if it is not JSON, too large, or nested too
     deep."""
-    text = read_plain(path, max_bytes)
-    _refuse_deep(text)
-    return json.loads(text)
-
-
-def _refuse_deep(text: str) -> None:
-    depth = 0
+    text, depth = read_plain(path, max_bytes), 0
     for token in _BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
         if depth > MAX_DEPTH:
             raise json.JSONDecodeError(f"nested more than {MAX_DEPTH} deep", text, token.start())
-
-
-def kind_of(mode: int) -> str | None:
-    """Return the kind of a file with this `st_mode`, or None for a plain file."""
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no plain file")
-
-
-def _refuse_other_kinds(status: os.stat_result, path: str | Path) -> None:
-    if kind := kind_of(status.st_mode):
-        raise OSError(errno.EINVAL, f"{kind}, not a plain file", str(path))
+    return json.loads(text)

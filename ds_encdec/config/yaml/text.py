@@ -17,56 +17,50 @@ from ds_encdec.config.yaml.plain_files import MAX_DEPTH, MAX_NODES, read_config
 
 _PREFIX = "tag:yaml.org,2002:"
 _MERGE = _PREFIX + "merge"
-
-
-def _number(text: str) -> float:
-    return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
-
-
-_PLAIN: dict[str, tuple[str, str, Callable[[str], Any]]] = {
-    "bool": ("true|True|TRUE|false|False|FALSE", "tTfF", lambda text: {"true": True, "false": False}[text.lower()]),
-    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", "-+0123456789", lambda text: int(text.replace("_", ""))),
+_PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "bool": ("true|True|TRUE|false|False|FALSE", lambda text: {"true": True, "false": False}[text.lower()]),
+    "int": (r"[-+]?(?:0|[1-9][0-9_]*)", lambda text: int(text.replace("_", ""))),
     "float": (
         r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+"
         r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        "-+0123456789.",
-        _number,
+        lambda text: float(re.sub(r"\.(?=inf|nan)", "", text.replace("_", "").lower())),
     ),
-    "null": ("~|null|Null|NULL|", "~nN", lambda text: None),
+    "null": ("~|null|Null|NULL|", lambda text: None),
 }
-"""Kinds of plain scalars other than text: pattern, first characters, reader."""
+"""Kinds of plain scalars other than text: pattern and reader."""
 _READERS: dict[str, Callable[[str], Any]] = {
     _PREFIX + "str": str,
-    **{_PREFIX + kind: read for kind, (_, _, read) in _PLAIN.items()},
+    **{_PREFIX + kind: read for kind, (_, read) in _PLAIN.items()},
 }
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's loader for the kinds above alone."""
 
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, which also quotes strings that the loader would read as another kind."""
-
-    def represent_settings_list(self, items: list[Any]) -> yaml.Node:
-        """Write a list of plain values on one line, any other with one item a line."""
-        flow = not any(isinstance(item, dict | list) for item in items)
-        return self.represent_sequence(_PREFIX + "seq", items, flow_style=flow)
-
-    def represent_text(self, text: str) -> yaml.Node:
-        """Escape YAML's rarer line breaks, which PyYAML would write so that they are read back as spaces."""
-        style = '"' if re.search("[\x85\u2028\u2029]", text) else None
-        return self.represent_scalar(_PREFIX + "str", text, style=style)
+    """PyYAML's dumper, which also quotes strings that the loader would read as another kind. Lists of plain values
+    stand on one line. YAML's rarer line breaks are escaped: PyYAML writes them so that they are read back as spaces."""
 
 
-_Loader.yaml_implicit_resolvers = {}
-_Dumper.add_representer(list, _Dumper.represent_settings_list)
-_Dumper.add_representer(str, _Dumper.represent_text)
+_Dumper.add_representer(
+    list,
+    lambda dumper, items: dumper.represent_sequence(
+        _PREFIX + "seq", items, flow_style=not any(isinstance(item, dict | list) for item in items)
+    ),
+)
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        _PREFIX + "str", text, style='"' if re.search("[\x85\u2028\u2029]", text) else None
+    ),
+)
 for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(_MERGE, re.compile("<<$"), ["<"])
-    for _kind, (_pattern, _first, _) in _PLAIN.items():
-        _starts = [*_first, *([""] if _kind == "null" else [])]
-        _side.add_implicit_resolver(_PREFIX + _kind, re.compile(f"(?:{_pattern})$"), _starts)
+    _side.add_implicit_resolver(_MERGE, re.compile("<<$"), None)
+    for _kind, (_pattern, _) in _PLAIN.items():
+        _side.add_implicit_resolver(_PREFIX + _kind, re.compile(f"(?:{_pattern})$"), None)
 
 
 def read_yaml(path: Path, problems: list[Problem]) -> Settings:
@@ -84,11 +78,9 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     if isinstance(values, dict):
         return Settings(values, reader.places)
     kind = "a list" if isinstance(values, list) else "a single value"
-    message = (
-        f"the file holds {kind}; sections with `field: value` lines are needed"
-        if root
-        else "the file is empty; ds-encdec init writes one"
-    )
+    message = f"the file holds {kind}; sections with `field: value` lines are needed"
+    if root is None:
+        message = "the file is empty; ds-encdec init writes one"
     problems.append(file_problem(path, message, _line(root) if root else None))
     return Settings()
 
@@ -97,27 +89,31 @@ def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator
     """Yield the name and value of each argument `[--]section.field=value`; append a problem for any other."""
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
-        parts, spelt = name.split("."), name.replace("-", "_")
-        if equals and len(parts) <= MAX_DEPTH and all(map(str.isidentifier, parts)):
+        spelt, is_file, is_name = name.replace("-", "_"), os.path.isfile(argument), _is_name(name)
+        if equals and is_name and name.count(".") < MAX_DEPTH:
             try:
                 yield name, _given_value(text, name, problems)
                 continue
             except UnreadableError as error:
-                shown = masked(parts[-1], text)
+                shown = masked(name.rpartition(".")[2], text)
                 quoted = json.dumps(text, ensure_ascii=False) if shown == text and len(text) < 200 else '"..."'
                 message = f"{show(shown)} is not a YAML value ({error}); as text it is {name}={shlex.quote(quoted)}"
-        elif not equals and os.path.isfile(argument):
+        elif not equals and is_file and argument.endswith((".yaml", ".yml")):
+            message = f"a file, and not a setting: a configuration is named by --config {argument}"
+        elif not equals and is_file:
             message = "a file, and not a setting: write [FILE,FILE] for several, or the pattern between quotes"
-            if argument.endswith((".yaml", ".yml")):
-                message = f"a file, and not a setting: a configuration is named by --config {argument}"
-        elif not equals and argument.startswith("--") and all(map(str.isidentifier, parts)):
+        elif not equals and argument.startswith("--") and is_name:
             message = f"not a setting: its value is missing; write `{argument} VALUE`"
-        elif equals and spelt != name and all(map(str.isidentifier, spelt.split("."))):
+        elif equals and spelt != name and _is_name(spelt):
             message = f"not a setting; its words are joined by underscores: {spelt}"
         else:
             message = "not a setting; write `section.field=value`"
         field = argument.partition("=")[0] or argument  # the value may be a secret
         problems.append(Problem((Mention(COMMAND_LINE, field),), message))
+
+
+def _is_name(name: str) -> bool:
+    return all(map(str.isidentifier, name.split(".")))
 
 
 def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
@@ -126,21 +122,17 @@ def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
     UnreadableError if YAML does not read all of it, since nothing may be dropped."""
     body = text.strip()
     if not body.startswith(("[", "{", '"', "'")):
-        matching = (read for pattern, _, read in _PLAIN.values() if re.fullmatch(pattern, body))
-        read = next(matching, None) if body or not text else None
-        return text if read is None else _read(read, body, 1, field)
+        kinds = (kind for kind, (pattern, _) in _PLAIN.items() if re.fullmatch(pattern, body))
+        kind = next(kinds, None) if body or not text else None
+        return text if kind is None else _read(_PREFIX + kind, body, 1, field)
     root = compose(body)
     is_flow = getattr(root, "flow_style", True) and root is not None and root.end_mark.index == len(body)
     if not is_flow or "\n" in body:
         raise UnreadableError("YAML reads a part of it: write it on one line, a line's end in quotes as \\n", 1, field)
-    if isinstance(root, yaml.MappingNode) and any(_is_bare(key, inner) for key, inner in root.value):
-        raise UnreadableError("YAML takes what stands between braces for keys, and these have no values", 1, field)
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+        if not isinstance(key, yaml.ScalarNode) or value.start_mark.index == value.end_mark.index:
+            raise UnreadableError("YAML takes the words between braces for keys, and these have no values", 1, field)
     return parse_value(body, COMMAND_LINE, field, problems)
-
-
-def _is_bare(key: yaml.Node, value: yaml.Node) -> bool:
-    """Return whether a pair of a mapping is `{key}`, or has a list or a mapping as its key."""
-    return not isinstance(key, yaml.ScalarNode) or value.start_mark.index == value.end_mark.index
 
 
 def read_text(path: Path, problems: list[Problem], named_by: Mention | None = None) -> str | None:
@@ -215,10 +207,10 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _read(read: Callable[[str], Any], text: str, line: int, field: str) -> Any:
+def _read(tag: str, text: str, line: int, field: str) -> Any:
     """Read a scalar. Raises UnreadableError, such as for a number with more digits than Python reads."""
     try:
-        return read(text)
+        return _READERS[tag](text)
     except (KeyError, ValueError):
         raise UnreadableError(f"{show(text)} cannot be read", line, field) from None
 
@@ -241,7 +233,7 @@ class _NodeReader:
             message = f"more than {MAX_NODES} values, those behind aliases counted each time"
             raise UnreadableError(message, _line(node), path)
         if isinstance(node, yaml.ScalarNode) and node.tag in _READERS:
-            value = _read(_READERS[node.tag], node.value, _line(node), path)
+            value = _read(node.tag, node.value, _line(node), path)
         elif isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
             value = [self._read_item(item, item, join(path, index)) for index, item in enumerate(node.value)]
         elif isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
@@ -256,28 +248,26 @@ class _NodeReader:
         """Return the values of a mapping; its own keys replace those of its `<<` keys."""
         values, lines = dict[str, Any](), dict[str, int]()
         for key, value in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
+            name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
+            at, message = join(path, name or '""'), ""
             if key.tag == _MERGE:
                 sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
-                for source in map(self.read, reversed(sources), [path] * len(sources)):
-                    if isinstance(source, dict):
-                        values |= source
-                    else:
-                        self._report(key, join(path, "<<"), "needs a mapping, or a list of mappings")
-                continue
-            name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
-            if not isinstance(key, yaml.ScalarNode) or not name or "." in name:
+                read = [self.read(source, path) for source in reversed(sources)]
+                for source in read:
+                    values |= source if isinstance(source, dict) else {}
+                if not all(isinstance(source, dict) for source in read):
+                    message = "needs a mapping, or a list of mappings"
+            elif not isinstance(key, yaml.ScalarNode) or not name or "." in name:
                 message = "not a key: sections are nested, with one `field: value` line each"
-                self._report(key, join(path, name or '""'), message)
-                continue
-            if name in lines:
-                self._report(key, join(path, name), f"the key is already set in line {lines[name]}")
-            lines.setdefault(name, _line(key))
-            values[name] = self._read_item(key, value, join(path, name))
+            else:
+                if name in lines:
+                    message = f"the key is already set in line {lines[name]}"
+                lines.setdefault(name, _line(key))
+                values[name] = self._read_item(key, value, at)
+            if message:
+                self.problems.append(Problem((Mention(self.place(_line(key)), at),), message))
         return values
 
     def _read_item(self, place: yaml.Node, value: yaml.Node, path: str) -> Any:
         self.places[path] = self.place(_line(place))
         return self.read(value, path)
-
-    def _report(self, node: yaml.Node, path: str, message: str) -> None:
-        self.problems.append(Problem((Mention(self.place(_line(node)), path),), message))
