@@ -32,21 +32,20 @@ class Source(Section):
     """A source of documents."""
 
     dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
-    """Hub id of a data set; or `builtin` (text that every CPython installation has), `builtin_task` (a task to
-    fine-tune on, made of it), `random` (random ids, to try a cluster without data), or `text`, `json`, `csv`, `parquet`
-    (local files, see `data_files`); or `python:MODULE:FUNCTION`, a reader of your own (docs/library.md)."""
+    """Hub id of a data set; `builtin` (text that every CPython installation has), `builtin_task` (a task made of it),
+    `random` (random ids); `text`, `json`, `csv` or `parquet` (local files, see `data_files`); `python:MODULE:FUNCTION`,
+    your own reader (docs/library.md)."""
     dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of a Hugging Face data set."""
     dataset_split: Annotated[str, Mark.TEXTS] = "train"
     """Split of a Hugging Face data set."""
     dataset_revision: Annotated[str | None, Mark.TEXTS] = None
-    """Branch, tag or commit of a data set on the hub; None: its main branch. A run keeps the commit of its first start,
-    so later pushes change nothing."""
+    """Branch, tag or commit of a data set on the hub; None: its main branch. A run keeps the commit of its first
+    start."""
     data_files: Annotated[Texts | None, Mark.TEXTS] = None
-    """Paths of local files, or glob patterns where there is no such file, for `text` (one document per file; files
-    above 64 KiB are cut at blank lines into documents of at most that size), `json` (JSON lines, or one array), `csv`
-    and `parquet`. `.gz`, `.bz2`, `.xz`, `.lzma`, `.zst` and `.lz4` are unpacked once into the cache folder. For a data
-    set of the hub, files of its repository."""
+    """Paths or glob patterns of local files: `text` (a document per file; files above 64 KiB are cut at blank lines),
+    `json` (JSON lines, or one array), `csv`, `parquet`. Compressed ones (`.gz`, `.bz2`, `.xz`, `.lzma`, `.zst`, `.lz4`)
+    are unpacked once into the cache folder. For a data set of the hub, files of its repository."""
     text_column: Annotated[str, Mark.TEXTS] = "text"
     """Column that holds the text."""
 
@@ -55,7 +54,7 @@ class MixtureSource(Source):
     """One source of a weighted mixture. Fields mean what they mean in `data`."""
 
     weight: float = Field(gt=0)
-    """Relative share of this source in the documents, or in the tokens (`data.mixture_weights_count`)."""
+    """Share of this source, relative to the others, in the unit of `data.mixture_weights_count`."""
     dataset_name: str
     """See `data.dataset_name`."""
 
@@ -77,24 +76,22 @@ class DataConfig(Source):
     """The documents that are read, how they are denoised, and how they are packed."""
 
     objective: Literal["ul2", "sft"] = "ul2"
-    """The objective: `ul2` fills in what denoisers have taken out of a text; `sft` writes the output that goes with an
-    input (docs/fine-tuning.md)."""
+    """`ul2` fills in what denoisers have taken out of a text; `sft` writes the output that goes with an input
+    (docs/fine-tuning.md)."""
     mixture: Annotated[tuple[MixtureSource, ...] | None, Mark.TEXTS] = None
     """Weighted mixture of sources; replaces `dataset_name`."""
     mixture_weights_count: Annotated[Literal["documents", "tokens"], Mark.TEXTS] = "documents"
-    """Unit of the weights in `mixture`: a source of weight 1 beside one of 3 has a quarter of the documents that are
-    read, whatever their length, or a quarter of their tokens."""
+    """Unit of the weights in `mixture`."""
     on_bad_row: Literal["stop", "skip"] = "stop"
-    """End the run at a row that cannot be read (not UTF-8, no JSON, cut short, without the column, with more fields
-    than there are columns, of a damaged row group), or skip it."""
+    """End the run at a row that cannot be read (no UTF-8, no JSON, cut short, another number of fields), or skip it."""
     max_bad_rows: int = Field(default=1000, ge=1)
-    """Most rows that `on_bad_row: skip` skips in one pass over the data, of all lanes together; with more the run ends.
-    A damaged row group counts with all its rows."""
+    """Most rows that `on_bad_row: skip` skips in one pass over the data, of all lanes together; a damaged row group
+    counts with all its rows."""
     streaming: bool = True
-    """Read a Hugging Face data set from the hub as it is needed instead of downloading it first."""
+    """Read a data set of the hub as it is needed instead of downloading it first."""
     prepared_dir: Annotated[str | None, Mark.UNTRAINED] = None
-    """Folder that `ds-encdec prepare` has filled with the documents' tokens: they are read from there, without the
-    sources. None: documents are tokenized when they are used."""
+    """Folder that `ds-encdec prepare` has filled with token ids, which replace the sources. None: documents are
+    tokenized when they are used."""
     max_seq_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=8192, ge=8)
     """Longest raw chunk before denoising, in tokens. Other bounds may be tighter."""
     max_encoder_length: Annotated[int, Mark.ORDER, Mark.EXAMPLES] = Field(default=4096, ge=4)
@@ -109,54 +106,51 @@ class DataConfig(Source):
     use_mode_tokens: Annotated[bool, Mark.ORDER, Mark.EXAMPLES] = False
     """Put a token that names the denoiser in front of the encoder sequence."""
     preprocessing_num_workers: Annotated[int, Mark.UNTRAINED] = Field(default=4, ge=0)
-    """Worker processes per rank that tokenize and pack; 0 works in the training process. They never change
-    what is read: the largest count that divides the rank's lanes is used."""
+    """Worker processes per rank that tokenize and pack; 0 works in the training process. The largest count that divides
+    the rank's lanes is used, and never changes what is read."""
     shuffle_buffer_size: Annotated[int, Mark.ORDER] = Field(default=10000, ge=1)
     """Documents in one shuffling window of a streamed source. A resume rereads at most one per lane."""
     num_lanes: int | None = Field(default=None, ge=1)
-    """Micro-batches of one optimizer step over all ranks, fixed for a run. None: world size × gradient
-    accumulation at the first start."""
+    """Micro-batches of a step over all ranks, fixed for a run. None: ranks × gradient accumulation at the first
+    start."""
     max_examples_per_micro_batch: Annotated[int, Mark.ORDER] = Field(default=512, ge=1)
     """Most examples packed into one micro-batch."""
     packing_pool_examples: Annotated[int, Mark.ORDER] = Field(default=64, ge=1)
     """Examples per lane that wait at one time for a micro-batch they fit into."""
     packing_max_wait_batches: Annotated[int, Mark.ORDER] = Field(default=8, ge=2)
-    """Micro-batches after which a waiting example is packed first, whatever the fill."""
+    """Micro-batches after which a waiting example is packed first."""
     eval_fraction: Annotated[float, Mark.ORDER, Mark.EXAMPLES] = Field(default=0.005, ge=0.0, lt=1.0)
-    """Share of the documents held out for evaluation, chosen by a hash of the document's key (`ul2`; `sft` has
-    `train_split_ratio`)."""
+    """Share of the documents held out for evaluation, chosen by a hash (`ul2`; `sft` has `train_split_ratio`)."""
     input_template: Annotated[str, Mark.EXAMPLES] = "### Instruction:\n{instruction}\n### Input:\n{input}\n"
-    """Text that the encoder reads, with the fields of a row as `{name}` (`sft`)."""
+    """Text that the encoder reads, with a row's fields as `{name}` (`sft`)."""
     output_template: Annotated[str, Mark.EXAMPLES] = "### Response:\n{output}"
-    """Text that the decoder writes, with the fields of a row as `{name}` (`sft`). EOS is put behind it."""
+    """Text that the decoder writes, with a row's fields as `{name}`, before EOS (`sft`)."""
     field_mapping: Annotated[dict[str, str], Mark.EXAMPLES] = Field(default_factory=dict)
-    """Columns by the template's field that they fill, where the names differ (`sft`). `a.b` is field b of the object in
-    column a."""
+    """Columns by the template's field that they fill, where names differ (`sft`); `a.b` is field b of column a."""
     converter: Annotated[str | None, Mark.EXAMPLES] = None
     """Your own `module:function`, from a row as a dict to the dict, or list of dicts, that templates or messages are
-    read from (`sft`). The module is in the working folder or installed."""
+    read from (`sft`)."""
     messages_column: Annotated[str, Mark.EXAMPLES] = "messages"
-    """Column of a conversation, a list of objects with `role` and `content`, or ShareGPT's with `from` and `value`
-    (`sft`). A row that has it goes through the tokenizer's chat template, and any other through the templates above,
-    but for one that lacks their columns and has `conversations`. A turn of the assistant with a `weight` (`train`,
-    `trainable`, `training`, `loss`, `loss_scale`) of 0 is read and not learnt. The row's `system` is its first turn."""
+    """Column of a conversation: a list of objects with `role` and `content`, or ShareGPT's `from` and `value` (`sft`).
+    A row that has it goes through the tokenizer's chat template (docs/fine-tuning.md). A turn of the assistant with a
+    `weight` (`train`, `trainable`, `training`, `loss`, `loss_scale`) of 0 is not learnt. A column `system` is the first
+    turn."""
     tools_column: Annotated[str, Mark.EXAMPLES] = "tools"
-    """Column of the tools that a conversation may use, a list of JSON schemas (`sft`)."""
+    """Column of the tools that a conversation may use: a list of JSON schemas (`sft`)."""
     weight_column: Annotated[str | None, Mark.EXAMPLES] = "weight"
     """Column whose 0 leaves a row out; 1 or nothing keeps it (`sft`). None: every row is learnt. A column that a
-    template reads is not taken for it."""
+    template reads does not count."""
     chat_targets: Annotated[Literal["last", "every"], Mark.EXAMPLES] = "last"
-    """Turns of the assistant that are learnt: the last one, or every one, each an example (`sft`)."""
+    """Turns of the assistant that are learnt, each as an example: the last one, or every one (`sft`)."""
     on_long_row: Annotated[Literal["stop", "skip", "truncate"], Mark.EXAMPLES] = "stop"
-    """End the run at an input above `max_encoder_length` or an output above `max_decoder_length`, leave the example
-    out, or cut it (`sft`)."""
+    """End the run at an input or output above its maximum, leave the example out, or cut it (`sft`)."""
     train_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.9, gt=0.0, le=1.0)
-    """Share of the rows to train on, chosen by a hash of the row's key (`sft`)."""
+    """Share of the rows to train on, chosen by a hash (`sft`)."""
     val_test_split_ratio: Annotated[float, Mark.EXAMPLES] = Field(default=0.5, ge=0.0, le=1.0)
     """Share of the other rows that is the validation split; the rest is the test split (`sft`)."""
     eval_files: Annotated[Texts | None, Mark.TEXTS] = None
-    """Paths or patterns of local files to evaluate on, of the kind that `eval_dataset_name`, or else `dataset_name`,
-    names. The evaluation uses all of them, and nothing is held out for it."""
+    """Paths or patterns of local files to evaluate on, of the kind `eval_dataset_name` or else `dataset_name`; nothing
+    is then held out."""
     eval_dataset_name: Annotated[str | None, Mark.TEXTS] = None
     """Data set to evaluate on, like `dataset_name`; None: the one that is trained on."""
     eval_dataset_config: Annotated[str | None, Mark.TEXTS] = None
@@ -164,12 +158,12 @@ class DataConfig(Source):
     eval_split: Annotated[str | None, Mark.TEXTS] = None
     """Split to evaluate on; `validation` where only `eval_dataset_name` is set."""
     eval_sets: dict[str, EvalSet] = Field(default_factory=dict)
-    """More sets to evaluate on, by their names, each with `eval_files`, `eval_dataset_name`, `eval_dataset_config` or
-    `eval_split`. Their figures are `eval/NAME/loss` and so on, of up to `training.eval_samples` examples of each."""
+    """More sets to evaluate on, by their names, up to `training.eval_samples` examples of each. Their figures are
+    `eval/NAME/loss` and so on."""
     test_files: Annotated[Texts | None, Mark.TEXTS] = None
-    """Paths or patterns of local files that are the test split, like `eval_files`."""
+    """Paths or patterns of local files that are the test split."""
     test_split: Annotated[str | None, Mark.TEXTS] = None
-    """Split that is the test split, of the data set that `eval_split` is one of."""
+    """Split that is the test split, of the data set to evaluate on."""
 
     @property
     def bad_row_limit(self) -> int:

@@ -34,7 +34,7 @@ class ArchitectureConfig(Section):
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     """Epsilon of RMSNorm."""
     initializer_range: float = Field(default=0.02, gt=0)
-    """Standard deviation of the normal distribution that matrices are drawn from."""
+    """Standard deviation of the matrices' normal distribution."""
     max_position_embeddings: int = Field(default=40960, gt=0)
     """Longest sequence the model is declared for, in tokens."""
 
@@ -55,30 +55,30 @@ class LoraConfig(Section):
         tuple[LoraTarget, ...],
         BeforeValidator(words, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...]),
     ] = get_args(LoraTarget)
-    """The matrices of each encoder and decoder layer that have an adapter."""
+    """The matrices of each layer that have an adapter."""
     quantize: Literal["none", "nf4"] = "none"
-    """Form of the frozen matrices of the layers: the compute dtype, or 4 bits (QLoRA, by bitsandbytes; only with FSDP2
-    or DDP and zero0)."""
+    """Form of the frozen matrices of the layers: the compute dtype, or 4 bits (QLoRA by bitsandbytes; FSDP2 or DDP with
+    zero0)."""
 
 
 class ModelConfig(Section):
     """Which model is trained, and from what it starts."""
 
     model_name_or_path: str | None = "Qwen/Qwen3-0.6B"
-    """Hub id or folder of a decoder-only Qwen3 (converted on the fly) or of an encoder-decoder made by
-    `ds-encdec init-model` or an export. None when `architecture` is given."""
+    """Hub id or folder of a decoder-only Qwen3 (converted on the fly) or of an encoder-decoder made by `ds-encdec
+    init-model` or an export. None with `architecture`."""
     architecture: ArchitectureConfig | None = None
-    """Train from scratch with these sizes instead of starting from a checkpoint."""
+    """Train from scratch with these sizes."""
     lora: LoraConfig | None = None
-    """Train adapters of low rank and freeze everything else (docs/lora.md). None trains the model itself."""
+    """Train adapters of low rank and freeze everything else (docs/lora.md)."""
     tokenizer_name_or_path: Annotated[str | None, Mark.TOKENS] = None
-    """Hub id or folder of the tokenizer; None means the model's own. `builtin` trains a byte-level BPE on
-    the built-in corpus once and caches it (no download)."""
+    """Hub id or folder of the tokenizer; None: the model's own. `builtin` trains a byte-level BPE on the built-in
+    corpus once and caches it."""
     num_sentinel_tokens: Annotated[int, Mark.TOKENS] = Field(default=100, ge=1, le=4096)
-    """Number of sentinel tokens `<extra_id_0>`…. An example cannot have more corrupted spans, which limits its raw
+    """Number of sentinel tokens `<extra_id_0>`…: the most corrupted spans of an example, which limits its raw
     length."""
     use_flash_attention: Annotated[bool, Mark.UNTRAINED] = True
-    """Use variable-length flash attention where the device has it. CPU attention is not affected."""
+    """Use variable-length flash attention on devices that have it."""
     loss_chunk_tokens: Annotated[int, Mark.UNTRAINED] = Field(default=1024, gt=0)
     """Chunk size of the loss in tokens. Smaller chunks need less memory, larger ones fewer kernel launches."""
 

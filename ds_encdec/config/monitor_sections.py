@@ -26,33 +26,33 @@ class MonitorConfig(Section):
     grad_norm_threshold: float = Field(default=10.0, gt=0)
     """`grad_explosion`: global gradient norm of a step before clipping."""
     loss_plateau_steps: int | None = Field(default=10_000, ge=1)
-    """`loss_plateau`: optimizer steps in which the window's mean loss has not fallen; None: never."""
+    """`loss_plateau`: optimizer steps without a fall of the window's mean loss; None: never."""
     loss_plateau_min_decrease: float = Field(default=0.005, ge=0)
-    """Least decrease of the window's mean loss that is no plateau, in nats per target token."""
+    """Least decrease of that mean that is no plateau, in nats per target token."""
     learning_rate_tolerance: float = Field(default=1e-3, gt=0, lt=1)
     """`learning_rate_off`: relative difference between the rate of a step and its schedule's."""
     throughput_drop_threshold: float = Field(default=0.5, gt=0, lt=1)
     """`throughput_drop`: tokens per second of a logging interval over the mean of its window."""
     straggler_threshold: float = Field(default=1.5, gt=1)
-    """`straggler`: a rank's time for a fixed piece of arithmetic over that of the median rank."""
+    """`straggler`: a rank's time for a fixed computation over the median rank's."""
     straggler_late_threshold: float = Field(default=0.1, gt=0, lt=1)
-    """`straggler`: share of the step time that one rank keeps the others waiting before a step."""
+    """`straggler`: share of the step time that one rank keeps the others waiting."""
     memory_growth_threshold: float = Field(default=0.25, gt=0)
     """`memory_growth`: growth of a rank's memory since its first logging intervals, as a share."""
     data_wait_threshold: float = Field(default=0.2, gt=0, lt=1)
     """`data_wait`: share of the time that a rank waits for its next batch."""
     on_non_finite: Literal["skip_step", "rollback", "stop"] = "skip_step"
-    """Answer to a loss or gradient norm that is not finite. Such a step is always skipped."""
+    """Answer to a loss or gradient norm that is not finite; such a step is always skipped."""
     on_loss_spike: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
-    """Answer to `loss_spike`. `skip_step` looks at every step's loss before it is made, which waits for the device."""
+    """Answer to `loss_spike`. `skip_step` reads every step's loss before it is made, which waits for the device."""
     on_grad_explosion: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
-    """Answer to `grad_explosion`. `skip_step` waits for the device like the above."""
+    """Answer to `grad_explosion`. `skip_step` waits for the device, too."""
     on_loss_plateau: Literal["warn", "stop"] = "warn"
     """Answer to `loss_plateau`."""
     on_learning_rate_off: Literal["warn", "stop"] = "warn"
     """Answer to `learning_rate_off`."""
     on_throughput_drop: Literal["warn", "stop"] = "warn"
-    """Answer to `throughput_drop`. A `stop` for the machine's sake saves first and can be resumed (exit code 75)."""
+    """Answer to `throughput_drop`. `stop` saves first, so the run can be resumed (exit code 75)."""
     on_straggler: Literal["warn", "stop"] = "warn"
     """Answer to `straggler`; `stop` as for `on_throughput_drop`."""
     on_memory_growth: Literal["warn", "stop"] = "warn"
@@ -60,10 +60,9 @@ class MonitorConfig(Section):
     on_data_wait: Literal["warn", "stop"] = "warn"
     """Answer to `data_wait`; `stop` as for `on_throughput_drop`."""
     rollback_min_steps: int = Field(default=50, ge=1)
-    """Optimizer steps by which a checkpoint must be older than the alert to go back to: trouble begins before it
-    shows."""
+    """Least age in optimizer steps of a checkpoint to go back to: trouble begins before it shows."""
     max_rollbacks: int = Field(default=5, ge=1)
-    """Rollbacks of a run; the alert that asks for one more stops it as diverged (exit code 7)."""
+    """Rollbacks of a run; one more alert stops it as diverged (exit code 7)."""
 
 
 class PhaseOverrides(Section):
@@ -86,7 +85,7 @@ class PhaseOverrides(Section):
     max_loss_after_warmup: float | None = Field(default=None, gt=0)
     """Gate: largest loss allowed in the first step after the warm-up, in nats per target token."""
     min_loss_decrease: float | None = None
-    """Gate: least that the loss must have fallen since the first step of the first phase, in nats per target token."""
+    """Gate: least fall of the loss since the first step of the first phase, in nats per target token."""
 
 
 class PhasesConfig(Section):
