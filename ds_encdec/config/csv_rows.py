@@ -40,30 +40,35 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
             first_line = reader.line_num + 1
             row_lines.clear()
     except csv.Error as error:
-        if is_whole or "end of data" not in str(error):
-            where = f"{path}, line {first_line}" + f" to {reader.line_num}" * (reader.line_num > first_line)
-            raise DataError(f"{where}: {_quote_error(str(error), row_lines)}") from error
+        reason = f"not a CSV file ({error})"
+        if "end of data" in str(error):
+            if not is_whole:
+                return
+            reason = "a quote opens a field and is never closed. Close it, or write quotes within fields twice"
+        elif "expected after" in str(error):
+            foreign = r" (\" is not CSV)" if any('\\"' in line for line in row_lines) else ""
+            reason = (
+                "text follows the quote that closes a field. Quotes within a quoted field are written twice, "
+                f'""{foreign}; nothing behind this place can be trusted'
+            )
+        where = f"{path}, line {first_line}" + f" to {reader.line_num}" * (reader.line_num > first_line)
+        raise DataError(f"{where}: {reason}") from error
 
 
 def _check_names(names: Sequence[str], path: str) -> None:
-    problem = next(filter(None, (_wrong_name(name, names[:number]) for number, name in enumerate(names))), None)
-    if problem is not None:
-        raise DataError(f"{path}: the first line, which names the columns, {problem}")
-
-
-def _wrong_name(name: str, before: Sequence[str]) -> str | None:
-    """Return the error in a column's name, or None; `before` are the names to its left."""
-    bare = name.strip()
-    if not_utf8(name):
-        return f"is {not_utf8(name)}"
-    if not bare or "\0" in name:
-        advice = "pandas leaves out its row numbers with `to_csv(index=False)`"
-        return f"has no name for column {len(before) + 1}. Write one ({advice})"
-    if len(bare) > 1 and bare[0] + bare[-1] in _FOREIGN_QUOTES:
-        return f'quotes {bare:.80}. CSV quotes by ", with no blank before it: write the file so'
-    if bare in map(str.strip, before):
-        return f"has {bare:.80} twice. Rename or remove one of these columns"
-    return None
+    for number, name in enumerate(names):
+        bare, problem = name.strip(), None
+        if not_utf8(name):
+            problem = f"is {not_utf8(name)}"
+        elif not bare or "\0" in name:
+            advice = "pandas leaves out its row numbers with `to_csv(index=False)`"
+            problem = f"has no name for column {number + 1}. Write one ({advice})"
+        elif len(bare) > 1 and bare[0] + bare[-1] in _FOREIGN_QUOTES:
+            problem = f'quotes {bare:.80}. CSV quotes by ", with no blank before it: write the file so'
+        elif bare in map(str.strip, names[:number]):
+            problem = f"has {bare:.80} twice. Rename or remove one of these columns"
+        if problem is not None:
+            raise DataError(f"{path}: the first line, which names the columns, {problem}")
 
 
 def not_utf8(text: str) -> str | None:
@@ -86,27 +91,11 @@ def _wrong(row: Sequence[str], names: Sequence[str], lines: Sequence[str], delim
         )
     if any("\0" in line for line in lines):
         return "a NUL character"
-    if any(' "' in line for line in lines) and _has_late_quote(row, lines, delimiter):
-        return "a blank before the quote that opens a field; CSV reads both as text"
+    if any(' "' in line for line in lines):
+        try:  # blanks before the quote of a field, which it would open without them
+            late = next(csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True))
+        except csv.Error:
+            late = []
+        if [field.lstrip(" ") for field in row] != [field.lstrip(" ") for field in late]:
+            return "a blank before the quote that opens a field; CSV reads both as text"
     return None
-
-
-def _has_late_quote(row: Sequence[str], lines: Sequence[str], delimiter: str) -> bool:
-    """Return whether blanks precede the quote of a field, which it would open without them."""
-    try:
-        late = next(csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True))
-    except csv.Error:
-        return True
-    return [field.lstrip(" ") for field in row] != [field.lstrip(" ") for field in late]
-
-
-def _quote_error(error: str, lines: Sequence[str]) -> str:
-    if "end of data" in error:
-        return "a quote opens a field and is never closed. Close it, or write quotes within fields twice"
-    if "expected after" in error:
-        foreign = r" (\" is not CSV)" if any('\\"' in line for line in lines) else ""
-        return (
-            "text follows the quote that closes a field. Quotes within a quoted field are written twice, "
-            f'""{foreign}; nothing behind this place can be trusted'
-        )
-    return f"not a CSV file ({error})"

@@ -4,8 +4,8 @@ import io
 import os
 from codecs import BOM_UTF8
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from ds_encdec.base.file_patterns import named_files
@@ -28,13 +28,11 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     """Yield the problems of each source's first file: a wrong format, unreadable rows, missing columns. Of a text file
     only the format is checked, and rows that the run may skip are not. Local files are also reported if the run would
     look for them in the repository of a data set."""
-    for field, source in _sources(data):
-        is_local = local_kind(source.dataset_name) is not None
-        if not (is_local or os.path.isdir(source.dataset_name)) and any(map(os.path.isfile, source.data_files or ())):
-            message = (
-                "there is such a file here, but these are files in the repository of the data set; did you mean "
-                "dataset_name=json (csv, parquet, text)?"
-            )
+    for field, source in [] if data.prepared_dir is not None else [*_trained_on(data), *_only_evaluated(data)]:
+        name = source.dataset_name
+        is_here = not os.path.isdir(name) and any(map(os.path.isfile, source.data_files or ()))
+        if local_kind(name) is None and is_here:
+            message = "there is such a file here; did you mean dataset_name=json (csv, parquet, text)?"
             yield Conflict((field, field.replace("data_files", "dataset_name")), message)
         try:
             rows = list(islice(_rows(source), _LOOKED_AT_ROWS))
@@ -49,44 +47,42 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
 
 
 def _wrong(number: int, row: Mapping[str, Any] | str, source: Source, data: DataConfig) -> str | None:
-    """Return why a row is unusable (it cannot be read, or a field that a template needs is empty), or None."""
+    """Return why a row is unusable (it cannot be read, or a field that a template needs is empty), or None. A row that
+    is a conversation, or has a weight that may exclude it from training, needs no template."""
     if isinstance(row, str):
         return row
-    has_templates = OBJECTIVES[data.objective].takes_records and data.converter is None
-    if not has_templates or source.dataset_name == "parquet" or _has_no_template(row, data):
-        return None
-    lacking = (
-        f"row {number} has nothing in its field {column}, which a template asks for ({{{name}}})"
-        for name, column in columns_by_field(data).items()
-        if field_value(row, column) is None
-    )
-    return next(lacking, None)
-
-
-def _has_no_template(row: Mapping[str, Any], data: DataConfig) -> bool:
-    """Return whether a row is a conversation, or has a weight that may exclude it from training."""
     column = conversation_column(data, row)
     weight = None if data.weight_column is None else present(row.get(data.weight_column))
-    return (column is not None and present(row[column]) is not None) or weight not in (None, 1, "1", True)
+    if (
+        not OBJECTIVES[data.objective].takes_records
+        or data.converter is not None
+        or source.dataset_name == "parquet"
+        or (column is not None and present(row[column]) is not None)
+        or weight not in (None, 1, "1", True)
+    ):
+        return None
+    for name, column in columns_by_field(data).items():
+        if field_value(row, column) is None:
+            return f"row {number} has nothing in its field {column}, which a template needs ({{{name}}})"
+    return None
 
 
 def _absent_columns(
     field: str, source: Source, columns: Sequence[str], data: DataConfig, model: ModelConfig
 ) -> Iterator[Conflict]:
     """Yield the conflicts about columns of the first row. Rows for a converter are not checked."""
+    has = f"it has {', '.join(columns):.300}"
     if data.converter is not None:
         return
-    has = f"it has {', '.join(columns):.300}"
     if not OBJECTIVES[data.objective].takes_records:
         if source.text_column not in columns:
             setting = f"{field.rpartition('.')[0]}.text_column"
-            message = f"the first row has no such column; {has}: set {setting}=COLUMN"
-            yield Conflict((field, setting), message)
+            yield Conflict((field, setting), f"the first row has no such column; {has}: set {setting}=COLUMN")
     elif conversation_column(data, columns) is None:
         for name, column in columns_by_field(data).items():
             if column not in columns and column.partition(".")[0] not in columns:
                 message = (
-                    f"the templates ask for {{{name}}}, and the first row has no column {column}; {has}: "
+                    f"the templates need {{{name}}}, and the first row has no column {column}; {has}: "
                     f"set data.field_mapping.{name}=COLUMN, or change the template"
                 )
                 yield Conflict((field,), message)
@@ -97,8 +93,8 @@ def _absent_columns(
 
 def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
     """Yield a warning for each field whose files or split are also trained on, with the first of them."""
-    own = [*_own_sources(data)]
-    trained = {text for _, source in _training_sources(data) for text in _texts(source)} if own else set()
+    own = [*_only_evaluated(data)]
+    trained = {text for _, source in _trained_on(data) for text in _texts(source)} if own else set()
     for field, source in own:
         if (both := next((text for text in _texts(source) if text in trained), None)) is not None:
             named = field if source.data_files else field.replace("_files", "_split")
@@ -115,30 +111,22 @@ def _texts(source: Source) -> Iterator[str]:
         yield f"the split {source.dataset_split} of {source.dataset_name}{config}"
 
 
-def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    """Yield every source of a run without `prepared_dir`, with the field that names its files."""
-    if data.prepared_dir is None:
-        yield from _training_sources(data)
-        yield from _own_sources(data)
+def _trained_on(data: DataConfig) -> Iterator[tuple[str, Source]]:
+    """Yield the sources that are trained on, each with the field that names its files."""
+    yield from ((f"{at}.data_files", source) for at, source in data.sources_by_path().items())
 
 
-def _training_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    for number, source in enumerate(data.mixture or [data]):
-        yield (f"data.mixture.{number}.data_files" if data.mixture else "data.data_files"), source
-
-
-def _own_sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
+def _only_evaluated(data: DataConfig) -> Iterator[tuple[str, Source]]:
     """Yield the sources that are only evaluated or tested on."""
-    for field, split in (("data.eval_files", "validation"), ("data.test_files", "test")):
-        if (own := data.own_split(split)) is not None:
+    sets = [(f"data.eval_sets.{name}.eval_files", data.of_eval_set(name), "validation") for name in data.eval_sets]
+    for field, section, split in [("data.eval_files", data, "validation"), ("data.test_files", data, "test"), *sets]:
+        if (own := section.own_split(split)) is not None:
             yield field, own
-    for name in data.eval_sets:
-        if (own := data.of_eval_set(name).own_split("validation")) is not None:
-            yield f"data.eval_sets.{name}.eval_files", own
 
 
 def _files(source: Source) -> Iterator[str]:
-    return chain.from_iterable(map(named_files, source.data_files or ()))
+    for pattern in source.data_files or ():
+        yield from named_files(pattern)
 
 
 def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
@@ -155,14 +143,24 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
         content, is_whole = first_bytes(path, _LOOKED_AT_BYTES)
     except (OSError, ValueError):
         return
+    whole_lines = slice(None if is_whole else -1)
     if kind == "csv":
         text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
-        lines = io.StringIO(text, newline="").readlines()[: None if is_whole else -1]
+        lines = io.StringIO(text, newline="").readlines()[whole_lines]
         for number, row in enumerate(csv_rows(lines, path, is_whole=is_whole), start=1):
             reason = row if isinstance(row, str) else not_utf8("".join(row.values()))
             yield row if reason is None else f"{path}, row {number}: {reason}"
     elif kind == "json":
-        yield from _rows_of_json(content, path, is_whole=is_whole)
+        in_array = is_array(content)
+        if not in_array and (reason := not_lines(content, is_whole=is_whole)):
+            raise DataError(f"{path}: {reason}")
+        rows = array_rows(content, path, is_whole=is_whole) if in_array else content.split(b"\n")[whole_lines]
+        for number, line in enumerate(rows, start=1):
+            try:
+                if line.strip():  # blank lines hold no row
+                    yield json_object(line)
+            except RowError as error:
+                yield f"{path}, line {number}: {error}"
 
 
 def _columns_of_parquet(source: Source, path: str) -> dict[str, None]:
@@ -175,20 +173,5 @@ def _columns_of_parquet(source: Source, path: str) -> dict[str, None]:
     names = filled.schema.to_arrow_schema().names
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         has = f"the first file has the column {', '.join(twice):.300} more than once"
-        raise DataError(f"{has}: give each a name of its own")
+        raise DataError(f"{has}: rename the others")
     return dict.fromkeys(names)
-
-
-def _rows_of_json(content: bytes, path: str, *, is_whole: bool) -> Iterator[Mapping[str, Any] | str]:
-    if is_array(content):
-        lines: Iterable[bytes] = array_rows(content, path, is_whole=is_whole)
-    elif reason := not_lines(content, is_whole=is_whole):
-        raise DataError(f"{path}: {reason}")
-    else:
-        lines = content.split(b"\n")[: None if is_whole else -1]
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line.strip():  # blank lines hold no row
-                yield json_object(line)
-        except RowError as error:
-            yield f"{path}, line {number}: {error}"

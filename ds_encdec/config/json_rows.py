@@ -4,7 +4,6 @@ import json
 import re
 from codecs import BOM_UTF8
 from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from ds_encdec.base.types import DataError
@@ -42,18 +41,23 @@ def json_row(content: bytes) -> Any:
     try:
         # Without the line's end, which may look like a part of a text. Joined files have a mark in their middle.
         record = _DECODER.decode(content.rstrip(b"\r\n").removeprefix(BOM_UTF8).decode())
+    except RowError:
+        raise
     except UnicodeDecodeError as error:
         advice = "Convert the file, for example with `iconv -f latin1 -t utf-8`"
         raise RowError(f"not UTF-8 text ({error.reason}). {advice}") from error
     except json.JSONDecodeError as error:
         reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise RowError(f"not a JSON line ({reason})") from error
-    except RowError:
-        raise
     except (ValueError, RecursionError) as error:
         raise RowError(f"not a JSON line ({error})") from error
-    if content.count(b"[") + content.count(b"{") > MAX_NESTING and _is_deep(record):
-        raise RowError(f"not a JSON line (nested more than {MAX_NESTING} deep)")
+    if content.count(b"[") + content.count(b"{") > MAX_NESTING:
+        level = [record]
+        for _ in range(MAX_NESTING):
+            holders = (one for one in level if isinstance(one, dict | list))
+            level = [inner for one in holders for inner in (one.values() if isinstance(one, dict) else one)]
+        if any(isinstance(one, dict | list) for one in level):
+            raise RowError(f"not a JSON line (nested more than {MAX_NESTING} deep)")
     return record
 
 
@@ -65,22 +69,15 @@ def json_object(content: bytes) -> dict[str, Any]:
     return record
 
 
-def _is_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_NESTING):
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
-        level = list(chain.from_iterable(inner))
-    return any(isinstance(one, dict | list) for one in level)
+def _text(content: bytes) -> str:
+    return content.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
 
 
 def is_array(start: bytes) -> bool:
     """Return whether a file that begins with `start` is one array, maybe damaged, and not lines that are lists."""
-    text = start.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
-    if not text.startswith("["):
-        return False
-    line, _, rest = text.partition("\n")
-    if not rest.strip():
-        return True
+    line, _, rest = _text(start).partition("\n")
+    if not line.startswith("[") or not rest.strip():
+        return line.startswith("[")
     try:
         _LENIENT.decode(line)
     except (ValueError, RecursionError):
@@ -128,7 +125,7 @@ def _after_blank(text: str, place: int) -> int:
 
 def not_lines(start: bytes, *, is_whole: bool) -> str | None:
     """Return the error for a file whose object holds the rows in a list, or spans several lines; None for others."""
-    text = start.removeprefix(BOM_UTF8).decode(errors="replace").lstrip(" \t\r\n")
+    text = _text(start)
     line, _, rest = text.partition("\n")
     if not text.startswith("{"):
         return None
@@ -136,17 +133,12 @@ def not_lines(start: bytes, *, is_whole: bool) -> str | None:
         record, end = _LENIENT.raw_decode(text)
     except (ValueError, RecursionError):
         record, end = {}, 0
-    is_spread = end > len(line) or bool(not end and rest.strip() and _OPENING.fullmatch(line))
-    holds_rows = (name for name, value in record.items() if name in _HOLDERS and _is_list_of_objects(value))
-    holder = next(holds_rows, "")
-    if is_spread:
-        what = "JSON objects over several lines"
+    lists = {name: value for name in _HOLDERS if isinstance(value := record.get(name), list) and value}
+    holder = next((name for name, rows in lists.items() if all(isinstance(row, dict) for row in rows)), "")
+    if end > len(line) or (not end and rest.strip() and _OPENING.fullmatch(line)):
+        found = "JSON objects over several lines"
     elif holder and is_whole and not rest.strip():
-        what = f"one JSON object, whose field {holder} holds the rows"
+        found = f"one JSON object, whose field {holder} holds the rows"
     else:
         return None
-    return f"{what}; needed is an object a line: `jq -c '.{holder and f'{holder}[]'}' FILE > rows.jsonl`"
-
-
-def _is_list_of_objects(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    return f"{found}; needed is an object a line: `jq -c '.{holder and f'{holder}[]'}' FILE > rows.jsonl`"
