@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from ds_encdec.config.data_sections import EvalSet
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.sections import Sections, fields
 from ds_encdec.config.settings import (
@@ -19,11 +21,13 @@ from ds_encdec.config.settings import (
     Settings,
     above,
     closest,
+    join,
     masked,
     show,
+    unknown_key,
     within,
 )
-from ds_encdec.config.words.misspelt import in_schema, meant
+from ds_encdec.config.words.other_tools import their_sections, words_by_name
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -180,4 +184,58 @@ def stand_in(path: str) -> Any:
 
 
 def _field_at(path: str) -> FieldInfo | None:
-    return fields().get(in_schema(path))
+    return fields().get(_in_schema(path))
+
+
+@cache
+def homes(name: str) -> list[str]:
+    """Return the fields called `name`, without those of phases, of sources in a mixture, and of evaluation sets."""
+    return [path for path in _called(name) if ".0." not in path and not path.startswith("phases.")]
+
+
+def _called(name: str) -> list[str]:
+    """Return the fields called `name`, without those of evaluation sets, whose paths contain a name of the user's."""
+    return [path for path in fields() if path.endswith("." + name) and not path.startswith("data.eval_sets.")]
+
+
+def _in_schema(path: str) -> str:
+    """Return the name in `fields` of `path`, which may lead through any item of a list."""
+    return ".".join("0" if key.isdigit() else key for key in path.split("."))
+
+
+def meant(path: str) -> tuple[str, list[str]]:
+    """Return the message about the unknown key at `path`, and the fields that it may mean. The same name elsewhere
+    takes precedence over similar ones, which may be beside it, need no section, or be words of other tools."""
+    parent, _, key = path.rpartition(".")
+    beside = [
+        name for section, _, name in (known.rpartition(".") for known in fields()) if section == _in_schema(parent)
+    ]
+    if above(parent) == "data.eval_sets":  # whatever the name of the set
+        beside = [*EvalSet.model_fields]
+    section, _, field = key.partition("_")
+    if not parent and section in beside and field:
+        return f"unknown key; behind a section stands a dot: `{section}.{field}`", []
+    if elsewhere := _called(key):
+        return unknown_key(key, (), elsewhere), elsewhere
+    names = _elsewhere(parent) if "." not in parent else {}
+    near = [name for name in names if name[:1] == key[:1] and (abs(len(name) - len(key)) <= 2 or name.startswith(key))]
+    guess = closest(key, [*beside, *near])
+    if guess in beside:
+        return unknown_key(key, [guess]), [join(parent, guess)]
+    if guess and closest(key, [guess], cutoff=0.8):
+        field = names[guess]
+        if field and parent and parent not in their_sections() and guess not in words_by_name():
+            return unknown_key(key, (), [field]), [field]
+        return f"unknown key; did you mean `{guess}`" + (f" (here `{field}`)?" if field else "?"), [field] * bool(field)
+    known = "unknown key; docs/coming-from.md lists the words that are known"
+    return known if parent in their_sections() else unknown_key(key, beside), []
+
+
+@cache
+def _elsewhere(parent: str) -> dict[str, str]:
+    """Return the names that need no section, and other tools' words that are read in `parent`, with their fields."""
+    names = {} if parent else dict.fromkeys(their_sections(), "")
+    words = {word.removeprefix(f"{parent}."): row.field for word, row in words_by_name().items()}
+    own = {path.rpartition(".")[2] for path in fields() if "." in path}
+    names |= {name: field for name, field in words.items() if "." not in name}
+    return names | {name: homes(name)[0] for name in own if len(homes(name)) == 1}

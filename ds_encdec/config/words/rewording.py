@@ -2,16 +2,14 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from functools import cache
 from typing import Any
 
 from ds_encdec.config.sections import fields, section_in
-from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, above, join, show, within
+from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, join, show, within
 from ds_encdec.config.shipped import find_shipped
-from ds_encdec.config.validation import mention, wrong_value
-from ds_encdec.config.words.misspelt import homes, meant
+from ds_encdec.config.validation import homes, meant, mention, wrong_value
 from ds_encdec.config.words.other_tools import Meaning, Word, their_sections, words_by_name
 from ds_encdec.config.yaml.text import read_settings
 
@@ -31,20 +29,25 @@ def read_words(settings: Settings, problems: list[Problem], notes: list[str]) ->
     or in contradiction to other settings, become `problems`; `notes` reports how each other word was read."""
     found: dict[str, Any] = {}
     for path, value in list(_foreign(settings.values)):
-        meaning = _meaning(path, value)
-        if meaning is None and above(path) not in their_sections():
+        meaning, (section, _, name) = _meaning(path, value), path.rpartition(".")
+        if meaning is None and section not in their_sections():
             continue  # the schema reports it
-        word = mention(settings, path)
-        _remove(settings, path)
+        word, row = mention(settings, path), _row(path)
+        values = settings.get(section)
+        values.pop(name, None)
+        if section in their_sections() and not values:
+            settings.values.pop(section, None)
         if meaning is None:
             problems.append(Problem((word,), meant(path)[0]))
         elif isinstance(meaning, str):
             problems.append(Problem((word,), meaning if path in fields() else f"not a field here: {meaning}"))
-        else:
+        elif meaning:
             for field, wanted in meaning.items():
                 _set(settings, problems, field, wanted, word)
                 found.setdefault(field, wanted)
-            notes += _note(word, meaning, _row(path))
+            notes.append(f"{word} is read as {', '.join(f'{field} = {show(what)}' for field, what in meaning.items())}")
+        elif word.shown != "null":
+            notes.append(f"{word} is left out" + (f": {row.why}" if row is not None and row.ignored else ""))
     return found
 
 
@@ -55,7 +58,8 @@ def _set(settings: Settings, problems: list[Problem], field: str, wanted: Any, w
     if field == _BATCH and "auto" in (present, wanted):
         present = wanted = "auto"
         settings.put(field, wanted, settings.place_of(field) or word.place)
-    off = next((block for block in _blocks() if settings.get(block, wanted) is None and within(field, block)), None)
+    blocks = (path for path, info in fields().items() if "." in path and section_in(info.annotation))
+    off = next((block for block in blocks if settings.get(block, wanted) is None and within(field, block)), None)
     differs = present is not None and present != wanted and not (wanted == {} and isinstance(present, dict))
     if differs or (off and wanted is not None):
         both = off or field
@@ -63,13 +67,6 @@ def _set(settings: Settings, problems: list[Problem], field: str, wanted: Any, w
     elif present is None:
         place = word.place if word.place == COMMAND_LINE else f"{word.place} ({word.field})"
         settings.put(field, deepcopy(wanted), place)
-
-
-def _note(word: Mention, meaning: Mapping[str, Any], row: Word | None) -> Iterator[str]:
-    if meaning:
-        yield f"{word} is read as {', '.join(f'{field} = {show(value)}' for field, value in meaning.items())}"
-    elif word.shown != "null":
-        yield f"{word} is left out" + (f": {row.why}" if row is not None and row.ignored else "")
 
 
 def read_overrides(
@@ -102,17 +99,14 @@ def read_overrides(
 def with_value(word: str, remaining: list[str]) -> str:
     """Return `--name=value` for `word`, a `--name`, with the value that is taken from `remaining`, or `word` itself if
     there is none. A switch before a setting or the name of a configuration may stand alone, and is then true."""
-    follows = remaining[0] if remaining and not remaining[0].startswith("--") else None
-    if _is_switch(word.removeprefix("--")) and (
+    follows, name = remaining[0] if remaining and not remaining[0].startswith("--") else None, word.removeprefix("--")
+    meaning = {name: True} if name in fields() else _meaning(name, True)
+    is_switch = isinstance(meaning, dict) and all(wrong_value(*one) is None for one in meaning.items())
+    if is_switch and (
         follows is None or re.match(r"[\w.]+=|.*\.ya?ml$", follows) or os.path.isfile(find_shipped(follows) or "")
     ):
         return f"{word}=true"
     return word if follows is None else f"{word}={remaining.pop(0)}"
-
-
-def _is_switch(name: str) -> bool:
-    meaning = {name: True} if name in fields() else _meaning(name, True)
-    return isinstance(meaning, dict) and all(wrong_value(*one) is None for one in meaning.items())
 
 
 def given_fields(overrides: Sequence[str]) -> set[str]:
@@ -141,18 +135,23 @@ def _row(path: str) -> Word | None:
 
 
 def _meaning(path: str, value: Any) -> Meaning | None:
-    """Return the fields that a setting means, why there are none, or None if it is unknown."""
+    """Return the fields that a setting means, why there are none, or None if it is unknown. Under a name that is not
+    ours null, and an `auto` that no field accepts, set nothing."""
     section, _, name = path.rpartition(".")
+    row, known = _row(path), homes(name) if not section or section in their_sections() else []
     if not section and name in their_sections() and value in (None, {}):
         return {}
-    if (row := _row(path)) is not None:
-        meaning = _of_row(row, value) if path not in fields() else row.meaning(value)
-    elif (not section or section in their_sections()) and len(known := homes(name)) == 1:
-        # An empty `fp16:` is unset in other tools; `learning_rate: auto` leaves it to their trainer.
-        is_empty = value in (None, "auto") and wrong_value(known[0], value) is not None
-        meaning = {} if is_empty else {known[0]: value}
+    if row is not None:
+        meaning = row.meaning(value)
+    elif len(known) == 1:
+        meaning = {known[0]: value}
     else:
         return None
+    if path not in fields():
+        is_wrong = not isinstance(meaning, dict) or any(wrong_value(*one) is not None for one in meaning.items())
+        if (row and value is None) or (value in (None, "auto") and is_wrong):
+            return {}
+        meaning = row.why if row and is_wrong and row.field and row.why else meaning
     if meaning is None or isinstance(meaning, str) or meaning == {path: value}:
         return meaning if isinstance(meaning, str) else None
     translated: dict[str, Any] = {}
@@ -162,28 +161,3 @@ def _meaning(path: str, value: Any) -> Meaning | None:
             return own
         translated |= {field: wanted} if own is None else own
     return translated
-
-
-def _of_row(row: Word, value: Any) -> Meaning | None:
-    """Return the meaning of a name that is not ours. Null, and an `auto` that no field accepts, set nothing."""
-    if value is None:
-        return {}
-    meaning = row.meaning(value)
-    is_wrong = not isinstance(meaning, dict) or any(wrong_value(*one) is not None for one in meaning.items())
-    if value == "auto" and is_wrong:
-        return {}
-    return row.why if is_wrong and row.field and row.why else meaning
-
-
-@cache
-def _blocks() -> list[str]:
-    """Return the fields that are blocks inside a section, which null removes."""
-    return [path for path, info in fields().items() if "." in path and section_in(info.annotation)]
-
-
-def _remove(settings: Settings, path: str) -> None:
-    section, _, name = path.rpartition(".")
-    values = settings.get(section) if section else settings.values
-    values.pop(name, None)
-    if section in their_sections() and not values:
-        settings.values.pop(section, None)
