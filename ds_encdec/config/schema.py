@@ -4,8 +4,9 @@ JSON. It may be for another machine, so loading looks at no file that it names: 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,6 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.config.data_sections import DataConfig, MixtureSource, Source  # noqa: F401  also importable from here
 from ds_encdec.config.first_rows import evaluated_and_trained_on
 from ds_encdec.config.hostfile import read_hosts, read_variables
-from ds_encdec.config.implied import imply
 from ds_encdec.config.infra_sections import InfraConfig  # noqa: F401
 from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401
 from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
@@ -29,8 +29,8 @@ from ds_encdec.config.sections import Sections, marked  # noqa: F401
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
-from ds_encdec.config.training_sections import TrainingConfig  # noqa: F401
-from ds_encdec.config.validation import Checked, mention, mention_all, validate
+from ds_encdec.config.training_sections import ENDLESS_SCHEDULES, TrainingConfig  # noqa: F401
+from ds_encdec.config.validation import Checked, default_of, mention, mention_all, validate
 from ds_encdec.config.words.rewording import read_overrides, read_words
 from ds_encdec.config.yaml.deepspeed_json import merge_deepspeed_json, read_deepspeed_json
 from ds_encdec.config.yaml.text import file_problem, read_yaml, write_yaml
@@ -44,6 +44,49 @@ _DEEPSPEED_KEYS = {
     "zero_allow_untested_optimizer",
 }
 _PROJECT_FIELD, _PROJECT_VARIABLE = "infra.wandb_project", "WANDB_PROJECT"
+
+
+def imply(settings: Settings) -> list[str]:
+    """Set fields for which others in `settings` leave only one value, and return notes about the unexpected ones."""
+    notes = []
+    for source, field, value in _decided(settings):
+        if settings.get(field) is None:
+            reason = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
+            settings.put(field, value, f"{settings.place_of(source)} ({reason})")
+            if source == "training.fp16":  # Hugging Face has neither by default
+                notes.append(f"{mention(settings, source)} sets {field} = {show(value)}, which is true by default")
+    return notes
+
+
+def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
+    """Yield the deciding field, the decided field and its value. Later ones read the values that earlier ones set."""
+    for source, value, field, decided in (
+        ("infra.distributed_type", "ddp", "infra.sharding_stage", "zero0"),
+        ("infra.sharding_stage", "zero0", "infra.offload_optimizer", "none"),
+        ("infra.offload_optimizer", "nvme", "training.async_save", False),  # the host has no memory for a copy
+        ("training.fp16", True, "training.bf16", False),
+    ):
+        if isinstance(found := settings.get(source), type(value)) and found == value:
+            yield source, field, decided
+    steps = settings.get("training.num_train_steps", default_of("training.num_train_steps"))
+    ratio = settings.get("training.warmup_ratio")
+    if settings.get("training.num_train_epochs") is not None or not _is_number(steps):
+        return  # counted when the run starts (data/epochs.py)
+    if _is_number(ratio) and 0 <= ratio < 1 and settings.get("training.warmup_steps") is None:
+        yield "training.warmup_ratio", "training.warmup_steps", math.ceil(steps * ratio)
+        settings.put("training.warmup_ratio", None, settings.place_of("training.warmup_ratio"))
+    elif ratio is None and (shorter := shortened_warmup(steps, settings.get("training.lr_scheduler_type"))) is not None:
+        yield "training.num_train_steps", "training.warmup_steps", shorter
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and unusable(value) is None
+
+
+def shortened_warmup(steps: float, schedule: str) -> int | None:
+    """Return the default warm-up of a short run, a tenth of its steps, or None if the schema's default fits."""
+    has_room = steps > default_of("training.warmup_steps") or schedule in ENDLESS_SCHEDULES
+    return None if has_room else max(1, int(steps // 10))
 
 
 class FullConfig(Sections):

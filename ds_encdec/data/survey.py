@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 from ds_encdec.base.quantities import count
 from ds_encdec.base.types import ConfigError, DataError
-from ds_encdec.config.implied import shortened_warmup
 from ds_encdec.config.rules import find_conflicts
-from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.schema import FullConfig, shortened_warmup
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.eval_set import packed, split_rows, weighed_size
 from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
