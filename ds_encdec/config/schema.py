@@ -71,7 +71,7 @@ def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
     steps = settings.get("training.num_train_steps", default_of("training.num_train_steps"))
     ratio = settings.get("training.warmup_ratio")
     if settings.get("training.num_train_epochs") is not None or not _is_number(steps):
-        return  # counted when the run starts (data/epochs.py)
+        return  # counted when the run starts (data/survey.py)
     if _is_number(ratio) and 0 <= ratio < 1 and settings.get("training.warmup_steps") is None:
         yield "training.warmup_ratio", "training.warmup_steps", math.ceil(steps * ratio)
         settings.put("training.warmup_ratio", None, settings.place_of("training.warmup_ratio"))
