@@ -17,35 +17,35 @@ from ds_encdec import estimate_memory, train
 from ds_encdec.base.arguments import VERBOSITY, Parser, Verb, add
 from ds_encdec.base.terminal import log_to_terminal, print_error, reader_may_leave
 from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
-from ds_encdec.commands import checkpoints, configuration, evaluate, planning, prepare, runs
+from ds_encdec.commands import models, prepare, runs
 from ds_encdec.config.command_line import read_arguments
 from ds_encdec.launch.host import wait_without_spinning
 from ds_encdec.launch.world import discover
 
 GROUPS: dict[str, dict[str, Verb]] = {
     "prepare": {
-        "init": configuration.INIT,
-        "validate": configuration.VALIDATE,
+        "init": prepare.INIT,
+        "validate": prepare.VALIDATE,
         "estimate-memory": estimate_memory.VERB,
-        "plan": planning.PLAN,
+        "plan": runs.PLAN,
         "inspect-data": prepare.INSPECT_DATA,
         "prepare": prepare.PREPARE,
-        "init-model": configuration.INIT_MODEL,
+        "init-model": prepare.INIT_MODEL,
     },
     "run": {
         "doctor": runs.DOCTOR,
         "sanity-check": runs.SANITY_CHECK,
         "train": train.VERB,
-        "phases": planning.PHASES,
+        "phases": runs.PHASES,
         "stop": runs.STOP,
     },
     "look": {
         "report": runs.REPORT,
-        "verify": checkpoints.VERIFY,
-        "generate": evaluate.GENERATE,
-        "evaluate": evaluate.EVALUATE,
+        "verify": models.VERIFY,
+        "generate": models.GENERATE,
+        "evaluate": models.EVALUATE,
     },
-    "publish": {"export": checkpoints.EXPORT, "average": checkpoints.AVERAGE},
+    "publish": {"export": models.EXPORT, "average": models.AVERAGE},
 }
 """The verbs as `--help` lists them, in the order of the work."""
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}

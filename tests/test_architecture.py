@@ -119,6 +119,7 @@ report nowhere: 2
 prepare nowhere.yaml: 2
 train trainning.x=1: 2
 plan: 0
+phases --dry-run: 0
 validate nowhere.yaml: 2
 estimate-memory --config nowhere.yaml: 2
 verify nowhere: 5

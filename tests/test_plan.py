@@ -21,9 +21,12 @@ TOKENS_PER_STEP = 8 * 8 * 4 * (4096 + 2048)
 
 
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", "--json", *arguments]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return result
+    return json.loads(text(capsys, "--json", *arguments))
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
 
 
 def test_the_default_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,36 +34,42 @@ def test_the_default_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert (found["steps"], found["tokens_per_step"]) == (100_000, TOKENS_PER_STEP)
     assert found["tokens"] == 100_000 * TOKENS_PER_STEP
     days = 100_000 * TOKENS_PER_STEP / 400_000 / 86_400
-    assert found["time"]["days"] == pytest.approx(days)
-    assert found["usd"] == pytest.approx(days * 24 * 8 * 2.5)
-    disk = found["disk"]
-    assert disk["checkpoint"] == 12 * PARAMETERS  # ZeRO-3
-    assert disk["checkpoints"] == 5 + 1 + 1  # kept, best, being written
-    assert disk["averaged"] == 0  # a model that no run evaluates is made on request only
-    assert disk["exported"] == 4 * PARAMETERS
-    assert disk["total"] == 7 * 12 * PARAMETERS + 4 * PARAMETERS
-    assert disk["export"] == {"float32": 4 * PARAMETERS, "bfloat16": 2 * PARAMETERS}
+    assert (found["time"]["days"], found["usd"]) == pytest.approx((days, days * 24 * 8 * 2.5))
+    assert found["disk"] == {
+        "checkpoint": 12 * PARAMETERS,  # ZeRO-3
+        "checkpoint_bytes_per_parameter": 12,
+        "checkpoints": 5 + 1 + 1,  # kept, best, being written
+        "abandoned_checkpoints": 0,
+        "averaged": 0,  # a model that no run evaluates is made on request only
+        "exported": 4 * PARAMETERS,
+        "total": 7 * 12 * PARAMETERS + 4 * PARAMETERS,
+        "export": {"float32": 4 * PARAMETERS, "bfloat16": 2 * PARAMETERS},
+    }
 
 
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
     (arguments,) = re.findall(r"ds-encdec plan (--tokens-per-second 400000[^`\n]*)", page)
-    assert main(["plan", *arguments.split()]) == 0
     shown = re.findall(r"^```\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
     at_end = " beside their GPUs (CPUs alone: infra.device=cpu)."  # on machines without one
-    printed = capsys.readouterr().out.replace(at_end, ".").splitlines()
+    printed = text(capsys, *arguments.split()).replace(at_end, ".").splitlines()
     assert len(shown) > 3
     assert {line.replace(at_end, ".") for line in shown} <= set(printed)
 
 
+def test_a_small_model_has_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = text(capsys, "--config", "ds_configs/quickstart.yaml", "--tokens-per-second", "4096")
+    assert "A checkpoint takes 0.0 GB" not in printed
+    assert "tokens, on 2 ranks in 1 node." in printed
+    assert "it takes 5 min 0 s. " in printed
+
+
 def test_steps_for_tokens_are_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "--tokens", "5e11")
-    assert found["steps"] == -(-500_000_000_000 // TOKENS_PER_STEP)
-    assert found["num_tokens"] == 500_000_000_000
-    assert main(["plan", "--tokens", "5e11"]) == 0
-    text = capsys.readouterr().out
-    assert f"Set training.num_train_steps={found['steps']}" in text
-    assert "How long this takes is not known" in text
+    assert (found["steps"], found["num_tokens"]) == (-(-500_000_000_000 // TOKENS_PER_STEP), 500_000_000_000)
+    printed = text(capsys, "--tokens", "5e11")
+    assert f"Set training.num_train_steps={found['steps']}" in printed
+    assert "How long this takes is not known" in printed
 
 
 def test_more_gpus_make_larger_steps_and_share_a_host(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,65 +77,53 @@ def test_more_gpus_make_larger_steps_and_share_a_host(capsys: pytest.CaptureFixt
     assert found["tokens_per_step"] == 8 * TOKENS_PER_STEP
     config = load_config(None, ["infra.num_gpus=64"])
     held = estimate(planned_job(config, run_sizes(config), 8))
-    assert found["host_bytes_per_node"] == 8 * held.host.total
-    assert found["nvme_bytes_per_node"] == 0
+    assert (found["host_bytes_per_node"], found["nvme_bytes_per_node"]) == (8 * held.host.total, 0)
 
 
-def test_states_on_a_disk_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_on_a_disk_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("infra.offload_optimizer=nvme", "infra.nvme_path=/local")
-    found = plan(capsys, *settings)
-    assert found["nvme_bytes_per_node"] == pytest.approx(16 * PARAMETERS, rel=1e-6)
-    assert main(["plan", *settings]) == 0
-    assert "The disk of infra.nvme_path holds 16." in capsys.readouterr().out
+    assert plan(capsys, *settings)["nvme_bytes_per_node"] == pytest.approx(16 * PARAMETERS, rel=1e-6)
+    assert "The disk of infra.nvme_path holds 16." in text(capsys, *settings)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "expected"),
+    ("infra", "expected"),
     [
-        (["infra.sharding_stage=zero3"], 12),
-        (["infra.sharding_stage=zero2"], 14),
-        (["infra.sharding_stage=zero1"], 14),
-        (["infra.sharding_stage=zero1", "training.bf16=false"], 16),
-        (["infra.sharding_stage=zero0", "infra.offload_optimizer=none"], 14),
-        (["infra.sharding_stage=zero0", "infra.offload_optimizer=none", "training.bf16=false"], 12),
-        (["infra.distributed_type=fsdp"], 12),
-        (["infra.distributed_type=fsdp", "infra.sharding_stage=zero2", "training.bf16=false"], 12),
+        ("sharding_stage=zero3", 12),
+        ("sharding_stage=zero2", 14),
+        ("sharding_stage=zero1", 14),
+        ("sharding_stage=zero1 training.bf16=false", 16),
+        ("sharding_stage=zero0 infra.offload_optimizer=none", 14),
+        ("sharding_stage=zero0 infra.offload_optimizer=none training.bf16=false", 12),
+        ("distributed_type=fsdp", 12),
+        ("distributed_type=fsdp infra.sharding_stage=zero2 training.bf16=false", 12),
     ],
 )
-def test_bytes_of_a_checkpoint(overrides: list[str], expected: int) -> None:
+def test_bytes_of_a_checkpoint(infra: str, expected: int) -> None:
     """They were measured on real ones of 51,456 parameters: within 5 %, which are names and shapes."""
-    config = load_config(None, overrides)
+    config = load_config(None, f"infra.{infra}".split())
     assert checkpoint_bytes_per_parameter(planned_job(config, run_sizes(config), 1)) == expected
 
 
 @pytest.mark.parametrize(
     ("overrides", "checkpoints", "abandoned", "averages"),
     [
-        (["training.num_train_steps=2000", "training.warmup_steps=10"], 2, 0, False),
-        (["training.save_total_limit=null"], 100, 0, True),
-        (["training.save_total_limit=2"], 4, 0, False),
-        (["training.eval_samples=0"], 6, 0, True),
-        (["training.average_checkpoints=0"], 7, 0, False),
-        (["monitor.on_loss_spike=rollback"], 7, 5, True),
-        (["training.save_interval_hours=1", "training.save_steps=100000"], 7, 0, True),
-        (["training.save_strategy=best", "training.eval_steps=50000"], 2, 0, False),
+        ("training.num_train_steps=2000 training.warmup_steps=10", 2, 0, False),
+        ("training.save_total_limit=null", 100, 0, True),
+        ("training.save_total_limit=2", 4, 0, False),
+        ("training.eval_samples=0", 6, 0, True),
+        ("training.average_checkpoints=0", 7, 0, False),
+        ("monitor.on_loss_spike=rollback", 7, 5, True),
+        ("training.save_interval_hours=1 training.save_steps=100000", 7, 0, True),
+        ("training.save_strategy=best training.eval_steps=50000", 2, 0, False),
     ],
 )
 def test_how_many_checkpoints(
-    capsys: pytest.CaptureFixture[str], overrides: list[str], checkpoints: int, abandoned: int, averages: bool
+    capsys: pytest.CaptureFixture[str], overrides: str, checkpoints: int, abandoned: int, averages: bool
 ) -> None:
-    disk = plan(capsys, "training.average_checkpoints=5", *overrides)["disk"]
-    assert (disk["checkpoints"], disk["abandoned_checkpoints"], bool(disk["averaged"])) == (
-        checkpoints,
-        abandoned,
-        averages,
-    )
-
-
-def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    lines = [{"step": step, "perf/tokens_per_sec": rate} for step, rate in ((10, 5.0), (20, 1000.0), (30, 3000.0))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert plan(capsys, "--measured", str(tmp_path))["tokens_per_second"] == 1000  # the median
+    disk = plan(capsys, "training.average_checkpoints=5", *overrides.split())["disk"]
+    found = (disk["checkpoints"], disk["abandoned_checkpoints"], bool(disk["averaged"]))
+    assert found == (checkpoints, abandoned, averages)
 
 
 def test_auto_is_planned_by_its_global_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,9 +131,9 @@ def test_auto_is_planned_by_its_global_batch(capsys: pytest.CaptureFixture[str])
     assert found["sequences_per_step"] == 128
 
 
-@pytest.mark.parametrize(("text", "tokens"), [("500B", 5e11), ("5e11", 5e11), ("10M", 1e7), ("1.5K", 1500), ("7", 7)])
-def test_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str], text: str, tokens: float) -> None:
-    assert plan(capsys, "--tokens", text)["num_tokens"] == tokens
+@pytest.mark.parametrize(("words", "tokens"), [("500B", 5e11), ("5e11", 5e11), ("10M", 1e7), ("1.5K", 1500), ("7", 7)])
+def test_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str], words: str, tokens: float) -> None:
+    assert plan(capsys, "--tokens", words)["num_tokens"] == tokens
 
 
 REFUSED = "--gpus=8 --nodes=3; data.num_lanes=63; model.model_name_or_path=Qwen/Qwen3-7B; training.colour=3"
@@ -148,15 +145,3 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], golden: Callable[[object]
     for case in REFUSED.split("; "):
         assert main(["plan", *case.split()]) == 2
     golden(re.sub(r"(?m)^(.{160}).+", r"\1...", capsys.readouterr().err))
-
-
-def test_a_small_model_has_megabytes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--config", "ds_configs/quickstart.yaml", "--tokens-per-second", "4096"]) == 0
-    told = capsys.readouterr().out
-    assert "A checkpoint takes 0.0 GB" not in told
-    assert "tokens, on 2 ranks in 1 node." in told
-    assert "it takes 5 min 0 s. " in told
-    assert main(["plan", "--tokens-per-second", "400000"]) == 0
-    told = capsys.readouterr().out
-    assert "on 8 GPUs in 1 node." in told
-    assert "4.55 days (109.2 hours)." in told

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from ds_encdec.base.quantities import GIB
-from ds_encdec.commands.doctor.checks import Host
-from ds_encdec.commands.doctor.checks import _triton as check_triton
+from ds_encdec.commands.doctor import CHECKS, Host
 from ds_encdec.commands.plan import plan_run
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -109,5 +108,5 @@ def test_on_gpus_it_says_what_no_compiler_costs(monkeypatch: pytest.MonkeyPatch,
         slower = [line for line in lines if line.startswith("slower")]
         assert bool(slower) is (device == "cuda" and not works)
     assert works or re.search("Python.h: No such file; install gcc .* five times as long", slower[0])
-    answer = check_triton(cast(Host, SimpleNamespace(uses_gpus=True)))
+    answer = CHECKS["Triton's compiler"](cast(Host, SimpleNamespace(uses_gpus=True)))
     assert isinstance(answer, str) is works

@@ -15,7 +15,7 @@ import transformers
 from ds_encdec.base import foreign_places
 from ds_encdec.base.foreign_places import known_ranges, outside_tested_ranges, range_of
 from ds_encdec.base.types import ConfigError, DsEncDecError
-from ds_encdec.commands.doctor.checks import Host, _packages
+from ds_encdec.commands.doctor import Host, _packages
 from ds_encdec.config.schema import FullConfig, read_config
 from ds_encdec.evaluate import models
 from ds_encdec.exports.model_card import untrained_model_card
@@ -45,7 +45,7 @@ def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(read_config(None, ["infra.distributed_type=fsdp"]), World())
     assert f"torch {version('torch')}" in str(_packages(host))
     outside = ["torch 9.9 (tested: >=1,<2)"]
-    monkeypatch.setattr("ds_encdec.commands.doctor.checks.outside_tested_ranges", lambda: outside)
+    monkeypatch.setattr("ds_encdec.commands.doctor.outside_tested_ranges", lambda: outside)
     answer = _packages(host)
     assert isinstance(answer, tuple)
     assert answer[0] == "not tested with torch 9.9 (tested: >=1,<2)"

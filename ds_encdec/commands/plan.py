@@ -1,12 +1,13 @@
 """Compute the steps, tokens, days and money of a run or of phases, and a run's space on disks and in host memory."""
 
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ds_encdec.base.quantities import count, disk_size, duration, in_gib, short
 from ds_encdec.base.types import ConfigError
-from ds_encdec.commands.phases.plan import PlannedPhase, estimate_steps_for_tokens, estimate_training_time
+from ds_encdec.commands.phases.plan import PlannedPhase, estimate_training_time
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import global_batch_size, with_assumed_batch_size
 from ds_encdec.config.training_rules import ROLLBACK_FIELDS
@@ -26,8 +27,7 @@ from ds_encdec.memory.zero import swapped_bytes
 
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
-FEWEST_TO_AVERAGE = 3
-"""Fewest checkpoints of which a run makes an average (`training.average_checkpoints`)."""
+FEWEST_TO_AVERAGE = 3  # checkpoints of which a run makes an average (`training.average_checkpoints`)
 HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
     "--measured RUN, the folder of a run on the same machines, such as that of a phase."
@@ -58,11 +58,8 @@ def plan_run(
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     job = planned_job(config, sizes, nodes)
     sequences = global_batch_size(config, job.world_size)
-    length = config.data.max_encoder_length + config.data.max_decoder_length
-    steps = config.training.num_train_steps
-    if num_tokens is not None:
-        # A step has these sequences, however it is divided into micro-batches.
-        steps = estimate_steps_for_tokens(num_tokens, sequences, length, 1, 1)
+    tokens_per_step = sequences * (config.data.max_encoder_length + config.data.max_decoder_length)
+    steps = config.training.num_train_steps if num_tokens is None else math.ceil(num_tokens / tokens_per_step)
     return {
         "num_gpus": job.world_size,
         "device": config.infra.device,
@@ -70,13 +67,13 @@ def plan_run(
         "parameters": job.parameters,
         "trainable": job.trainable_parameters,
         "sequences_per_step": sequences,
-        "tokens_per_step": sequences * length,
+        "tokens_per_step": tokens_per_step,
         "steps": steps,
         "num_train_steps": config.training.num_train_steps,
-        "tokens": steps * sequences * length,
+        "tokens": steps * tokens_per_step,
         "num_tokens": num_tokens,
         "tokens_per_second": tokens_per_second,
-        **_cost(steps * sequences * length, job.world_size, tokens_per_second, price_per_gpu_hour),
+        **_cost(steps * tokens_per_step, job.world_size, tokens_per_second, price_per_gpu_hour),
         "disk": _disk(job, steps),
         "host_bytes_per_node": Variant(job, estimate(job)).node_bytes,
         "nvme_bytes_per_node": swapped_bytes(job),
@@ -93,14 +90,13 @@ def _cost(tokens: int, num_gpus: int, tokens_per_second: float | None, usd_per_h
 def _disk(job: Job, steps: int) -> dict[str, Any]:
     """Return the most bytes in the run's folder, without logs and the tokenizer (some megabytes)."""
     training, monitor = job.config.training, job.config.monitor
-    checkpoint = checkpoint_bytes(job)
-    saves = saves_at_most(training, steps)
+    checkpoint, saves = checkpoint_bytes(job), saves_at_most(training, steps)
     keep = saves if training.save_total_limit is None else training.save_total_limit
     checkpoints = checkpoints_at_once(training, saves)
     abandoned = keep if any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS) else 0
-    averages = training.average_checkpoints and min(saves, keep) >= FEWEST_TO_AVERAGE
-    exported = EXPORT_BYTES["float32"] * job.parameters
-    at_end, averaged = exported * training.export_at_end, exported * bool(averages)
+    export = {dtype: size * job.parameters for dtype, size in EXPORT_BYTES.items()}
+    averages = bool(training.average_checkpoints) and min(saves, keep) >= FEWEST_TO_AVERAGE
+    at_end, averaged = export["float32"] * training.export_at_end, export["float32"] * averages
     return {
         "checkpoint": checkpoint,
         "checkpoint_bytes_per_parameter": checkpoint_bytes_per_parameter(job),
@@ -109,7 +105,7 @@ def _disk(job: Job, steps: int) -> dict[str, Any]:
         "averaged": averaged,
         "exported": at_end,
         "total": checkpoint * (checkpoints + abandoned) + averaged + at_end,
-        "export": {dtype: size * job.parameters for dtype, size in EXPORT_BYTES.items()},
+        "export": export,
     }
 
 
@@ -143,8 +139,8 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{where}.",
     ]
     if swapped := plan["nvme_bytes_per_node"]:
-        what = "the optimizer's states and gradients"
-        lines.append(f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: {what}.")
+        held = f"{disk_size(swapped)} on each node: the optimizer's states and gradients"
+        lines.append(f"The disk of infra.nvme_path holds {held}.")
     return "\n".join([*lines, *plan["remarks"]])
 
 
@@ -154,15 +150,11 @@ def plan_of_phases(
     """Return `phases`, a dict for each, and their `total`. `steps` is the smallest of `num_train_steps`,
     `steps_for_tokens` and `--steps-per-phase`, and `ends_with` names it. `tokens` are those of the steps, `num_tokens`
     the limit. `time` (`estimate_training_time`) and `usd` are None if unknown."""
-    infra = plans[0].config.infra
-    phases = []
+    infra, phases = plans[0].config.infra, []
     for planned in plans:
         settings, tokens = planned.settings, planned.num_steps * planned.tokens_per_step
-        limits = {
-            "steps": settings.num_train_steps,
-            "tokens": planned.steps_for_tokens,
-            "--steps-per-phase": planned.num_steps,
-        }
+        limits = {"steps": settings.num_train_steps, "tokens": planned.steps_for_tokens}
+        limits["--steps-per-phase"] = planned.num_steps
         phases.append(
             {
                 "phase": str(planned.phase),
@@ -178,13 +170,9 @@ def plan_of_phases(
             }
         )
     sums = {name: sum(phase[name] for phase in phases) for name in ("steps", "tokens")}
-    return {
-        "tokens_per_second": tokens_per_second,
-        "num_gpus": infra.num_gpus,
-        "device": infra.device,
-        "phases": phases,
-        "total": {**sums, **_cost(sums["tokens"], infra.num_gpus, tokens_per_second, price_per_gpu_hour)},
-    }
+    total = {**sums, **_cost(sums["tokens"], infra.num_gpus, tokens_per_second, price_per_gpu_hour)}
+    plan = {"tokens_per_second": tokens_per_second, "num_gpus": infra.num_gpus, "device": infra.device}
+    return {**plan, "phases": phases, "total": total}
 
 
 def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
@@ -195,23 +183,20 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
         time = "" if row["time"] is None else duration(row["time"]["seconds"])
         usd = "" if row["usd"] is None else short(row["usd"], 2)
         table.append([row["phase"], limits, f"{short(row['steps'])} steps, {short(row['tokens'])}", time, usd])
-    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    lines = []
-    for cells in zip(*columns, strict=True):
-        aligned = [
-            cell.ljust(width) if number < 2 else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        ]
-        lines.append("  ".join(aligned).rstrip())
+    columns = []
+    for number, column in enumerate(zip(*table, strict=True)):
+        width = max(map(len, column))
+        if any(column[1:]):
+            columns.append([cell.ljust(width) if number < 2 else cell.rjust(width) for cell in column])
     rate, cut = plan["tokens_per_second"], any(row["ends_with"] == "--steps-per-phase" for row in plan["phases"])
     remarks = (
         "A phase ends after its steps or its tokens (M, B, T: millions, billions, trillions), whichever come first"
         f"{', or after --steps-per-phase' if cut else ''}.",
-        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on "
-        f"{_ranks(plan)} as infra.num_gpus says.",
+        f"{plan['phases'][0]['tokens_per_step']:,} tokens a step, padding included, on {_ranks(plan)} "
+        "(infra.num_gpus).",
         HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
     )
+    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
     return "\n".join([*lines, *(line for remark in remarks for line in textwrap.wrap(remark, 80))])
 
 

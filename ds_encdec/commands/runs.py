@@ -1,30 +1,102 @@
-"""The verbs `doctor`, `sanity-check`, `stop` and `report`, for use before, during and after a run."""
+"""The verbs for use before, during and after a run: `plan`, `doctor`, `sanity-check`, `phases`, `stop` and `report`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ds_encdec.base.arguments import CONFIG_FILES, JSON, Verb, flag, value
+from ds_encdec.base.arguments import CONFIG_FILES, COUNT, JSON, RATE, Arguments, Verb, flag, tokens, value
 from ds_encdec.base.findings import Finding, describe
 from ds_encdec.base.terminal import console, libraries_print_to_stderr, outlive_readers, print_marked
-from ds_encdec.base.types import GateError
+from ds_encdec.base.types import ConfigError, GateError
 from ds_encdec.config.command_line import config_files, load
+from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.evaluate.models import require_model_folder
+from ds_encdec.monitor.metrics_file import strict_json
+
+if TYPE_CHECKING:
+    from ds_encdec.config.schema import FullConfig
+
+
+def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from ds_encdec.commands.plan import describe_plan, plan_run
+
+    if options.price_per_gpu_hour and not (options.tokens_per_second or options.measured):
+        raise ConfigError("--price-per-gpu-hour needs a rate: add --tokens-per-second or --measured")
+    if options.gpus is not None:
+        overrides = [f"infra.num_gpus={options.gpus}", *overrides]
+    plan = plan_run(
+        load(options, overrides),
+        nodes=options.nodes,
+        num_tokens=options.tokens,
+        tokens_per_second=_rate(options),
+        price_per_gpu_hour=options.price_per_gpu_hour,
+    )
+    print(json.dumps(plan, indent=2) if options.json else describe_plan(plan))
+
+
+def _phases(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from ds_encdec.commands.phases.execute import run_phases
+    from ds_encdec.commands.phases.plan import plan_phase, select_phases, with_given
+    from ds_encdec.commands.plan import describe_plan_of_phases, plan_of_phases
+    from ds_encdec.config.words.rewording import given_fields
+
+    needs_dry_run = options.json or options.measured or options.tokens_per_second or options.price_per_gpu_hour
+    if needs_dry_run and not options.dry_run:
+        raise ConfigError(
+            "--json, --tokens-per-second, --measured and --price-per-gpu-hour belong to --dry-run: add it"
+        )
+    phases = select_phases(options.only, options.first, options.last)
+    config = with_given(load(options, overrides), given_fields(overrides))
+    if options.steps_per_phase == 1:
+        raise ConfigError("--steps-per-phase 1: give at least 2, one for the warm-up and one after it")
+    plans = [plan_phase(config, phase, options.steps_per_phase) for phase in phases]
+    if not options.dry_run:
+        outlive_readers()  # the runs matter, not these lines
+        run_phases(config, plans, launcher=options.launcher)
+        return
+    plan = plan_of_phases(plans, tokens_per_second=_rate(options), price_per_gpu_hour=options.price_per_gpu_hour)
+    print(json.dumps(plan, indent=2) if options.json else describe_plan_of_phases(plan))
+
+
+def _rate(options: argparse.Namespace) -> float | None:
+    from ds_encdec.launch.run_folder import RunFolder
+    from ds_encdec.monitor.metrics_file import measured_tokens_per_second
+
+    if options.measured is None:
+        return options.tokens_per_second
+    if not options.measured.is_dir():
+        raise ConfigError(f"--measured {options.measured}: no such folder; give a run's, such as output")
+    rate = measured_tokens_per_second(options.measured)
+    run = RunFolder(str(options.measured)).read_status()
+    place = f"ranks: {run.get('world_size', 'unknown')}; device: {run.get('device', 'unknown')}"
+    print(f"{rate:,.0f} tokens/s were measured in {options.measured} ({place})", file=sys.stderr)
+    return rate
+
+
+def _rates(remark: str = "") -> Arguments:
+    return {
+        "--tokens-per-second": value(f"throughput of all ranks{remark}", RATE, metavar="T", only_one=True),
+        "--measured": value(f"take the throughput from this run{remark}", Path, metavar="RUN", only_one=True),
+        "--price-per-gpu-hour": value(f"say what it costs at this price{remark}", RATE, metavar="USD"),
+    }
 
 
 def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     files = config_files(options, overrides)
     with libraries_print_to_stderr() as stdout:
-        from ds_encdec.commands.doctor.findings import as_json, look_at_hosts, look_here
+        from ds_encdec.commands.doctor import look_at_hosts, look_here
 
-        findings, is_printed = (
-            look_here(files) if options.hostfile is None else (look_at_hosts(options.hostfile, files), True)
-        )
+        findings, is_printed = look_at_hosts(options.hostfile, files) if options.hostfile else look_here(files)
     if is_printed and options.json:
-        print(as_json(findings), file=stdout)
+        rows = [
+            {name: getattr(one, name) for name in ("check", "host", "passed", "message", "fix")} for one in findings
+        ]
+        print(json.dumps({"passed": all(one.passed for one in findings), "findings": rows}, indent=2), file=stdout)
     elif is_printed:
         print_marked(describe(findings, console().width), {"(?m)^✓": "green", "(?m)^✗": "bold red"})
     if wrong := list(dict.fromkeys(finding.check for finding in findings if not finding.passed)):
@@ -34,14 +106,11 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.model:
         require_model_folder(options.model)
-    config = None if options.model else load(options, overrides)
-    from ds_encdec.commands.sanity_check.session import (  # imports torch, so after the checks
-        check_config,
-        config_for_model,
-    )
-
-    if config is None:
         config = config_for_model(options.model, *config_files(options, overrides))
+    else:
+        config = load(options, overrides)
+    from ds_encdec.commands.sanity_check import check_config  # imports torch, so after the checks
+
     outlive_readers()  # the exit code is the result
     with libraries_print_to_stderr() as stdout:
 
@@ -49,11 +118,43 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
             if not options.json:
                 print(describe([finding], column=30), file=stdout, flush=True)
 
-        report = check_config(config, show)
+        findings, problem = check_config(config, show)
     if options.json:
-        print(report.as_json())
-    if report.error is not None:
-        raise report.error
+        others = ("passed", "skipped", "message", "values")
+        rows = [{"name": one.check, **{name: getattr(one, name) for name in others}} for one in findings]
+        print(json.dumps(strict_json({"passed": problem is None, "checks": rows}), indent=2, allow_nan=False))
+    if problem is not None:
+        raise problem
+
+
+def config_for_model(
+    model: Path, config: Path | None, overrides: Sequence[str], deepspeed_config: Path | None = None
+) -> FullConfig:
+    """Return the configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
+    `overrides` come last. Raises ConfigError, and CheckpointError for a folder that is not a model's."""
+    from ds_encdec.config.schema import load_config
+
+    stored = read_stored_model(model / "config.json")
+    named = {"model_name_or_path": json.dumps(str(model)), "tokenizer_name_or_path": "null", "architecture": "null"}
+    settings: dict[str, dict[str, Any]] = {"model": named, **(_SMALL if config is None else {})}
+    given = [f"{section}.{name}={value}" for section, fields in settings.items() for name, value in fields.items()]
+    if sentinels := stored.get("sentinel_token_ids"):
+        given.append(f"model.num_sentinel_tokens={len(sentinels)}")
+        given.append(f"data.use_mode_tokens={json.dumps(bool(stored.get('mode_token_ids')))}")
+    return load_config(config, [*given, *overrides], deepspeed_config)
+
+
+_SMALL: dict[str, dict[str, Any]] = {
+    "data": {"dataset_name": "builtin", "max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 256},
+    "training": {"per_device_train_batch_size": 2, "report_to": "none"},
+    "infra": {
+        "distributed_type": "auto",
+        "device": "auto",
+        "num_gpus": 1,
+        "sharding_stage": "zero2",
+        "offload_optimizer": "none",
+    },
+}
 
 
 def _stop(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -71,6 +172,37 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"the report is in {page}")
 
 
+PLAN = Verb(
+    _plan,
+    "say what a run would take: steps, days, money, disks, host memory",
+    "ds-encdec plan my.yaml --tokens 5B --measured output --price-per-gpu-hour 2.5",
+    {
+        **CONFIG_FILES,
+        "--tokens": value("tokens to train on (default: the run's steps)", tokens, metavar="N"),
+        "--gpus": value("GPUs in total (default infra.num_gpus)", COUNT, metavar="N"),
+        "--nodes": value("machines they are in (default 1)", COUNT, default=1, metavar="N"),
+        **_rates(),
+        **JSON,
+    },
+    takes_settings=True,
+)
+PHASES = Verb(
+    _phases,
+    "run the phases of a pre-training, each behind the gate of the one before",
+    "ds-encdec phases my.yaml --to validation --dry-run",
+    {
+        **CONFIG_FILES,
+        "--only": value("run this phase: sanity_check, validation, medium or full", metavar="PHASE"),
+        "--from": value("first phase (default sanity_check)", dest="first", metavar="PHASE"),
+        "--to": value("last phase (default full)", dest="last", metavar="PHASE"),
+        "--steps-per-phase": value("at most N optimizer steps a phase", COUNT, metavar="N"),
+        "--launcher": value("what starts the ranks, e.g. 'deepspeed --hostfile hosts'", metavar="COMMAND"),
+        "--dry-run": flag("print steps, tokens, days and money, and stop"),
+        **_rates(" (dry run)"),
+        "--json": flag("the dry run as one JSON object"),
+    },
+    takes_settings=True,
+)
 DOCTOR = Verb(
     _doctor,
     "look at each host before a run: versions, devices, folders, network",

@@ -1,47 +1,53 @@
 """`ds-encdec evaluate`: generate for the examples of a split, and compare the texts with their references. Batches are
-planned from the examples' lengths alone, so an evaluation that was killed goes on with the same batches."""
+planned from the examples' lengths alone, so an evaluation that was killed goes on with the same batches.
 
-from __future__ import annotations
+evaluation.json        all that decides the predictions; an evaluation is continued only if all of it is the same
+predictions.jsonl      a line for each example, appended as they are made; in the order of the split at the end
+predictions.rank1.jsonl  …  those of other ranks, until the end
+metrics.json           the figures, at the end
+"""
 
 import hashlib
+import itertools
+import json
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import IO, Any, Literal
 
 from rich.progress import Progress
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_encdec.base import terminal
-from ds_encdec.base.types import CheckpointError, ConfigError, OutOfMemoryError
+from ds_encdec.base.types import CheckpointError, ConfigError, OutOfMemoryError, OutputLockedError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig, load_saved
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.data.inspection import TextExample, TrainedData, split_examples
 from ds_encdec.data.sources.sources import Split
 from ds_encdec.data.sources.tables import resolve_commits
-from ds_encdec.evaluate.generation import generate_batch, plan_batches, special_ids, text_of
+from ds_encdec.evaluate.generation import generate_batch, plan_batches, score_targets, special_ids, text_of
 from ds_encdec.evaluate.metrics import rouge_scorer, same_words, score_texts
-from ds_encdec.evaluate.models import default_outs, is_ours, open_model, open_tokenizer
-from ds_encdec.evaluate.predictions import Predictions, claim, is_free, model_digest
-from ds_encdec.evaluate.scoring import score_targets
+from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
+from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.run_folder import lock_file
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.monitor.metrics_file import strict_json
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary, add_sentinels
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-
-_TIMEOUT = timedelta(days=2)
-"""The time that a rank waits for the slowest one at the end."""
+_FILES_OF_A_MODEL = ("*.safetensors", "config.json", "generation_config.json", "tokenizer*.json")
+_TIMEOUT = timedelta(days=2)  # that a rank waits for the slowest one at the end
 
 
 def evaluate(
@@ -79,15 +85,13 @@ def evaluate(
     examples = collectives.rank_zero_first(
         lambda: split_examples(config, tokenizer, vocabulary, split, max_samples, commits, trained)
     )
-    how = {name: value for name, value in asdict(settings).items() if name != "batch_tokens"}
-    how |= {"dtype": dtype or "default", "device": place.type}
-    facts = collectives.on_rank_zero(
-        lambda: {"model": model_digest(model), "data": _data_digest(split, examples), **how}
-    )
+    how = asdict(settings) | {"dtype": dtype or "default", "device": place.type}
+    del how["batch_tokens"]
+    facts = collectives.on_rank_zero(lambda: {**_digests(model, split, examples), **how})
     if out is None:
-        out = collectives.on_rank_zero(lambda: next(one for one in default_outs(model, split) if is_free(one, facts)))
-    with collectives.on_every_rank(lambda: claim(out, facts) if world.is_main else open(os.devnull)):
-        predictions = collectives.on_every_rank(lambda: Predictions(out, world.rank))
+        out = collectives.on_rank_zero(lambda: _free_folder(model, split, facts))
+    with collectives.on_every_rank(lambda: _claim(out, facts) if world.is_main else open(os.devnull)):
+        predictions = collectives.on_every_rank(lambda: _Predictions(out, world.rank))
         if world.is_main and 0 < len(predictions.records) < len(examples):
             _log(f"{len(predictions.records):,} of {len(examples):,} predictions are there; going on")
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
@@ -138,11 +142,23 @@ def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast
     )
 
 
-def _data_digest(split: Split, examples: Sequence[TextExample]) -> str:
-    digest = hashlib.sha256(split.encode())
+def _digests(model: Path, split: Split, examples: Sequence[TextExample]) -> dict[str, str]:
+    """Return SHA-256s over the files of a model that decide its output, and over the examples."""
+    of_model, of_data = hashlib.sha256(), hashlib.sha256(split.encode())
+    for path in sorted(path for pattern in _FILES_OF_A_MODEL for path in model.glob(pattern)):
+        with path.open("rb") as file:
+            of_model.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     for example in examples:
-        digest.update(f"\n{example.key} {example.encoder_ids.tolist()} {example.decoder_ids.tolist()}".encode())
-    return f"{len(examples)} examples of {split}, SHA-256 {digest.hexdigest()}"
+        of_data.update(f"\n{example.key} {example.encoder_ids.tolist()} {example.decoder_ids.tolist()}".encode())
+    data = f"{len(examples)} examples of {split}, SHA-256 {of_data.hexdigest()}"
+    return {"model": of_model.hexdigest(), "data": data}
+
+
+def _free_folder(model: Path, split: Split, facts: Mapping[str, Any]) -> Path:
+    """Return the first of MODEL-SPLIT, MODEL-SPLIT-2, … beside the model that has no evaluation of other `facts`."""
+    first = model.resolve().with_name(f"{model.resolve().name}-{split}")
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], others) if not _difference(folder, facts))
 
 
 def _predict(
@@ -173,10 +189,10 @@ def _predict(
             "prediction": text_of(tokenizer, ids),
             "generated_tokens": len(ids),
             "target_tokens": len(target),
-            "right_tokens": sum(hit and token not in special for hit, token in zip(score.hits, target, strict=True)),
-            "loss": -score.log_probability / len(target),
+            "right_tokens": sum(hit and token not in special for hit, token in zip(hits, target, strict=True)),
+            "loss": -log_probability / len(target),
         }
-        for number, ids, target, score in zip(batch, generated, targets, scores, strict=True)
+        for number, ids, target, (log_probability, hits) in zip(batch, generated, targets, scores, strict=True)
     ]
 
 
@@ -189,8 +205,7 @@ def _finish(
     facts: Mapping[str, Any],
     special: set[int],
 ) -> dict[str, Any]:
-    """Compute and return the figures over the predictions of all ranks; write them, and the predictions in order."""
-    predictions = Predictions(out)
+    predictions = _Predictions(out)
     records = [predictions.records[number] for number in range(len(examples))]
     scorer = rouge_scorer() if "rouge" in metrics else None
     for record in records if settings.max_new_tokens else ():
@@ -200,29 +215,18 @@ def _finish(
             record["rougeL"] = 100.0 * scorer.score(record["reference"], record["prediction"])["rougeL"].fmeasure
     tokens = sum(record["target_tokens"] for record in records)
     loss = sum(float(record["loss"]) * record["target_tokens"] for record in records) / tokens
-    texts = [[record[side] for record in records] for side in ("prediction", "reference")]
+    figures = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+    if of_text := sum(token not in special for example in examples for token in example.decoder_ids.tolist()):
+        figures["token_accuracy"] = 100 * sum(record["right_tokens"] for record in records) / of_text
     left_out: dict[str, str] = {}
-    figures = {
-        "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
-        **_token_accuracy(examples, records, special),
-        **score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out),
-    }
+    texts = [[record[side] for record in records] for side in ("prediction", "reference")]
+    figures |= score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out)
     longest = sum(record["generated_tokens"] >= (settings.max_new_tokens or math.inf) for record in records)
     result = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": longest, "evaluation": dict(facts)}
     if left_out:
         result["metrics_left_out"] = left_out
     predictions.finish(records, result)
     return result
-
-
-def _token_accuracy(
-    examples: Sequence[TextExample], records: Sequence[Mapping[str, Any]], special: set[int]
-) -> dict[str, float]:
-    """Return the percentage of the targets' text tokens that the model rated likeliest; empty if there are none."""
-    tokens = sum(token not in special for example in examples for token in example.decoder_ids.tolist())
-    right = sum(record["right_tokens"] for record in records)
-    return {"token_accuracy": 100 * right / tokens} if tokens else {}
 
 
 def _with_progress(
@@ -244,3 +248,73 @@ def _with_progress(
 
 def _log(line: str) -> None:
     print(terminal.stamped(line), file=sys.stderr, flush=True)
+
+
+class _Predictions:
+    """The predictions in `folder`, by the number of their example; each rank appends to its own file. A line that a
+    kill has cut is dropped, and its example is generated again."""
+
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self._folder = folder
+        self._path = folder / ("predictions.jsonl" if rank == 0 else f"predictions.rank{rank}.jsonl")
+        self._writing = Writing(folder, "The evaluation", "Make room, and start it again: it goes on from here.", rank)
+        self.records: dict[int, dict[str, Any]] = {}
+        for path in folder.glob("predictions*.jsonl"):
+            *lines, torn = path.read_bytes().split(b"\n")
+            self.records |= {record["number"]: record for record in map(json.loads, lines)}
+            if torn and path == self._path:
+                os.truncate(path, path.stat().st_size - len(torn))
+
+    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Append records, each with its `number`; they are on the disk on return."""
+        with self._writing.explain_refusals(), self._path.open("ab") as file:
+            file.write("".join(map(_line, records)).encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.records |= {record["number"]: dict(record) for record in records}
+
+    def finish(self, records: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> None:
+        """Write `records`, those of all ranks in order, as the one file of predictions, and write the figures."""
+        with self._writing.explain_refusals():
+            write_atomically(self._folder / "predictions.jsonl", "".join(map(_line, records)))
+            write_atomically(self._folder / "metrics.json", json.dumps(strict_json(metrics), indent=2) + "\n")
+            for path in self._folder.glob("predictions.rank*.jsonl"):
+                path.unlink()
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(strict_json(record), ensure_ascii=False) + "\n"
+
+
+def _claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:
+    """Begin an evaluation in `folder`, or continue the one in it; it is this process's until the returned file is
+    closed. Raises ConfigError that names the differences if its evaluation differs from `facts`, and OutputLockedError
+    if another process is writing into it."""
+    with (
+        Writing(folder, "The evaluation", "Make room, or choose another --out.").explain_refusals(),
+        ExitStack() as undo,
+    ):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = undo.enter_context(open(folder / ".lock", "a"))
+        if not lock_file(lock):
+            raise OutputLockedError(f"--out: another process is writing its evaluation into {folder}")
+        if problem := _difference(folder, facts):
+            raise ConfigError(problem)
+        write_atomically(folder / "evaluation.json", json.dumps(facts, indent=2) + "\n")
+        undo.pop_all()
+        return lock
+
+
+def _difference(folder: Path, facts: Mapping[str, Any]) -> str:
+    """Return why the evaluation in `folder` cannot go on as one of `facts`; "" if it can, or there is none."""
+    header = folder / "evaluation.json"
+    try:
+        earlier = json.loads(header.read_text())
+        differing = [name for name in {**facts, **earlier} if facts.get(name) != earlier.get(name)]
+    except FileNotFoundError:
+        return ""
+    except (OSError, ValueError, TypeError) as error:
+        return f"--out: {header} cannot be read ({error}); choose another folder, or delete it"
+    changes = ", ".join(f"{name} ({earlier.get(name)} there, {facts.get(name)} now)" for name in differing)
+    problem = f"--out: {folder} has the predictions of another evaluation, which differs in {changes}. "
+    return f"{problem}Choose another folder, or delete it" if differing else ""

@@ -1,31 +1,33 @@
-"""Generate for many inputs, in batches of similar length, by the model's own `generate()` with its cache."""
+"""Generate for many inputs, in batches of similar length, by the model's own `generate()` with its cache; and score
+given targets by the model's loss on them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from itertools import takewhile
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation.streamers import BaseStreamer
 
+from ds_encdec.base.types import IGNORE_INDEX
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.data.randomness import keyed_generator
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
-    from transformers.generation.streamers import BaseStreamer
-
 TokenIds = Sequence[int] | np.ndarray
+MOST_LOGITS = 2**27
+"""The most logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax."""
 
 
 def plan_batches(encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> list[list[int]]:
@@ -73,22 +75,62 @@ def generate_batch(
     settings: GenerationSettings,
     streamer: BaseStreamer | None = None,
 ) -> list[list[int]]:
-    """Generate for the inputs `numbers` as one batch; see `generate`. `streamer` receives each token of a single
-    row."""
+    """Generate for the inputs `numbers` as one batch; see `generate`. `streamer` gets each token of a single row."""
     if not settings.max_new_tokens:
         return [[] for _ in numbers]
-    config = _generation_config(model, settings)
+    config: GenerationConfig = deepcopy(model.generation_config)  # with its special tokens, and forced ones
+    config.update(
+        max_new_tokens=settings.max_new_tokens,
+        max_length=None,
+        num_beams=settings.num_beams,
+        repetition_penalty=settings.repetition_penalty,
+        do_sample=False,  # `_SeededSampling` samples instead
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        use_cache=True,
+        return_dict_in_generate=False,
+    )
     ids, mask = padded([encoder_ids[number] for number in numbers], pad_id_of(config), model.device)
-    with evaluating(model):
-        rows = model.generate(
-            ids,
-            attention_mask=mask,
-            generation_config=config,
-            logits_processor=_sampling(settings, numbers),
-            streamer=streamer,
-        )
+    processors = LogitsProcessorList()
+    if settings.temperature:
+        processors.append(TemperatureLogitsWarper(settings.temperature))
+        if settings.top_k:
+            processors.append(TopKLogitsWarper(settings.top_k))
+        if settings.top_p < 1:
+            processors.append(TopPLogitsWarper(settings.top_p))
+        processors.append(_SeededSampling(settings, numbers))
+    how = {"generation_config": config, "logits_processor": processors, "streamer": streamer}
+    rows = model.eval().generate(ids, attention_mask=mask, **how)
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    return [_before(row[1:], ends) for row in rows.tolist()]
+    return [list(takewhile(lambda token: token not in ends, row[1:])) for row in rows.tolist()]
+
+
+@torch.no_grad()
+def score_targets(
+    model: PreTrainedModel, encoder_ids: Sequence[TokenIds], target_ids: Sequence[TokenIds], batch_tokens: int
+) -> list[tuple[float, list[bool]]]:
+    """Return for each target its log-probability in nats after its input, and whether each of its tokens was the
+    likeliest one after the input and those before it. All tokens count, an end token too. `batch_tokens`: the most of a
+    batch, of both sides together, padding included."""
+    scores: list[tuple[float, list[bool]]] = [(0.0, [])] * len(target_ids)
+    order = sorted(range(len(target_ids)), key=lambda number: -len(encoder_ids[number]) - len(target_ids[number]))
+    longest, longest_target = max(map(len, encoder_ids)), max(map(len, target_ids))
+    most_logits = MOST_LOGITS // (longest_target * int(model.config.vocab_size))
+    rows = max(1, min(batch_tokens // (longest + longest_target), most_logits))
+    for start in range(0, len(order), rows):
+        batch = order[start : start + rows]
+        pad_id = pad_id_of(model.generation_config)
+        ids, mask = padded([encoder_ids[number] for number in batch], pad_id, model.device)
+        labels, _ = padded([target_ids[number] for number in batch], IGNORE_INDEX, model.device)
+        start_ids = model.prepare_decoder_input_ids_from_labels(labels)
+        scored = model.eval()(input_ids=ids, attention_mask=mask, decoder_input_ids=start_ids, use_cache=False)
+        logits = scored.logits.float()
+        losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
+        sums, hits = (-losses.double().sum(-1)).tolist(), (logits.argmax(-1) == labels).tolist()
+        for number, log_probability, row in zip(batch, sums, hits, strict=True):
+            scores[number] = log_probability, row[: len(target_ids[number])]
+    return scores
 
 
 def text_of(tokenizer: PreTrainedTokenizerFast, ids: TokenIds) -> str:
@@ -114,56 +156,10 @@ def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple
     return ids.to(device), mask.to(device)
 
 
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode (no dropout) inside the block."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-def _generation_config(model: PreTrainedModel, settings: GenerationSettings) -> GenerationConfig:
-    """Return the model's own settings (special tokens, forced ones), with `settings` for the rest."""
-    config: GenerationConfig = deepcopy(model.generation_config)
-    config.update(
-        max_new_tokens=settings.max_new_tokens,
-        max_length=None,
-        num_beams=settings.num_beams,
-        repetition_penalty=settings.repetition_penalty,
-        do_sample=False,  # `_SeededSampling` samples instead
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        use_cache=True,
-        return_dict_in_generate=False,
-    )
-    return config
-
-
 def pad_id_of(config: GenerationConfig) -> int:
     """Return the id that pads rows; masks hide it."""
-    if config.pad_token_id is not None:
-        return int(config.pad_token_id)
-    return int(config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id)
-
-
-def _before(ids: list[int], ends: list[int]) -> list[int]:
-    return ids[: next((place for place, token in enumerate(ids) if token in ends), len(ids))]
-
-
-def _sampling(settings: GenerationSettings, numbers: Sequence[int]) -> LogitsProcessorList:
-    """Return the processors that draw the next tokens of a batch; none if the likeliest are taken."""
-    if settings.temperature == 0:
-        return LogitsProcessorList()
-    limits: list[LogitsProcessor] = [TemperatureLogitsWarper(settings.temperature)]
-    if settings.top_k:
-        limits.append(TopKLogitsWarper(settings.top_k))
-    if settings.top_p < 1:
-        limits.append(TopPLogitsWarper(settings.top_p))
-    return LogitsProcessorList([*limits, _SeededSampling(settings, numbers)])
+    end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
+    return int(end if config.pad_token_id is None else config.pad_token_id)
 
 
 class _SeededSampling(LogitsProcessor):

@@ -2,14 +2,13 @@
 rank generates its share of the texts with a second, plain model, so that the weights are gathered once, not per token.
 Nothing is random, and training goes on as if nothing had been generated."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.base.types import Batch, ConfigError, Example
 from ds_encdec.config.generation import GenerationSettings
@@ -22,16 +21,11 @@ from ds_encdec.evaluate.generation import generate, text_of
 from ds_encdec.evaluate.metrics import check_metrics, score_texts
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.preemption import Heartbeat
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.monitor.metrics import by_denoiser, eval_metrics
 from ds_encdec.monitor.sinks import Sample
 from ds_encdec.registry.objectives import TASKS
 from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, text_metric, usable
-
-if TYPE_CHECKING:
-    import numpy as np
-    from transformers import PreTrainedTokenizerFast
-
-    from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +62,8 @@ def usable_metrics(config: FullConfig) -> list[str]:
     rows, best = dict(TEXT_METRICS), config.training.best_figure
     if best not in (*LOSS_FIGURES, *FIGURES) and (own := text_metric(best)) is not None:
         rows[best] = own
-    names = [name for name, row in rows.items() if not row.needs_model]
-    available, left_out = usable(names)
-    chosen = [name for name, row in rows.items() if best in row.figures]
-    check_metrics(chosen, field="training.metric_for_best_model")
+    available, left_out = usable([name for name, row in rows.items() if not row.needs_model])
+    check_metrics([name for name, row in rows.items() if best in row.figures], field="training.metric_for_best_model")
     if left_out:
         logger.info("texts are judged without %s", left_out)
     return available
@@ -114,9 +106,7 @@ class Judge:
             torch.cuda.empty_cache()  # the model is freed: training must fit into memory as before
         if predictions is None:
             if self.collectives.rank == 0:
-                logger.warning(
-                    "asked to stop: this evaluation has no figures of texts (`ds-encdec evaluate` gives some)"
-                )
+                logger.warning("stopped: this evaluation has no figures of texts (`ds-encdec evaluate` gives some)")
             return {}, []
         references = [text_of(self.tokenizer, example.decoder_ids.tolist()) for example in examples]
         best = self.config.training.metric_for_best_model

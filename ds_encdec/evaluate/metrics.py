@@ -6,10 +6,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_encdec.base.plugins import load_plugin, whose_fault
 from ds_encdec.base.types import ConfigError
@@ -70,7 +70,10 @@ def score_texts(
     for name in names:
         if name not in TEXT_METRICS:
             try:
-                figures[name] = _finite(load_plugin("--metrics", name, "metrics")(predictions, references))
+                figure = float(load_plugin("--metrics", name, "metrics")(predictions, references))
+                if not math.isfinite(figure):  # nothing can be judged by it
+                    raise ValueError(f"it returned {figure}")
+                figures[name] = figure
             except Exception as error:  # whatever the user's function raises
                 if left_out is None:
                     raise
@@ -79,13 +82,6 @@ def score_texts(
         model = {"bertscore_model": bertscore_model} if TEXT_METRICS[name].needs_model else {}
         figures |= _FUNCTIONS[name](predictions, references, **model)
     return figures
-
-
-def _finite(figure: object) -> float:
-    """Return `figure` as a float. Raises ValueError if it is not finite, since nothing can be judged by it."""
-    if not math.isfinite(value := float(figure)):  # type: ignore[arg-type]
-        raise ValueError(f"it returned {value}")
-    return value
 
 
 def same_words(prediction: str, reference: str) -> bool:
@@ -108,10 +104,7 @@ def rouge_scorer() -> RougeScorer:
 
 def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Return mean F1 of common words, pairs of words, and the longest common sequence of words."""
-    scorer = rouge_scorer()
-    scores: list[Mapping[str, Any]] = [
-        scorer.score(reference, prediction) for prediction, reference in zip(predictions, references, strict=True)
-    ]
+    scores = list(map(rouge_scorer().score, references, predictions))
     return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in ROUGE_TYPES}
 
 
@@ -144,7 +137,7 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscor
         parts = score(*zip(*pairs, strict=True), model_type=folder, num_layers=layer)
     except OverflowError as error:  # bert-score passes on model_max_length, which is 1e30 if a tokenizer has none
         raise ConfigError(
-            f"--bertscore-model: the tokenizer in {folder} does not say how long a text may be; add "
+            f"--bertscore-model: the tokenizer in {folder} does not state how long a text may be; add "
             '"model_max_length" (such as 512) to its tokenizer_config.json'
         ) from error
     return {name: 100 * part.sum().item() / len(predictions) for name, part in zip(names, parts, strict=True)}

@@ -3,12 +3,8 @@ only when a model is opened, so that wrong folders are refused at once."""
 
 from __future__ import annotations
 
-import ast
-import itertools
-import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.yaml.plain_files import read_json
@@ -48,26 +44,7 @@ def is_ours(folder: Path) -> bool:
 def require_ours(folder: Path) -> None:
     """Raise CheckpointError if `folder` holds no model of our own kind."""
     if not is_ours(folder):
-        raise CheckpointError(f"--model: {folder} is not a model of ours; ds-encdec init-model makes one of a Qwen3")
-
-
-class Inputs(NamedTuple):
-    """The inputs of a fine-tuned model's training; `template` is None for conversations alone."""
-
-    template: str | None
-    has_chat: bool
-
-
-def taught_inputs(folder: Path) -> Inputs | None:
-    """Return the inputs of a fine-tuned model's training, from its card; None for any other model."""
-    try:
-        card = (folder / "README.md").read_text("utf-8")
-        row = re.search(r"^\| input_template \| `(.+)` \|$", card, re.MULTILINE)
-        template = row and str(ast.literal_eval(row[1].replace("\\|", "|")))
-    except (OSError, ValueError, SyntaxError):  # somebody has written another card
-        return None
-    has_chat = re.search(r"^\| Conversations \| .+ \|$", card, re.MULTILINE) is not None
-    return Inputs(template, has_chat) if has_chat or template is not None else None
+        raise CheckpointError(f"--model: {folder} is no model of ds_encdec; ds-encdec init-model makes one of a Qwen3")
 
 
 def open_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -105,14 +82,6 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
         return kind.from_pretrained(folder, dtype=wanted).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"--model: {folder} could not be loaded: {error}") from error
-
-
-def default_outs(model: Path, split: str) -> Iterator[Path]:
-    """Yield the folders beside the model's for its evaluations: MODEL-SPLIT, MODEL-SPLIT-2, …"""
-    model = model.resolve()
-    first = model.with_name(f"{model.name}-{split}")
-    yield first
-    yield from (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
 
 
 def run_config(model: Path) -> Path:

@@ -134,7 +134,7 @@ def test_only_the_end_of_a_run_replaces_its_earlier_mean(
     run = RunFolder(str(tmp_path))
     (run.exports / "averaged.tmp").mkdir(parents=True)  # a mean was killed here
     assert cli.main(["average", str(tmp_path), "--last", "9"]) == 0
-    assert "(there are no more in a row; 9 were asked for)" in capsys.readouterr().out
+    assert "(there are no more in a row; --last is 9)" in capsys.readouterr().out
     for out in ([], [str(run.averaged)]):
         assert cli.main(["average", str(tmp_path), *out, "--last", "2"]) == 5
         assert f"{run.averaged} exists and is not empty" in capsys.readouterr().err

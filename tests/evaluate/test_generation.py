@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,7 @@ from tiny_models import tiny_model
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches
-from ds_encdec.evaluate.scoring import score_targets
+from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches, score_targets
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
@@ -62,10 +62,8 @@ def test_the_tokens_are_those_of_transformers_without_the_cache(
     model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]
 ) -> None:
     settings = GenerationSettings(max_new_tokens=8, num_beams=2)
-    model.train()
-    found = generate(model, inputs, settings)
-    assert model.training
-    model.eval()
+    found = generate(model.train(), inputs, settings)
+    assert not model.training  # no dropout
     for ids, row in zip(inputs, found, strict=True):
         if len(ids):
             expected = model.generate(torch.tensor(ids[None]), max_new_tokens=8, num_beams=2, use_cache=False)
@@ -119,13 +117,13 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, float], pro
 def test_targets_are_scored_as_training_does(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> None:
     targets = [*(inputs[number][:9] for number in (2, 5, 7, 4, 0, 2, 3)), np.array([1])]
     found = score_targets(model, inputs, targets, batch_tokens=60)
-    for encoder_ids, target, score in zip(inputs, targets, found, strict=True):
-        layout = {"encoder_lengths": (len(encoder_ids),), "decoder_lengths": (len(target),)}
-        cu_seqlens = [torch.tensor([0, len(ids)], dtype=torch.int32) for ids in (encoder_ids, target)]
-        positions = [torch.arange(len(ids)) for ids in (encoder_ids, target)]
-        names = ("encoder_cu_seqlens", "decoder_cu_seqlens", "encoder_positions", "decoder_positions")
-        packing = PackedLayout.build(**layout, **dict(zip(names, [*cu_seqlens, *positions], strict=True)))
+    for encoder_ids, target, (log_probability, _) in zip(inputs, targets, found, strict=True):
+        sides = {"encoder": encoder_ids, "decoder": target}
+        layout: dict[str, Any] = {f"{side}_lengths": (len(ids),) for side, ids in sides.items()}
+        layout |= {f"{s}_cu_seqlens": torch.tensor([0, len(ids)], dtype=torch.int32) for s, ids in sides.items()}
+        layout |= {f"{side}_positions": torch.arange(len(ids)) for side, ids in sides.items()}
+        packing = PackedLayout.build(**layout)
         ids, labels = (torch.tensor(part, dtype=torch.int64) for part in (encoder_ids, target))
         start = torch.cat([torch.zeros(1, dtype=torch.int64), labels[:-1]])
         loss = model(ids, decoder_input_ids=start, labels=labels, packing=packing).loss.item()
-        assert -score.log_probability == pytest.approx(loss, rel=1e-5)
+        assert -log_probability == pytest.approx(loss, rel=1e-5)

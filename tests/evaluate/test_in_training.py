@@ -65,11 +65,8 @@ def test_every_rank_generates_its_share_and_all_come_back_in_order(caplog: pytes
     engine: Any = SimpleNamespace(device=torch.device("cpu"), full_parameters=model.named_parameters)
 
     def judged(collectives: HostCollectives, **how: Any) -> Any:
-        tokenizer: Any = Digits()
-        judge = Judge(
-            config_of(), engine, model.config, tokenizer, collectives, lambda: examples, ["exact_match"], **how
-        )
-        return judge()
+        given: list[Any] = [config_of(), engine, model.config, Digits(), collectives, lambda: examples, ["exact_match"]]
+        return Judge(*given, **how)()
 
     second = OneOfTwo(1, ["?"] * 6)
     judged(second)

@@ -25,20 +25,20 @@ test_split: test
 doc_to_text: "{{question}}"
 target_delimiter: ""
 """
-CHOICE = """
-task: tiny_choice
+TASKS = {
+    "tiny_choice": """
 output_type: multiple_choice
 doc_to_choice: "{{choices}}"
 doc_to_target: "{{label}}"
 metric_list: [{metric: acc}]
-"""
-ANSWER = """
-task: tiny_answer
+""",
+    "tiny_answer": """
 output_type: generate_until
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["UNTIL"], max_gen_toks: 12}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
+""",
+}
 HARNESS = """
 import json, sys
 from pathlib import Path
@@ -70,24 +70,23 @@ def test_the_harness_judges_an_export_as_it_is(tmp_path: Path) -> None:
         # The harness counts the context as if it stood in the decoder: max_gen_toks is exceeded by its length.
         return tokenizer.decode(model.generate(ids, max_length=ids.shape[1] + 12)[0], skip_special_tokens=True)
 
-    choices = [[f"{WORDS[7]} {WORDS[8]}", WORDS[number], f"{WORDS[30]} {WORDS[1]} {WORDS[2]}"] for number in range(5)]
     until = " " + answer(questions[1]).split()[3]
     answers = [answer(question).split(until)[0] for question in questions]
-    rows: list[dict[str, Any]] = [
-        {"question": question, "choices": some, "label": 1, "answer": text if number else "something else"}
-        for number, (question, some, text) in enumerate(zip(questions, choices, answers, strict=True))
-    ]
+    rows: list[dict[str, Any]] = []
+    for number, (question, text) in enumerate(zip(questions, answers, strict=True)):
+        choices = [f"{WORDS[7]} {WORDS[8]}", WORDS[number], f"{WORDS[30]} {WORDS[1]} {WORDS[2]}"]
+        right = text if number else "something else"
+        rows.append({"question": question, "choices": choices, "label": 1, "answer": right})
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for task, text in (("choice", CHOICE), ("answer", ANSWER)):
-        filled = (COMMON + text).replace("FOLDER", str(tmp_path)).replace("UNTIL", until)
-        (tmp_path / f"{task}.yaml").write_text(filled)
+    for task, lines in TASKS.items():
+        filled = (COMMON + lines).replace("FOLDER", str(tmp_path)).replace("UNTIL", until)
+        (tmp_path / f"{task}.yaml").write_text(f"task: {task}{filled}")
 
     # A process of its own: transformers keeps the code of loaded folders, by their last names, in each one.
     arguments = f"pretrained={folder},trust_remote_code=True,backend=seq2seq,dtype=float32"
+    command = [sys.executable, "-c", HARNESS, arguments, str(tmp_path)]
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run(
-        [sys.executable, "-c", HARNESS, arguments, str(tmp_path)], env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     results, samples = found["results"], found["samples"]
@@ -96,6 +95,5 @@ def test_the_harness_judges_an_export_as_it_is(tmp_path: Path) -> None:
     for sample in samples["tiny_choice"]:
         for (score, _), choice in zip(sample["filtered_resps"], sample["doc"]["choices"], strict=True):
             assert float(score) == pytest.approx(likelihood(sample["doc"]["question"], choice), abs=1e-4)
-    found_answers = {row["doc_id"]: row["resps"][0][0] for row in samples["tiny_answer"]}
-    assert [found_answers[number] for number in range(5)] == answers
+    assert {row["doc_id"]: row["resps"][0][0] for row in samples["tiny_answer"]} == dict(enumerate(answers))
     assert results["tiny_answer"]["exact_match,none"] == 4 / 5

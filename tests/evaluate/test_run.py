@@ -30,6 +30,7 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 
 HOW = ["--max-new-tokens", "6", "--batch-tokens", "60", "--device", "cpu"]
+Output = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(model: Path) -> list[str]:
-    """Settings of 20 pairs; what the model says for half of the inputs is their reference."""
+    """Settings of 20 pairs; the model's text for half of the inputs is their reference."""
     tokenizer, answers = pretrained_tokenizer(str(model), field=""), Qwen3ForSeq2SeqLM.from_pretrained(model).eval()
     draw, rows = random.Random(0), []
     for number in range(20):
@@ -48,8 +49,7 @@ def data(model: Path) -> list[str]:
         said = tokenizer.decode([token for token in ids[0].tolist() if token > 1])
         right = number % 2 and "<extra_id" not in said  # in a row that is no sentinel
         rows.append({"input": text, "output": said if right else "word1 word2"})
-    file = model.parent / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (file := model.parent / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return settings_for(file)
 
 
@@ -69,25 +69,27 @@ def files(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.iterdir()}
 
 
+def predictions(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+
+
 def test_the_figures_of_a_split_and_its_predictions(
-    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, data: list[str], tmp_path: Path, capsys: Output
 ) -> None:
     assert judge(model, tmp_path / "out", *data, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "out" / "metrics.json").read_text())
-    lines = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
+    lines, figures = predictions(tmp_path / "out"), found["figures"]
     assert [line["number"] for line in lines] == list(range(20))
     assert found["examples"] == 20
     rows = map(json.loads, (model.parent / "rows.jsonl").read_text().splitlines())
     assert {line["input"]: line["reference"] for line in lines} == {row["input"]: row["output"] for row in rows}
     right = sum(line["prediction"] == line["reference"] != "word1 word2" for line in lines)
     assert right >= 8
-    assert found["figures"]["exact_match"] == 5 * right == sum(line["exact_match"] for line in lines) / 20
-    assert found["figures"]["rougeL"] == pytest.approx(sum(line["rougeL"] for line in lines) / 20)
-    assert found["figures"].keys() == {
-        "loss", "perplexity", "token_accuracy",
-        "exact_match", "rouge1", "rouge2", "rougeL", "chrf", "bleu",
-    }  # fmt: skip
+    assert figures["exact_match"] == 5 * right == sum(line["exact_match"] for line in lines) / 20
+    assert figures["rougeL"] == pytest.approx(sum(line["rougeL"] for line in lines) / 20)
+    by_loss = ["loss", "perplexity", "token_accuracy"]
+    assert list(figures) == [*by_loss, "exact_match", "rouge1", "rouge2", "rougeL", "chrf", "bleu"]
     tokenizer, loaded = pretrained_tokenizer(str(model), field=""), Qwen3ForSeq2SeqLM.from_pretrained(model).eval()
     losses, hits = [], []
     for line in lines:
@@ -96,90 +98,78 @@ def test_the_figures_of_a_split_and_its_predictions(
         judged = loaded(ids, labels=labels)
         losses += [judged.loss.item()] * labels.shape[1]
         hits += (judged.logits.argmax(-1) == labels)[0, :-1].tolist()  # the end token is no text
-    assert found["figures"]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-    assert found["figures"]["token_accuracy"] == pytest.approx(100 * sum(hits) / len(hits))
+    assert figures["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert figures["token_accuracy"] == pytest.approx(100 * sum(hits) / len(hits))
 
-    likelihood = judge(model, tmp_path / "likelihood", *data, "--json", "--max-new-tokens", "0")
+    assert judge(model, tmp_path / "likelihood", *data, "--json", "--max-new-tokens", "0") == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (likelihood, shown["cut_at_max_new_tokens"]) == (0, 0)
-    assert list(shown["figures"]) == ["loss", "perplexity", "token_accuracy"]
-    assert shown["figures"] == pytest.approx({name: found["figures"][name] for name in shown["figures"]})
+    assert (list(shown["figures"]), shown["cut_at_max_new_tokens"]) == (by_loss, 0)
+    assert shown["figures"] == pytest.approx({name: figures[name] for name in by_loss})
     assert judge(model, tmp_path / "likelihood", *data, "--max-new-tokens", "0", "--metrics", "chrf") == 2
 
 
 def test_a_metric_that_raises_is_named_and_costs_no_other_figure(
-    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, data: list[str], tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bad_metric.py").write_text("def bad(predictions, references):\n    raise RuntimeError('my bug')\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert judge(model, tmp_path / "out", *data, "--metrics", "exact_match,bad_metric:bad") == 1
-    told = capsys.readouterr()
-    assert "exact_match" in told.out
-    assert f"the metric bad_metric:bad has no figure: RuntimeError: my bug ({tmp_path}/bad_metric.py:2)" in told.err
-    assert f"--metrics: bad_metric:bad failed; the other figures are in {tmp_path / 'out'}" in told.err
+    printed = capsys.readouterr()
+    assert "exact_match" in printed.out
+    assert f"the metric bad_metric:bad has no figure: RuntimeError: my bug ({tmp_path}/bad_metric.py:2)" in printed.err
+    assert f"--metrics: bad_metric:bad failed; the other figures are in {tmp_path / 'out'}" in printed.err
     assert "exact_match" in json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
 
 
 def test_an_evaluation_that_differs_takes_the_next_folder(
-    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, data: list[str], tmp_path: Path, capsys: Output
 ) -> None:
     here = Path(shutil.copytree(model, tmp_path / "model"))
     short = ["evaluate", "--model", str(here), "--device", "cpu", "--max-samples", "2", *data]
     for _ in range(2):  # the same again goes on in its folder
         assert main([*short, "--max-new-tokens", "2"]) == 0
-        assert main([*short, "--max-new-tokens", "3"]) == 0
-    told = [line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines() if "predictions and" in line]
-    assert told == [f"{here}-test", f"{here}-test-2"] * 2
-
-
-def test_no_text_is_longer_than_the_runs_outputs(
-    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    how = ["--model", str(model), "--out", str(tmp_path / "out"), "--device", "cpu", "--max-samples", "2"]
-    assert main(["evaluate", *how, *data, "data.max_decoder_length=8", "data.max_encoder_length=16"]) == 0
-    written = [json.loads(line) for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()]
-    assert max(line["generated_tokens"] for line in written) <= 8
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["max_new_tokens"] == 8
+        assert main([*short, "data.max_decoder_length=8", "data.max_encoder_length=16"]) == 0
+    outs = [line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines() if "predictions and" in line]
+    assert outs == [f"{here}-test", f"{here}-test-2"] * 2
+    # No text is longer than the run's outputs.
+    assert max(line["generated_tokens"] for line in predictions(Path(f"{here}-test-2"))) <= 8
+    assert json.loads(Path(f"{here}-test-2", "evaluation.json").read_text())["max_new_tokens"] == 8
 
 
 def test_one_that_was_killed_goes_on_and_leaves_the_same_files(
-    model: Path, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    sampled = [*data, "--temperature", "1.2", "--top-p", "0.9"]
-    assert judge(model, tmp_path / "whole", *sampled) == 0
-    (tmp_path / "killed").mkdir()
-    lines = (tmp_path / "whole" / "predictions.jsonl").read_bytes().splitlines(keepends=True)
+    sampled, whole, killed = [*data, "--temperature", "1.2", "--top-p", "0.9"], tmp_path / "whole", tmp_path / "killed"
+    assert judge(model, whole, *sampled) == 0
+    killed.mkdir()
+    lines = (whole / "predictions.jsonl").read_bytes().splitlines(keepends=True)
     for name in ("evaluation.json", ".lock"):
-        (tmp_path / "killed" / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-    torn = b"".join(lines[11:17]) + lines[3][:-20]
-    (tmp_path / "killed" / "predictions.jsonl").write_bytes(torn)
+        shutil.copy(whole / name, killed)
+    (killed / "predictions.jsonl").write_bytes(b"".join(lines[11:17]) + lines[3][:-20])
     capsys.readouterr()
-    assert judge(model, tmp_path / "killed", *sampled) == 0
-    assert files(tmp_path / "killed") == files(tmp_path / "whole")
-    told = capsys.readouterr().err
-    first, second, *_, last = (line.partition(" INFO: ")[2] for line in told.splitlines())
+    assert judge(model, killed, *sampled) == 0
+    assert files(killed) == files(whole)
+    first, second, *_, last = (line.partition(" INFO: ")[2] for line in capsys.readouterr().err.splitlines())
     assert first == "6 of 20 predictions are there; going on"
     assert second.startswith("test: ")
     assert last == "test: 100 % of the predictions are made"
-    other = export_tiny(tmp_path / "other", seed=1)
-    for changed, named in (
-        ([*sampled, "--temperature", "0.5"], "temperature (1.2 there, 0.5 now)"),
-        ([*sampled, "--max-samples", "7"], "7 examples of test"),
+    for judged, changed, named in (
+        (model, ["--temperature", "0.5"], "temperature (1.2 there, 0.5 now)"),
+        (model, ["--max-samples", "7"], "7 examples of test"),
+        (export_tiny(tmp_path / "other", seed=1), [], "differs in model ("),
     ):
-        assert judge(model, tmp_path / "whole", *changed) == 2
+        assert judge(judged, whole, *sampled, *changed) == 2
         assert named in capsys.readouterr().err
-    assert judge(other, tmp_path / "whole", *sampled) == 2
-    assert "differs in model (" in capsys.readouterr().err
 
     # Other metrics are computed from what is there, without the model.
     monkeypatch.setattr("ds_encdec.evaluate.evaluation.open_model", None)
-    assert judge(model, tmp_path / "whole", *sampled, "--metrics", "exact_match") == 0
-    assert "rougeL" not in (tmp_path / "whole" / "predictions.jsonl").read_text()
+    assert judge(model, whole, *sampled, "--metrics", "exact_match") == 0
+    assert "rougeL" not in (whole / "predictions.jsonl").read_text()
 
 
 @pytest.mark.distributed
 def test_ranks_share_the_batches_and_leave_the_files_of_one(
-    model: Path, data: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    model: Path, data: list[str], tmp_path: Path, capfd: Output
 ) -> None:
     assert judge(model, tmp_path / "one", *data) == 0
     capfd.readouterr()
@@ -207,7 +197,7 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
     assert judge(tmp_path / "t5", tmp_path / "out", *how, *reversed(data)) == 0
     figures = json.loads((tmp_path / "out" / "metrics.json").read_text())["figures"]
     assert list(figures) == ["loss", "perplexity", "token_accuracy", "exact_match", "chrf", "bleu"]
-    (line,) = map(json.loads, (tmp_path / "out" / "predictions.jsonl").read_text().splitlines())
+    (line,) = predictions(tmp_path / "out")
     tokenizer = pretrained_tokenizer(str(model), field="")
     given, wanted = (torch.tensor([tokenizer.encode(line[side])]) for side in ("input", "reference"))
     assert figures["loss"] == pytest.approx(
@@ -233,7 +223,7 @@ def test_another_encoder_decoder_that_transformers_knows(model: Path, data: list
     ],
 )
 def test_what_cannot_be_judged_is_refused(
-    model: Path, data: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], golden: Callable[[object], None],
+    model: Path, data: list[str], tmp_path: Path, capsys: Output, golden: Callable[[object], None],
     code: int, arguments: str
 ) -> None:  # fmt: skip
     (tmp_path / "bart").mkdir()
@@ -248,7 +238,7 @@ def test_what_cannot_be_judged_is_refused(
 
 @pytest.mark.parametrize("options", [("--raw",), ()], ids=["all that is written", "a continuation"])
 def test_a_text_that_is_shown_as_it_comes_is_the_whole_one(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+    model: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     words = ["generate", "--model", str(model), "--text", "word1 word2 word3", "--max-new-tokens", "6", *options]
     assert main(words) == 0
@@ -263,9 +253,7 @@ def test_a_text_that_is_shown_as_it_comes_is_the_whole_one(
     assert sum(bool(part.strip()) for part in parts) > 2
 
 
-def test_the_configuration_is_that_of_the_run_that_has_exported_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_configuration_is_that_of_the_run_that_has_exported_it(tmp_path: Path, capsys: Output) -> None:
     model = export_tiny(tmp_path / "run" / "export" / "final")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "word1", "output": "word2"}))
     _, setting = settings_for(tmp_path / "rows.jsonl")
@@ -278,7 +266,7 @@ def test_the_configuration_is_that_of_the_run_that_has_exported_it(
 
 
 def test_no_row_that_a_run_has_trained_on_is_in_its_test_split(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
     model, rows = export_tiny(tmp_path / "run" / "export" / "final"), tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"input": word, "output": word}) + "\n" for word in WORDS))

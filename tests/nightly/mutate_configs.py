@@ -28,54 +28,32 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what training imports
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "launch"), str(ROOT / "tests" / "faults")]
+
+from forked_runs import be_rank  # noqa: E402
+from tiny_run import free_port  # noqa: E402
 
 from ds_encdec import cli  # noqa: E402
 from ds_encdec.base.types import ConfigError  # noqa: E402
-from ds_encdec.config.schema import (  # noqa: E402
-    FullConfig,
-    Section,
-    load_config,
-)
+from ds_encdec.config.schema import FullConfig, Section, load_config  # noqa: E402
 from ds_encdec.config.yaml.deepspeed_keys import KEYS, PASSED_ON  # noqa: E402
 
-SLOWEST_SECONDS = 5.0
-"""CPU time in which any configuration must be accepted or refused."""
+SLOWEST_SECONDS = 5.0  # CPU time in which any configuration must be accepted or refused
 RUN_SECONDS = 120.0
-TINY = {
-    "vocab_size": 1024,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-}
+TINY = {"vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
 LARGEST = {
-    "model.num_sentinel_tokens": 100,
-    "model.loss_chunk_tokens": 4096,
-    "data.max_seq_length": 512,
-    "data.max_encoder_length": 128,
-    "data.max_decoder_length": 128,
-    "data.preprocessing_num_workers": 1,
-    "data.shuffle_buffer_size": 1000,
-    "data.num_lanes": 4,
-    "data.max_examples_per_micro_batch": 512,
-    "data.packing_pool_examples": 64,
-    "data.packing_max_wait_batches": 64,
-    "training.per_device_train_batch_size": 2,
-    "training.per_device_eval_batch_size": 2,
-    "training.global_batch_size": 4,
-    "training.gradient_accumulation_steps": 2,
-    "training.num_train_steps": 3,
-    "training.warmup_steps": 1,
-    "training.eval_samples": 8,
-    "infra.num_gpus": 1,
-    "infra.hybrid_shard_size": 1,
+    "model": {"num_sentinel_tokens": 100, "loss_chunk_tokens": 4096},
+    "data": {"max_seq_length": 512, "max_encoder_length": 128, "max_decoder_length": 128, "num_lanes": 4}
+    | {"preprocessing_num_workers": 1, "shuffle_buffer_size": 1000, "max_examples_per_micro_batch": 512}
+    | {"packing_pool_examples": 64, "packing_max_wait_batches": 64},
+    "training": {"per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "global_batch_size": 4}
+    | {"gradient_accumulation_steps": 2, "num_train_steps": 3, "warmup_steps": 1, "eval_samples": 8},
+    "infra": {"num_gpus": 1, "hybrid_shard_size": 1},
 }
 """Fields that would make a run long or large, and what they are made smaller to."""
 HOSTILE = [
@@ -132,9 +110,7 @@ QUICKSTART = (ROOT / "ds_configs" / "quickstart.yaml").read_text()
 def mutate(number: int, base: list[str]) -> Case:
     """Mutation `number` of one of the YAML texts in `base`."""
     rng = random.Random(number)
-    case = Case(rng.choice(base))
-    if rng.random() < 0.4:
-        case.json = rng.choice(JSONS)
+    case = Case(rng.choice(base), json=rng.choice(JSONS) if rng.random() < 0.4 else None)
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3, 5])):
         kind = rng.random()
         if kind < 0.45:
@@ -183,8 +159,7 @@ def change_text(rng: random.Random, text: str) -> str:
             character = rng.choice(list("{}[]:,#&*!|>'\"%@`-?\\\t\0\x07 aZ0\x85\ufeff\ud800"))
             lines[at] = lines[at][:place] + character + lines[at][place + rng.randrange(2) :]
         case 6:
-            place = rng.randrange(len(text))
-            return text[:place]
+            return text[: rng.randrange(len(text))]
         case _:
             place, length = rng.randrange(len(text)), rng.randrange(1, 60)
             return text[:place] + text[place + length :]
@@ -229,16 +204,15 @@ def validate(case: Case, folder: Path) -> tuple[int, str]:
 
 
 def unplaced(report: str) -> str:
-    """The problems of a report that say neither line nor field; empty for none."""
+    """The problems of a report that name neither line nor field; empty for none."""
     blocks = re.findall(r"((?:^  \S.*\n)+)^      (.*)$", report, re.MULTILINE)
     if not blocks and "usage:" not in report:
         return f"no problem is listed: {report}"
-    wrong = [
+    return "\n".join(
         f"{mentions}      {message}"
         for mentions, message in blocks
         if not PLACED.fullmatch(mentions.splitlines()[0]) and not OF_FILE.match(message)
-    ]
-    return "\n".join(wrong)
+    )
 
 
 def shrink(case: Case, folder: Path) -> list[str] | None:
@@ -247,10 +221,10 @@ def shrink(case: Case, folder: Path) -> list[str] | None:
     json_path = Path(arguments[3]) if case.json is not None else None
     config = load_config(Path(arguments[1]), case.overrides, json_path)
     small = config.model_dump(mode="json")
-    for name, largest in LARGEST.items():
-        section, key = name.split(".")
-        now = small[section][key]
-        small[section][key] = min(now, largest) if isinstance(now, int) and not isinstance(now, bool) else now
+    for section, fields_of in LARGEST.items():
+        for key, largest in fields_of.items():
+            now = small[section][key]
+            small[section][key] = min(now, largest) if isinstance(now, int) and not isinstance(now, bool) else now
     small["model"] |= {"model_name_or_path": None, "tokenizer_name_or_path": "builtin"}
     small["model"]["architecture"] = (small["model"]["architecture"] or {}) | TINY
     small["data"] |= {"dataset_name": "builtin", "dataset_config": None, "data_files": None, "mixture": None}
@@ -268,64 +242,17 @@ def shrink(case: Case, folder: Path) -> list[str] | None:
     return ["--config", str(path)]
 
 
-def train(arguments: list[str], log: Path) -> int:
-    """Train in a fork of this process; its exit code, or that of the signal that had to end it."""
-    pid = os.fork()
-    if pid == 0:
-        _be_rank(arguments, log)
+def train(arguments: list[str], folder: Path) -> tuple[int, str]:
+    """Train in a fork of this process; its exit code, or that of the signal that had to end it, and its output."""
+    (log := folder / "log").touch()
+    pid = os.fork() or be_rank(0, 1, free_port(), arguments, {}, [], str(log), folder)
     deadline = time.monotonic() + RUN_SECONDS
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.kill(pid, 9)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _be_rank(arguments: list[str], log: Path) -> NoReturn:
-    from ds_encdec import train as program
-
-    code = 1
-    try:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        code = program.main(arguments)
-    except BaseException:
-        os.write(2, traceback.format_exc().encode())
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=5000, help="mutations that are validated (default 5000)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
-    parser.add_argument("--run", type=int, default=100, help="of those that pass, trained (default 100)")
-    parser.add_argument("--show", action="store_true", help="print every mutation and what is said to it")
-    options = parser.parse_args()
-    codes: Counter[int] = Counter()
-    failures: list[str] = []
-    passed: list[int] = []
-    with TemporaryDirectory(prefix="mutate-configs-") as scratch:
-        folder = Path(scratch)
-        os.chdir(folder)
-        for number in range(options.first, options.first + options.count):
-            case = mutate(number, YAMLS)
-            code, problem = validate(case, folder)
-            codes[code] += 1
-            if code == 0:
-                passed.append(number)
-            if options.show:
-                print(f"--- {number}: {code}\n{case.yaml}\n{case.overrides}\n{case.json}", flush=True)
-            if problem:
-                failures.append(f"mutation {number}: {problem}")
-        print(f"{options.count} mutations from {options.first} on: {dict(codes)}, {len(failures)} failures", flush=True)
-        failures += run_some(passed, options.run, folder)
-    print("\n".join(failures))
-    return int(bool(failures))
+    if not ended[0]:
+        os.kill(pid, 9)
+        ended = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(ended[1]), log.read_text(errors="replace")
 
 
 def run_some(passed: list[int], count: int, folder: Path) -> list[str]:
@@ -350,18 +277,41 @@ def run_some(passed: list[int], count: int, folder: Path) -> list[str]:
             if arguments is None:
                 other += 1
                 continue
-            log = Path(place) / "log"
-            code = train(arguments, log)
+            code, text = train(arguments, Path(place))
             ends[code] += 1
             print(f"run of mutation {number}: {code}", file=sys.stderr, flush=True)
-            text = log.read_text(errors="replace")
             if code < 0 or code == 1 or "Traceback" in text:
                 failures.append(f"run of mutation {number}: {code}\n{text[-3000:]}")
             elif code:
                 late.append(f"  mutation {number}: {code}, {text.strip().splitlines()[-1][:300]}")
-    print(f"{ends.total()} runs: exit codes {dict(ends)}, {len(failures)} failures, {other} were none once made tiny")
+    print(f"{ends.total()} runs: exit codes {dict(ends)}, {len(failures)} failures, {other} invalid once made tiny")
     print("\n".join(["refused or ended by the run itself:", *late] if late else []), flush=True)
     return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=5000, help="mutations that are validated (default 5000)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one (default 0)")
+    parser.add_argument("--run", type=int, default=100, help="of those that pass, trained (default 100)")
+    parser.add_argument("--show", action="store_true", help="print every mutation and the answer")
+    options = parser.parse_args()
+    codes: Counter[int] = Counter()
+    failures, passed = list[str](), list[int]()
+    with TemporaryDirectory(prefix="mutate-configs-") as scratch:
+        os.chdir(folder := Path(scratch))
+        for number in range(options.first, options.first + options.count):
+            case = mutate(number, YAMLS)
+            code, problem = validate(case, folder)
+            codes[code] += 1
+            passed += [number] * (code == 0)
+            failures += [f"mutation {number}: {problem}"] * bool(problem)
+            if options.show:
+                print(f"--- {number}: {code}\n{case.yaml}\n{case.overrides}\n{case.json}", flush=True)
+        print(f"{options.count} mutations from {options.first} on: {dict(codes)}, {len(failures)} failures", flush=True)
+        failures += run_some(passed, options.run, folder)
+    print("\n".join(failures))
+    return int(bool(failures))
 
 
 if __name__ == "__main__":

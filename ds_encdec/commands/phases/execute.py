@@ -11,36 +11,21 @@ OUTPUT/phases/
   validation/ …
 """
 
-import dataclasses
 import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.base.quantities import count
 from ds_encdec.base.terminal import verbosity
-from ds_encdec.base.types import (
-    CheckpointError,
-    ConfigError,
-    DsEncDecError,
-    GateError,
-    Preempted,
-    TrainingState,
-)
+from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, GateError, Preempted, TrainingState
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.commands.phases.plan import (
-    PhaseConfig,
-    PlannedPhase,
-    TrainingPhase,
-    exported_weights,
-    phase_before,
-    phase_config,
-    phase_folder,
-)
+from ds_encdec.commands.phases.plan import PhaseConfig, PlannedPhase, phase_before, phase_config, phase_folder
 from ds_encdec.commands.phases.subprocess_run import TRAIN_PROGRAM, SubprocessRun, launcher_command
 from ds_encdec.config.schema import FullConfig, Mark, load_saved, marked
 from ds_encdec.config.yaml.plain_files import read_json
@@ -49,11 +34,7 @@ from ds_encdec.launch.run_folder import RunFolder, take_folder
 from ds_encdec.launch.world import LAUNCHERS
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines, strict_json
 
-LOSSES = ("train/loss", "eval/loss")
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)  # because the runs print to the same terminal
+_print = partial(print, flush=True)  # because the runs print to the same terminal
 
 
 class PhaseFolder(RunFolder):
@@ -62,7 +43,7 @@ class PhaseFolder(RunFolder):
     def __init__(self, folder: Path, settings: PhaseConfig) -> None:
         super().__init__(str(folder))
         self._settings = settings
-        self.export = exported_weights(folder)
+        self.export = folder / "export" / "final"
         self.phase_yaml = folder / "phase.yaml"
         self._started, self._result = folder / "started.json", folder / "result.json"
 
@@ -84,8 +65,7 @@ class PhaseFolder(RunFolder):
         changed, or the weights that it started from."""
         if not self.is_completed and not committed_steps(self.checkpoints):
             return []
-        began = load_saved(self.phase_yaml)
-        ignored = {*marked(Mark.UNTRAINED)}
+        began, ignored = load_saved(self.phase_yaml), {*marked(Mark.UNTRAINED)}
         if phase_before(self._settings.phase) is not None:
             ignored.add("model.model_name_or_path")  # the previous phase's export, which moves with the output folder
         changed = {}
@@ -113,13 +93,12 @@ class PhaseFolder(RunFolder):
 
     def write_result(self, values: Mapping[str, Any]) -> None:
         """Write `values`, the start and end of the phase, and its numbers to result.json."""
-        started = {"started": _read(self._started).get("started"), "ended": _now()}
-        numbers = {"phase_config": dataclasses.asdict(self._settings)}
-        _write(self._result, {"phase": self._settings.phase, **values, **started, **numbers})
+        times = {"started": _read(self._started).get("started"), "ended": _now()}
+        _write(self._result, {"phase": self._settings.phase, **values, **times, "phase_config": asdict(self._settings)})
 
     def is_judged_as_now(self) -> bool:
         """Return whether its result was judged by its current numbers."""
-        return bool(self.read_result().get("phase_config") == dataclasses.asdict(self._settings))
+        return bool(self.read_result().get("phase_config") == asdict(self._settings))
 
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
@@ -132,7 +111,7 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
         )
     output = Path(config.infra.output_dir).expanduser().absolute()
     try:
-        with only_one_pipeline(output), SubprocessRun() as subprocess_run:
+        with take_folder(output / "phases", "infra.output_dir"), SubprocessRun() as subprocess_run:
             for planned in plans:
                 if subprocess_run.signal_name is not None:
                     raise Preempted(f"stopped by {subprocess_run.signal_name} before phase {planned.phase}")
@@ -147,7 +126,7 @@ def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: s
 
 def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: SubprocessRun, launcher: str | None) -> None:
     folder = PhaseFolder(planned.folder, planned.settings)
-    before = _result_before(config, planned.phase)
+    before = _result_before(config, planned)
     weights_sha256 = before.get("checkpoint_sha256")
     changes = folder.accepted_changes(planned.config, weights_sha256)
     if folder.read_result().get("passed") and folder.is_judged_as_now() and folder.export.exists():
@@ -165,36 +144,33 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
     _judge_and_export(planned, folder, before.get("pipeline_initial_loss"))
 
 
-def _result_before(config: FullConfig, phase: TrainingPhase) -> dict[str, Any]:
+def _result_before(config: FullConfig, planned: PlannedPhase) -> dict[str, Any]:
     """Return the result of the phase before, whose weights this one starts from; {} for the first. Raises GateError if
     it did not pass, ConfigError if its result or weights are missing, or its numbers have changed."""
-    before = phase_before(phase)
+    before = phase_before(planned.phase)
     if before is None:
         return {}
     folder = PhaseFolder(phase_folder(config, before), phase_config(config, before))
     result = folder.read_result()
-    problem = ""
-    if not result:
-        problem = f"there is no result in {folder.root}"
-    elif not result.get("passed"):
+    if result and not result.get("passed"):
         raise GateError(
-            f"phase {phase} is not started: {before} did not pass its gate ({folder.root / 'result.json'}). "
+            f"phase {planned.phase} cannot start: {before} did not pass its gate ({folder.root / 'result.json'}). "
             f"`--from {before}` judges it again, by the limits that phases.{before} has now"
         )
-    elif not folder.is_judged_as_now():
-        problem = f"phases.{before} has other numbers now than its gate had"
-    elif not folder.export.exists():
-        problem = f"{folder.export} is missing"
-    if problem:
-        raise ConfigError(
-            f"phase {phase} starts from the weights of {before}, but {problem}: add `--from {before}`, which repeats "
-            "no finished training"
-        )
+    for is_wrong, problem in (
+        (not result, f"there is no result in {folder.root}"),
+        (not folder.is_judged_as_now(), f"phases.{before} has other numbers now than its gate had"),
+        (not folder.export.exists(), f"{folder.export} is missing"),
+    ):
+        if is_wrong:
+            raise ConfigError(
+                f"phase {planned.phase} starts from the weights of {before}, but {problem}: add `--from {before}`, "
+                "which repeats no finished training"
+            )
     return result
 
 
 def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: SubprocessRun, launcher: str | None) -> None:
-    """Run the program to the end of the phase. Raises the error that the run ended with."""
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
     what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
     _print(f"{'continuing' if resume else 'training'} {what}, in {planned.folder}")
@@ -209,46 +185,38 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
         reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
         raise Preempted(f"phase {planned.phase}: {reason}. The same command continues it.")
-    # Launchers replace the codes of their ranks by 1, so run.json takes precedence.
-    what = "was ended from outside" if status else "did not start"
-    unknown = f"the run {what} (the launcher's exit code is {code}); its output above ends with the reason"
-    error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else unknown}")
-    error.exit_code = status.get("exit_code") or max(code, 1)
+    reason = f"the run {'was ended from outside' if status else 'did not start'} (the launcher's exit code is {code})"
+    reason = status["reason"] if status.get("state") == "failed" else f"{reason}; its output above ends with the cause"
+    error = DsEncDecError(f"phase {planned.phase}: {reason}")
+    error.exit_code = status.get("exit_code") or max(code, 1)  # launchers replace the codes of their ranks by 1
     raise error
 
 
 def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initial_loss: float | None) -> None:
-    """Judge the phase, export its weights if it passes, and write its result. Raises GateError if it does not pass."""
     from ds_encdec.exports.hugging_face import export_checkpoint  # imports transformers
 
     verdict = judge(planned, pipeline_initial_loss)
-    passed = verdict["passed"]
+    checks, passed = verdict["checks"], verdict["passed"]
     if passed and not folder.export.exists():
-        final = planned.folder / "checkpoints" / "final"
-        export_checkpoint(final, folder.export)
+        export_checkpoint(planned.folder / "checkpoints" / "final", folder.export)
     folder.write_result(verdict)
     _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
-    for check in verdict["checks"]:
+    for check in checks:
         _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
-    _print(f"  {_in_short(verdict)}")
-    if not passed:
-        failed = "; ".join(check["message"] for check in verdict["checks"] if not check["passed"])
-        raise GateError(
-            f"phase {planned.phase} did not pass its gate: {failed}. No later phase was started. Limits that are "
-            f"changed (phases.{planned.phase}) are applied to it without training again; to train it again, delete "
-            f"{planned.folder}."
-        )
-
-
-def _in_short(verdict: Mapping[str, Any]) -> str:
     loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
     found = (loss["initial"], loss["current"], verdict["eval"].get("eval/loss"))
     first, last, held_out = (f"{one:.4f}" if is_number(one) else "none" for one in found)
-    return (
-        f"{verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all phases, "
-        f"{last} in the mean of the last ones, {held_out} held out; gradient norm {norm['mean'] or 0:.3f} in their "
-        f"mean; {count(alerts, 'alert')}"
+    _print(
+        f"  {verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all "
+        f"phases, {last} in the mean of the last ones, {held_out} held out; gradient norm {norm['mean'] or 0:.3f} in "
+        f"their mean; {count(alerts, 'alert')}"
     )
+    if not passed:
+        failed = "; ".join(check["message"] for check in checks if not check["passed"])
+        raise GateError(
+            f"phase {planned.phase} did not pass its gate: {failed}. No later phase was started. Change its limits "
+            f"(phases.{planned.phase}) to have it judged again; to train it again, delete {planned.folder}."
+        )
 
 
 def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[str, Any]:
@@ -261,24 +229,23 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[st
     monitor = TrainingMonitor(window_size=planned.config.monitor.window_size)
     try:
         saved = read_json(final / "trainer.json", None)
-        state, monitor_state = TrainingState.from_dict(saved["state"]), saved["recorder"]["monitor"]
+        state = TrainingState.from_dict(saved["state"])
+        monitor.load_state_dict(saved["recorder"]["monitor"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{final}: the phase is complete, but its final checkpoint cannot be read to judge it: {error}. "
             "Restore it, or delete the phase's folder to train it again."
         ) from error
-    monitor.load_state_dict(monitor_state)
     if pipeline_initial_loss is not None:
         monitor.initial_loss = pipeline_initial_loss
     metrics_check, evaluation = _look_at_metrics(planned.folder / "metrics.jsonl")
     checks = [*monitor.validate_phase(planned.settings)["checks"], metrics_check]
     if monitor.warmup_complete_loss is None:
         warmup, steps = planned.config.training.warmup_steps, state.global_step
-        reason = (
-            f"the run ended at step {steps}, and its warm-up has {warmup}: set phases.{planned.phase}.warmup_steps"
-            if steps <= warmup
-            else f"none of the {steps - warmup} steps after the warm-up had a finite loss"
-        )
+        reason = f"none of the {steps - warmup} steps after the warm-up had a finite loss"
+        if steps <= warmup:
+            field = f"phases.{planned.phase}.warmup_steps"
+            reason = f"the run ended at step {steps}, and its warm-up has {warmup}: set {field}"
         message = f"no loss after the warm-up: {reason}"
         checks.append({"name": "logged_after_warmup", "passed": False, "message": message})
     return {
@@ -296,27 +263,18 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[st
 def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None]]:
     """Return the check that every logged loss is finite, and the metrics of the last evaluation."""
     lines, problem, _ = read_step_lines(path)
-    evaluations = [line for line in lines if "eval/loss" in line]
-    logged = sum("train/loss" in line for line in lines)
-    bad = [
-        f"{name} is not finite at step {line['step']}"
-        for line in lines
-        for name in LOSSES
-        if name in line and not is_number(line[name])
-    ]
-    wrong = problem or (f"{bad[0]} ({len(bad)} such values)" if bad else "")
-    wrong = wrong or ("" if logged else f"{path}: no line has train/loss")
-    message = wrong or f"{count(logged, 'logged loss')} and {count(evaluations, 'evaluation')}, all finite"
+    losses = [(name, line) for line in lines for name in ("train/loss", "eval/loss") if name in line]
+    bad = [f"{name} is not finite at step {line['step']}" for name, line in losses if not is_number(line[name])]
+    evaluations = [line for name, line in losses if name == "eval/loss"]
+    logged = len(losses) - len(evaluations)
+    if bad:
+        problem = problem or f"{bad[0]} ({len(bad)} such values)"
+    elif not logged:
+        problem = problem or f"{path}: no line has train/loss"
+    message = problem or f"{count(logged, 'logged loss')} and {count(evaluations, 'evaluation')}, all finite"
     last = evaluations[-1] if evaluations else {}
-    check = {"name": "logged_losses", "passed": not wrong, "message": message}
+    check = {"name": "logged_losses", "passed": not problem, "message": message}
     return check, {name: value for name, value in last.items() if name.startswith("eval/")}
-
-
-@contextmanager
-def only_one_pipeline(output: Path) -> Iterator[None]:
-    """Lock the phases of the folder `output`. Raises OutputLockedError if another process has the lock."""
-    with take_folder(output / "phases", "infra.output_dir"):
-        yield
 
 
 def _now() -> str:

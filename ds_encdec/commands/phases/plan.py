@@ -1,10 +1,9 @@
 """The phases of a pre-training (sanity_check → validation → medium → full): their numbers and the configurations of
 their runs. It does not import torch; execute.py starts the runs."""
 
-import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -26,8 +25,7 @@ class TrainingPhase(StrEnum):
 
 
 PHASES = tuple(TrainingPhase)
-"""All phases in order."""
-
+_CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
 _TRAINING = TrainingConfig()
 
 
@@ -65,27 +63,17 @@ PHASE_CONFIGS = {
 """The defaults; `phases:` in the YAML replaces single fields."""
 
 
-_CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
-
-
-def parse_phase(name: str) -> TrainingPhase:
-    """Return the phase of that name. Raises ConfigError that lists the phases."""
-    try:
-        return TrainingPhase(name)
-    except ValueError:
-        meant = closest(name, PHASES)
-        suggestion = f" Did you mean {meant}?" if meant else ""
-        raise ConfigError(f"there is no phase {name!r}; the phases are {', '.join(PHASES)}.{suggestion}") from None
-
-
 def select_phases(only: str | None, first: str | None, last: str | None) -> Sequence[TrainingPhase]:
     """Return the phases that `--only`, `--from` and `--to` name; without them, all. Raises ConfigError."""
-    if only is not None:
-        if first is not None or last is not None:
-            raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
-        first = last = only
-    ends = (PHASES[0] if first is None else first, PHASES[-1] if last is None else last)
-    start, stop = (PHASES.index(parse_phase(name)) for name in ends)
+    if only is not None and (first is not None or last is not None):
+        raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
+    ends = [only or first or PHASES[0], only or last or PHASES[-1]]
+    for name in ends:
+        if name not in PHASES:
+            meant = closest(name, PHASES)
+            suggestion = f" Did you mean {meant}?" if meant else ""
+            raise ConfigError(f"there is no phase {name!r}; the phases are {', '.join(PHASES)}.{suggestion}")
+    start, stop = map(PHASES.index, map(TrainingPhase, ends))
     if stop < start:
         raise ConfigError(f"--to {last} comes before --from {first}; the order is {', '.join(PHASES)}")
     return PHASES[start : stop + 1]
@@ -93,18 +81,17 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
 
 def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
     """Return the numbers of `phase`: the defaults, replaced by the configuration's `phases:`."""
-    overrides = getattr(config.phases, phase).model_dump(exclude_none=True)
-    return dataclasses.replace(PHASE_CONFIGS[phase], **overrides)
+    return replace(PHASE_CONFIGS[phase], **getattr(config.phases, phase).model_dump(exclude_none=True))
 
 
 def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
     """Return `config` with the fields of `training` that the command line sets (`given`) in place of the phases'
     defaults. The configuration's `phases` take precedence over both. Steps can only become fewer."""
-    named = {name for name in _CADENCES if f"training.{name}" in given}
     phases = {}
     for phase in PHASES:
         own: PhaseOverrides = getattr(config.phases, phase)
-        values = {name: getattr(config.training, name) for name in named if getattr(own, name) is None}
+        set_here = [name for name in _CADENCES if f"training.{name}" in given and getattr(own, name) is None]
+        values = {name: getattr(config.training, name) for name in set_here}
         if "num_train_steps" in values:
             values["num_train_steps"] = min(values["num_train_steps"], PHASE_CONFIGS[phase].num_train_steps)
         phases[str(phase)] = own.model_copy(update=values)
@@ -116,15 +103,9 @@ def phase_folder(config: FullConfig, phase: TrainingPhase) -> Path:
     return Path(config.infra.output_dir).expanduser().absolute() / "phases" / phase
 
 
-def exported_weights(folder: Path) -> Path:
-    """Return the folder of the weights that the phase in `folder` exports."""
-    return folder / "export" / "final"
-
-
 def phase_before(phase: TrainingPhase) -> TrainingPhase | None:
     """Return the phase whose weights `phase` starts from; None for the first."""
-    index = PHASES.index(phase)
-    return PHASES[index - 1] if index else None
+    return dict(zip(PHASES[1:], PHASES, strict=False)).get(phase)
 
 
 def estimate_steps_for_tokens(
@@ -164,13 +145,14 @@ class PlannedPhase:
 
     def differences(self, config: FullConfig) -> str:
         """Return a sentence about the numbers and answers to alerts that its run changes in `config`, or nothing."""
-        changed = [
-            f"{section}.{name}={now} (not {before})"
-            for section, names in (("training", (*_CADENCES, "warmup_steps")), ("monitor", ROLLBACK_FIELDS))
-            for name in names
-            if (now := getattr(getattr(self.config, section), name))
-            != (before := getattr(getattr(config, section), name))
-        ]
+        changed = []
+        for section, names in (("training", (*_CADENCES, "warmup_steps")), ("monitor", ROLLBACK_FIELDS)):
+            ours, given = getattr(self.config, section), getattr(config, section)
+            changed += [
+                f"{section}.{name}={getattr(ours, name)} (not {getattr(given, name)})"
+                for name in names
+                if getattr(ours, name) != getattr(given, name)
+            ]
         return f"phase {self.phase} sets {', '.join(changed)}" if changed else ""
 
     @property
@@ -183,15 +165,13 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     """Plan the run of `phase`; `max_steps` is a further limit to its optimizer steps. The data starts again under the
     phase's own seed; the held-out documents do not depend on it. `infra.num_gpus` decides the size of a step, however
     many ranks the launcher starts. Raises ConfigError for a phase that contradicts itself."""
-    settings = phase_config(config, phase)
-    training, data, infra = config.training, config.data, config.infra
-    before = phase_before(phase)
-    logging_dir, name = Path(infra.logging_dir), infra.wandb_run_name
+    settings, before = phase_config(config, phase), phase_before(phase)
+    training, infra, monitor = config.training, config.infra, config.monitor
     sequences = global_batch_size(config, infra.num_gpus)
-    length = data.max_encoder_length + data.max_decoder_length
+    length = config.data.max_encoder_length + config.data.max_decoder_length
     steps_for_tokens = estimate_steps_for_tokens(settings.num_tokens, sequences, length, 1, 1)
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
-    save_steps, monitor, answers = min(settings.save_steps, steps), config.monitor, {}
+    save_steps, logging_dir, answers = min(settings.save_steps, steps), Path(infra.logging_dir), {}
     if save_steps + monitor.rollback_min_steps > steps:  # too short to go back
         rolling_back = (field for field in ROLLBACK_FIELDS if getattr(monitor, field) == "rollback")
         answers = {field: type(monitor).model_fields[field].default for field in rolling_back}
@@ -199,7 +179,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
         # The configured model for the first phase; later ones start from the export of the phase before.
         "model": before
         and {
-            "model_name_or_path": str(exported_weights(phase_folder(config, before))),
+            "model_name_or_path": str(phase_folder(config, before) / "export" / "final"),
             "architecture": None,
             "tokenizer_name_or_path": None,
         },
@@ -220,7 +200,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
         "infra": {
             "output_dir": str(phase_folder(config, phase)),
             "logging_dir": str(logging_dir / phase) if logging_dir.is_absolute() else infra.logging_dir,
-            "wandb_run_name": name and f"{name}-{phase}",
+            "wandb_run_name": infra.wandb_run_name and f"{infra.wandb_run_name}-{phase}",
             "upload_to": infra.upload_to and f"{infra.upload_to.rstrip('/')}/phases/{phase}",
         },
         "monitor": answers,
@@ -232,15 +212,6 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
         raise ConfigError(f"phase {phase} of {steps} steps contradicts itself (see phases.{phase}):\n{lines}")
     return PlannedPhase(settings, overlaid, sequences * length, steps_for_tokens)
-
-
-def plan_phases(
-    config: FullConfig, phases: Sequence[TrainingPhase] = PHASES, max_steps: int | None = None
-) -> list[PlannedPhase]:
-    """Plan the runs of `phases`. Raises ConfigError."""
-    if max_steps is not None and max_steps < 2:
-        raise ConfigError(f"--steps-per-phase {max_steps}: give at least 2, one for the warm-up and one after it")
-    return [plan_phase(config, phase, max_steps) for phase in phases]
 
 
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:

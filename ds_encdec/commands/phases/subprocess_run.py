@@ -24,11 +24,9 @@ from ds_encdec.launch.world import LAUNCHER_PROGRAMS, TASK_PROGRAMS, free_port
 from ds_encdec.registry.engines import ByEngine
 
 TRAIN_PROGRAM = Path(__file__).resolve().parents[2] / "train.py"
-
 POLL_SECONDS = 0.5
 LAST_RANKS_SECONDS = 330.0
 """Time that ranks may outlive their launcher: they give themselves 300 seconds to save (launch/preemption.py)."""
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
@@ -43,31 +41,24 @@ def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
         programs = {Path(word).name for word in words}
         starts_python = programs & LAUNCHER_PROGRAMS or any(name.startswith("python") for name in programs)
         return [*words, sys.executable, "-u"] if programs & TASK_PROGRAMS and not starts_python else words
-    if config.infra.num_gpus == 1:
+    ranks = config.infra.num_gpus
+    if ranks == 1:
         return [sys.executable]
-    from ds_encdec.engine.select import resolve_engine  # imports torch
+    import torch
 
-    return _LAUNCHERS[resolve_engine(config)](config.infra.num_gpus)
+    from ds_encdec.engine.select import resolve_engine
 
-
-def deepspeed_launcher(ranks: int) -> list[str]:
-    """Return the command of DeepSpeed's launcher, the console script of this environment, which need not be on PATH."""
-    beside = Path(sys.executable).with_name("deepspeed")
-    script = str(beside) if beside.exists() else beside.name
-    import torch  # already imported by the choice of an engine
-
-    # Without the variable, each of the launcher's processes would warn that there is no GPU.
-    known = [] if torch.cuda.is_available() else ["env", "DS_ACCELERATOR=cpu"]
-    return [*known, script, "--log_level", "warning", "--num_gpus", str(ranks), "--master_port", str(free_port())]
-
-
-def torchrun_launcher(ranks: int) -> list[str]:
-    """Return the command of PyTorch's launcher, which chooses its own port."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-
-
-_LAUNCHERS: ByEngine[Callable[[int], list[str]]] = ByEngine(deepspeed=deepspeed_launcher, fsdp=torchrun_launcher)
-"""Functions that return the words which start a number of ranks of an engine on this machine."""
+    beside = Path(sys.executable).with_name("deepspeed")  # the console script of this environment
+    commands: ByEngine[list[str]] = ByEngine(
+        deepspeed=[
+            # Without the variable, each of the launcher's processes would warn that there is no GPU.
+            *([] if torch.cuda.is_available() else ["env", "DS_ACCELERATOR=cpu"]),
+            *(str(beside) if beside.exists() else beside.name, "--log_level", "warning"),
+            *("--num_gpus", str(ranks), "--master_port", str(free_port())),
+        ],
+        fsdp=[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)],
+    )
+    return commands[resolve_engine(config)]
 
 
 class SubprocessRun:
@@ -102,9 +93,9 @@ class SubprocessRun:
                     ranks = found or ranks
                 while self._pending:
                     number = self._pending.pop(0)
-                    # Signal the ranks themselves, since `deepspeed` would end without them, or the launcher, if the
-                    # ranks are on other hosts.
-                    starters = [] if ranks else _below(launcher, _starts_tasks)
+                    # Signal the ranks themselves, since `deepspeed` would end without them; or, if the ranks are on
+                    # other hosts, srun or mpirun, which pass SIGUSR1 on, and at SIGTERM kill their ranks.
+                    starters = [] if ranks else _below(launcher, lambda process: process.name() in TASK_PROGRAMS)
                     for process in ranks or starters or [launcher]:
                         with suppress(psutil.NoSuchProcess):
                             process.send_signal(signal.SIGUSR1 if starters else number)
@@ -130,11 +121,6 @@ def _below(launcher: psutil.Process, is_wanted: Callable[[psutil.Process], bool]
         return []
 
 
-def _starts_tasks(process: psutil.Process) -> bool:
-    """Return whether this is srun or mpirun, which pass SIGUSR1 on, and at SIGTERM kill their ranks."""
-    return process.name() in TASK_PROGRAMS
-
-
 def _is_rank(process: psutil.Process) -> bool:
     try:
         words = process.cmdline()
@@ -146,5 +132,4 @@ def _is_rank(process: psutil.Process) -> bool:
 
 def _end_with_parent() -> None:
     """Make the kernel send SIGTERM to this process, which is about to become the launcher, when its parent dies."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

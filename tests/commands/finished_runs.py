@@ -11,7 +11,8 @@ from ds_encdec.commands.phases.plan import PlannedPhase
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import JsonlSink
 
-QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
+CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
 FALLING = [8.3 - 0.06 * step for step in range(40)]
 
 

@@ -31,22 +31,16 @@ time.sleep(60)
 """
 
 
-def signal_once(ready: Path, number: signal.Signals) -> threading.Thread:
-    """Sends this process `number` as soon as the file is there."""
+def run_and_signal(command: list[str], ready: Path, number: signal.Signals) -> int:
+    """The exit code of a command whose parent gets `number` as soon as the command has made the file."""
 
     def wait_and_send() -> None:
         while not ready.exists():
             time.sleep(0.02)
         os.kill(os.getpid(), number)
 
-    thread = threading.Thread(target=wait_and_send)
-    thread.start()
-    return thread
-
-
-def run_and_signal(command: list[str], ready: Path, number: signal.Signals) -> int:
-    """The exit code of a command whose parent gets `number` as soon as the command has made the file."""
-    sender = signal_once(ready, number)
+    sender = threading.Thread(target=wait_and_send)
+    sender.start()
     with SubprocessRun() as started:
         code = started.run(command)
         assert started.signal_name == number.name
@@ -116,7 +110,6 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert ended.exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child that its parent has died")
 def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
     ready = tmp_path / "ready"
     child = [sys.executable, "-c", SAVES_AND_STOPS, str(ready), str(int(signal.SIGTERM))]
@@ -144,9 +137,8 @@ def test_the_launcher() -> None:
     assert words("infra.num_gpus=1") == [sys.executable]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert words("infra.distributed_type=fsdp") == torchrun
-    assert launcher_command(load_config(QUICKSTART), "env A=1 deepspeed") == ["env", "A=1", "deepspeed"]
-    given = "env srun --ntasks-per-node 8"  # starts any program; what it starts may be a launcher itself
-    assert launcher_command(load_config(QUICKSTART), given) == [*given.split(), sys.executable, "-u"]
-    assert launcher_command(load_config(QUICKSTART), f"{given} torchrun") == [*given.split(), "torchrun"]
+    srun = "env srun --ntasks-per-node 8"  # starts any program; what it starts may be a launcher itself
+    for given, added in (("env A=1 deepspeed", []), (srun, [sys.executable, "-u"]), (f"{srun} torchrun", [])):
+        assert launcher_command(load_config(QUICKSTART), given) == [*given.split(), *added]
     with pytest.raises(ConfigError, match="there is no such program"):
         launcher_command(load_config(QUICKSTART), "no-such-launcher -n 2")

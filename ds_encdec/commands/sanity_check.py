@@ -1,17 +1,18 @@
-"""The checks of `ds-encdec sanity-check`, in the order in which they run. Gradients, ties and generation are checked in
-plain torch, because an engine keeps its parameters and gradients in shards."""
+"""Run a few minutes of checks in one process, before a long run on many (`ds-encdec sanity-check`). Gradients, ties and
+generation are checked in plain torch, because an engine keeps its parameters and gradients in shards."""
 
 import gc
 import json
+import logging
 import math
+import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,19 +23,31 @@ from transformers.initialization import no_init_weights
 
 from ds_encdec.base.findings import Finding
 from ds_encdec.base.quantities import disk_size
-from ds_encdec.base.types import Batch, CheckpointError, LossSum, TrainingState
+from ds_encdec.base.types import (
+    Batch,
+    CheckpointError,
+    ConfigError,
+    DsEncDecError,
+    GateError,
+    LossSum,
+    OutOfMemoryError,
+    TrainingState,
+)
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.zero_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.config.shares import with_assumed_batch_size
 from ds_encdec.data.build import TrainingData, build_data
 from ds_encdec.data.examples.protocol import usable_documents, with_ids
-from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.sources.sources import OpenSource, all_rows, source_entries
+from ds_encdec.data.sources.sources import all_rows, source_entries
 from ds_encdec.engine.protocol import Engine
-from ds_encdec.engine.select import create_engine
+from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engine.sharded_engine import packed_forward
 from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.memory_errors import is_out_of_memory
+from ds_encdec.launch.process_group import shutdown
+from ds_encdec.launch.world import discover
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.lora import choose_trained, with_new_adapters
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -42,6 +55,8 @@ from ds_encdec.model.parameter_count import canonical_name, count_parameters, tr
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
 from ds_encdec.training.run_model import RunModel, new_model
+
+logger = logging.getLogger(__name__)
 
 FRESH_LOSS_TOLERANCE = 0.5  # nats per target token that the loss of fresh weights may be from its expected value
 MAX_LOSS = 100.0  # nats per target token, of any weights
@@ -80,15 +95,6 @@ class Subject:
         self.config, self.context, self.device = config, context, context.device
         self.opened = ExitStack()  # closes the engine and the data loader
 
-    def forget_plain_model(self) -> None:
-        """Free the plain model's memory for the engine."""
-        for name in ("model", "loss_sum"):
-            vars(self).pop(name, None)
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-
     def train_step(self) -> float:
         """Make one step of the engine on the batch; return the loss before it, in nats per target token."""
         loss = self.engine.forward(self.batch)
@@ -97,69 +103,48 @@ class Subject:
         return loss.by_denoiser.sum().item() / self.batch.target_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A check: its name, its function, and the checks that must pass before it."""
-
-    name: str
-    function: Callable[[Subject], Result]
-    needs: tuple[str, ...] = ()
-
-    def look(self, subject: Subject) -> Finding:
-        """Run the check. Raises any error of its function."""
-        passed, message, values = self.function(subject)
-        return Finding(self.name, passed, message, values=values)
-
-
 def _model_loads(subject: Subject) -> Result:
-    subject.run_model = run_model = new_model(subject.config)
-    training = subject.config.training
-    weights, lora = run_model.weights, subject.config.model.lora
+    config, training = subject.config, subject.config.training
+    subject.run_model = run_model = new_model(config)
+    weights = run_model.weights
+    assert weights is not None
+    if config.model.lora is not None:
+        weights = with_new_adapters(weights, config.model.lora, run_model.config, training.seed)
     with no_init_weights(), torch.device(subject.device):
         model = Qwen3ForSeq2SeqLM(run_model.config)
-        choose_trained(model, subject.config)
+        choose_trained(model, config)
     model.to(torch.bfloat16 if training.bf16 else torch.float32)
-    assert weights is not None
-    if lora is not None:
-        weights = with_new_adapters(weights, lora, run_model.config, training.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights(canonical_name(name)))
-    mode = training.recomputation
     apply_activation_checkpointing(
         model,
-        "full" if mode == "selective" else mode,  # selective is FSDP2's
+        "full" if training.recomputation == "selective" else training.recomputation,  # selective is FSDP2's
         every_n=training.activation_checkpointing_every_n,
         offload=training.activation_offload,
     )
     subject.model = model.train()
-    parameters, trained = (
-        sum(parameter.numel() for parameter in found) for found in (model.parameters(), _trained(model).values())
-    )
+    parameters, trained = sum(map(Tensor.numel, model.parameters())), sum(map(Tensor.numel, _trained(model)))
     message = trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
     return True, message, {"parameters": parameters, "trainable_parameters": trained}
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def _data_reconstructs(subject: Subject) -> Result:
-    """Check that documents of every source, denoised by every denoiser, can be put together again."""
     config, run_model = subject.config, subject.run_model
-    subject.data = data = build_data(
-        config,
-        run_model.tokenizer,
-        run_model.vocabulary,
-        rank=0,
-        world_size=1,
-        num_lanes=1,
-        pin_memory=subject.device.type == "cuda",
-    )
+    on_gpu = subject.device.type == "cuda"
+    how: dict[str, Any] = {"rank": 0, "world_size": 1, "num_lanes": 1, "pin_memory": on_gpu}
+    subject.data = data = build_data(config, run_model.tokenizer, run_model.vocabulary, **how)
     subject.opened.callback(data.loader.close)
-    maker, kinds = data.pipeline.maker, Counter[str]()
-    for number, (source, opened) in enumerate(zip(source_entries(config.data), data.pipeline.sources, strict=True)):
-        if not (texts := _texts_of(opened, data.pipeline)):
+    pipeline, kinds = data.pipeline, Counter[str]()
+    for number, (source, opened) in enumerate(zip(source_entries(config.data), pipeline.sources, strict=True)):
+        rows = islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED)
+        documents = usable_documents(with_ids(rows, pipeline.maker), pipeline.data.bad_row_limit)
+        usable = ((document.key, ids) for document, ids in documents if pipeline.maker.size(ids))
+        if not (texts := list(islice(usable, DOCUMENTS_PER_SOURCE))):
             name = f"data.mixture.{number}" if config.data.mixture else "data"
             message = (
                 f"{name} (dataset_name={source.dataset_name}) has no text in the first {DOCUMENTS_SEARCHED} "
@@ -167,23 +152,12 @@ def _data_reconstructs(subject: Subject) -> Result:
             )
             return False, message, {}
         for key, ids in texts:
-            for kind, holds in maker.checked(ids, key):
+            for kind, holds in pipeline.maker.checked(ids, key):
                 if not holds:
                     return False, f"{kind} does not give back the tokens of {key}", {}
                 kinds[kind] += 1
     message = f"{kinds.total()} examples of {', '.join(kinds)} give back their documents' tokens"
     return True, message, {"examples": kinds.total()}
-
-
-def _texts_of(opened: OpenSource, pipeline: LanePipeline) -> list[tuple[str, Any]]:
-    """Return keys and ids of documents from which examples can be made."""
-    rows = islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED)
-    texts = (
-        (document.key, ids)
-        for document, ids in usable_documents(with_ids(rows, pipeline.maker), pipeline.data.bad_row_limit)
-        if pipeline.maker.size(ids)
-    )
-    return list(islice(texts, DOCUMENTS_PER_SOURCE))
 
 
 def _forward(subject: Subject) -> Result:
@@ -220,16 +194,15 @@ def _backward(subject: Subject) -> Result:
 
 
 def _gradients_reach_both_sides(subject: Subject) -> Result:
-    sides = {side: getattr(subject.model, side) for side in ("encoder", "decoder")}
+    sides = {"encoder": subject.model.encoder, "decoder": subject.model.decoder}
     norms = {side: compute_gradient_norm(module) for side, module in sides.items() if _trained(module)}
     message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
     return min(norms.values(), default=1.0) > 0, f"gradient norm of each that is trained: {message}", norms
 
 
 def _gradient_norm(subject: Subject) -> Result:
-    norm = compute_gradient_norm(subject.model)
-    message = f"{norm:.4g}, to be between 0 and {MAX_GRADIENT_NORM:g}"
-    return 0 < norm < MAX_GRADIENT_NORM, message, {"gradient_norm": norm}
+    norm, most = compute_gradient_norm(subject.model), MAX_GRADIENT_NORM
+    return 0 < norm < most, f"{norm:.4g}, to be between 0 and {most:g}", {"gradient_norm": norm}
 
 
 def _embeddings_tied(subject: Subject) -> Result:
@@ -249,7 +222,12 @@ def _generation(subject: Subject) -> Result:
 
 
 def _overfits_one_batch(subject: Subject) -> Result:
-    subject.forget_plain_model()
+    for name in ("model", "loss_sum"):  # the engine needs their memory
+        vars(subject).pop(name, None)
+    gc.collect()
+    if subject.device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(subject.device)
     run_model = subject.run_model
     rate = OVERFIT_RATE_TIMES_HIDDEN_SIZE / run_model.config.hidden_size
     training = subject.config.training.model_copy(update={"learning_rate": rate})
@@ -271,9 +249,26 @@ def _overfits_one_batch(subject: Subject) -> Result:
 
 
 def _checkpoint_resumes(subject: Subject) -> Result:
-    """Check that steps made after a checkpoint have the same losses when they are made again from it."""
-    with checkpoint_folder(count_parameters(subject.run_model.config)) as folder:
-        checkpoint = _save(subject, folder)
+    where, needed = tempfile.gettempdir(), BYTES_PER_PARAMETER * count_parameters(subject.run_model.config)
+    usage = shutil.disk_usage(where)
+    if usage.total and usage.free < needed:  # some network file systems report 0 in all
+        raise CheckpointError(
+            f"a checkpoint takes about {disk_size(needed)} and {where} has {disk_size(usage.free)} free: free space "
+            "there, or set TMPDIR to a folder that has it"
+        )
+    state, context = TrainingState(global_step=OVERFIT_STEPS), subject.context
+
+    def write_rest(checkpoint: Path) -> None:
+        (checkpoint / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
+
+    with tempfile.TemporaryDirectory(prefix="ds-encdec-sanity-check-") as folder:
+        manager = CheckpointManager(Path(folder), context.collectives, engine_name=context.engine, keep=None)
+        manager.prepare()
+        manager.save(state, subject.engine.stage, write_rest, pointers=(), in_background=False)
+        outcome = manager.collect()
+        if outcome is None or outcome.problem is not None:
+            raise CheckpointError(outcome.problem if outcome else "nothing was saved")
+        checkpoint = committed_steps(Path(folder))[OVERFIT_STEPS]
         num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
         expected = [subject.train_step() for _ in range(RESUME_STEPS)]
         subject.engine.load(open_saved_state(checkpoint))
@@ -287,20 +282,6 @@ def _checkpoint_resumes(subject: Subject) -> Result:
     return difference <= RESUME_TOLERANCE, message, values
 
 
-@contextmanager
-def checkpoint_folder(parameters: int) -> Iterator[Path]:
-    """Make a temporary folder for a checkpoint of `parameters` weights. Raises CheckpointError if the disk is full."""
-    where, needed = tempfile.gettempdir(), BYTES_PER_PARAMETER * parameters
-    usage = shutil.disk_usage(where)
-    if usage.total and usage.free < needed:  # some network file systems report 0 in all
-        raise CheckpointError(
-            f"a checkpoint takes about {disk_size(needed)} and {where} has {disk_size(usage.free)} free: free space "
-            "there, or set TMPDIR to a folder that has it"
-        )
-    with tempfile.TemporaryDirectory(prefix="ds-encdec-sanity-check-") as folder:
-        yield Path(folder)
-
-
 def _throughput(subject: Subject) -> Result:
     seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
     speed = (subject.batch.encoder_tokens + subject.batch.target_tokens) / seconds
@@ -311,35 +292,70 @@ def _throughput(subject: Subject) -> Result:
     return True, message, {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak}
 
 
-def _save(subject: Subject, folder: Path) -> Path:
-    """Save the engine as a run would; return the checkpoint. Raises CheckpointError."""
-    context = subject.context
-    manager = CheckpointManager(folder, context.collectives, engine_name=context.engine, keep=None)
-    manager.prepare()
-    state = TrainingState(global_step=OVERFIT_STEPS)
-
-    def write_rest(checkpoint: Path) -> None:
-        (checkpoint / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
-
-    manager.save(state, subject.engine.stage, write_rest, pointers=(), in_background=False)
-    outcome = manager.collect()
-    if outcome is None or outcome.problem is not None:
-        raise CheckpointError(outcome.problem if outcome else "nothing was saved")
-    return committed_steps(folder)[OVERFIT_STEPS]
-
-
-# All checks in the order in which they run.
-CHECKS = (
-    Check("model_loads", _model_loads),
-    Check("data_reconstructs", _data_reconstructs, needs=("model_loads",)),
-    Check("forward", _forward, needs=("model_loads", "data_reconstructs")),
-    Check("initial_loss", _initial_loss, needs=("forward",)),
-    Check("backward", _backward, needs=("forward",)),
-    Check("gradients_reach_both_sides", _gradients_reach_both_sides, needs=("backward",)),
-    Check("gradient_norm", _gradient_norm, needs=("backward",)),
-    Check("embeddings_tied", _embeddings_tied, needs=("model_loads",)),
-    Check("generation", _generation, needs=("model_loads",)),
-    Check("overfits_one_batch", _overfits_one_batch, needs=("forward",)),
-    Check("checkpoint_resumes", _checkpoint_resumes, needs=("overfits_one_batch",)),
-    Check("throughput", _throughput, needs=("overfits_one_batch",)),
+Check = tuple[str, Callable[[Subject], Result], tuple[str, ...]]
+"""The name of a check, its function, and the checks that must pass before it."""
+CHECKS: tuple[Check, ...] = (
+    ("model_loads", _model_loads, ()),
+    ("data_reconstructs", _data_reconstructs, ("model_loads",)),
+    ("forward", _forward, ("model_loads", "data_reconstructs")),
+    ("initial_loss", _initial_loss, ("forward",)),
+    ("backward", _backward, ("forward",)),
+    ("gradients_reach_both_sides", _gradients_reach_both_sides, ("backward",)),
+    ("gradient_norm", _gradient_norm, ("backward",)),
+    ("embeddings_tied", _embeddings_tied, ("model_loads",)),
+    ("generation", _generation, ("model_loads",)),
+    ("overfits_one_batch", _overfits_one_batch, ("forward",)),
+    ("checkpoint_resumes", _checkpoint_resumes, ("overfits_one_batch",)),
+    ("throughput", _throughput, ("overfits_one_batch",)),
 )
+"""All checks in the order in which they run."""
+
+
+def check_config(
+    config: FullConfig, report: Callable[[Finding], None] = lambda finding: None, *, checks: Sequence[Check] = CHECKS
+) -> tuple[list[Finding], DsEncDecError | None]:
+    """Run `checks` on a configuration in this process alone; `report` is called with each finding. It leaves nothing
+    behind, and `infra.output_dir` as it is. Returns all findings, and the error that the process fails with: None if
+    all have passed, else a GateError, or the error of a check with its own exit code (configuration 2, data 4, model or
+    checkpoint 5, memory 6). Raises ConfigError if this machine cannot run it at all."""
+    world = discover(os.environ)
+    if world.world_size > 1:
+        raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")
+    config = on_one_rank(config)
+    subject = Subject(config, join_ranks(config, world))
+    results, errors = dict[str, Finding](), list[DsEncDecError]()
+    subject.opened.callback(shutdown)
+    with subject.opened:
+        for check, function, needs in checks:
+            missing = [name for name in needs if name not in results or not results[name].passed]
+            problem = f"skipped, because {' and '.join(missing)} did not pass"
+            result = Finding(check, False, problem, skipped=True)
+            try:
+                if not missing:
+                    passed, message, values = function(subject)
+                    result = Finding(check, passed, message, values=values)
+            except Exception as error:
+                logger.debug("%s:", check, exc_info=True)
+                result = Finding(check, False, f"{type(error).__name__}: {error}")
+                if is_out_of_memory(error):
+                    errors.append(OutOfMemoryError(result.message))
+                elif isinstance(error, DsEncDecError) and error.exit_code != DsEncDecError.exit_code:
+                    errors.append(error)
+            results[check] = result
+            report(result)
+    if failed := [result.check for result in results.values() if not (result.passed or result.skipped)]:
+        errors.append(GateError(f"the sanity check is not passed: {', '.join(failed)}"))
+    return list(results.values()), errors[0] if errors else None
+
+
+def on_one_rank(config: FullConfig) -> FullConfig:
+    """Return `config` for a check in one process: steps of one micro-batch, all at the same learning rate."""
+    fields = with_assumed_batch_size(config, config.infra.num_gpus).model_dump()
+    fields["data"]["num_lanes"] = 1
+    fields["training"] |= {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    fields["training"] |= dict.fromkeys(("global_batch_size", "warmup_ratio", "num_train_epochs"))
+    if config.training.activation_checkpointing == "auto":
+        fields["training"]["activation_checkpointing"] = "full"  # fits wherever the run's own choice fits
+    fields["infra"] |= {"num_gpus": 1, "hybrid_shard_size": None}
+    fields["infra"]["deepspeed_extra"].pop("scheduler", None)
+    return FullConfig.model_validate(fields)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from ds_encdec.base.findings import Finding, describe
-from ds_encdec.commands.doctor.checks import CHECKS, Host, import_as_gpu_rank
-from ds_encdec.commands.doctor.findings import _command, _no_ssh
+from ds_encdec.commands.doctor import CHECKS, Host, _command, import_as_gpu_rank
 from ds_encdec.config.schema import read_config
 from ds_encdec.launch.world import World, free_port
 
@@ -93,16 +92,9 @@ def test_the_master_is_an_address_that_others_reach() -> None:
         return CHECKS["master address"](Host(read_config(None), world))
 
     assert look("192.0.2.7") == "192.0.2.7 is 192.0.2.7"
-    assert "127.0.1.1 here, which is this host itself" in look("127.0.1.1")[0]
+    assert "127.0.1.1 here: this host itself" in look("127.0.1.1")[0]
     assert look("127.0.1.1", node=0) == "127.0.1.1 is 127.0.1.1"  # as Debian writes it for a machine's own name
     assert "nowhere.invalid" in look("nowhere.invalid")[0]
-
-
-def test_a_sound_configuration_says_what_was_found(tmp_path: Path) -> None:
-    """Not that all is there: a model on the hub is another check's."""
-    loaded = read_config("quickstart", [f"infra.output_dir={tmp_path}"])
-    found = CHECKS["configuration"](Host(loaded, World()))
-    assert found == "the local files, folders and packages that it names were found"
 
 
 def test_hosts_share_a_line() -> None:
@@ -113,16 +105,24 @@ def test_hosts_share_a_line() -> None:
     assert differing.splitlines() == ["✓ ssh 1.2.3.4 (a)", "✗ ssh refused (b)", "      → start sshd"]
 
 
-def test_a_host_without_ssh_is_named_with_what_helps(tmp_path: Path) -> None:
+def fake_ssh(folder: Path, answer: str) -> dict[str, str]:
+    """The environment in which ssh is a script that has its last word, the command, in `$command`."""
+    (ssh := folder / "ssh").write_text(f"#!/bin/sh\nfor word; do host=$command; command=$word; done\n{answer}\n")
+    ssh.chmod(0o755)
+    return os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
+
+
+def test_hosts_without_ssh_are_named_with_the_remedy(tmp_path: Path) -> None:
     """A name that nobody knows is mended in the host file, a host that refuses by a server and a key."""
-    (hostfile := tmp_path / "hosts").write_text("nowhere.invalid slots=1\n")
-    found = findings(*DOCTOR, "--hostfile", str(hostfile), code=10)
-    assert found["ssh"][0]["host"] == "nowhere.invalid"
-    assert found["ssh"][0]["fix"]
+    (hostfile := tmp_path / "hosts").write_text("node0 slots=1\nnode1 slots=1\n")
+    unknown = '[ "$host" = node0 ] && echo "ssh: Could not resolve hostname node0" >&2 && exit 255'
+    environment = fake_ssh(tmp_path, f'{unknown}\necho "$host: Permission denied (publickey)." >&2; exit 255')
+    found = findings(*DOCTOR, "--hostfile", str(hostfile), f"infra.output_dir={tmp_path}", code=10, env=environment)
+    assert [finding["host"] for finding in found["ssh"]] == ["node0", "node1"]
+    assert found["ssh"][0]["fix"].startswith(f"write your own hosts into {hostfile} instead of node0")
+    assert found["ssh"][1]["message"] == "node1: Permission denied (publickey)."
+    assert "--no_ssh_check" in found["ssh"][1]["fix"]
     assert found["packages"][0]["passed"]  # this host is looked at all the same
-    unknown = _no_ssh("node0", tmp_path, "ssh: Could not resolve hostname node0: Name or service not known")
-    assert unknown.fix.startswith(f"write your own hosts into {tmp_path} in place of node0")
-    assert "--no_ssh_check" in _no_ssh("node0", tmp_path, "node0: Permission denied (publickey).").fix
 
 
 def test_hosts_get_the_variables_that_deepspeed_would_hand_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +147,9 @@ def test_a_package_is_imported_as_a_gpu_rank_does(monkeypatch: pytest.MonkeyPatc
 
 def test_the_hosts_of_a_file_are_checked_together(tmp_path: Path) -> None:
     """Its ssh runs every command here, so that only the address of rank 0 is wrong on the second host."""
-    (ssh := tmp_path / "ssh").write_text(
-        '#!/bin/sh\nfor word; do command=$word; done\n[ "$command" = "hostname -I" ] && exec echo 127.0.0.1\n'
-        'exec sh -c "$command"\n'
-    )
-    ssh.chmod(0o755)
+    here = '[ "$command" = "hostname -I" ] && exec echo 127.0.0.1\nexec sh -c "$command"'
     (hostfile := tmp_path / "hosts").write_text("node0 slots=1\nnode1 slots=1\n")
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MASTER_PORT": str(free_port())}
+    environment = fake_ssh(tmp_path, here)
     words = (*DOCTOR, "--hostfile", str(hostfile), f"infra.output_dir={tmp_path}")
     found = findings(*words, code=10, env=environment)
     assert {check for check, one in found.items() if not all(finding["passed"] for finding in one)} == {

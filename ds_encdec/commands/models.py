@@ -1,4 +1,5 @@
-"""The verbs `generate` and `evaluate`. They import torch only when they run."""
+"""The verbs on checkpoints and exported models: `export`, `average`, `verify`, `generate` and `evaluate`. They import
+torch only when they run."""
 
 from __future__ import annotations
 
@@ -6,21 +7,70 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from ds_encdec.base.arguments import COUNT, JSON, Arguments, Verb, flag, value
 from ds_encdec.base.quantities import count
-from ds_encdec.base.terminal import libraries_print_to_stderr
-from ds_encdec.base.types import ConfigError, DsEncDecError
+from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers
+from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.models import is_ours, require_ours, run_config
 from ds_encdec.launch.host import no_gpu
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.gpus import has_gpu
 from ds_encdec.registry.text_metrics import TEXT_METRICS, usable
+
+
+def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.checkpoint.folder import refuse_existing
+    from ds_encdec.checkpoint.manifest import read_manifest
+
+    if options.adapter and options.encoder_only:
+        raise ConfigError("--adapter and --encoder-only: adapters stand beside both sides; give one of the two")
+    refuse_existing(options.out)
+    read_manifest(options.checkpoint.expanduser().resolve())  # refuses a path that is no checkpoint
+    import torch
+
+    if options.adapter:
+        from ds_encdec.exports.adapters import export_adapter
+
+        export_adapter(options.checkpoint, options.out, base=options.base)
+    else:
+        from ds_encdec.exports.hugging_face import export_checkpoint
+
+        how: dict[str, Any] = {"encoder_only": options.encoder_only, "base": options.base}
+        export_checkpoint(options.checkpoint, options.out, dtype=getattr(torch, options.dtype), **how)
+    print(f"exported to {options.out}")
+
+
+def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.checkpoint.folder import refuse_existing
+    from ds_encdec.launch.run_folder import RunFolder
+
+    run = RunFolder(str(options.run_folder))
+    if not run.root.is_dir():
+        raise CheckpointError(f"{options.run_folder}: no such folder; give a run's, such as output")
+    refuse_existing(out := options.out or run.averaged)
+    import torch
+
+    from ds_encdec.exports.hugging_face import average_checkpoints
+
+    steps = average_checkpoints(run, out, last=options.last, base=options.base, dtype=getattr(torch, options.dtype))
+    fewer = f" (there are no more in a row; --last is {options.last})" if len(steps) < options.last else ""
+    print(f"the mean of steps {', '.join(map(str, steps))}{fewer} is in {out}")
+
+
+def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.checkpoint.folder import verify_checkpoints
+    from ds_encdec.data.sources.prepared import INDEX, verified_shards
+
+    outlive_readers()  # the exit code is the result
+    is_prepared = any(options.path.glob(f"*/{INDEX}"))
+    for whole in verified_shards(options.path) if is_prepared else verify_checkpoints(options.path):
+        print(whole, flush=True)
 
 
 def _settings(defaults: GenerationSettings, *left_out: str, **later: str) -> Arguments:
@@ -39,7 +89,6 @@ def _settings(defaults: GenerationSettings, *left_out: str, **later: str) -> Arg
 
 _UNITS = {
     "loss": "nats per token of the reference",
-    "perplexity": "",
     "token_accuracy": "% of the reference's tokens, given those before",
     "exact_match": "%",
 }
@@ -100,20 +149,16 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(found, indent=2))
     else:
-        _show(options, settings, out, found)
-    wanted, failed = options.metrics or (), found.get("metrics_left_out", {})
+        print(f"{count(found['examples'], 'example')} of {options.split}; predictions and figures are in {out}")
+        for name, figure in found["figures"].items():
+            print(f"{name:20} {figure:10.4f}  {_UNITS.get(name, '')}".rstrip())
+        if cut := found["cut_at_max_new_tokens"]:
+            print(f"{count(cut, 'prediction')} cut off at --max-new-tokens ({settings.max_new_tokens})")
+    failed = found.get("metrics_left_out", {})
     for name, why in failed.items():
         print(f"warning: the metric {name} has no figure: {why}", file=sys.stderr)
-    if wanted and failed:
+    if options.metrics and failed:
         raise DsEncDecError(f"--metrics: {', '.join(failed)} failed; the other figures are in {out}")
-
-
-def _show(options: argparse.Namespace, settings: GenerationSettings, out: Path, found: Mapping[str, Any]) -> None:
-    print(f"{count(found['examples'], 'example')} of {options.split}; predictions and figures are in {out}")
-    for name, figure in found["figures"].items():
-        print(f"{name:20} {figure:10.4f}  {_UNITS.get(name, '')}".rstrip())
-    if cut := found["cut_at_max_new_tokens"]:
-        print(f"{count(cut, 'prediction')} cut off at --max-new-tokens ({settings.max_new_tokens})")
 
 
 def _chosen(options: argparse.Namespace) -> GenerationSettings:
@@ -123,6 +168,41 @@ def _chosen(options: argparse.Namespace) -> GenerationSettings:
     )
 
 
+_WEIGHTS: Arguments = {
+    "--base": value("base of a LoRA run, if it is no longer where the run found it", metavar="PATH_OR_HUB_ID"),
+    "--dtype": value(
+        "dtype of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"
+    ),
+}
+EXPORT = Verb(
+    _export,
+    "write a checkpoint as a Hugging Face model folder",
+    "ds-encdec export output/checkpoints/final exported --dtype bfloat16",
+    {
+        "checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path),
+        "out": value("folder to write; must not exist", Path),
+        "--encoder-only": flag("write the encoder alone, as a text embedding model, also for sentence-transformers"),
+        "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+        **_WEIGHTS,
+    },
+)
+AVERAGE = Verb(
+    _average,
+    "write the mean of a run's last checkpoints as a Hugging Face model folder",
+    "ds-encdec average output --last 3",
+    {
+        "run_folder": value("a run, e.g. output", Path, metavar="run"),
+        "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
+        "--last": value("newest checkpoints to average (default 5)", int, default=5),
+        **_WEIGHTS,
+    },
+)
+VERIFY = Verb(
+    _verify,
+    "compare every file of a checkpoint, a run or prepared data with its SHA-256",
+    "ds-encdec verify output",
+    {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)},
+)
 GENERATE = Verb(
     _generate,
     "fill sentinels in a text, or continue it",

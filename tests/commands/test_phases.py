@@ -1,14 +1,19 @@
-"""A phase amounts to numbers, and to the configuration of its run."""
+"""A phase amounts to numbers, and to the configuration of its run. No run is started here."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from finished_runs import CONFIGS, QUICKSTART, finish_run
 
 from ds_encdec.base.types import ConfigError
+from ds_encdec.cli import main
 from ds_encdec.commands.phases.plan import (
     PHASE_CONFIGS,
     PHASES,
@@ -17,22 +22,24 @@ from ds_encdec.commands.phases.plan import (
     TrainingPhase,
     estimate_steps_for_tokens,
     estimate_training_time,
-    parse_phase,
     phase_before,
-    phase_config,
     plan_phase,
     with_given,
 )
-from ds_encdec.config.schema import FullConfig, PhaseOverrides, load_config
+from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.words.rewording import given_fields
 
-CONFIGS = Path(__file__).resolve().parents[2] / "ds_configs"
-FULL_RUN, QUICKSTART = CONFIGS / "qwen3_0.6b_ul2.yaml", CONFIGS / "quickstart.yaml"
+FULL_RUN = CONFIGS / "qwen3_0.6b_ul2.yaml"
 SANITY, VALIDATION, MEDIUM, FULL = PHASES
 
 
 def plan(phase: TrainingPhase, *overrides: str, path: Path = QUICKSTART, max_steps: int | None = None) -> PlannedPhase:
     return plan_phase(load_config(path, overrides), phase, max_steps)
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["phases", "--dry-run", "--json", *arguments]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_the_numbers_of_the_phases() -> None:
@@ -50,29 +57,12 @@ def test_the_numbers_of_the_phases() -> None:
     assert gates == {"sanity_check": (15.0, 0.1), "validation": (8.0, 0.5), "medium": (5.0, 1.0), "full": (4.0, 1.5)}
     plain = PhaseConfig(SANITY, 1, "", 1, 1, 1, 1)
     assert (plain.max_loss_after_warmup, plain.min_loss_decrease) == (10.0, 0.1)
+    assert (phase_before(SANITY), phase_before(FULL)) == (None, MEDIUM)
 
 
-def test_the_yaml_replaces_single_numbers() -> None:
-    config = FullConfig(phases={"validation": PhaseOverrides(max_loss_after_warmup=9.5, save_steps=7)})
-    settings = phase_config(config, VALIDATION)
-    assert (settings.max_loss_after_warmup, settings.save_steps) == (9.5, 7)
-    assert settings.num_tokens == PHASE_CONFIGS[VALIDATION].num_tokens
-    assert phase_config(config, MEDIUM) == PHASE_CONFIGS[MEDIUM]
-
-
-@pytest.mark.parametrize(("name", "hint"), [("validaton", "Did you mean validation?"), ("x", "medium, full.")])
-def test_an_unknown_phase(name: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match="sanity_check, validation, medium, full") as caught:
-        parse_phase(name)
-    assert str(caught.value).endswith(hint)
-
-
-def test_steps_for_tokens_are_rounded_up() -> None:
+def test_steps_and_time() -> None:
     assert estimate_steps_for_tokens(4096 * 10, 2, 512, 2, 2) == 10
     assert estimate_steps_for_tokens(4096 * 10 + 1, 2, 512, 2, 2) == 11
-
-
-def test_training_time() -> None:
     assert estimate_training_time(1000, 86.4) == {"seconds": 86400.0, "minutes": 1440.0, "hours": 24.0, "days": 1.0}
 
 
@@ -84,35 +74,18 @@ def test_tokens_or_steps_whichever_comes_first() -> None:
 
 
 def test_a_phase_is_laid_over_the_configuration() -> None:
-    planned = plan(
-        VALIDATION,
-        "phases.validation.num_train_steps=90",
-        "infra.wandb_run_name=run",
-        "infra.output_dir=/o",
-        "infra.upload_to=s3://bucket/run/",
-    )
-    training, infra = planned.config.training, planned.config.infra
+    where = ("infra.wandb_run_name=run", "infra.output_dir=/o", "infra.upload_to=s3://bucket/run/")
+    planned = plan(VALIDATION, "phases.validation.num_train_steps=90", *where)
+    training, infra, model = planned.config.training, planned.config.infra, planned.config.model
     assert (training.num_train_steps, training.eval_steps, training.save_steps) == (90, 90, 90)
     assert (training.logging_steps, training.warmup_steps, training.seed) == (10, 9, 43)
-    assert (infra.output_dir, infra.logging_dir, infra.wandb_run_name) == (
-        "/o/phases/validation",
-        "./logs",
-        "run-validation",
-    )
-    assert infra.upload_to == "s3://bucket/run/phases/validation"
-    model = planned.config.model
+    assert (infra.output_dir, infra.logging_dir) == ("/o/phases/validation", "./logs")
+    assert (infra.wandb_run_name, infra.upload_to) == ("run-validation", "s3://bucket/run/phases/validation")
     assert model.model_name_or_path == "/o/phases/sanity_check/export/final"
     assert (model.architecture, model.tokenizer_name_or_path, model.num_sentinel_tokens) == (None, None, 32)
     assert plan(SANITY).config.model == load_config(QUICKSTART).model
-    assert (phase_before(SANITY), phase_before(FULL)) == (None, MEDIUM)
     assert planned.config.data.num_lanes == 4
     assert FullConfig.model_validate(planned.config.model_dump()) == planned.config  # as strict as any other
-
-
-def test_lanes_are_what_the_planned_ranks_make() -> None:
-    planned = plan(SANITY, "data.num_lanes=null", "infra.num_gpus=3", "training.gradient_accumulation_steps=2")
-    assert planned.config.data.num_lanes == 6
-    assert planned.tokens_per_step == 6 * 2 * 512
 
 
 def test_a_shortened_phase_evaluates_saves_and_logs_within_its_steps() -> None:
@@ -195,36 +168,32 @@ def test_only_a_phase_that_is_too_short_goes_back_to_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gate", "value", "path", "allowed"),
+    ("gate", "path", "allowed", "refused"),
     [
-        ("min_loss_decrease", -0.1, QUICKSTART, False),
-        ("min_loss_decrease", 0.0, QUICKSTART, True),
-        ("min_loss_decrease", 8.3, QUICKSTART, True),  # ln(4096) is 8.32
-        ("min_loss_decrease", 8.4, QUICKSTART, False),
-        ("min_loss_decrease", 8.4, FULL_RUN, True),
-        ("min_loss_decrease", 50.0, FULL_RUN, False),
-        ("max_loss_after_warmup", 20.0, QUICKSTART, True),
-        ("max_loss_after_warmup", 21.0, QUICKSTART, False),
+        ("min_loss_decrease", QUICKSTART, (0.0, 8.3), (-0.1, 8.4)),  # ln(4096) is 8.32
+        ("min_loss_decrease", FULL_RUN, (8.4,), (50.0,)),
+        ("max_loss_after_warmup", QUICKSTART, (20.0,), (21.0,)),
     ],
 )
-def test_gates_that_nobody_could_pass_or_fail_are_refused(gate: str, value: float, path: Path, allowed: bool) -> None:
-    setting = f"phases.medium.{gate}={value}"
-    if allowed:
-        assert load_config(path, [setting])
-    else:
+def test_gates_that_nobody_could_pass_or_fail_are_refused(
+    gate: str, path: Path, allowed: tuple[float, ...], refused: tuple[float, ...]
+) -> None:
+    for value in allowed:
+        assert load_config(path, [f"phases.medium.{gate}={value}"])
+    for value in refused:
         with pytest.raises(ConfigError, match=rf"phases\.medium\.{gate}(.|\n)*must be"):
-            load_config(path, [setting])
+            load_config(path, [f"phases.medium.{gate}={value}"])
 
 
-@pytest.mark.parametrize(
-    "path", [FULL_RUN, CONFIGS / "qwen3_0.6b_ul2_1gpu.yaml", QUICKSTART], ids=lambda path: path.name
-)
-@pytest.mark.parametrize("max_steps", [None, 2])
-def test_the_shipped_configurations_have_all_phases(path: Path, max_steps: int | None) -> None:
-    assert [plan(phase, path=path, max_steps=max_steps).phase for phase in PHASES] == list(PHASES)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_shipped_configurations_have_all_phases(path: Path) -> None:
+    for max_steps in (None, 2):
+        assert [plan(phase, path=path, max_steps=max_steps).phase for phase in PHASES] == list(PHASES)
 
 
-def test_a_phase_whose_micro_batch_is_still_to_be_found_has_its_global_batch() -> None:
+def test_lanes_are_those_of_the_planned_ranks_unless_the_micro_batch_is_still_to_be_found() -> None:
+    planned = plan(SANITY, "data.num_lanes=null", "infra.num_gpus=3", "training.gradient_accumulation_steps=2")
+    assert (planned.config.data.num_lanes, planned.tokens_per_step) == (6, 6 * 2 * 512)
     auto = ("training.per_device_train_batch_size=auto", "data.num_lanes=null", "training.global_batch_size=8")
     planned, usual = plan(FULL, *auto), plan(FULL)
     assert planned.tokens_per_step == usual.tokens_per_step == 8 * 512
@@ -232,3 +201,66 @@ def test_a_phase_whose_micro_batch_is_still_to_be_found_has_its_global_batch() -
     assert (planned.config.training.global_batch_size, planned.config.data.num_lanes) == (8, None)
     assert planned.config.training.per_device_train_batch_size == "auto"
     assert (usual.config.training.global_batch_size, usual.config.data.num_lanes) == (None, 4)
+
+
+def test_days_and_money(capsys: pytest.CaptureFixture[str]) -> None:
+    estimate = dry_run(capsys, "--tokens-per-second", "400000", "--price-per-gpu-hour", "3")
+    medium = estimate["phases"][2]
+    assert medium["tokens"] == 50_000 * 1_572_864
+    assert medium["time"]["days"] == pytest.approx(medium["tokens"] / 400_000 / 86400)
+    assert medium["usd"] == pytest.approx(medium["time"]["hours"] * 8 * 3)
+    assert [phase["ends_with"] for phase in estimate["phases"]] == ["tokens", "tokens", "steps", "steps"]
+    assert estimate["total"]["usd"] == pytest.approx(sum(phase["usd"] for phase in estimate["phases"]))
+    assert dry_run(capsys, "--price-per-gpu-hour", "3")["total"]["time"] is None
+
+
+def test_the_tables(capsys: pytest.CaptureFixture[str], golden: Callable[[object], None]) -> None:
+    """They fit 80 columns, their numbers are rounded to three places, and unknown ones have no column."""
+    short = ("--config", str(QUICKSTART), "--steps-per-phase", "40")
+    for options in ((), ("--tokens-per-second", "4000", "--price-per-gpu-hour", "300"), short):
+        assert main(["phases", "--dry-run", *options]) == 0
+        golden(text := capsys.readouterr().out)
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    phase = plan(SANITY, f"infra.output_dir={tmp_path}", max_steps=40)
+    finish_run(phase, [8.0, 7.0, 6.0])  # at 100, 200 and 300 tokens/s
+    (phase.folder / "run.json").write_text('{"world_size": 2, "device": "cpu"}')
+    assert main(["phases", "--dry-run", "--json", "--measured", str(phase.folder)]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["tokens_per_second"] == 200
+    assert f"200 tokens/s were measured in {phase.folder} (ranks: 2; device: cpu)" in printed.err
+    for content, why in ((None, "no metrics.jsonl"), (b"\xff\n", "1 lines cannot be read"), (b"", "no line has perf/")):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / "metrics.jsonl").write_bytes(content)
+        assert main(["phases", "--dry-run", "--measured", str(tmp_path)]) == 4
+        assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--only", "medium", "--from", "full"],
+        ["--from", "full", "--to", "medium"],
+        ["--only", "midium"],
+        ["--steps-per-phase", "1"],
+        ["phases.medium.num_tokns=3"],
+        ["--json"],
+    ],
+)
+def test_mistakes_are_refused(
+    capsys: pytest.CaptureFixture[str], golden: Callable[[object], None], arguments: list[str]
+) -> None:
+    assert main(["phases", *["--dry-run"] * (arguments != ["--json"]), *arguments]) == 2
+    golden(capsys.readouterr().err)
+
+
+def test_only_and_from_to(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, names in (
+        ("--only medium", ["medium"]),
+        ("--from validation --to medium", ["validation", "medium"]),
+        ("--from medium", ["medium", "full"]),
+    ):
+        assert [phase["phase"] for phase in dry_run(capsys, *words.split())["phases"]] == names
