@@ -70,9 +70,8 @@ class Writing:
                 raise
             # Ranks that write together all raise the error of one, which names its rank.
             named = self.rank is None or (refusal.strerror or "").startswith("rank ")
-            cause = f"{'' if named else f'rank {self.rank}: '}{refusal}"
             advice = self.make_room if refusal.errno in NO_SPACE else _ADVICE.get(refusal.errno or 0, _LOOK)
-            raise self._refused(cause, advice) from error
+            raise self._refused(f"{'' if named else f'rank {self.rank}: '}{refusal}", advice) from error
 
     def require_space(self, num_bytes: int) -> None:
         """Record the size of the files. Raises DiskRefusedError if less is free."""

@@ -126,5 +126,7 @@ def triton_lacks() -> tuple[str, str] | None:
             problem = str(error)
     if not problem.strip():
         return None
-    found = f"{compiler} cannot compile against Python.h, which Triton needs: {' '.join(problem.split())[:200]}"
-    return found, f"install gcc and python3-dev (or set CC): {cost}"
+    return (
+        f"{compiler} cannot compile against Python.h, which Triton needs: {' '.join(problem.split())[:200]}",
+        f"install gcc and python3-dev (or set CC): {cost}",
+    )

@@ -288,8 +288,8 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
         yield begin
     except BaseException as error:
         named = named_error(error, world.rank, peers)
-        refused = spare and not began and not isinstance(named, LostRankError)
-        spared = refused and folder.earlier.get("state") in ("completed", "preempted")
+        ended_well = folder.earlier.get("state") in ("completed", "preempted")
+        spared = spare and not began and ended_well and not isinstance(named, LostRankError)
         if not spared and not isinstance(named, RunFolderGoneError):
             state = "preempted" if isinstance(named, Preempted) else "failed"
             record(folder, state, reason=str(named), exit_code=named.exit_code)
@@ -321,6 +321,8 @@ def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> 
             "training.per_device_train_batch_size; the host with infra.pin_memory=false, training.async_save=false "
             "or infra.offload_optimizer=none."
         )
-    lost = peers.explain(error) if peers is not None else None
-    ours = error if isinstance(error, DsEncDecError) else None
-    return lost or ours or DsEncDecError(f"rank {rank}: {whose_fault(error, or_library=False)}")
+    if peers is not None and (lost := peers.explain(error)):
+        return lost
+    if isinstance(error, DsEncDecError):
+        return error
+    return DsEncDecError(f"rank {rank}: {whose_fault(error, or_library=False)}")

@@ -192,8 +192,8 @@ class StopRequest:
             if not self._met and (gone or arrived):
                 # Another rank's launcher stops all once that rank has failed and reported why.
                 level = logging.WARNING if self.world.is_main else logging.DEBUG
-                why = gone or arrived[0].name
-                logger.log(level, "Stopped before the ranks had met (%s): there was nothing to save.", why)
+                message = "Stopped before the ranks had met (%s): there was nothing to save."
+                logger.log(level, message, gone or arrived[0].name)
                 end_process(Preempted.exit_code)
             if gone:
                 self.reason = self.reason or gone

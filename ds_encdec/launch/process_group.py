@@ -147,8 +147,7 @@ def _meet(
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
     elsewhere = next((address for place, address in answer["reached"] if place != mine["machine"]), None)
-    alone = len(answer["reached"]) == 1
-    interface = gloo_interface(mine["address"], elsewhere, alone=alone, master=world.master_addr)
+    interface = gloo_interface(mine["address"], elsewhere, alone=len(answer["reached"]) == 1, master=world.master_addr)
     if world.world_size > 1 and interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 

@@ -137,8 +137,8 @@ class RunFolder:
             previous = self.read_status()
             if state == "failed" and previous != self.earlier and previous.get("state") not in (None, "running"):
                 return
-            ending = {"state": state, "reason": reason, "exit_code": exit_code}
-            record = {**previous, **facts, **ending, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            record = previous | facts | {"state": state, "reason": reason, "exit_code": exit_code}
+            record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
             try:
                 write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
             except OSError as error:
@@ -165,8 +165,9 @@ class RunFolder:
             below = f"; there are {', '.join(running)}" if running else ""
             raise ConfigError(f"{self.root} is not a run's folder: it has no run.json{below}")
         if status["state"] != "running":
-            code = status.get("exit_code")
-            return f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {code}"
+            return (
+                f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {status['exit_code']}"
+            )
         try:
             self.stop_file.touch()
         except OSError as error:

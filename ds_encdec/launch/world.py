@@ -84,9 +84,11 @@ def _port_of(job: str) -> str:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
+    """Return the number of tasks on this node: `SLURM_STEP_TASKS_PER_NODE` is `2(x3),1`."""
     entries = [part.partition("(x") for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
-    counts = [count for count, _, times in entries for _ in range(int(times.rstrip(")") or 1))]
-    return counts[int(environ["SLURM_NODEID"])]
+    return [count for count, _, times in entries for _ in range(int(times.rstrip(")") or 1))][
+        int(environ["SLURM_NODEID"])
+    ]
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:

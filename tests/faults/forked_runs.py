@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -157,9 +157,11 @@ def answer(
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
+                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+                place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 if places:
-                    be_on_host(places[rank], arguments, log.name)
-                be_rank(rank, ranks, port, arguments, limits, faults, log.name, Path(held))
+                    be_rank(log.name, lambda rank=rank: on_host(arguments, **places[rank]))
+                be_rank(log.name, lambda: on_this_host(arguments, place, limits, faults, Path(held)))
             pids.append(pid)
             os.setpgid(pid, pids[0])
         # The first is reaped last: until then nobody else has the group's number.
@@ -184,64 +186,47 @@ def lives_on(group: int, seconds: float = 20.0) -> bool:
     return True
 
 
-def be_rank(
-    rank: int,
-    ranks: int,
-    port: int,
-    arguments: list[str],
-    limits: dict[str, int],
-    faults: list[dict[str, Any]],
-    log: str,
-    held: Path,
-) -> NoReturn:
+def be_rank(log: str, program: Callable[[], int]) -> NoReturn:
+    code = 1
+    try:
+        output = os.open(log, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        code = program()
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def on_this_host(
+    arguments: list[str], place: dict[str, Any], limits: dict[str, int], faults: list[dict[str, Any]], held: Path
+) -> int:
     import sabotage
 
     from ds_encdec import train
 
-    code = 1
-    try:
-        print_to(log)
-        for name, most in limits.items():
-            resource.setrlimit(getattr(resource, name), (most, most))
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-        os.environ.update({name: str(value) for name, value in place.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        sabotage.apply(faults, rank)
-        code = train.main(arguments)
-        sabotage.at_the_end()
-        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        (held / str(rank)).write_text(str(int(status["VmData"].split()[0]) * 1024))
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    for name, most in limits.items():
+        resource.setrlimit(getattr(resource, name), (most, most))
+    os.environ.update({name: str(value) for name, value in place.items()})
+    sabotage.apply(faults, place["RANK"])
+    code = train.main(arguments)
+    sabotage.at_the_end()
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    (held / str(place["RANK"])).write_text(str(int(status["VmData"].split()[0]) * 1024))
+    return code
 
 
-def be_on_host(place: dict[str, Any], arguments: list[str], log: str) -> NoReturn:
+def on_host(own: list[str], *, first: int, variables: dict[str, Any], arguments: list[str], seconds: int) -> int:
     from rig import enter
 
     from ds_encdec import train
 
-    code = 1
-    try:
-        print_to(log)
-        enter(place["first"])
-        signal.alarm(place["seconds"])
-        for name, value in place["variables"].items():
-            os.environ[name] = str(value)
-        code = train.main([*arguments, *place["arguments"]])
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def print_to(log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
+    enter(first)
+    signal.alarm(seconds)
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    return train.main([*own, *arguments])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ A fault is a dict with `kind`, the name of a function here, and that function's 
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import itertools
 import json
@@ -195,16 +194,6 @@ def asked_to_stop(rank: int, *, at: int) -> None:
 
 def deleted_folder(rank: int, *, at: int, path: str) -> None:
     _act_on_loss(rank == 0, at, lambda: shutil.rmtree(path))
-
-
-def read_only(rank: int, *, path: str) -> None:
-    """A folder is mounted read-only for this rank: root is not held up by permission bits. As `unshare` does it."""
-    ids = {"uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
-    assert ctypes.CDLL(None).unshare(0x10020000) == 0  # CLONE_NEWUSER | CLONE_NEWNS
-    for name, text in {"setgroups": "deny", **ids}.items():
-        Path("/proc/self", name).write_text(text)
-    subprocess.run(["mount", "--bind", path, path], check=True)
-    subprocess.run(["mount", "-o", "remount,ro,bind", path, path], check=True)
 
 
 def full_disk(rank: int, *, after_commits: int, path: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +181,6 @@ def test_a_folder_inside_a_file_is_refused(runs: ForkedRuns, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     result = runs.run(arguments(tmp_path / "file" / "run"))
     assert_refused(result, 2, f"infra.output_dir: cannot write to {tmp_path / 'file' / 'run'}", "Not a directory")
-
-
-def test_a_read_only_folder_is_refused_before_anything_starts(runs: ForkedRuns, finished: Path) -> None:
-    unshare = ("unshare", "--user", "--map-root-user", "--mount", "mount", "--bind", finished, finished)
-    if not shutil.which("unshare") or subprocess.run(unshare, capture_output=True).returncode:
-        pytest.skip("no folder may be mounted here")
-    mounted = [{"kind": "read_only", "path": str(finished)}]
-    result = runs.run(arguments(finished, "--resume", "auto"), faults=mounted)
-    assert_refused(result, 2, f"infra.output_dir: cannot write to {finished} (Read-only file system)")
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import QUICKSTART
 
 from ds_encdec.base.terminal import outlive_readers
 
@@ -27,23 +26,12 @@ print("unflushed", end="")
 sys.exit(75)
 """
 
-PHASES = f"""
-import sys
-from ds_encdec import cli
-from ds_encdec.commands.phases import execute as run
-run.run_phases = lambda *_, **__: print("the next phase", flush=True)
-sys.stdin.readline()
-code = cli.main(["phases", "--config", {QUICKSTART!r}])
-sys.exit(75 if code == 0 else code)
-"""
 
-
-@pytest.mark.parametrize("program", [PRINTS_ON, PHASES], ids=["", "phases"])
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
-def test_a_process_outlives_the_readers_of_its_output(options: list[str], program: str) -> None:
+def test_a_process_outlives_the_readers_of_its_output(options: list[str]) -> None:
     """`| head`, a killed `tee`, ssh: with its own exit code, also after Python's last flush."""
     process = subprocess.Popen(
-        [sys.executable, *options, "-c", program],
+        [sys.executable, *options, "-c", PRINTS_ON],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
