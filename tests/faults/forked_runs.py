@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -160,8 +161,8 @@ def answer(
                 place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
                 place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 if places:
-                    be_rank(log.name, lambda rank=rank: on_host(arguments, **places[rank]))
-                be_rank(log.name, lambda: on_this_host(arguments, place, limits, faults, Path(held)))
+                    be_rank(log.name, partial(on_host, arguments, **places[rank]))
+                be_rank(log.name, partial(on_this_host, arguments, place, limits, faults, Path(held)))
             pids.append(pid)
             os.setpgid(pid, pids[0])
         # The first is reaped last: until then nobody else has the group's number.
