@@ -250,7 +250,6 @@ def _lacks(library: str, what: str, user: str) -> str:
 
 
 def _require(owner: Any, name: str, uses: tuple[Use, ...]) -> None:
-    """Raise ConfigError if `owner` has no `name`, and LookupError if no row has that name."""
     rows = [place for place in _BY_NAME.get(name, []) if place.use in uses]
     if not rows:
         raise LookupError(f"foreign_places.py has no row for {name} with {' or '.join(uses)}")

@@ -2,11 +2,10 @@
 
 A killed rank reports nothing; the others meet a broken connection, or wait in a collective for ever. Every rank records
 those of its machine that end without a record. If a connection breaks and no rank has seen another end, they search
-through the run's folder, and name those on machines that give no sign. If the main thread's heartbeats (preemption.py)
-stop for `infra.hang_timeout_minutes`, a watchdog thread writes all stacks into a folder that all ranks see; the others
-then write theirs. Launchers kill all ranks once one has ended, so each waits some seconds for the others' files, and
-all end with exit code 8. If native code holds the interpreter's lock, or the file system hangs, a timer of
-`faulthandler` ends the rank.
+through the run's folder, and name those on machines that give no sign. If heartbeats (preemption.py) stop for
+`infra.hang_timeout_minutes`, a watchdog thread writes all stacks into the run's folder; the others then write theirs,
+and all end with exit code 8. Launchers kill all ranks once one has ended, so each waits for the others' files. If
+native code holds the interpreter's lock, or the file system hangs, a timer of `faulthandler` ends the rank.
 """
 
 from __future__ import annotations
@@ -122,7 +121,6 @@ class Peers:
         return LostRankError(_words(silent, error))
 
     def _recorded_end(self) -> DsEncDecError | None:
-        """Return the failure that another rank has recorded for this start, as an error with its exit code."""
         status = self._run.read_status()
         if status.get("state") != "failed" or status == self._run.earlier:
             return None

@@ -2,8 +2,7 @@
 
 Signals reach the ranks at different moments, or not at all, so the loop exchanges `StopRequest.requested` once per step
 and acts on the common answer. A killed launcher sends no signal, so every rank watches its launchers. A rank whose peer
-has died may sit in a collective for ever: one without a step for a while ends at its SIGTERM, unless it is saving.
-Before the ranks have met there is nothing to save, and the watch ends the process.
+has died may sit in a collective for ever: without a step for a while it ends at its SIGTERM, unless it is saving.
 """
 
 from __future__ import annotations
@@ -89,13 +88,11 @@ class Heartbeat:
 
 @dataclass(eq=False)
 class StopRequest:
-    """Notices that this run should end; a context manager around the run, in the main thread.
-
-    The loop reads `requested` once per step, which is also its heartbeat. `grace_seconds`: how long the process may
-    live on, to save, after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM finds a
-    rank stuck (at least twice its longest pause so far), unless it is `busy` or has seen the request. Either way the
-    process ends with HangError's exit code, since nothing else would end it.
-    """
+    """Notices that this run should end; a context manager around the run, in the main thread. The loop reads
+    `requested` once per step, which is also its heartbeat. `grace_seconds`: how long the process may live on, to save,
+    after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM finds a rank stuck (at least
+    twice its longest pause so far), unless it is `busy` or has seen the request. Either way the process ends with
+    HangError's exit code, since nothing else would end it."""
 
     world: World
     grace_seconds: float = 300.0

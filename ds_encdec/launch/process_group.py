@@ -75,13 +75,11 @@ def init_process_group(
     first: Callable[[], None] = lambda: None,
 ) -> EngineName:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu); a collective.
-
     Returns `engine`, or on all ranks `otherwise` if some rank cannot import the package of `engine`, which must not
     have been imported before; without `otherwise` all raise ConfigError. `timeout` bounds every collective,
     `start_timeout` (None: the same) each wait for the others here. `meeting`: the name of the rendezvous, a run's or
     its probes'. `settings`: must be equal on all ranks. `first` is called in the new group, within `start_timeout`. All
-    ranks raise the error of any; ConfigError if they differ; LostRankError if some do not come.
-    """
+    ranks raise the error of any; ConfigError if they differ; LostRankError if some do not come."""
     _allow_connections(world)
     met = Rendezvous(world, start_timeout or timeout, meeting)
     _meet(met, world, device, engine, settings)
@@ -153,7 +151,6 @@ def _meet(
 
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
-    """Take this rank's device, which may be broken or in use, and return its entry for `merge_rank_facts`."""
     os.environ.update(
         RANK=str(world.rank),
         LOCAL_RANK=str(world.local_rank),

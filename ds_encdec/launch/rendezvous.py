@@ -2,11 +2,9 @@
 
 Rank 0 (or torchrun's agent) keeps a store at MASTER_ADDR and MASTER_PORT. In each round every rank stores a value, or
 the error that stops it, and rank 0 makes one answer within the time limit: from all values, from an error as soon as
-there is one, or from the missing ranks. All ranks leave with the same answer or error. Only rank 0 polls; the others
-wait for its answer, so a thousand ranks cost little.
-
-In the last round the ranks connect to each other in native code, which gloo lets wait five times its timeout. There a
-thread waits for the answer, and ends the process if the main thread cannot.
+there is one, or from the missing ranks. Only rank 0 polls; the others wait for its answer, so a thousand ranks cost
+little. In the last round the ranks connect to each other in native code, which gloo lets wait five times its timeout:
+there a thread waits for the answer, and ends the process if the main thread cannot.
 """
 
 from __future__ import annotations
@@ -268,7 +266,6 @@ def _tcp_store(world: World, port: int, seconds: float, *, keeps: bool) -> dist.
 
 @contextmanager
 def _store_of_rank_zero(world: World) -> Iterator[None]:
-    """Raise LostRankError if a store does not answer inside: rank 0 is gone with it."""
     try:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:

@@ -1,22 +1,5 @@
-"""Defines the folder of a run: its paths, its lock against a second run, and `run.json` with the facts of the run.
-
-OUTPUT_DIR/
-  checkpoints/step-00001000/   see checkpoint/folder.py
-  export/final/  best/         the last checkpoint, or the best, as a Hugging Face model, at the end of a run
-  export/averaged/             the mean of the last checkpoints as such a model
-  logs/                        TensorBoard and W&B files
-  config.yaml  ds_config.json  the configuration of the run; the latter with DeepSpeed
-  metrics.jsonl                one JSON object per logging interval
-  metrics.abandoned.jsonl      the lines that rollbacks took back
-  samples.jsonl                texts that the model generated in evaluations, if these are on
-  ledger.jsonl                 the events of the run (monitor/metrics_file.py)
-  profile/                     the files of `--profile` (training/profiling.py)
-  stacks/                      the stacks of every rank when the run hung (launch/peers.py)
-  run.json                     running | completed | preempted | failed, with reason and exit code
-  stop                         there after `ds-encdec stop`, until the next start
-  .lock                        held by rank 0 as long as it lives
-  .signs/                      of ranks that look for lost ones (launch/peers.py)
-"""
+"""Defines the folder of a run (docs/checkpoints.md lists its files): its paths, its lock against a second run, and
+`run.json` with the facts of the run."""
 
 import errno
 import fcntl
@@ -68,7 +51,7 @@ class RunFolder:
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"
         self.run_json = self.root / "run.json"
-        self.signs = self.root / ".signs"
+        self.signs = self.root / ".signs"  # of ranks that look for lost ones (launch/peers.py)
         self.stop_file = self.root / "stop"
         self.earlier: dict[str, Any] = {}
         self._lock: IO[str] | None = None

@@ -263,7 +263,6 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
 def _several_tasks(
     starters: Mapping[str, tuple[str, Callable[[str], int]]], environ: Mapping[str, str]
 ) -> tuple[str, str] | None:
-    """Return the variable of `starters` that shows several tasks, and who has started how many; or None."""
     for variable, (starter, count) in starters.items():
         with suppress(ValueError, TypeError):  # absent, or not what that starter writes
             if (tasks := count(environ.get(variable, ""))) > 1:
@@ -272,7 +271,6 @@ def _several_tasks(
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
-    """Return the place that `launcher` gives. Raises ConfigError for missing, invalid or contradictory variables."""
     variables = {**_REQUIRED, **launcher.own}
     fields: dict[str, Any] = {}
     for name, variable in variables.items():
