@@ -1,11 +1,11 @@
 """Finds lost ranks, and ends all ranks, with their stacks, when the run hangs.
 
 A killed rank reports nothing; the others meet a broken connection, or wait in a collective for ever. Every rank records
-those of its machine that end without a record. If a connection breaks and no rank has seen another end, they search
-through the run's folder, and name those on machines that give no sign. If heartbeats (preemption.py) stop for
-`infra.hang_timeout_minutes`, a watchdog thread writes all stacks into the run's folder; the others then write theirs,
-and all end with exit code 8. Launchers kill all ranks once one has ended, so each waits for the others' files. If
-native code holds the interpreter's lock, or the file system hangs, a timer of `faulthandler` ends the rank.
+those of its machine that end without a record; if a connection breaks, the others wait some seconds for that record. If
+heartbeats (preemption.py) stop for `infra.hang_timeout_minutes`, a watchdog thread writes all stacks into the run's
+folder; the others then write theirs, and all end with exit code 8. Launchers kill all ranks once one has ended, so each
+waits for the others' files. If native code holds the interpreter's lock, or the file system hangs, a timer of
+`faulthandler` ends the rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import logging
 import math
 import os
-import shutil
 import socket
 import threading
 import time
@@ -74,7 +73,6 @@ class Peers:
         """A collective: every rank calls it."""
         self._run = run
         self._search_seconds, self._leave_seconds, self._poll_seconds = search_seconds, leave_seconds, poll_seconds
-        collectives.on_rank_zero(lambda: shutil.rmtree(run.signs, ignore_errors=True))
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
         self._all: list[Peer] = collectives.gather(own)
         self._rank = own.rank
@@ -84,7 +82,6 @@ class Peers:
                 self._here[peer] = None
                 with suppress(psutil.NoSuchProcess):
                     self._here[peer] = psutil.Process(peer.pid)
-        self._elsewhere = [peer for peer in self._all if peer not in self._here]
         self._left = threading.Event()
 
     @property
@@ -105,20 +102,13 @@ class Peers:
         """Return the error to end with if `error` comes from a lost rank, or None; search `search_seconds` at most."""
         if len(self._all) == 1 or not (is_broken_connection(error) or self._gone_here()):
             return None
-        if self._elsewhere:
-            self._touch("search")
 
         def look() -> DsEncDecError | None:
             gone = self._gone_here()
             return self._recorded_end() or (LostRankError(_words(gone)) if gone else None)  # a rank records, then ends
 
-        if found := awaited(self._search_seconds, look):
-            return found
-        silent: list[Peer] = []
-        with suppress(OSError):
-            living = os.listdir(self._run.signs)
-            silent = [peer for peer in self._elsewhere if f"rank-{peer.rank}" not in living]
-        return LostRankError(_words(silent, error))
+        broken = f"the connection between the ranks broke; a rank of another machine is gone, or the network ({error})"
+        return awaited(self._search_seconds, look) or LostRankError(broken)
 
     def _recorded_end(self) -> DsEncDecError | None:
         status = self._run.read_status()
@@ -132,11 +122,6 @@ class Peers:
         """Record ranks of this machine that end without a record, and end this one rather than wait for them."""
         while not self._left.wait(self._poll_seconds):
             gone = self._gone_here()
-            living = [peer.rank for peer in self._here if peer not in gone]
-            # A rank on some machine looks for lost ones (False if the file system does not answer); one rank answers.
-            if self._elsewhere and self._rank == min(living) and os.path.exists(self._run.signs / "search"):
-                for rank in living:
-                    self._touch(f"rank-{rank}")
             status = self._run.read_status() if gone else {}
             if not gone or (status.get("state") in ("completed", "preempted") and status != self._run.earlier):
                 continue  # it ended well, and recorded that
@@ -154,11 +139,6 @@ class Peers:
 
     def _gone_here(self) -> list[Peer]:
         return [peer for peer, process in self._here.items() if process is None or not is_alive(process)]
-
-    def _touch(self, name: str) -> None:
-        with suppress(OSError):
-            self._run.signs.mkdir(exist_ok=True)
-            (self._run.signs / name).touch()
 
 
 class Watchdog:
@@ -258,9 +238,7 @@ def is_broken_connection(error: BaseException | None) -> bool:
     return False
 
 
-def _words(lost: Sequence[Peer], error: BaseException | None = None) -> str:
-    if not lost:
-        return f"the connection between the ranks broke, but no rank is known to be gone. Check the network ({error})."
+def _words(lost: Sequence[Peer]) -> str:
     return (
         f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} gone without a word: killed (by a signal, or "
         "for lack of memory: see `dmesg`), crashed, or cut off. The other ranks did not fail; `--resume auto` "

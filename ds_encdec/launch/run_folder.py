@@ -51,7 +51,6 @@ class RunFolder:
         self.stacks = self.root / "stacks"
         self.config_yaml = self.root / "config.yaml"
         self.run_json = self.root / "run.json"
-        self.signs = self.root / ".signs"  # of ranks that look for lost ones (launch/peers.py)
         self.stop_file = self.root / "stop"
         self.earlier: dict[str, Any] = {}
         self._lock: IO[str] | None = None
