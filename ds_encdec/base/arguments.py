@@ -101,13 +101,6 @@ _VALUES: dict[Any, str] = {Path: "FILE", COUNT: "N", int: "N", RATE: "X", float:
 """The name of a value of each type in the help, if its argument has no better one."""
 
 
-def near_option(name: str, table: Arguments) -> str | None:
-    """Return the option of `table` that `name`, with or without dashes, most likely means; None if none is near."""
-    known = {option.strip("-"): option for names in table for option in names.split() if option.startswith("-")}
-    near = difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8)
-    return known[near[0]] if near else None
-
-
 def tokens(text: str) -> int:
     """Read a number of tokens as people write it: 5e11, 500B, 10M."""
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.base.arguments import VERBOSITY, Arguments, Parser, add, mistake, near_option
+from ds_encdec.base.arguments import VERBOSITY, Arguments, Parser, add, mistake
 from ds_encdec.base.types import ConfigError
 
 if TYPE_CHECKING:
@@ -26,8 +27,11 @@ def read_arguments(
     options, rest = parser.parse_known_args(own)
     if rest and not takes_settings:
         named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
-        guesses = [f"; did you mean {near}?" for name in named if (near := near_option(name, {**table, **VERBOSITY}))]
-        message = f"unrecognized arguments: {' '.join(named or rest)}{''.join(guesses[:1])}"
+        names = [name for names in (*table, *VERBOSITY) for name in names.split() if name.startswith("-")]
+        known = {name.strip("-"): name for name in names}
+        found = (difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8) for name in named)
+        guess = next((f"; did you mean {known[near[0]]}?" for near in found if near), "")
+        message = f"unrecognized arguments: {' '.join(named or rest)}{guess}"
         raise mistake(message, parser.prog if given[0].startswith("-") else f"{parser.prog} {given[0]}")
     if (by_option := vars(options).pop("config_option", None)) is not None:
         if options.config is not None:

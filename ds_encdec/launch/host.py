@@ -40,8 +40,7 @@ def own_address_towards(host: str) -> str | None:
     return None
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether `address` reaches this host alone."""
+def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
@@ -59,9 +58,9 @@ def gloo_interface(
     of_master: set[str] = set()
     with suppress(OSError):  # an unknown name
         of_master = {str(address[0]) for *_, address in socket.getaddrinfo(master, None)} if master else set()
-    is_here = towards_master is None or is_loopback(towards_master) or towards_master in of_master
+    is_here = towards_master is None or _is_loopback(towards_master) or towards_master in of_master
     own = own_address_towards(elsewhere) if elsewhere is not None and is_here else towards_master
-    if own is None or is_loopback(own):
+    if own is None or _is_loopback(own):
         return None
     interfaces = psutil.net_if_addrs().items()
     return next((name for name, found in interfaces if own in [one.address.partition("%")[0] for one in found]), None)

@@ -206,14 +206,13 @@ def _take(device: torch.device) -> None:
         ) from error
 
 
-def join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
-    """Make the default process group for FSDP2, which reduces the norm of offloaded shards' gradients on the CPU."""
+def _join_torch(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
+    # Gloo, too: FSDP2 reduces the norm of offloaded shards' gradients on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timeout, store=store, world_size=world.world_size, rank=world.rank)
 
 
-def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
-    """Make the default process group, and DeepSpeed's view of it."""
+def _join_deepspeed(world: World, device: torch.device, timeout: timedelta, store: dist.Store) -> None:
     import deepspeed
 
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -232,9 +231,9 @@ def join_deepspeed(world: World, device: torch.device, timeout: timedelta, store
 
 
 _JOIN: ByEngine[Callable[[World, torch.device, timedelta, dist.Store], None]] = ByEngine(
-    deepspeed=join_deepspeed, fsdp=join_torch
+    deepspeed=_join_deepspeed, fsdp=_join_torch
 )
-"""The function that makes an engine's default process group."""
+"""The function that makes an engine's default process group; DeepSpeed's also makes its view of it."""
 
 
 def shutdown() -> None:
