@@ -87,16 +87,21 @@ def read_verb(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _parser(called: str) -> Parser:
+    width, indent = shutil.get_terminal_size().columns - 2, 6 + max(map(len, VERBS))
+    listed = []
+    for title, group in GROUPS.items():
+        listed.append(f"{title}:")
+        for name, verb in group.items():
+            start = f"    {name}".ljust(indent)
+            listed += textwrap.wrap(verb.summary, width, initial_indent=start, subsequent_indent=" " * indent)
     parser = Parser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
         description="Train encoder-decoders from Qwen3 checkpoints with DeepSpeed and UL2.",
-        epilog=_listed_verbs(),
+        epilog="\n".join([*listed, "", "`ds-encdec VERB --help` lists the arguments of a verb."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "-V", "--version", action=_ShowVersions, nargs=0, help="show the versions of the libraries in use"
-    )
+    parser.add_argument("-V", "--version", action=_ShowVersions, nargs=0, help="show the versions of the libraries")
     verbs = parser.add_subparsers(dest="verb", prog=parser.prog, required=True, help=argparse.SUPPRESS)
     for name, verb in VERBS.items():
         subparser = verbs.add_parser(name, description=f"{verb.summary[0].upper()}{verb.summary[1:]}.")
@@ -105,17 +110,6 @@ def _parser(called: str) -> Parser:
             add(subparser, VERBOSITY)
             subparser.explain(verb.example, takes_settings=verb.takes_settings)
     return parser
-
-
-def _listed_verbs() -> str:
-    width, indent = shutil.get_terminal_size().columns - 2, 6 + max(map(len, VERBS))
-    lines = []
-    for title, group in GROUPS.items():
-        lines.append(f"{title}:")
-        for name, verb in group.items():
-            start = f"    {name}".ljust(indent)
-            lines += textwrap.wrap(verb.summary, width, initial_indent=start, subsequent_indent=" " * indent)
-    return "\n".join([*lines, "", "`ds-encdec VERB --help` lists the arguments of a verb."])
 
 
 class _ShowVersions(argparse.Action):

@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_encdec.base.arguments import COUNT, Arguments, Verb, flag, value
 from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_error
@@ -99,16 +99,32 @@ def _is_reporter() -> bool:
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: bool = False) -> int:
-    """Load the configuration, then print it or train with it. Raises DsEncDecError."""
+    """Load the configuration, then print it, or DeepSpeed's JSON for a run here (for a plain process, on the planned
+    `infra.num_gpus` ranks), or train with it. Raises DsEncDecError."""
     outlive_readers()
     wait_without_spinning(os.environ)
-    if not (options.print_config or options.print_deepspeed_config):
-        _train(options, overrides, in_sagemaker=in_sagemaker)
-    elif options.print_config:
+    if options.print_config:
         config, notes = _load(options, overrides)
         print("".join(f"# {note}\n" for note in notes) + config.dump_yaml(), end="")
+    elif options.print_deepspeed_config:
+        config = _load_and_log(options, overrides)
+        import torch
+
+        from ds_encdec.config.shares import plan_lanes, with_assumed_batch_size
+        from ds_encdec.engine.deepspeed.json import render_deepspeed_json
+
+        world = discover(os.environ)
+        ranks = world.world_size if world.world_size > 1 else config.infra.num_gpus
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        device = found if config.infra.device == "auto" else config.infra.device
+        config = with_assumed_batch_size(config, ranks)
+        _, accumulation = plan_lanes(config, ranks)
+        rendered = render_deepspeed_json(
+            config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device
+        )
+        print(json.dumps(rendered, indent=2))
     else:
-        print(json.dumps(_planned_deepspeed_json(_load_and_log(options, overrides)), indent=2))
+        _train(options, overrides, in_sagemaker=in_sagemaker)
     return 0
 
 
@@ -173,22 +189,6 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
         is_set = "device" in config.infra.model_fields_set
         raise no_gpu("no GPU", f"infra.device=cuda{'' if is_set else ' (the default)'}")
     require_here(config, new=resume is None or (resume == "auto" and not folder.is_used()))
-
-
-def _planned_deepspeed_json(config: FullConfig) -> dict[str, Any]:
-    """Return DeepSpeed's JSON for a run here; for a plain process, on the planned `infra.num_gpus` ranks."""
-    import torch
-
-    from ds_encdec.config.shares import plan_lanes, with_assumed_batch_size
-    from ds_encdec.engine.deepspeed.json import render_deepspeed_json
-
-    world = discover(os.environ)
-    ranks = world.world_size if world.world_size > 1 else config.infra.num_gpus
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    device = found if config.infra.device == "auto" else config.infra.device
-    config = with_assumed_batch_size(config, ranks)
-    _, accumulation = plan_lanes(config, ranks)
-    return render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device)
 
 
 def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[FullConfig, list[str]]:

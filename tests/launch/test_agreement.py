@@ -1,4 +1,4 @@
-"""What is compared before ranks train together: settings, code, versions, data, nodes; pure functions all."""
+"""What is compared before ranks train together: settings, code, versions, data, nodes; and errors of one rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import QUICKSTART
 
-from ds_encdec.base.types import ConfigError, DataError
+from ds_encdec.base.types import ConfigError, DataError, DsEncDecError
 from ds_encdec.config.schema import load_config
 from ds_encdec.engine.select import check_nodes, with_counted_nodes
 from ds_encdec.launch.agreement import (
@@ -167,3 +167,44 @@ def test_gloo_takes_the_way_to_the_other_hosts() -> None:
     assert gloo_interface("127.0.0.1", None, alone=True) == "lo"
     assert gloo_interface("10.255.255.1", "10.255.255.2", alone=False) is None, "of no interface of this host"
     assert gloo_interface("127.0.0.1", "127.0.0.1", alone=False) is None, "loopback reaches no other host"
+
+
+def test_one_process_needs_no_group() -> None:
+    collectives = HostCollectives()
+    assert collectives.sum(1, True) == [1, 1]
+    assert collectives.gather({"a": 1}) == [{"a": 1}]
+    assert collectives.on_rank_zero(lambda: 3) == 3
+    assert collectives.on_every_rank(lambda: 4) == 4
+
+
+def test_errors_keep_their_class_and_foreign_ones_are_named() -> None:
+    def fail(error: Exception) -> None:
+        raise error
+
+    collectives = HostCollectives()
+    with pytest.raises(DataError, match="no such column"):
+        collectives.on_every_rank(lambda: fail(DataError("no such column")))
+    with pytest.raises(DsEncDecError, match="OSError: disk on fire"):
+        collectives.on_rank_zero(lambda: fail(OSError("disk on fire")))
+
+
+class Second(HostCollectives):
+    """Rank 1 of two, where `lowest_rank` is the first that has an error: its own, or rank 0's, which has the same."""
+
+    def __init__(self, lowest_rank: int) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.lowest_rank = 1, 2, lowest_rank
+
+    def lowest(self, *values: int) -> list[int]:
+        return [self.lowest_rank]
+
+    def broadcast(self, record: Any, source: int = 0) -> Any:
+        return record
+
+
+def test_an_error_that_rank_zero_does_not_have_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "node1")
+    for lowest_rank, told in ((1, "rank 1 (node1): too few files"), (0, "too few files")):
+        with pytest.raises(DataError) as caught:
+            Second(lowest_rank).raise_first(DataError("too few files"))
+        assert str(caught.value) == told
