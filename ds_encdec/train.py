@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-RANK_ZERO_SECONDS = 10.0
-"""How long a rank waits for rank 0, which prints an error of all."""
+RANK_ZERO_SECONDS = 10.0  # how long a rank waits for rank 0, which prints an error of all
 
 ARGUMENTS: Arguments = {
     "--config": value("YAML of the run, or a shipped one's name (default: the schema, qwen3_0.6b_ul2)", Path),

@@ -15,8 +15,7 @@ from typing import Any
 
 from ds_encdec.base.types import ConfigError
 
-PYTHON = "python:"
-"""The beginning of a data set's name that stands for a reader in the user's code."""
+PYTHON = "python:"  # the beginning of a data set's name that stands for a reader in the user's code
 _CALLED_WITH = {
     "metrics": ("predictions", "references"),
     "losses": ("logits", "labels"),

@@ -3,8 +3,7 @@
 import math
 from collections.abc import Sequence, Sized
 
-GIB = 2**30
-"""Bytes of a GiB, the unit of memory in messages."""
+GIB = 2**30  # bytes of a GiB, the unit of memory in messages
 
 
 def count(things: Sized | float, noun: str) -> str:

@@ -35,8 +35,7 @@ OWN_TO_A_HOST = {
 _LONGEST_VALUE = 120
 _MOST_LINES = 12
 
-Ranks = Mapping[int, Any]
-"""A value for each rank."""
+Ranks = Mapping[int, Any]  # a value for each rank
 
 
 def flat(values: Mapping[str, Any], at: str = "") -> dict[str, str]:

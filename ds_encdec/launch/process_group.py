@@ -37,8 +37,7 @@ _CHANGED = (
 ENOUGH_OPEN_FILES = 1 << 16
 GLOO_GROUPS = 3
 """The most groups that connect every rank with every other: the host's, its background, and DeepSpeed's on CPUs."""
-OWN_OPEN_FILES = 512
-"""The most files that a rank opens besides its connections."""
+OWN_OPEN_FILES = 512  # the most files that a rank opens besides its connections
 
 
 def choose_device(

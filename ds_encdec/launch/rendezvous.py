@@ -32,12 +32,10 @@ from ds_encdec.launch.peers import is_broken_connection
 from ds_encdec.launch.preemption import awaited, end_process
 from ds_encdec.launch.world import World
 
-COMPANY_SECONDS = 1.0
-"""How long after a rank's error those of others, mostly the same one, may still come."""
+COMPANY_SECONDS = 1.0  # how long after a rank's error those of others, mostly the same one, may still come
 REPORT_SECONDS = 20.0
 """How long rank 0 keeps the store for others, which may still import torch, to read how the rendezvous ended."""
-LEAVE_SECONDS = 5.0
-"""How long the main thread may take to leave a connection that is known to have failed."""
+LEAVE_SECONDS = 5.0  # how long the main thread may take to leave a connection that is known to have failed
 
 _joined: Counter[tuple[str, int]] = Counter()
 """How often this process has joined a rendezvous of a name: the store may be an older one's."""

@@ -26,8 +26,7 @@ from ds_encdec.launch.disk import NO_SPACE, cpu_line, installed_versions, write_
 from ds_encdec.launch.preemption import BY_FILE
 from ds_encdec.launch.world import World
 
-_REASON_ON_A_FULL_DISK = 1000
-"""Characters that keep `run.json` within the block that it has."""
+_REASON_ON_A_FULL_DISK = 1000  # characters that keep `run.json` within the block that it has
 
 
 class RunFolderGoneError(CheckpointError):

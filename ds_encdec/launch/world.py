@@ -12,10 +12,8 @@ from typing import Any
 
 from ds_encdec.base.types import ConfigError
 
-SINGLE_PROCESS = "python"
-"""Launcher name of a process without a launcher: `python ds_encdec/train.py`."""
-DEFAULT_PORT = "29500"
-"""The port of the rendezvous if none is set; torchrun and DeepSpeed take it, too."""
+SINGLE_PROCESS = "python"  # launcher name of a process without a launcher: `python ds_encdec/train.py`
+DEFAULT_PORT = "29500"  # the port of the rendezvous if none is set; torchrun and DeepSpeed take it, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,7 @@ class World:
 _REQUIRED = {name: name.upper() for name in ("rank", "local_rank", "world_size", "master_addr", "master_port")}
 """Fields of a World without which the place is unknown → the environment variable that most launchers set for it."""
 
-Reader = Callable[[Mapping[str, str]], str]
-"""Reads a field of a World from an environment; returns "" if it is missing."""
+Reader = Callable[[Mapping[str, str]], str]  # reads a field of a World from an environment; returns "" if it is missing
 
 
 @dataclass(frozen=True, slots=True)
