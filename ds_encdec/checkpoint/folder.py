@@ -9,8 +9,7 @@ at any moment leaves the earlier folder or the new one, and `clear_leftovers` re
       latest, best, final -> step-…    our pointers (symbolic links)
       abandoned-step-…-DATE/   later than the step to which the run went back; never read again
 
-Only rank 0 changes it. `.removed-…` is a checkpoint that is being deleted.
-"""
+Only rank 0 changes it. `.removed-…` is a checkpoint that is being deleted."""
 
 from __future__ import annotations
 
@@ -54,10 +53,8 @@ def begin(final: Path) -> Path:
 
 
 def rename_into_place(final: Path) -> Path:
-    """Rename `unfinished(final)`, which is durable, and return an earlier folder's new path.
-
-    Raises OSError; then an earlier folder is unchanged.
-    """
+    """Rename `unfinished(final)`, which is durable, and return an earlier folder's new path. Raises OSError; then an
+    earlier folder is unchanged."""
     replaced = final.with_name(f"{_REPLACED}{final.name}")
     if final.exists():
         delete(replaced)  # an earlier deletion may have failed
@@ -99,12 +96,10 @@ def delete(path: Path) -> None:
 
 @contextmanager
 def written_whole(out: Path, *, replace: bool = False) -> Iterator[tuple[Path, Writing]]:
-    """Yield an empty folder, which is named `out` at the end or removed after an error, and its Writing.
-
-    Call its `require_space` with the bytes to come. The next attempt repairs the leftovers of a kill. Raises
-    CheckpointError if `out` exists and is not empty, unless it is to be replaced, and DiskRefusedError if the file
-    system takes no more.
-    """
+    """Yield an empty folder, which is named `out` at the end or removed after an error, and its Writing. Call its
+    `require_space` with the bytes to come. The next attempt repairs the leftovers of a kill. Raises CheckpointError if
+    `out` exists and is not empty, unless it is to be replaced, and DiskRefusedError if the file system takes no
+    more."""
     parent = out.absolute().parent
     writing = Writing(parent, str(out), "Free space there, or name a folder on another file system.")
     with writing.explain_refusals():
@@ -142,9 +137,7 @@ class CheckpointFolder:
 
     def commit(self, step: int, pointers: Sequence[str]) -> None:
         """Make the sealed `step-N.tmp` visible, point `latest` and `pointers` at it, delete checkpoints beyond `keep`.
-
-        Raises OSError; then an earlier checkpoint of the step is unchanged. Later errors are only warnings.
-        """
+        Raises OSError; then an earlier checkpoint of the step is unchanged. Later errors are only warnings."""
         final = self.at(step)
         # New links may need space; moving them over the old ones does not.
         links = {name: _new_link(self.path / name, final.name) for name in ("latest", *pointers)}
@@ -154,9 +147,7 @@ class CheckpointFolder:
                 os.replace(link, self.path / name)
             flush_folder(self.path)
         except OSError as error:
-            logger.warning(
-                "%s is saved, but not all of %s could be pointed at it: %s", final.name, ", ".join(links), error
-            )
+            logger.warning("%s is saved, but not all of %s point at it: %s", final.name, ", ".join(links), error)
         try:
             delete(replaced)
             pointed = {link.resolve() for name in _POINTERS if (link := self.path / name).exists()}
@@ -245,7 +236,7 @@ class Checkpoint:
             return TrainingState.from_dict(self.read_json("trainer.json")["state"])
         except (TypeError, AttributeError) as error:
             path = self.path / "trainer.json"
-            raise DamagedCheckpointError(f"{path}: `state` is not what ds_encdec writes: {error}.") from error
+            raise DamagedCheckpointError(f"{path}: `state` was not written by ds_encdec: {error}.") from error
 
 
 class CheckpointJson(dict[str, Any]):
@@ -259,18 +250,16 @@ class CheckpointJson(dict[str, Any]):
         except (OSError, ValueError) as error:
             raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
         if not isinstance(content, dict):
-            raise DamagedCheckpointError(f"{path} holds no mapping: it is not what ds_encdec writes.")
+            raise DamagedCheckpointError(f"{path} holds no mapping, so ds_encdec did not write it.")
         super().__init__(content)
 
     def __missing__(self, key: str) -> Any:
-        raise DamagedCheckpointError(f"{self._path} has no {key!r}: it is not what ds_encdec writes.")
+        raise DamagedCheckpointError(f"{self._path} has no {key!r}, so ds_encdec did not write it.")
 
 
 def verify_checkpoints(path: Path) -> Iterator[Checkpoint]:
     """Yield every whole checkpoint at `path` (one, or those of a run or folder) by step, after hashing all its files.
-
-    Raises CheckpointError at the end for damaged ones, naming a file of each, and at once without a checkpoint.
-    """
+    Raises CheckpointError at the end for damaged ones, naming a file of each, and at once without a checkpoint."""
     path = path.expanduser().resolve()
     damage = []
     found = {} if os.path.lexists(path / MANIFEST) else committed_steps(path / "checkpoints") or committed_steps(path)

@@ -1,10 +1,8 @@
-"""Saves checkpoints, and finds the one from which a run continues. folder.py has their folder.
-
-A save has two parts. On the main thread every rank makes its staging copy (`Engine.stage`), which pauses training. Then
-each rank writes, flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest, and
-renames `step-N.tmp`. This part runs in a thread of every rank or at once, with a gloo group that nothing else uses. If
-a disk refuses the files, the save fails alike on all ranks, and the run goes on with its earlier checkpoints.
-"""
+"""Saves checkpoints, and finds the one from which a run continues. folder.py has their folder. A save has two parts. On
+the main thread every rank makes its staging copy (`Engine.stage`), which pauses training. Then each rank writes,
+flushes and hashes its own files, rank 0 gathers the records, writes the rest and the manifest, and renames
+`step-N.tmp`. This part runs in a thread of every rank or at once, with a gloo group that nothing else uses. If a disk
+refuses the files, the save fails alike on all ranks, and the run goes on with its earlier checkpoints."""
 
 import dataclasses
 import logging
@@ -38,25 +36,21 @@ from ds_encdec.launch.host_collectives import HostCollectives
 
 logger = logging.getLogger(__name__)
 
+# Writes all files of a checkpoint but the engine's into a folder; called on rank 0, in any thread.
 WriteRest = Callable[[Path], None]
-"""Writes all files of a checkpoint but the engine's into a folder; called on rank 0, in any thread."""
 
-MAKE_ROOM = "Free space there, or lower training.save_total_limit."
-"""Advice if a disk is too small for checkpoints."""
+MAKE_ROOM = "Free space there, or lower training.save_total_limit."  # advice if a disk is too small for checkpoints
 
 
-Stage = Callable[..., StagedSave]
-"""`Engine.stage`."""
+Stage = Callable[..., StagedSave]  # `Engine.stage`
 
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """The outcome of a save; equal on all ranks but for the seconds.
-
-    `blocked_seconds`: how long this rank's training was paused. `seconds`: from the staging copy to the commit, or 0.
-    `problem`: None, or why there is no such checkpoint. `failures`: saves in a row that failed, with this one.
-    `newest_step`: of the newest checkpoint from which the run can continue, if any.
-    """
+    """The outcome of a save; equal on all ranks but for the seconds. `blocked_seconds`: how long this rank's training
+    was paused. `seconds`: from the staging copy to the commit, or 0. `problem`: None, or why there is no such
+    checkpoint. `failures`: saves in a row that failed, with this one. `newest_step`: of the newest checkpoint from
+    which the run can continue, if any."""
 
     state: TrainingState
     blocked_seconds: float
@@ -97,7 +91,7 @@ class CheckpointManager:
         if blind := [rank for rank, (_, sees) in enumerate(seen) if not sees]:
             who = ranks_in_words(blind, {rank: where.partition(" ")[0] for rank, (where, _) in enumerate(seen)})
             raise CheckpointError(
-                f"infra.output_dir: {self.folder} is not shared: what rank 0 writes there is not seen by {who}. "
+                f"infra.output_dir: {self.folder} is not shared: {who} cannot see the files of rank 0. "
                 "Use a folder on a file system that all nodes mount."
             )
         # One rank of each machine tries to write, for all of that machine.
@@ -184,10 +178,8 @@ class CheckpointManager:
                 logger.info("saved step %d", outcome.state.global_step)
 
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
-        """Make `checkpoint`, from which the run continues, the newest of this folder; return its state here.
-
-        Later steps become `abandoned-…`. Another run's best is not here: the first evaluated one becomes the best.
-        """
+        """Make `checkpoint`, from which the run continues, the newest of this folder; return its state here. Later
+        steps become `abandoned-…`. Another run's best is not here: the first evaluated one becomes the best."""
         self._newest_step = checkpoint.manifest.step
 
         def go_back() -> bool:
@@ -248,14 +240,11 @@ def find_checkpoint(
     at_most: int | None = None,
 ) -> Checkpoint | None:
     """Return the checkpoint to resume from, verified by all ranks (a collective: every rank calls it), or None.
-
     `folder`: the run's own checkpoints. `resume`: None, `auto` (the newest whole one there; damaged ones are skipped
     with a warning), or a path. Rank 0 calls `accept` once the manifest and the small files are verified; its error ends
-    the search, before gigabytes are hashed. `at_most`: under `auto`, the latest step that counts.
-
-    Raises CheckpointError if the named one is damaged, or another run's while this folder has some of its own; and if
-    under `auto` all are damaged: a new run would overwrite them.
-    """
+    the search, before gigabytes are hashed. `at_most`: under `auto`, the latest step that counts. Raises
+    CheckpointError if the named one is damaged, or another run's while this folder has some of its own; and if under
+    `auto` all are damaged: a new run would overwrite them."""
     if resume is None:
         return None
     newest_first = collectives.on_rank_zero(lambda: sorted(committed_steps(folder).items(), reverse=True))
@@ -266,8 +255,7 @@ def find_checkpoint(
         if candidates and path not in candidates:
             raise CheckpointError(
                 f"{path} is not one of this run's checkpoints, of which {folder} holds {len(candidates)} "
-                f"(newest: {candidates[0].name}). Two runs in one folder would be mixed up: choose another "
-                "infra.output_dir to go on from it, or resume one of this folder's own."
+                f"(newest: {candidates[0].name}). Choose another infra.output_dir, or resume one of these."
             )
         return _verified(path, collectives, accept)
     for path in candidates:
@@ -279,8 +267,8 @@ def find_checkpoint(
     if candidates:
         which = f"none of its {len(candidates)} checkpoints is" if candidates[1:] else "its only checkpoint is not"
         raise CheckpointError(
-            f"{folder}: {which} whole (the warnings above say why). "
-            "Restore one, or start a new run in another infra.output_dir."
+            f"{folder}: {which} whole; see the warnings above. Restore one, or start a new run in another "
+            "infra.output_dir."
         )
     return None
 

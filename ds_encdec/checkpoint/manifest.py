@@ -1,7 +1,5 @@
-"""The manifest of a checkpoint: every file with its size and SHA-256, and a SHA-256 of the manifest's own content.
-
-It is written last, so a folder without one is no checkpoint, and checked before anything is unpickled.
-"""
+"""The manifest of a checkpoint: every file with its size and SHA-256, and a SHA-256 of the manifest's own content. It
+is written last, so a folder without one is no checkpoint, and checked before anything is unpickled."""
 
 import hashlib
 import json
@@ -96,7 +94,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         if version != FORMAT_VERSION:
             raise ValueError(f"its format version is {version!r:.40}; this version of ds_encdec reads {FORMAT_VERSION}")
         if content.pop("sha256", None) != _content_hash(content):
-            raise ValueError("its SHA-256 of itself is another, so it was changed or damaged")
+            raise ValueError("its own SHA-256 does not match, so it was changed or damaged")
         return TypeAdapter(Manifest).validate_python(content)
     except (FileNotFoundError, NotADirectoryError) as error:
         problem = f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}."
@@ -148,7 +146,7 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
         try:
             size = path.stat().st_size
             if size != record.num_bytes:
-                raise DamagedCheckpointError(f"{path}: {size} bytes, but the manifest says {record.num_bytes}.")
+                raise DamagedCheckpointError(f"{path}: {size} bytes, but {record.num_bytes} in the manifest.")
             with open_plain(path) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:

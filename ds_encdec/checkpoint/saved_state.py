@@ -1,11 +1,9 @@
 """Reads ranges of a checkpoint's tensors without the engine that wrote them; zero_state.py reads DeepSpeed's files.
-
 This module reads torch.distributed.checkpoint's on one rank and without a process group. `dcp/.metadata` is a pickle,
 of which only the few plain classes are loaded that DCP itself puts there. It lists every tensor as *chunks*, each a
 block of the full tensor, with the place of each in a `.distcp` file. A chunk is an archive of `torch.save`: a zip file
 whose entry `…/data/0` is the tensor's memory, stored as it is. torch's own reader loads whole chunks; this one reads
-only the bytes of the range, straight into the result, so that many ranks can share the files of few.
-"""
+only the bytes of the range, straight into the result, so that many ranks can share the files of few."""
 
 from __future__ import annotations
 
@@ -30,10 +28,9 @@ from torch.distributed.checkpoint.utils import _ReaderView
 from ds_encdec.base.types import MOMENTS, CheckpointError, SavedState, StateKind, WeightSource
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, read_record
 
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-"""Header before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)."""
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # header before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)
+# Errors of reading a damaged archive; the last two come from names of no encoding and later versions of the format.
 _UNREADABLE = (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError)
-"""Errors of reading a damaged archive; the last two come from names of no encoding and later versions of the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +173,7 @@ def _chunk_reader(
     return copy
 
 
+# Classes that DCP's writer puts into `.metadata`, by module: data, and constructors of data.
 _PLAIN = {
     "torch": {"Size", "float64", "float32", "float16", "bfloat16"},
     "torch.serialization": {"_get_layout"},
@@ -193,7 +191,6 @@ _PLAIN = {
     "pathlib": {"PosixPath"},
     "pathlib._local": {"PosixPath"},  # its place in Python 3.13
 }
-"""Classes that DCP's writer puts into `.metadata`, by module: data, and constructors of data."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -6,8 +6,7 @@ so that half a copy never counts as a whole one. A failed copy is a warning, and
 the end. Only replaced files are deleted there.
 
 A launcher ends all ranks soon after one exits with an error code, so the ranks of a run that is asked to stop wait
-together for rank 0's copies. A run that fails does not wait: its folder has the saved files.
-"""
+together for rank 0's copies. A run that fails does not wait: its folder has the saved files."""
 
 import logging
 import re
@@ -26,8 +25,7 @@ from ds_encdec.launch.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-_LAST = ("config.json", MANIFEST)
-"""Files without which a folder does not count as whole, in the order of the search."""
+_LAST = ("config.json", MANIFEST)  # files without which a folder does not count as whole, in the order of the search
 
 
 class Uploads(Callback):
@@ -51,8 +49,8 @@ class Uploads(Callback):
             return
         if is_taken:
             raise ConfigError(
-                f"infra.upload_to: {self._shown} holds the copies of a run already (run.json). Name another folder for "
-                "this one; or, to continue that run, copy its checkpoints/step-N back and name it in `--resume`"
+                f"infra.upload_to: {self._shown} already holds the copies of a run (run.json). Name another folder or, "
+                "to continue that run, copy its checkpoints/step-N back and name it in `--resume`."
             )
 
     def after_save(self, state: TrainingState, checkpoint: Path) -> None:

@@ -11,8 +11,7 @@ No code that a file names is run. The files are mapped, not read: a range costs 
 
 Beside each are its `exp_avg` and `exp_avg_sq`, of the same length. Rank 0's model states have names and shapes, in the
 order of the parameters. Frozen parameters have only weights, in the compute dtype: in rank 0's model states, or under
-stage 3, cut like all parameters, in every rank's.
-"""
+stage 3, cut like all parameters, in every rank's."""
 
 from __future__ import annotations
 
@@ -35,10 +34,9 @@ from ds_encdec.checkpoint.saved_state import DcpState, Fragment, FragmentedState
 from ds_encdec.engine.protocol import TAG, EngineRecord, Piece, end_to_end, own_parts, read_record
 from ds_encdec.registry.engines import STATE_FORMATS, ByEngine
 
-_Tensors = Mapping[str, Tensor]
-"""Flat tensors of one length: `weight`, and the moments if there are any."""
+_Tensors = Mapping[str, Tensor]  # flat tensors of one length: `weight`, and the moments if there are any
+# A piece of a parameter, and the part of a file that has it at the piece's offset.
 _Placed = tuple[Piece, Callable[[], _Tensors]]
-"""A piece of a parameter, and the part of a file that has it at the piece's offset."""
 
 
 class ZeroState(FragmentedState):
@@ -108,12 +106,10 @@ def _frozen(folder: Path, record: EngineRecord, stage: int, numels: Mapping[str,
 
 
 class _Parts:
-    """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened on demand.
-
-    A rank loads from few files. The first rank's gives the layout of all, since a group's parts have the same size:
-    `sizes`, the elements of a part of each group, padding included, and `alignments`, the padding behind each parameter
-    of each group, empty if they are not aligned.
-    """
+    """The optimizer states of all ranks, stages 1 to 3: one file per rank, opened on demand. A rank loads from few
+    files. The first rank's gives the layout of all, since a group's parts have the same size: `sizes`, the elements of
+    a part of each group, padding included, and `alignments`, the padding behind each parameter of each group, empty if
+    they are not aligned."""
 
     def __init__(self, folder: Path, stage: int, world_size: int) -> None:
         self._stage, self.world_size = stage, world_size
@@ -123,9 +119,7 @@ class _Parts:
             ending = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"  # bf16_… in bfloat16
             found = [path for path in paths if path.name.endswith(ending)]
             if len(found) != 1:
-                raise CheckpointError(
-                    f"{folder}: {len(found)} files of optimizer states of rank {rank}, instead of one"
-                )
+                raise CheckpointError(f"{folder}: {len(found)} files of optimizer states of rank {rank}, not one")
             self._files += found
         self._opened = {0: self._open(0)}
 
@@ -233,9 +227,7 @@ _READERS: ByEngine[Callable[[Path], SavedState]] = ByEngine(deepspeed=ZeroState,
 
 def open_saved_state(checkpoint: Path, *, verified: bool = False) -> SavedState:
     """Open the weights and optimizer state in a committed checkpoint, whose files are hashed first unless `verified`.
-
-    Opening unpickles some. Raises CheckpointError, naming the file, for damage or an unknown format.
-    """
+    Opening unpickles some. Raises CheckpointError, naming the file, for damage or an unknown format."""
     if not verified:
         verify_checkpoint(checkpoint)
     written_as = read_record(checkpoint).format

@@ -1,7 +1,5 @@
-"""Checkpoints of adapters (model.lora): their base, the merged model, and a folder for peft.
-
-`model/base.json` records the base, which readers need: its place, seed, and the SHA-256 of its weight files.
-"""
+"""Checkpoints of adapters (model.lora): their base, the merged model, and a folder for peft. `model/base.json` records
+the base, which readers need: its place, seed, and the SHA-256 of its weight files."""
 
 from __future__ import annotations
 
@@ -61,10 +59,8 @@ def one_base(records: Sequence[dict[str, Any] | None]) -> None:
 
 
 def opened_base(checkpoint: Path, section: ModelConfig, option: str, *, hashed: bool = True) -> Base:
-    """Return the base of the adapters in `checkpoint`, from the place in `section`; `option` can name another.
-
-    Raises CheckpointError if it is not there or, if `hashed`, has other weights.
-    """
+    """Return the base of the adapters in `checkpoint`, from the place in `section`; `option` can name another. Raises
+    CheckpointError if it is not there or, if `hashed`, has other weights."""
     path = checkpoint / "model" / BASE_RECORD
     try:
         record = read_json(path)
@@ -152,7 +148,7 @@ LoRA adapters (rank {lora.r}, alpha {lora.lora_alpha:g}; {", ".join(lora.target_
 {step:,} steps beside {f"`{place}`" if place else "random weights"}, seed {record["seed"]} (sha256 of the base:
 `{record["sha256"]}`).
 
-peft loads them onto that model in the form of ds_encdec's exports, which bring their code. A decoder-only base
+peft loads them onto that model in the form of ds_encdec's exports, which contain their code. A decoder-only base
 gets that form by `ds-encdec init-model --from BASE --num-sentinel-tokens {config.model.num_sentinel_tokens} --seed
 {record["seed"]} --out FOLDER`.
 

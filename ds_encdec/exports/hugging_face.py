@@ -1,9 +1,7 @@
-"""Exports a checkpoint as a Hugging Face folder, alone or averaged with its neighbours, also at the end of a run.
-
-The folder has the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)` (or
+"""Exports a checkpoint as a Hugging Face folder, alone or averaged with its neighbours, also at the end of a run. The
+folder has the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder, trust_remote_code=True)` (or
 `AutoModel`, for an encoder alone) loads it without ds_encdec and deepspeed. Weights late on a trajectory scatter around
-a better point than any of them (Izmailov et al., arXiv 1803.05407), hence the mean of a run's last checkpoints.
-"""
+a better point than any of them (Izmailov et al., arXiv 1803.05407), hence the mean of a run's last checkpoints."""
 
 from __future__ import annotations
 
@@ -41,16 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENCODER_REMOTE_CODE = (configuration, precision, attention_kernels, attention, encoder)
+# Modules copied into the folder. They import each other relatively, and nothing else of ds_encdec.
 REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss_kernel, loss, modeling)
-"""Modules copied into the folder. They import each other relatively, and nothing else of ds_encdec."""
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "encoder.Qwen3EncoderModel"}
 
-MIN_AVERAGED = 3
-"""Fewest checkpoints of a run whose mean is written at its end."""
-_MAX_GAP = 2
-"""Largest gap between neighbours in `training.save_steps`: two, because one save may have failed."""
+MIN_AVERAGED = 3  # fewest checkpoints of a run whose mean is written at its end
+_MAX_GAP = 2  # largest gap between neighbours in `training.save_steps`: two, because one save may have failed
 
 
 def export_hf(
@@ -66,13 +62,11 @@ def export_hf(
     replace: bool = False,
 ) -> None:
     """Write the folder `out`: weights (safetensors, tied ones once), configuration, code, tokenizer and model card.
-
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
     `longest_text` tokens (None: the number of positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are read, converted
     to `dtype` and written one by one, into files of at most `max_shard_bytes`. The folder appears complete or not at
     all; `replace` and errors: see `written_whole`. Raises ConfigError if the code does not fit the installed
-    transformers.
-    """
+    transformers."""
     is_encoder = isinstance(config, Qwen3EncoderConfig)
     if not is_encoder:
         check_cache(config)
@@ -104,10 +98,8 @@ def export_hf(
 
 
 def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: int) -> None:
-    """Make an encoder's folder one for `SentenceTransformer(folder, trust_remote_code=True)` of version 3 or later.
-
-    A text's embedding is the mean of its tokens' states, of length 1.
-    """
+    """Make an encoder's folder one for `SentenceTransformer(folder, trust_remote_code=True)` of version 3 or later. A
+    text's embedding is the mean of its tokens' states, of length 1."""
     modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
     listed = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
@@ -134,10 +126,8 @@ def export_checkpoint(
     replace: bool = False,
     base: str | None = None,
 ) -> None:
-    """Export a committed checkpoint of any engine, with a model card about its run. Raises CheckpointError.
-
-    `replace`: replace an earlier export at `out` once this one is complete. `base`: the adapters' base, if moved.
-    """
+    """Export a committed checkpoint of any engine, with a model card about its run. Raises CheckpointError. `replace`:
+    replace an earlier export at `out` once this one is complete. `base`: the adapters' base, if moved."""
     path = Path(checkpoint).expanduser().resolve()
     words = f"checkpoint `{path.name}`"
     _export_mean(
@@ -193,12 +183,8 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
         found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
         if len(found) < MIN_AVERAGED:
             if run.averaged.exists():
-                logger.warning(
-                    "%s is the mean of an earlier end of this run: %s in a row cannot give "
-                    "another. `ds-encdec average` takes 2.",
-                    run.averaged,
-                    count(found, "checkpoint"),
-                )
+                few = f"{count(found, 'checkpoint')} in a row are too few for another. `ds-encdec average` needs 2"
+                logger.warning("%s is the mean of an earlier end of this run: %s.", run.averaged, few)
             return
         logger.info(
             "Averaging the last checkpoints: rank 0 reads %s MB. This may be interrupted.",
@@ -222,13 +208,11 @@ def average_checkpoints(
     replace: bool = False,
     base: str | None = None,
 ) -> list[int]:
-    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, adapters merged into `base`.
-
-    Any engines may have saved them. Sums and quotients are float32, in the order of the steps, before the result is
-    rounded to `dtype`; two full parameters are in memory at a time. `out`: see `export_hf`; `replace`: see
-    `export_checkpoint`. Card, tokenizer and configuration are those of the newest checkpoint. Returns the averaged
-    steps. Raises CheckpointError for fewer than two checkpoints, damaged ones, and different models.
-    """
+    """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, adapters merged into `base`. Any engines
+    may have saved them. Sums and quotients are float32, in the order of the steps, before the result is rounded to
+    `dtype`; two full parameters are in memory at a time. `out`: see `export_hf`; `replace`: see `export_checkpoint`.
+    Card, tokenizer and configuration are those of the newest checkpoint. Returns the averaged steps. Raises
+    CheckpointError for fewer than two checkpoints, damaged ones, and different models."""
     checkpoints = last_checkpoints(run.checkpoints, last)
     if len(checkpoints) < 2:
         problem = f"{run.root} has {len(checkpoints)} in a row. training.save_total_limit says how many a run keeps."
@@ -252,10 +236,8 @@ def average_checkpoints(
 
 
 def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
-    """Return step → path of the newest committed checkpoints in a row, at most `last`, oldest first.
-
-    A gap ends the row: an older one was kept for being the best, and may be far from the run's present weights.
-    """
+    """Return step → path of the newest committed checkpoints in a row, at most `last`, oldest first. A gap ends the
+    row: an older one was kept for being the best, and may be far from the run's present weights."""
     row: list[tuple[int, Path]] = []
     for step, path in sorted(committed_steps(folder).items(), reverse=True)[:last]:
         if row and row[-1][0] - step > _MAX_GAP * load_saved(row[-1][1] / "config.yaml").training.save_steps:
@@ -279,10 +261,8 @@ def hand_over(run: RunFolder, folder: Path) -> None:
 
 
 def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool) -> None:
-    """Write a complete run's float32 weights to `export/final`, or with `load_best_model_at_end` to `export/best`.
-
-    An earlier export that is no older stays, unless the run `has_trained` now. Errors are only logged.
-    """
+    """Write a complete run's float32 weights to `export/final`, or with `load_best_model_at_end` to `export/best`. An
+    earlier export that is no older stays, unless the run `has_trained` now. Errors are only logged."""
     name = "best" if training.load_best_model_at_end else "final"
     if name == "best" and not (run.checkpoints / name).exists():
         logger.warning("load_best_model_at_end: no checkpoint of this run was evaluated, so the last one is exported.")

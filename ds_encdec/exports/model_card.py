@@ -21,11 +21,10 @@ from ds_encdec.registry.objectives import CHAT, template_parts
 
 _TEMPLATE = Path(__file__).with_name("model_card.md.j2")
 
-EARLIER_TRANSFORMERS = "4.57"
-"""Loads exports as well, though nothing else here runs under it."""
+EARLIER_TRANSFORMERS = "4.57"  # loads exports as well, though nothing else here runs under it
 
+# Fields that a card copies from the card of its base model, if this machine has that.
 _INHERITED = ("license", "license_name", "license_link", "language")
-"""Fields that a card copies from the card of its base model, if this machine has that."""
 
 
 def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
@@ -48,9 +47,7 @@ def model_card(
     forms: Sequence[str] = (),
 ) -> str:
     """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder.
-
-    `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`, `CHAT`).
-    """
+    `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`, `CHAT`)."""
     model, data, training = config.model, config.data, config.training
     sources = data.mixture or [data]
     names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
@@ -89,11 +86,9 @@ def _card(
     rows: Mapping[str, str], config: FullConfig | None, encoder_only: bool = False, *, is_chat: bool = False
 ) -> str:
     """Return the card of a model that `config` trained, or (None) of an untrained one. `is_chat`: all its inputs were
-    conversations.
-
-    The header names only what can be on the hub; licence and language are those of the model that the run started from.
-    The whole model has no `pipeline_tag`: transformers 5 has no pipeline for encoder-decoders of text.
-    """
+    conversations. The header names only what can be on the hub; licence and language are those of the model that the
+    run started from. The whole model has no `pipeline_tag`: transformers 5 has no pipeline for encoder-decoders of
+    text."""
     objective, prompt = "ul2", "The capital of France is <extra_id_0>."
     if config is not None and config.data.objective == "sft":
         parts = template_parts(config.data.input_template)

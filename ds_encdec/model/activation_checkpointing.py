@@ -8,8 +8,7 @@ another: the documents' boundaries and the longest of them reach it as variable 
 Offload copies all that autograd saves inside a layer to the host after the layer, and back before its backward pass. On
 a GPU a second stream copies while other layers compute; at most two layers' activations are on the device. The
 computing stream waits for a layer's copies before its tensors are freed, and the copying stream for all computation
-before it takes memory again. With `record_stream` instead, the host, which runs ahead, would allocate memory twice.
-"""
+before it takes memory again. With `record_stream` instead, the host, which runs ahead, would allocate memory twice."""
 
 import dataclasses
 import weakref
@@ -37,21 +36,21 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 Forward = Callable[..., Tensor]
 
+# Parts of the names of attention kernels: aten's, torch's varlen_attn, flash-attn's.
 _ATTENTION_NAMES = ("attention", "attn")
-"""Parts of the names of attention kernels: aten's, torch's varlen_attn, flash-attn's."""
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# Inductor recomputes cheap operations (halves of rotated heads, merged rows) at each use, instead of writing their
+# results to memory: less traffic (tests/bench/test_bench_scripts.py).
 _FUSED: dict[str, Any] = {
     "force_pointwise_cat": True,
     "realize_reads_threshold": 64,
     "realize_opcount_threshold": 400,
     "realize_acc_reads_threshold": 64,
 }
-"""Inductor recomputes cheap operations (halves of rotated heads, merged rows) at each use, instead of writing their
-results to memory: less traffic (tests/bench/test_bench_scripts.py)."""
+# The most graphs of layers that torch makes: 4 for each pair of buffer sizes, for two kinds of layers, in training and
+# in evaluation.
 GRAPHS = 32
-"""The most graphs of layers that torch makes: 4 for each pair of buffer sizes, for two kinds of layers, in training and
-in evaluation."""
 
 
 def apply_activation_checkpointing(
@@ -129,8 +128,8 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._side = device, torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Layers whose tensors stay on the device after their forward pass, so that nothing waits for the copies.
         self.layers_on_their_way = 0 if self._side is None else 1
-        """Layers whose tensors stay on the device after their forward pass, so that nothing waits for the copies."""
 
     def run(self, copy: Callable[[], None]) -> Any:
         """Copy after all computation so far; return the argument for `wait`."""

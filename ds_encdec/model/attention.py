@@ -1,10 +1,7 @@
-"""Attention of the encoder-decoder, for flat packed buffers and for ordinary padded batches.
-
-A *layout* decides which positions see which; layers call both layouts alike. The decoder's merged attention (T5Gemma 2,
-arXiv 2512.14856) is one softmax over the encoder's output and the decoder's own past, under a causal mask aligned to
-the bottom right corner. Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads,
-head_dim].
-"""
+"""Attention of the encoder-decoder, for flat packed buffers and for ordinary padded batches. A *layout* decides which
+positions see which; layers call both layouts alike. The decoder's merged attention (T5Gemma 2, arXiv 2512.14856) is one
+softmax over the encoder's output and the decoder's own past, under a causal mask aligned to the bottom right corner.
+Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim]."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ from torch.nn import functional as F
 
 from .attention_kernels import BY_DOCUMENT, AttentionKernel, Segments, masked_attention
 
-_SEGMENTS_MULTIPLE = 8
-"""The number of segments is rounded up to a multiple: with few different sizes, memory is reused."""
+_SEGMENTS_MULTIPLE = 8  # the number of segments is rounded up to a multiple: with few different sizes, memory is reused
 
 
 @dataclass(frozen=True)
@@ -34,8 +30,7 @@ class PackedLayout:
     | encoder, merged | Segments | encoder self-attention; decoder queries over [encoder ; decoder] keys |
     | encoder_positions, decoder_positions | int64 [Te], [Td] | position within the document |
     | merge_index | int64 [Te + Td] | gathers [all encoder ; all decoder] rows into [encoder ; decoder] per document |
-    | split_index | int64 [Te + Td] | gathers them back |
-    """
+    | split_index | int64 [Te + Td] | gathers them back |"""
 
     encoder: Segments
     merged: Segments
@@ -44,8 +39,7 @@ class PackedLayout:
     merge_index: Tensor
     split_index: Tensor
     kernel: AttentionKernel = BY_DOCUMENT
-    dropout: float = 0.0
-    """Share of the attention weights that is set to zero; the others are scaled up for it."""
+    dropout: float = 0.0  # share of the attention weights that is set to zero; the others are scaled up for it
 
     @classmethod
     def build(
@@ -187,7 +181,4 @@ Layout = PackedLayout | PaddedLayout
 def _check_mask(name: str, mask: Tensor | None, length: int) -> None:
     """Raise ValueError for a mask of another length, which might fit by broadcasting, or of more dimensions."""
     if mask is not None and (mask.dim() != 2 or mask.shape[1] != length):
-        raise ValueError(
-            f"{name} has shape {list(mask.shape)}: needed is [batch, {length}], a column for each token, those in the "
-            "cache included"
-        )
+        raise ValueError(f"{name} has shape {list(mask.shape)}. Give [batch, {length}]; cached tokens count.")

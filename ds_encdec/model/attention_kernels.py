@@ -1,9 +1,7 @@
 """Attention over packed documents: a table of kernels, of which the first that fits a device and dtype is taken.
-
 Queries of a document see its keys and no others, if causal under a mask aligned to the bottom right. GPU kernels are
 operators inside a graph of torch.compile, which lengths reach as tensors or as sizes of tensors, never as constants;
-one call per document ends a graph. A GPU kernel is taken only if it agrees with that on a few documents.
-"""
+one call per document ends a graph. A GPU kernel is taken only if it agrees with that on a few documents."""
 
 from __future__ import annotations
 
@@ -32,9 +30,9 @@ except ImportError:
 
 logger = logging.getLogger(__name__)
 
+# Documents share a call up to this product of all their queries and all their keys: on a CPU a call costs about as much
+# as 4,096 masked scores.
 _JOINED_SCORES = 4096
-"""Documents share a call up to this product of all their queries and all their keys: on a CPU a call costs about as
-much as 4,096 masked scores."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +61,12 @@ class MaskedCall:
 
 
 class Segments:
-    """The places of each document's queries and keys in their flat buffers.
-
-    `query_cu_seqlens`, `key_cu_seqlens`: int32 [S + 1] on the device, over the whole buffers: documents, a few empty
-    segments, and the padding tail. `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`,
-    `key_tail`: tokens of padding. `longest_query`, `longest_key`: empty tensors [n, 0] for longest segments of n
-    tokens, padding included: to compiled code a size may be a variable, but a number is a constant. Not a dataclass, in
-    each field of which FSDP2 would look for gradients, around every layer.
-    """
+    """The places of each document's queries and keys in their flat buffers. `query_cu_seqlens`, `key_cu_seqlens`: int32
+    [S + 1] on the device, over the whole buffers: documents, a few empty segments, and the padding tail.
+    `query_lengths`, `key_lengths`: the documents' tokens, on the host; `query_tail`, `key_tail`: tokens of padding.
+    `longest_query`, `longest_key`: empty tensors [n, 0] for longest segments of n tokens, padding included: to compiled
+    code a size may be a variable, but a number is a constant. Not a dataclass, in each field of which FSDP2 would look
+    for gradients, around every layer."""
 
     def __init__(
         self,
@@ -124,8 +120,8 @@ class KernelQuery:
     dropout: float = 0.0
 
 
+# q [Tq, heads, D], k and v [Tk, key_value_heads, D], their segments, causal, dropout → like q.
 Attend = Callable[[Tensor, Tensor, Tensor, Segments, bool, float], Tensor]
-"""q [Tq, heads, D], k and v [Tk, key_value_heads, D], their segments, causal, dropout → like q."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +132,9 @@ class AttentionKernel:
     name: str
     refusal: Callable[[KernelQuery], str]
     attend: Attend
+    # It attends all documents in one call, with memory for their lengths and not for the squares of these.
     is_flash: bool = True
-    """It attends all documents in one call, with memory for their lengths and not for the squares of these."""
-    implementation: str = ""
-    """The implementation to activate in torch's operators; "" for the one that they run anyway."""
+    implementation: str = ""  # the implementation to activate in torch's operators; "" for the one that they run anyway
 
 
 @dataclass(frozen=True)
@@ -257,8 +252,8 @@ def _fa3_refusal(wanted: KernelQuery) -> str:
     return "flash_attn_interface is not installed" if find_spec("flash_attn_interface") is None else ""
 
 
+# The reason why a kernel fails its trial, "" if it passes; each is tried once per process.
 _verdicts: dict[tuple[str, torch.device, torch.dtype, int], str] = {}
-"""The reason why a kernel fails its trial, "" if it passes; each is tried once per process."""
 
 
 def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
@@ -288,8 +283,8 @@ def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
     return _verdicts[key]
 
 
+# Queries and keys of documents: without queries, without anything, of one token, of several blocks of a kernel.
 _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
-"""Queries and keys of documents: without queries, without anything, of one token, of several blocks of a kernel."""
 
 
 @torch.inference_mode(False)
@@ -327,6 +322,7 @@ def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
 
 
 BY_DOCUMENT = AttentionKernel("one call per document", lambda _: "", attend_by_document, is_flash=False)
+# Every kernel, the fastest first. The last one runs everywhere.
 KERNELS = (
     AttentionKernel("FlashAttention 3", _fa3_refusal, attend_in_torch, implementation="FA3"),
     AttentionKernel("torch.nn.attention.varlen", _torch_refusal, attend_in_torch),
@@ -337,4 +333,3 @@ KERNELS = (
     ),
     BY_DOCUMENT,
 )
-"""Every kernel, the fastest first. The last one runs everywhere."""

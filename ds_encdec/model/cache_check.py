@@ -1,8 +1,6 @@
-"""A check that generation with the cache equals generation without, under the installed libraries.
-
-transformers fills and passes the cache by names and rules that its versions change: with 5.24 models that dropped an
-unknown name generated garbage, and nothing failed.
-"""
+"""A check that generation with the cache equals generation without, under the installed libraries. transformers fills
+and passes the cache by names and rules that its versions change: with 5.24 models that dropped an unknown name
+generated garbage, and nothing failed."""
 
 from typing import Any
 

@@ -30,13 +30,11 @@ _DEFAULTS: dict[str, Any] = {
 
 class Qwen3Seq2SeqConfig(PretrainedConfig):
     """Sizes of a Qwen3 layer, the number of layers on either side, and the task's token ids; lengths are in tokens.
-
     `num_hidden_layers` counts decoder layers (generation and its cache use that name), `num_encoder_layers` encoder
     layers, by default as many; both sides share every other size. As in Qwen3, `head_dim` is independent of the other
     sizes. `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …; `mode_token_ids` those of the optional
     tokens that name a denoiser, in the order R1, R2, X1, X2, S. `loss_chunk_tokens`: positions whose logits exist at
-    one time in the packed training form. `use_flash_attention`: allow variable-length flash kernels there on CUDA.
-    """
+    one time in the packed training form. `use_flash_attention`: allow variable-length flash kernels there on CUDA."""
 
     model_type = "qwen3_seq2seq"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # the Trainer adds a list to it

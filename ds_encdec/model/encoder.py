@@ -1,8 +1,6 @@
 """`Qwen3EncoderModel`, a stack of Qwen3 layers with bidirectional attention, and all that the decoder shares with it.
-
 Only a module's own forward pass reads its weights, and each module is called equally often for any packed batch: ZeRO-3
-gathers by module.
-"""
+gathers by module."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, TypeAlias
@@ -24,18 +22,15 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim /
 States: TypeAlias = list[Tensor] | None  # collects the states between layers; None for none
 
 
-NO_ATTENTIONS = (
-    "output_attentions: this model runs fused attention, which never holds its weights; leave it out "
-    "(output_hidden_states is there)"
-)
+NO_ATTENTIONS = "output_attentions: this model's fused attention never holds its weights. Use output_hidden_states."
 
 
 def refuse_unknown(module: nn.Module, given: Mapping[str, Any], known: Collection[str] = ()) -> None:
     """Raise TypeError for arguments that `module` does not know: a dropped cache, say, gives wrong results."""
     if unknown := [name for name, value in given.items() if value is not None and name not in known]:
         raise TypeError(
-            f"{type(module).__name__}.forward() does not know {', '.join(unknown)}. If generate() hands this over, "
-            f"transformers {transformers.__version__} is newer than this code: use a version that its documents name."
+            f"{type(module).__name__}.forward() does not know {', '.join(unknown)}. If generate() passes this, "
+            f"transformers {transformers.__version__} is too new for this code: install an earlier one."
         )
 
 

@@ -1,10 +1,8 @@
-"""Adapters of low rank, which peft puts into the model: y = W x + lora_alpha / r · B (A dropout(x)).
-
-A is drawn as peft draws it, keyed by (seed, name) like all random weights; B is zero, so that a run begins as the model
-it starts from. The frozen matrices may be in 4 bits (NF4 with quantized scales; QLoRA, arXiv 2305.14314), which
-bitsandbytes packs. Packed matrices cannot be sharded or gathered, so they leave the model while an engine wraps it, and
-are filled afterwards, one at a time; every rank holds all of them.
-"""
+"""Adapters of low rank, which peft puts into the model: y = W x + lora_alpha / r · B (A dropout(x)). A is drawn as peft
+draws it, keyed by (seed, name) like all random weights; B is zero, so that a run begins as the model it starts from.
+The frozen matrices may be in 4 bits (NF4 with quantized scales; QLoRA, arXiv 2305.14314), which bitsandbytes packs.
+Packed matrices cannot be sharded or gathered, so they leave the model while an engine wraps it, and are filled
+afterwards, one at a time; every rank holds all of them."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -7,8 +7,7 @@ CPUs with instructions for 16 bits, which round each product's result to 16 bits
 
 Training may optimise more than the reported token losses: label smoothing, (1 - share) * -log p(target) + share *
 mean(-log p); z-loss, its coefficient times the square of the logarithm of the softmax's normaliser (PaLM, arXiv
-2204.02311, section 5); or a user's own loss.
-"""
+2204.02311, section 5); or a user's own loss."""
 
 import logging
 from collections.abc import Callable
@@ -36,12 +35,10 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     own_loss: OwnLoss | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of the optimised losses of `hidden @ weight.T` against `labels`, and the token losses.
-
-    hidden: [T, H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `own_loss`: float32
-    logits [N, V] and labels [N] → float32 [N], optimised instead. Returns a float32 scalar with gradient to hidden and
-    weight, and float32 [T], detached, in nats, 0 where ignored.
-    """
+    """Return the sum of the optimised losses of `hidden @ weight.T` against `labels`, and the token losses. hidden: [T,
+    H]; weight: [V, H], same dtype; labels: int64 [T], -100 where there is no loss. `own_loss`: float32 logits [N, V]
+    and labels [N] → float32 [N], optimised instead. Returns a float32 scalar with gradient to hidden and weight, and
+    float32 [T], detached, in nats, 0 where ignored."""
     extras = Extras(label_smoothing, z_loss)
     with torch.autocast(hidden.device.type, enabled=False):  # autocast would round logits to 16 bits
         return _LinearCrossEntropy.apply(

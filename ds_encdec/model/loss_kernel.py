@@ -1,9 +1,7 @@
 """Losses of rows of logits and their gradients, as one Triton kernel where it runs and as torch operators elsewhere.
-
 The operators read and write the logits about twelve times; the kernel reads each row twice, for its maximum and the sum
 of its exponentials, and to write the gradients. Both compute in float32. A device gets the kernel only if it compiles
-there and agrees with the operators on a few rows.
-"""
+there and agrees with the operators on a few rows."""
 
 import logging
 import math
@@ -21,12 +19,12 @@ except ImportError:  # builds of torch without CUDA lack it
 
 logger = logging.getLogger(__name__)
 
+# Label of a position without loss (`ds_encdec.base.types` holds the same; exported code cannot import it).
 IGNORE_INDEX = -100
-"""Label of a position without loss (`ds_encdec.base.types` holds the same; exported code cannot import it)."""
 
 _BLOCK = 4096
+# Columns that a program works on at one time, 16 for each thread, and its warps: two rows of programs fill an SM.
 _WARPS = 8
-"""Columns that a program works on at one time, 16 for each thread, and its warps: two rows of programs fill an SM."""
 
 
 class Extras(NamedTuple):

@@ -1,12 +1,9 @@
-"""`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint.
-
-The decoder's layers have parameters like the encoder's (encoder.py). Their attention takes its queries from the decoder
-and its keys and values, through the layer's own projections, from the encoder's output *and* the decoder's states,
-under one softmax (merged attention, T5Gemma 2, arXiv 2512.14856). Decoder queries and keys are rotated (RoPE); keys
-from the encoder are normalised but not rotated. Two call forms have equal logits: packed flat buffers
-(`packing=PackedLayout`, training) and Hugging Face's ordinary [batch, length] with masks (`generate`,
-`from_pretrained`).
-"""
+"""`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint. The decoder's layers
+have parameters like the encoder's (encoder.py). Their attention takes its queries from the decoder and its keys and
+values, through the layer's own projections, from the encoder's output *and* the decoder's states, under one softmax
+(merged attention, T5Gemma 2, arXiv 2512.14856). Decoder queries and keys are rotated (RoPE); keys from the encoder are
+normalised but not rotated. Two call forms have equal logits: packed flat buffers (`packing=PackedLayout`, training) and
+Hugging Face's ordinary [batch, length] with masks (`generate`, `from_pretrained`)."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -250,18 +247,16 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         if chosen is not caches[-1] or not isinstance(chosen, EncoderDecoderCache):
             kinds = " and ".join(type(one).__name__ for one in caches)
             raise TypeError(
-                "past_key_values, cache: needed is one EncoderDecoderCache, such as "
-                f"EncoderDecoderCache(DynamicCache(), DynamicCache()), not {kinds}"
+                f"past_key_values, cache: give one EncoderDecoderCache(DynamicCache(), DynamicCache()), not {kinds}."
             )
         if self.training and torch.is_grad_enabled() and self.decoder.layers[0].gradient_checkpointing:
             raise NotImplementedError(
-                "past_key_values: layers that are computed again for gradients would write to the cache twice; call "
-                "eval(), or torch.no_grad(), or gradient_checkpointing_disable()"
+                "past_key_values: gradient checkpointing would write to the cache twice. Call eval(), or "
+                "gradient_checkpointing_disable()."
             )
         if chosen.cross_attention_cache.offloading:
             raise NotImplementedError(
-                "cache_implementation: an offloaded cache keeps the encoder's keys and values in host memory, where "
-                "this model does not fetch them from; use 'dynamic' or 'static'"
+                "cache_implementation: this model does not read an offloaded cache. Use 'dynamic' or 'static'."
             )
         return chosen
 

@@ -1,11 +1,9 @@
 """Names, shapes and number of the model's parameters, which of them a run trains, and the model's operations; no torch.
-
 *Canonical names*, which checkpoints and weight sources use, are those of `Qwen3ForSeq2SeqLM.named_parameters()`. A
 matrix with an adapter keeps its name, although peft calls it `….q_proj.base_layer.weight`; its adapter's are
-`….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`.
-Operations are counted for the MFU (PaLM, arXiv 2204.02311, appendix B): matrix products of real tokens and visible
-pairs, two for each multiplication and addition; not recomputation, normalisation and element-wise work.
-"""
+`….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`. Operations are counted for the MFU (PaLM, arXiv 2204.02311,
+appendix B): matrix products of real tokens and visible pairs, two for each multiplication and addition; not
+recomputation, normalisation and element-wise work."""
 
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
@@ -17,10 +15,9 @@ from ds_encdec.config.model_sections import LoraConfig
 from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import closest
 
+# peft's name of the one adapter, which is part of the names of modules, and not of the files it saves.
 ADAPTER = "default"
-"""peft's name of the one adapter, which is part of the names of modules, and not of the files it saves."""
-LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
-"""Endings of the names of an adapter's two matrices."""
+LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"  # endings of the names of an adapter's two matrices
 EMBEDDING_ROWS_MULTIPLE = 128  # embeddings that must grow do so to a multiple of this, for matrix kernels
 
 Shapes = dict[str, tuple[int, ...]]
@@ -157,10 +154,8 @@ def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
             raise ConfigError(f"training.freeze: no parameter is called {pattern!r}; {_alike(pattern, names)}")
     frozen = frozenset(name for matching in matches.values() for name in matching)
     if frozen and len(frozen) == len(names):
-        raise ConfigError(
-            f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters, and nothing would be "
-            "trained"
-        )
+        patterns = ", ".join(map(repr, matches))
+        raise ConfigError(f"training.freeze: {patterns} match all {len(names)} parameters. Leave some to train.")
     return frozen
 
 

@@ -1,8 +1,6 @@
-"""Products in the precision that a device multiplies fast.
-
-A CPU without bfloat16 instructions takes 4.4 times as long for a bf16 product as for casting to float32, multiplying,
-and rounding, to the same numbers (AVX-512 Xeon without avx512_bf16, torch 2.13).
-"""
+"""Products in the precision that a device multiplies fast. A CPU without bfloat16 instructions takes 4.4 times as long
+for a bf16 product as for casting to float32, multiplying, and rounding, to the same numbers (AVX-512 Xeon without
+avx512_bf16, torch 2.13)."""
 
 import platform
 from typing import Any
@@ -14,13 +12,13 @@ from torch.nn import functional as F
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 _CPU_HAS: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
 
+# Dtypes that this machine's CPU has no instructions to multiply in.
 _EMULATED_ON_CPU = frozenset(
     dtype
     for dtype, names in _INSTRUCTIONS.items()
     # 64-bit Arm since 8.6 has them; torch does not report it.
     if platform.machine() in ("x86_64", "AMD64") and not any(_CPU_HAS.get(name) for name in names)
 )
-"""Dtypes that this machine's CPU has no instructions to multiply in."""
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 
 _NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
 
+# Fields of a Qwen3 that ours has, too.
 _COPIED = (*COUNTS, "max_position_embeddings", "initializer_range", "rms_norm_eps", "head_dim", "rope_parameters")
-"""Fields of a Qwen3 that ours has, too."""
 
+# Fields of an encoder-decoder's `config.json` that say how it was saved.
 _NOT_COPIED = {"auto_map", "architectures", "dtype"}
-"""Fields of an encoder-decoder's `config.json` that say how it was saved."""
 
 
 @dataclass(frozen=True)

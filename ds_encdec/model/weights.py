@@ -1,10 +1,8 @@
-"""Weights of the encoder-decoder: random, from the folder of a decoder-only Qwen3, or from one of our own.
-
-Random weights have a generator for each parameter, keyed by (seed, name): they do not depend on ranks, the order of
+"""Weights of the encoder-decoder: random, from the folder of a decoder-only Qwen3, or from one of our own. Random
+weights have a generator for each parameter, keyed by (seed, name): they do not depend on ranks, the order of
 construction, or the device. Encoder and decoder layers both copy a Qwen3's layers and final norm, and share its
 embedding, whose new rows (sentinels, mode tokens, rows beyond its size) are drawn from the normal distribution of the
-trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole model is in memory.
-"""
+trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole model is in memory."""
 
 import hashlib
 import json
@@ -67,13 +65,10 @@ def stored_weights(
     seed: int,
     of_qwen3: bool = False,
 ) -> WeightSource:
-    """Return the parameters of `config`'s model from `folder`, in the dtype stored there.
-
-    `stored_rows`: rows of the stored embedding (and of an untied head). Rows from there to `vocab_size`, and
-    `added_ids`, are drawn with the mean and standard deviation of the trained ones. `of_qwen3`: the folder is a
-    decoder-only model's. Checks names and shapes of all tensors now (CheckpointError), and reads each tensor when it is
-    used.
-    """
+    """Return the parameters of `config`'s model from `folder`, in the dtype stored there. `stored_rows`: rows of the
+    stored embedding (and of an untied head). Rows from there to `vocab_size`, and `added_ids`, are drawn with the mean
+    and standard deviation of the trained ones. `of_qwen3`: the folder is a decoder-only model's. Checks names and
+    shapes of all tensors now (CheckpointError), and reads each tensor when it is used."""
     source = SafetensorsFolder(folder)
     # The trained rows are those below all new ones.
     total_rows = max(stored_rows, config.vocab_size)
@@ -137,47 +132,41 @@ class SafetensorsFolder:
             if not all(isinstance(shard, str) and Path(shard).name == shard for shard in self._file_of.values()):
                 raise ValueError("weight_map: a shard is no file name")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is damaged: {error!r}. Copy it there again") from error
+            raise CheckpointError(f"{index} is damaged: {error!r}. Copy it again.") from error
         if missing := sorted(shard for shard in set(self._file_of.values()) if not (folder / shard).is_file()):
-            raise CheckpointError(f"{index} names the shard {missing[0]}, which is missing. Copy it there again")
+            raise CheckpointError(f"{index} names the shard {missing[0]}, which is missing. Copy it again.")
 
     def tensor(self, name: str, rows: slice = slice(None), /) -> Tensor:
-        """Return one tensor (or `rows` of it) on the CPU, as stored. Raises CheckpointError if it is missing."""
-        if name not in self._file_of:
-            raise CheckpointError(f"{self._folder} has no tensor {name}; is it the model its config.json describes?")
+        """Return one tensor (or `rows` of it) on the CPU, as stored."""
         with self._open(self._file_of[name]) as file:
             return file.get_tensor(name) if rows == slice(None) else file.get_slice(name)[rows]
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError unless the headers have these tensors in these shapes, as plain floating point."""
         if missing := sorted(shapes.keys() - self._file_of.keys()):
-            raise CheckpointError(
-                f"{self._folder} lacks {len(missing)} of the model's {len(shapes)} tensors, {missing[0]} among them; "
-                "is it the model its config.json describes?"
-            )
+            lacks = f"lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[0]}"
+            raise CheckpointError(f"{self._folder} {lacks}. Is it the model that its config.json describes?")
         for file_name in sorted({self._file_of[name] for name in shapes}):
             with self._open(file_name) as file:
                 names = set(file.keys())
                 where = self._folder / file_name
                 for name in (name for name in shapes if self._file_of[name] == file_name):
                     if name not in names:
-                        raise CheckpointError(f"{where} has no {name}, which {INDEX_FILE} says is there")
+                        raise CheckpointError(f"{where} has no {name}, which {INDEX_FILE} expects there.")
                     part = file.get_slice(name)
                     if (dtype := part.get_dtype()) not in _DTYPE_NAMES.values():
-                        raise CheckpointError(
-                            f"{where}: {name} is stored as {dtype}; needed is {', '.join(_DTYPE_NAMES.values())}: take "
-                            "the unquantized folder"
-                        )
+                        problem = f"is stored as {dtype}, not as {' or '.join(_DTYPE_NAMES.values())}"
+                        raise CheckpointError(f"{where}: {name} {problem}. Take the unquantized folder.")
                     if (shape := tuple(part.get_shape())) != shapes[name]:
-                        wanted = f"but the folder's config.json asks for {shapes[name]}"
-                        raise CheckpointError(f"{where}: {name} has shape {shape}, {wanted}")
+                        described = f"but config.json describes {shapes[name]}"
+                        raise CheckpointError(f"{where}: {name} has shape {shape}, {described}.")
 
     def _open(self, name: str) -> Any:
         # Opened for each tensor: an open file stays mapped, and all pages read count as our memory.
         try:
             return safe_open(self._folder / name, framework="pt")
         except SafetensorError as error:
-            raise CheckpointError(f"{self._folder / name} is damaged: {error}. Copy it there again") from error
+            raise CheckpointError(f"{self._folder / name} is damaged: {error}. Copy it again.") from error
 
 
 def write_safetensors_folder(
@@ -211,7 +200,7 @@ def write_safetensors_folder(
             for name in names:
                 tensor = weights(name).detach().to(dtype).contiguous()
                 if tuple(tensor.shape) != tuple(shapes[name]):
-                    raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, the model wants {shapes[name]}")
+                    raise CheckpointError(f"{name} has shape {tuple(tensor.shape)}, but the model has {shapes[name]}.")
                 file.write(tensor.view(torch.uint8).numpy().data)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

@@ -154,7 +154,7 @@ def test_what_fails_after_the_rename_does_not_unsay_a_checkpoint(
 
     monkeypatch.setattr(os, "replace", refuse)
     verify_checkpoint(save(manager, 2, "best"))
-    assert "step-00000002 is saved, but not all of latest, best could be pointed at it" in caplog.text
+    assert "step-00000002 is saved, but not all of latest, best point at it" in caplog.text
     monkeypatch.undo()
     manager.prepare()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]

@@ -132,7 +132,7 @@ def test_a_new_run_does_not_write_over_the_copies_of_another(run: RunFolder, the
     Uploads(run, url).claim("auto")  # continues from its own checkpoints
     Uploads(RunFolder(str(tmp_path / "other")), url).claim(str(run.checkpoints / "step-00000001"))
     for resume in (None, "auto"):
-        with pytest.raises(ConfigError, match=r"infra.upload_to: .* holds the copies of a run already"):
+        with pytest.raises(ConfigError, match=r"infra.upload_to: .* already holds the copies of a run"):
             Uploads(RunFolder(str(tmp_path / "other")), url).claim(resume)
 
 

@@ -69,4 +69,4 @@ def test_a_folder_that_is_not_shared_is_refused_on_all_ranks(tmp_path: Path) -> 
     found = run_ranks("commit_cases.py:unshared", 2, {"folder": str(tmp_path)})
     for kind, message in found:
         assert kind == "CheckpointError"
-        assert "is not seen by rank 1 (" in message
+        assert "is not shared: rank 1 (" in message

@@ -111,7 +111,7 @@ def test_weights_that_are_stored_as_other_numbers_are_refused_by_name(tmp_path: 
     file, name = tmp_path / "model.safetensors", "model.layers.1.self_attn.q_proj.weight"
     tensors = load_file(file)
     save_file(tensors | {name: tensors[name].to(dtype)}, file)
-    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name} is stored as .*take the unquantized"):
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name} is stored as .*Take the unquantized"):
         resolve(tmp_path)
 
 
