@@ -98,7 +98,6 @@ def save_checkpoint(
 def write_tensors(
     path: Path, state: State, engine: str = "dcp", step: int = 3, loss_scaler: dict[str, float] | None = None
 ) -> None:
-    """The engine's part of a checkpoint."""
     names = tuple(state["weight"])
     if engine == "dcp":
         with warnings.catch_warnings(action="ignore"):  # it says that it saves in one process
@@ -118,12 +117,10 @@ def write_tensors(
 
 
 def flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The keys of the dcp format."""
     return {f"{kind}.{name}": tensor for kind, tensors in state.items() for name, tensor in tensors.items()}
 
 
 def flip_byte(path: Path) -> None:
-    """Damage the middle of a file, keeping its size."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
@@ -140,8 +137,6 @@ class Attribute:
 
 
 class Attack:
-    """Pickled as a call that makes the file `path`."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

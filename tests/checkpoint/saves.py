@@ -28,14 +28,12 @@ def find(manager: CheckpointManager, resume: str | None) -> Checkpoint | None:
 
 
 def found(manager: CheckpointManager, resume: str | Path = "auto") -> Checkpoint:
-    """The checkpoint that there is."""
     checkpoint = find(manager, str(resume))
     assert checkpoint is not None
     return checkpoint
 
 
 def engine(before_writing: Callable[[], object] = lambda: None, num_bytes: int = NUM_BYTES) -> Stage:
-    """The `stage` of an engine that calls `before_writing`, and says that it will write `num_bytes`."""
 
     def stage(folder: Path, *, copy: bool) -> StagedSave:
         content = os.urandom(NUM_BYTES)
@@ -69,7 +67,6 @@ def collect(manager: CheckpointManager) -> SaveOutcome:
 
 
 def save(manager: CheckpointManager, step: int, *pointers: str) -> Path:
-    """Save at once, successfully; the checkpoint."""
     begin(manager, step, *pointers)
     assert collect(manager).problem is None
     return manager.folder / f"step-{step:08d}"

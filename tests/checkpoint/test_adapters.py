@@ -38,7 +38,6 @@ def export_base(folder: Path, seed: int = 0) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints of adapters; its base is beside it."""
     run = tmp_path_factory.mktemp("run")
     base = export_base(base_of(run))
     section = {"model_name_or_path": str(base), "lora": LORA}
@@ -70,7 +69,6 @@ def logits(model: Any) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def own_modules(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Code of exported folders is copied beside the test."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
 
 
@@ -130,7 +128,6 @@ def test_a_base_that_was_moved_is_the_same(run: Path, checkpoint: Path, tmp_path
 
 
 def test_another_base_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By its content, which has the same names and shapes; both hashes and the place are named."""
     other = export_base(tmp_path / "other", seed=1)
     assert main(["export", str(checkpoint), str(tmp_path / "out"), "--base", str(other)]) == 5
     said = capsys.readouterr().err
@@ -149,7 +146,6 @@ def test_whole_models_have_no_base_and_no_adapter(tmp_path: Path) -> None:
 
 
 def test_random_bases_are_known_by_their_seed(checkpoint: Path) -> None:
-    """Sizes alone say what to draw; another number of rows is another model."""
     sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 12}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = {"architecture": sizes, "tokenizer_name_or_path": "builtin", "num_sentinel_tokens": 4}

@@ -22,7 +22,6 @@ ENGINES = {400: "deepspeed", 100: "dcp", 1200: "dcp", 900: "deepspeed"}
 
 
 def save_run(run: Path) -> dict[int, State]:
-    """A run of four checkpoints, their folders made in no order of the steps."""
     states = {step: random_state(config(), seed=step) for step in ENGINES}
     for step, engine in ENGINES.items():
         save_checkpoint(run / "checkpoints", step, states[step], config(), engine=engine)
@@ -70,7 +69,6 @@ def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:
 
 
 def test_an_old_best_is_no_part_of_the_mean(tmp_path: Path) -> None:
-    """One that only the pointer kept, far behind the others; a single save that failed is no such gap."""
     for step in (1000, 96_000, 97_000, 99_000):  # save_steps is 1000
         save_checkpoint(tmp_path / "checkpoints", step, random_state(config(), 0), config())
     assert average(tmp_path, tmp_path / "out") == [96_000, 97_000, 99_000]

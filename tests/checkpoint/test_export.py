@@ -131,7 +131,6 @@ def card_code(folder: Path, number: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of exports: of random models, and of a checkpoint whole and its encoder alone."""
     root = tmp_path_factory.mktemp("exports")
     export(root / "tied", config(tie_word_embeddings=True))
     export(root / "untied", config(tie_word_embeddings=False), max_shard_bytes=20_000)
@@ -148,7 +147,6 @@ def fresh(root: Path) -> dict[str, Any]:
 
 
 def reports(root: Path, site: str | None = None) -> dict[str, Any]:
-    """Export → what its program reports in a process, one for all, that has neither ds_encdec nor deepspeed."""
     programs = {
         **dict.fromkeys(GENERATING, GENERATION),
         "whole": card_code(root / "whole") + "report = None",
@@ -166,7 +164,6 @@ def reports(root: Path, site: str | None = None) -> dict[str, Any]:
 
 
 def _assert_known(report: dict[str, Any]) -> None:
-    """All that `generate()` handed over are arguments by name, but for what no more than repeats the cache's length."""
     handed = set(report["handed"])
     assert handed & {"cache", "past_key_values"}
     assert handed - {*report["names"]} <= {"cache_position"}
@@ -259,7 +256,6 @@ def test_a_checkpoint_is_exported_without_deepspeed(tmp_path: Path) -> None:
 def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
     root: Path, fresh: dict[str, Any]
 ) -> None:
-    """The card's own code, against the whole model's encoder; the whole model's card has run beside it."""
     report = fresh["encoder"]
     assert {name.partition(".")[0] for name in load_file(root / "encoder" / "model.safetensors")} == {
         "shared",
@@ -281,7 +277,6 @@ def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
 
 
 def test_sentence_transformers_gives_the_same_embeddings(root: Path, fresh: dict[str, Any]) -> None:
-    """The first code of the card. Texts end where the run's longest encoder sequence did."""
     report, expected = fresh["encoder sentences"], torch.tensor(fresh["encoder"]["embeddings"])
     torch.testing.assert_close(torch.tensor(report["embeddings"]), expected)
     torch.testing.assert_close(torch.tensor(report["similarity"]), expected @ expected.T)
@@ -341,7 +336,6 @@ FINE_TUNING = {
 def test_the_card_has_the_runs_facts(
     settings: dict[str, Any], encoder_only: bool, golden: Callable[[object], None]
 ) -> None:
-    """Any name fits into its header, which names only what is on the hub."""
     state = TrainingState(global_step=1200, total_tokens_seen=11_000_000, target_tokens_seen=6_000_000)
     config = FullConfig.model_validate(settings)
     card = model_card(config, state, "checkpoint `step-00001200`", encoder_only=encoder_only)
@@ -350,7 +344,6 @@ def test_the_card_has_the_runs_facts(
 
 
 def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
-    """The licence and the language of a model whose base carries them, and the base of the base's folder."""
     base = ModelCardData(license="other", license_name="ours", language=["en", "de"], base_model="Qwen/Qwen3-0.6B")
     (tmp_path / "README.md").write_text(f"---\n{base.to_yaml()}\n---\n")
     config = FullConfig.model_validate({"model": {"model_name_or_path": str(tmp_path)}})
@@ -396,7 +389,6 @@ def test_a_fine_tuned_model_answers_alone_and_says_where_its_template_is_missing
 def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What `generate` makes of a text, and the card's own code, are what training made of a user's turn."""
     out, marks = tmp_path / "out", "{% for one in messages %}{{ one.content }} <extra_id_0>{% endfor %}"
     export(out, config())
     (out / "chat_template.jinja").write_text(marks + "{{ ' world' if add_generation_prompt }}")
@@ -435,7 +427,6 @@ print(inputs["input_ids"].tolist() == [tokenizer("Hello! <extra_id_0> world").in
 
 
 def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a text with sentinels the spans as they come, and then the text itself."""
     export(tmp_path / "out", config(vocab_size=8))
     settings = {"max_new_tokens": 12, "temperature": 3.0, "top_k": 20, "seed": 4}
     for text, raw in (("hello", False), ("hello", True), ("hello <extra_id_0>", False)):

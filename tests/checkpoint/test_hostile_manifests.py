@@ -39,7 +39,6 @@ def run(saved: Path, tmp_path: Path) -> Path:
 
 
 def changed(rehash: bool = False, **fields: Any) -> Callable[[Path], None]:
-    """Change facts; with the hash of them all, as someone would who knows how it is made."""
 
     def change(manifest: Path) -> None:
         content = json.loads(manifest.read_text()) | fields
@@ -64,14 +63,12 @@ def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def listed_fifo(manifest: Path) -> None:
-    """A FIFO in the place of a file of tensors, which the manifest lists."""
     victim = next(manifest.parent.glob("dcp/*.distcp"))
     victim.unlink()
     os.mkfifo(victim)
 
 
 def empty_fifo(manifest: Path) -> None:
-    """One that even its size would not betray."""
     fifo = manifest.parent / "dcp" / "x"
     fifo.touch()
     sealed = read_manifest(manifest.parent)
@@ -138,7 +135,6 @@ def test_the_only_checkpoint_is_not_written_over_because_its_manifest_is_a_folde
 
 
 def reseal(checkpoint: Path, name: str, content: str) -> None:
-    """Replace a file, and its record in the manifest with it, as someone would who can write to the whole folder."""
     (checkpoint / name).write_text(content)
     sealed = read_manifest(checkpoint)
     files = tuple(record_file(checkpoint / record.path, checkpoint) for record in sealed.files)

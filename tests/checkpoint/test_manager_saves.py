@@ -31,7 +31,6 @@ def no_space() -> None:
 
 
 def problem_of(manager: CheckpointManager, step: int, *pointers: str, **how: Any) -> str:
-    """What a save that fails says."""
     begin(manager, step, *pointers, **how)
     problem = collect(manager).problem
     assert problem is not None

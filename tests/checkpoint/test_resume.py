@@ -26,7 +26,6 @@ from ds_encdec.training.run_model import new_model, saved_model
 
 
 def qwen3_folder(folder: Path, **changes: Any) -> Path:
-    """A decoder-only Qwen3 with a tokenizer that has no sentinels yet."""
     sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 12}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     Qwen3ForCausalLM(Qwen3Config(**{**sizes, **heads, **changes})).save_pretrained(folder)
@@ -52,7 +51,6 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, source: Path) -> Checkpoint:
-    """A checkpoint of a run that started from `source`."""
     model = new_model(run_config(source))
     path = save_checkpoint(tmp_path / "checkpoints", 3, random_state(model.config, 0), model.config)
     model.tokenizer.save_pretrained(path / "model")
@@ -127,15 +125,12 @@ def test_another_tokenizer_is_refused(checkpoint: Checkpoint, source: Path, tmp_
 def test_other_special_tokens_are_refused(
     checkpoint: Checkpoint, source: Path, changes: dict[str, Any], told: str
 ) -> None:
-    """Their ids would lie outside of the saved embedding, whatever data the user insists on."""
     assert told in refused(checkpoint, run_config(source, **changes))
     with pytest.raises(CheckpointError, match="the model lacks special tokens of this run"):
         saved_model(run_config(source, **changes), checkpoint.path)
 
 
 class _SecondOfTwo(HostCollectives):
-    """Rank 1 of two, whose rank 0 cannot open the checkpoint."""
-
     def raise_first(self, error: Exception | None) -> None:
         raise DsEncDecError("rank 0 cannot read")
 

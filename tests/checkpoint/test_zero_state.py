@@ -41,7 +41,6 @@ def plain_states() -> dict[str, Any]:
 
 
 def two_parts(zero_stage: int, pad: int) -> dict[str, Any]:
-    """Files of stages 1 and 2 on two ranks: both parameters end to end, `pad` elements between, cut in the middle."""
     values = [*range(6), *[0.0] * pad, *range(10, 15)]
     size = -(-len(values) // 4) * 2
     missing = 2 * size - len(values)
@@ -135,8 +134,6 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
 
 
 class Scaler:
-    """Saved under a name of DeepSpeed's that cannot be imported."""
-
     TWO = 2
 
     def __init__(self) -> None:

@@ -35,7 +35,6 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def results(case: Case) -> list[Tensor]:
-    """Loss, token losses, the gradients of both inputs, and the token losses computed without gradients."""
     dtype, smoothing, z_loss = case
     hidden, weight, labels = inputs(dtype)
     extras = {"label_smoothing": smoothing, "z_loss": z_loss}
@@ -47,7 +46,6 @@ def results(case: Case) -> list[Tensor]:
 
 
 def of_strange_label() -> Tensor:
-    """The losses of two rows of which the second's label is no word."""
     losses = torch.zeros(2)
     labels = torch.tensor([3, VOCAB])
     rows = loss_kernel.Rows(torch.zeros(2, VOCAB), labels, losses, None)
@@ -56,7 +54,6 @@ def of_strange_label() -> Tensor:
 
 
 def in_interpreter(path: Path) -> dict[str, object]:
-    """The results of all cases by the kernel, and the losses of a strange label."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, __file__, str(path)], env=environment, check=True)
     return torch.load(path)

@@ -54,7 +54,6 @@ def test_loss_and_gradients_are_bit_identical(options: dict[str, Any], dropout: 
     ("options", "recomputed"), [({"mode": "none"}, 0), ({"mode": "full"}, 6), ({"mode": "every_n", "every_n": 2}, 4)]
 )
 def test_the_layers_asked_for_recompute(options: dict[str, Any], recomputed: int) -> None:
-    """Three layers on each side; a layer that recomputes runs its MLP a second time."""
     model = tiny_model(num_hidden_layers=3)
     calls = []
     for module in model.modules():
@@ -66,8 +65,6 @@ def test_the_layers_asked_for_recompute(options: dict[str, Any], recomputed: int
 
 
 class Executed(TorchDispatchMode):
-    """Counts matrix products and attention kernels that really run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.products = self.attentions = 0

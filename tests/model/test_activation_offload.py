@@ -15,8 +15,6 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 
 class LateStreams(Streams):
-    """Copies nothing before somebody waits for it, and then all that was asked for until then."""
-
     def __init__(self) -> None:
         self.layers_on_their_way = 1
         self.queue: list[Callable[[], None]] = []
@@ -40,7 +38,6 @@ def offloading(model: Qwen3ForSeq2SeqLM, streams: LateStreams | None = None) -> 
 
 
 def gradients(model: Qwen3ForSeq2SeqLM) -> dict[str, Tensor]:
-    """Of two micro-batches, with an evaluation between them."""
     model.train()
     for sizes in (((5, 0, 7), (4, 6, 3)), ((8, 2, 6), (1, 9, 2))):
         model(**pack(*sizes, 16, 17).inputs).loss.backward()
@@ -50,7 +47,6 @@ def gradients(model: Qwen3ForSeq2SeqLM) -> dict[str, Tensor]:
 
 
 def test_every_copy_is_waited_for() -> None:
-    """A tensor that is used before its copy was waited for would not be there, or not be the same."""
     expected, streams = gradients(tiny_model(num_hidden_layers=3)), LateStreams()
     model = tiny_model(num_hidden_layers=3)
     offload = offloading(model, streams)
@@ -138,7 +134,6 @@ def test_what_was_saved_goes_with_its_graph_without_a_collector() -> None:
 
 
 def test_what_a_copy_would_lay_out_anew_stays() -> None:
-    """Compiled layers have noted the strides of what they save."""
     table = torch.randn(4, 6)
     laid_out = (table, table.T, table[1:])
     assert all(isinstance(_pack(_Record(lambda: None), set(), nn.Identity(), one), tuple) for one in laid_out)

@@ -22,7 +22,6 @@ from ds_encdec.model.attention_kernels import AttentionKernel, KernelChoice, Ker
 
 
 def test_kernels_are_handed_the_segments_there_are() -> None:
-    """A stand-in records them. Each segment costs a kernel blocks, and there is room for 500 documents."""
     handed: list[tuple[Segments, int]] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, dropout: float) -> Tensor:
@@ -45,7 +44,6 @@ def test_kernels_are_handed_the_segments_there_are() -> None:
 
 
 def by_document(cu_q: Tensor, cu_k: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The result of variable-length attention with these boundaries."""
     lengths = [tuple(cu.diff().tolist()) for cu in (cu_q, cu_k)]
     return attend_by_document(q, k, v, Segments(cu_q, cu_k, *lengths), causal)
 
@@ -79,7 +77,6 @@ _trial_error = attention_kernels._trial_error
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, varlen: Any, capability: tuple[int, int] = (9, 0)) -> None:
-    """Kernels are tried on tensors of a CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     kernel = None if varlen is None else SimpleNamespace(varlen_attn=varlen)
     monkeypatch.setattr(attention_kernels, "torch_varlen", kernel)
@@ -116,7 +113,6 @@ def test_grouped_queries_run_in_the_kernel_of_every_torch(monkeypatch: pytest.Mo
 
 
 def test_a_mask_and_groups_of_heads_find_a_fused_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off the CPU, where none takes both."""
     taken: list[tuple[int, bool]] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, enable_gqa: bool) -> Tensor:
@@ -178,7 +174,6 @@ def test_what_no_flash_kernel_runs_is_told_why(
     varlen: Any,
     reason: str | None,
 ) -> None:
-    """The GPU's capability is a stand-in."""
     on_a_gpu(monkeypatch, varlen, capability)
     name, _, width = device.partition(" with heads of ")
     choice = attention_kernels.choose_kernel(KernelQuery(torch.device(name), dtype, int(width or 128)))
@@ -198,7 +193,6 @@ def test_what_no_flash_kernel_runs_is_told_why(
 def test_flash_attention_3_is_active_where_it_is_right(
     monkeypatch: pytest.MonkeyPatch, fails: str, activations: list[str | None]
 ) -> None:
-    """Its registry and its numbers are stand-ins, and the tensors are those of a CPU."""
     active: list[str | None] = ["FA4"]
 
     @wraps(varlen_2_13)
@@ -290,7 +284,6 @@ LENGTHS = ((5, 5), (0, 3), (7, 20), (1, 1), (40, 90), (30, 30), (2, 2), (0, 0), 
 
 
 def alone(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention of each of `LENGTHS` by its formula; what is behind them is padding."""
     out, row, column = torch.zeros_like(q), 0, 0
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     for queries, keys in LENGTHS:

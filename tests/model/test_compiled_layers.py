@@ -50,7 +50,6 @@ def three_layers(dropout: float = 0.0) -> Qwen3ForSeq2SeqLM:
 
 @pytest.fixture
 def lengths() -> Iterator[list[tuple[int, int]]]:
-    """Attention runs in the operator of GPUs. Yields the largest lengths of queries and keys that it is given."""
     torch._dynamo.reset()
     counters.clear()
     with attention_of_gpus() as longest:
@@ -66,7 +65,6 @@ def _not_generated(monkeypatch: pytest.MonkeyPatch, lengths: object) -> None:
 
 
 def assert_same_steps(mode: str, dropout: float = 0.0, *, breaks: bool = False) -> Qwen3ForSeq2SeqLM:
-    """Losses and gradients of compiled layers, which are returned, beside those of the same model as it is."""
     model, compiled = three_layers(dropout), three_layers(dropout)
     apply_activation_checkpointing(compiled, mode, compile_layers=True, random=bool(dropout))  # type: ignore[arg-type]
     for batch in batches():
@@ -94,7 +92,6 @@ def test_one_graph_of_each_kind_serves_all_documents(lengths: list[tuple[int, in
 
 @pytest.mark.usefixtures("_not_generated")
 def test_layers_that_recompute_have_graphs_of_their_own() -> None:
-    """Of three layers the first and the last do."""
     model = three_layers()
     apply_activation_checkpointing(model, "every_n", compile_layers=True)
     for batch in batches():
@@ -124,7 +121,6 @@ def test_other_sizes_of_buffers_are_compiled_for_once() -> None:
 @pytest.mark.usefixtures("_not_generated")
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_attention_by_document_ends_a_graph(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """As on CPUs: the numbers are the same, but there are more graphs, or none around a recomputation."""
     with monkeypatch.context() as patch:
         patch.setattr(modeling, "choose_kernel", attention_kernels.choose_kernel)
         assert_same_steps(mode, breaks=True)

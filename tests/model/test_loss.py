@@ -35,14 +35,12 @@ def results(loss: Tensor, hidden: Tensor, weight: Tensor, scale: float = 1.0) ->
 def ours(
     dtype: torch.dtype, chunk_tokens: int = 8, scale: float = 1.0, inputs: Inputs = loss_inputs, **options: Any
 ) -> tuple[Values, Tensor]:
-    """The loss and gradients, and the token losses."""
     hidden, weight, labels = inputs(dtype)
     loss, token_losses = linear_cross_entropy(hidden, weight, labels, chunk_tokens, **options)
     return results(loss, hidden, weight, scale), token_losses
 
 
 def exact(dtype: torch.dtype, definition: Loss, scale: float = 1.0, inputs: Inputs = loss_inputs) -> Values:
-    """The same of the whole logits that have labels, in float64."""
     hidden, weight, labels = inputs(dtype)
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     has_loss = labels != -100
@@ -50,7 +48,6 @@ def exact(dtype: torch.dtype, definition: Loss, scale: float = 1.0, inputs: Inpu
 
 
 def rounded(dtype: torch.dtype, definition: Loss) -> Values:
-    """The plain form, whose logits are rounded to `dtype`."""
     hidden, weight, labels = loss_inputs(dtype)
     has_loss = labels != -100
     return results(definition((hidden @ weight.T).float()[has_loss], labels[has_loss]).sum(), hidden, weight)
@@ -212,8 +209,6 @@ def test_ignored_labels_and_frozen_weights_have_no_gradients() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products, and notes in what they multiply."""
-
     def __init__(self) -> None:
         super().__init__()
         self.count, self.dtypes = 0, set[torch.dtype]()
@@ -227,7 +222,6 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("grad_enabled", [True, False])
 def test_without_gradients_none_are_computed(grad_enabled: bool) -> None:
-    """Counted by the matrix products of a chunk: one for logits, two more for gradients."""
     hidden, weight, labels = loss_inputs(torch.float32)
     with torch.set_grad_enabled(grad_enabled), Products() as products:
         loss, _ = linear_cross_entropy(hidden, weight, labels, TOKENS)
@@ -285,7 +279,6 @@ def test_products_in_float32_are_tried_before_they_are_relied_on(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Those of a GPU are stand-ins."""
     monkeypatch.setattr(torch, name, product)
     loss_module.passes_trial.cache_clear()
     cpu = torch.device("cpu")
@@ -299,7 +292,6 @@ def test_products_in_float32_are_tried_before_they_are_relied_on(
 
 @pytest.mark.parametrize("has_product", [False, True])
 def test_a_sum_that_the_device_refuses_is_made_in_steps(has_product: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a product in float32 where there is one, else by one that is rounded."""
     monkeypatch.setattr(loss_module, "_gives_float32", lambda _, *, adding=False: has_product and not adding)
     monkeypatch.setattr(torch, "addmm", refuses)
     mm = torch.mm

@@ -34,7 +34,6 @@ def interpreted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @needs_triton
 @pytest.mark.parametrize("number", range(len(CASES)), ids=str)
 def test_the_kernel_gives_what_the_operators_give(number: int, interpreted: dict[str, Any]) -> None:
-    """In float32 within 1e-5; in 16 bits within a rounding of the gradients, which sums of many make smaller."""
     case: Case = CASES[number]
     tolerance = 1e-5 if case[0] == torch.float32 else torch.finfo(case[0]).eps
     for index, (found, expected) in enumerate(zip(interpreted["cases"][number], results(case), strict=True)):
@@ -117,7 +116,6 @@ def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_so(
 
 
 def test_the_kernel_is_asked_for_what_the_operators_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The path of a GPU around the kernel, which stands in here: chunks of unequal size, extras, a frozen weight."""
     calls: list[tuple[int, bool]] = []
 
     def launch(rows: Rows, gradients: Tensor | None, *others: Any) -> None:
@@ -154,7 +152,6 @@ def test_a_micro_batch_moves_a_fifth_of_what_operators_move() -> None:
 
 @needs_shapes
 def test_the_weights_gradient_is_summed_up_in_its_product() -> None:
-    """So that larger chunks, which sum up less often, move less in products, and nothing else changes."""
     small, large = counted(chunk_tokens=1024), counted(chunk_tokens=4096)
     assert large.num_bytes == pytest.approx(small.num_bytes, rel=1e-3)
     assert large.product_bytes < 0.6 * small.product_bytes

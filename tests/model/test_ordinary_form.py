@@ -78,7 +78,6 @@ def test_generate_with_cache_equals_without(model: Qwen3ForSeq2SeqLM, ids: Tenso
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_a_static_cache_generates_the_same(model: Qwen3ForSeq2SeqLM, ids: Tensor, beams: int) -> None:
-    """Its buffers are longer than what is written; one kept over calls is longer than the second call needs."""
     inputs: dict[str, Any] = {
         "attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [0] * 2 + [1] * 7]),
         "decoder_input_ids": torch.tensor([[0, 5], [0, 0], [0, 7]]),
@@ -185,7 +184,6 @@ def test_a_cache_is_used_in_training_mode_or_refused(model: Qwen3ForSeq2SeqLM, i
 def test_the_trainer_evaluates_and_generates_with_the_model(
     model: Qwen3ForSeq2SeqLM, ids: Tensor, tmp_path: Path
 ) -> None:
-    """It hands the loss a number of its own, and takes outputs that the configuration does not name for predictions."""
     assert isinstance(model.config.keys_to_ignore_at_inference, list)  # trainers add to it
     rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
     for generates in (False, True):
@@ -255,6 +253,5 @@ def test_gradient_checkpointing_of_transformers_changes_nothing(model: Qwen3ForS
 
 
 def test_rotary_embedding_survives_a_cast_to_bfloat16(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
-    """Frequencies are computed in float32 on each call; as a buffer they would be rounded, and far positions lost."""
     model.bfloat16()
     assert not list(model.buffers())

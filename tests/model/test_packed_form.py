@@ -86,7 +86,6 @@ def test_layout_refuses_documents_that_do_not_fit() -> None:
 
 @pytest.mark.skipif(not hasattr(_common_utils, "collect_grad_tensors"), reason="this torch's FSDP2 looks less deep")
 def test_what_fsdp2_looks_through_does_not_grow_with_documents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It searches the arguments of every layer for tensors with gradients, twice a pass."""
     seen: list[object] = []
     is_tensor = torch.is_tensor
     monkeypatch.setattr(torch, "is_tensor", lambda one: seen.append(one) or is_tensor(one))

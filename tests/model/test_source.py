@@ -88,7 +88,6 @@ def test_a_folder_of_our_own_gives_its_weights_unchanged(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("sentinels", [range(90, 94), range(97, 130)], ids=["in unused rows", "in rows of their own"])
 def test_rows_of_a_parameter_are_those_of_the_whole(tmp_path: Path, sentinels: range) -> None:
-    """Rows of a folder and of random weights: inside and across the trained, the new and the missing rows."""
     qwen3_folder(tmp_path)
     folder = resolve(tmp_path, vocabulary(sentinels=sentinels, size=max(97, sentinels.stop)))
     assert folder.config.vocab_size == (97 if sentinels.stop <= 97 else 256)  # a multiple of 128

@@ -138,7 +138,6 @@ def test_a_single_file_goes_before_an_index_that_is_left_over(tmp_path: Path) ->
 def test_a_rotation_that_an_export_does_not_compute_is_refused(
     tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
-    """As from a file that somebody edited for longer texts: the models were silently the same as before."""
     Qwen3Seq2SeqConfig(**SIZES).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))

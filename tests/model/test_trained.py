@@ -70,7 +70,6 @@ def test_validate_looks_at_the_patterns(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_adapters_stand_where_peft_puts_them() -> None:
-    """Names, shapes and order are those of the model; and names those under which peft saves."""
     config = run({"r": 4, "lora_dropout": 0.0})
     lora = config.model.lora
     assert lora is not None

@@ -67,7 +67,6 @@ def vocabulary(sentinels: Iterable[int] = range(90, 94), size: int = VOCAB) -> V
 
 
 def resolve(folder: Path, known: Vocabulary | None = None, seed: int = 0) -> ModelSource:
-    """The source of a folder's weights."""
     return resolve_model(ModelConfig(model_name_or_path=str(folder)), known or vocabulary(), seed)
 
 
@@ -90,8 +89,6 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 @dataclass
 class Packed:
-    """A packed batch as `Qwen3ForSeq2SeqLM` takes it, and its documents one by one."""
-
     inputs: dict[str, Any]
     documents: list[tuple[Tensor, Tensor, Tensor]]  # encoder ids, decoder ids, labels
 
