@@ -5,11 +5,11 @@ at any moment leaves the earlier folder or the new one, and `clear_leftovers` re
 
     checkpoints/
       step-00001000/           committed: complete and hashed (manifest.py), never changed afterwards
-      step-00002000.tmp/       being written
+      step-00002000.tmp/       being written, or deleted
       latest, best, final -> step-…    our pointers (symbolic links)
       abandoned-step-…-DATE/   later than the step to which the run went back; never read again
 
-Only rank 0 changes it. `.removed-…` is a checkpoint that is being deleted."""
+Only rank 0 changes it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ from ds_encdec.launch.disk import Writing, flush_folder, unused_path
 logger = logging.getLogger(__name__)
 
 _REPLACED = ".replaced-"
-_REMOVED = ".removed-"
 _POINTERS = ("latest", "best", "final")
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -157,10 +156,9 @@ class CheckpointFolder:
                 names = ", ".join(path.name for path in superfluous)
                 logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
             for path in superfluous:
-                hidden = path.with_name(f"{_REMOVED}{path.name}")
-                delete(hidden)
-                os.rename(path, hidden)  # invisible in one step
-                delete(hidden)
+                delete(unfinished(path))
+                os.rename(path, unfinished(path))  # invisible in one step
+                delete(unfinished(path))
         except OSError as error:
             logger.warning("An old checkpoint could not be deleted (training.save_total_limit): %s", error)
 
@@ -188,7 +186,7 @@ class CheckpointFolder:
     def clear_leftovers(self) -> None:
         """Repair leftovers of a killed process: restore replaced checkpoints, delete uncommitted ones."""
         clear_leftovers(self.path)
-        for path in (*self.path.glob(f"{_REMOVED}*"), *self.path.glob(".probe-*")):
+        for path in self.path.glob(".probe-*"):
             delete(path)
 
 

@@ -18,11 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import varlen as torch_varlen
 
-try:
-    from torch.nn.attention import varlen as torch_varlen
-except ImportError:
-    torch_varlen = None  # type: ignore[assignment]
 try:
     import flash_attn  # type: ignore[import-not-found]
 except ImportError:
@@ -237,11 +234,7 @@ def _flash_refusal(wanted: KernelQuery) -> str:
 
 
 def _torch_refusal(wanted: KernelQuery) -> str:
-    if refusal := _flash_refusal(wanted):
-        return refusal
-    if torch_varlen is None or "window_size" not in inspect.signature(torch_varlen.varlen_attn).parameters:
-        return f"torch {torch.__version__} has none that fits"
-    return "it has no dropout" if wanted.dropout else ""
+    return _flash_refusal(wanted) or ("it has no dropout" if wanted.dropout else "")
 
 
 def _fa3_refusal(wanted: KernelQuery) -> str:

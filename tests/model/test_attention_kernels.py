@@ -78,8 +78,7 @@ _trial_error = attention_kernels._trial_error
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, varlen: Any, capability: tuple[int, int] = (9, 0)) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    kernel = None if varlen is None else SimpleNamespace(varlen_attn=varlen)
-    monkeypatch.setattr(attention_kernels, "torch_varlen", kernel)
+    monkeypatch.setattr(attention_kernels, "torch_varlen", SimpleNamespace(varlen_attn=varlen))
     monkeypatch.setattr(attention_kernels, "flash_attn", None)
     monkeypatch.setattr(attention_kernels, "_verdicts", {})
     monkeypatch.setattr(
@@ -144,7 +143,7 @@ def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pyt
 
     monkeypatch.setattr(attention_kernels, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
     check_attention_dropout(config, gpu)
-    on_a_gpu(monkeypatch, None)
+    on_a_gpu(monkeypatch, varlen_2_13)
     monkeypatch.setattr(attention_kernels, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
     kernel = chosen(dropout=0.1).kernel
     assert kernel.name == "flash_attn"
@@ -161,7 +160,6 @@ def test_attention_dropout_is_refused_where_the_kernel_has_none(monkeypatch: pyt
         ("cuda", torch.float32, (9, 0), varlen_2_13, "bfloat16 and float16, not in float32"),
         ("cuda", torch.float16, (7, 0), varlen_2_13, r"compute capability 8\.0 .* this GPU has 7\.0"),
         ("cuda", torch.float16, (7, 5), varlen_2_13, r"this GPU has 7\.5"),
-        ("cuda", torch.bfloat16, (8, 0), None, r"varlen: torch \S+ has none that fits; flash_attn: it is not"),
         ("cuda", torch.float16, (8, 0), varlen_2_13, None),
         ("cuda with heads of 36", torch.bfloat16, (9, 0), varlen_2_13, "multiple of 8 up to 256, not of 36"),
     ],
