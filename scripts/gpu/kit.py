@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -61,6 +62,18 @@ class Kit:
         """Keep a row of figures, at once: what comes later may end the process."""
         with (self.folder / "rows.jsonl").open("a") as file:
             file.write(json.dumps({"name": name, "ok": bool(ok), **figures}, default=str) + "\n")
+
+    def bounded(self, name: str, errors: Mapping[str, float], bound: float) -> None:
+        """Keep a row of errors, none of which may be above `bound`."""
+        self.row(name, ok=max(errors.values()) <= bound, bound=bound, **errors)
+
+    @contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """Keep an exception that is raised inside as a failed row."""
+        try:
+            yield
+        except Exception as error:
+            self.row(name, ok=False, error=f"{type(error).__name__}: {error}"[:500])
 
     def omit(self, name: str, why: str) -> None:
         """Say what is not done here, and why."""
