@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ds_encdec.base.types import DataError, Example
 from ds_encdec.config.schema import DataConfig
@@ -47,12 +47,7 @@ class _Origin(NamedTuple):
     chunk: int
 
 
-class _PlacedExample(NamedTuple):
-    """An example, its place, and the place of the next one in its document."""
-
-    example: Example
-    origin: _Origin
-    next: _Origin | None
+_Placed: TypeAlias = tuple[Example, _Origin]
 
 
 class Lane:
@@ -66,7 +61,7 @@ class Lane:
         # Bad and long rows by pass, and the last bad row's batch and problem.
         self._counts: dict[str, Any] = copy.deepcopy({name: start.get(name, zero) for name, zero in new.items()})
         self._next_chunk = _origin(*start["next_chunk"]) if start.get("next_chunk") else None
-        self._packer: Packer[_PlacedExample] = pipeline.packer(pipeline.budgets)
+        self._packer: Packer[_Placed] = pipeline.packer(pipeline.budgets)
         self._packer.waiting = self._make_again(start.get("waiting", []))
         self._arrivals = self._read_examples()
 
@@ -74,7 +69,7 @@ class Lane:
         """Return the examples of the next micro-batch. Raises DataError."""
         made = self._packer.pack(self._arrivals)
         self._counts["batches"] += 1
-        return [example for example, _, _ in made]
+        return [example for example, _ in made]
 
     @property
     def record(self) -> dict[str, Any]:
@@ -85,23 +80,23 @@ class Lane:
             **copy.deepcopy(self._counts),
             "reader": self._reader.position,
             "next_chunk": self._next_chunk and list(self._next_chunk),
-            "waiting": [[*entry.item.origin, entry.waited_batches] for entry in self._packer.waiting],
+            "waiting": [[*entry.item[1], entry.waited_batches] for entry in self._packer.waiting],
         }
 
     @property
     def passes(self) -> int:
         """Return the complete passes over the data whose examples have all been returned."""
-        waiting = (entry.item.origin.epoch for entry in self._packer.waiting)
+        waiting = (entry.item[1].epoch for entry in self._packer.waiting)
         return min(self._reader.epoch, *waiting, *([self._next_chunk.epoch] if self._next_chunk else []))
 
-    def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_PlacedExample]]:
+    def _make_again(self, waiting: list[list[Any]]) -> list[Waiting[_Placed]]:
         origins = [_origin(*place) for *place, _ in waiting]
         wanted: dict[tuple[Reference, int], set[int]] = {}
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
         read = {place: self._fetch(*place) for place in wanted}
         made = (entry for place, chunks in wanted.items() for entry in self._cut(*read[place], chunks, again=True))
-        entries = {entry.item.origin: entry for entry in made}
+        entries = {entry.item[1]: entry for entry in made}
         for origin in origins:
             if origin not in entries:
                 located, _ = read[origin.reference, origin.epoch]
@@ -111,13 +106,11 @@ class Lane:
             for origin, (*_, waited) in zip(origins, waiting, strict=True)
         ]
 
-    def _read_examples(self) -> Iterator[Waiting[_PlacedExample]]:
+    def _read_examples(self) -> Iterator[Waiting[_Placed]]:
         """Yield examples in reading order, endlessly. Raises DataError if no document seems to have text."""
         if self._next_chunk:
             reference, epoch, chunk = self._next_chunk
-            for entry in self._cut(*self._fetch(reference, epoch), ALL[chunk:]):
-                self._next_chunk = entry.item.next
-                yield entry
+            yield from self._cut(*self._fetch(reference, epoch), ALL[chunk:])
         # A search that meets more bad rows than two passes may have has read all documents.
         most = MAX_EMPTY_DOCUMENTS + 2 * self._pipeline.data.bad_row_limit
         empty = 0
@@ -133,7 +126,7 @@ class Lane:
                 continue
             self._reader.took(number, self._pipeline.maker.size(ids))
             for entry in self._cut(located, ids):
-                empty, self._next_chunk = 0, entry.item.next
+                empty = 0
                 yield entry
             self._counts["skipped_documents"] += empty > 0
         raise DataError(
@@ -169,34 +162,29 @@ class Lane:
 
     def _cut(
         self, located: Located, ids: Any, wanted: Container[int] = ALL, *, again: bool = False
-    ) -> Iterator[Waiting[_PlacedExample]]:
-        """Yield the `wanted` examples of a document; long ones are counted unless they are made `again`."""
+    ) -> Iterator[Waiting[_Placed]]:
+        """Yield the `wanted` examples of a document; unless made `again`, they move the place where reading goes on."""
         document, reference, epoch = located
         for number, example, is_last, is_long in self._pipeline.maker.examples(ids, document.key, epoch, wanted):
             if is_long and not again:
                 self._count("long_rows", epoch)
-            if example is not None:
-                behind = None if is_last else _Origin(reference, epoch, number + 1)
-                made = _PlacedExample(example, _Origin(reference, epoch, number), behind)
-                yield Waiting(made, len(example.encoder_ids), len(example.decoder_ids))
+            if example is None:
+                continue
+            if not again:
+                self._next_chunk = None if is_last else _Origin(reference, epoch, number + 1)
+            origin = _Origin(reference, epoch, number)
+            yield Waiting((example, origin), len(example.encoder_ids), len(example.decoder_ids))
 
 
 def _origin(reference: Sequence[int], epoch: int, chunk: int) -> _Origin:
     return _Origin(tuple(reference), epoch, chunk)
 
 
-class LaneBatch(NamedTuple):
-    """A micro-batch, and the record of its lane right behind it."""
-
-    examples: list[Example]
-    record: dict[str, Any]
-
-
 def lane_batches(
     pipeline: LanePipeline, numbers: Sequence[int], records: Mapping[int, dict[str, Any]]
-) -> Iterator[LaneBatch]:
-    """Yield the micro-batches of one process's lanes, in turns, endlessly."""
+) -> Iterator[tuple[list[Example], dict[str, Any]]]:
+    """Yield micro-batches of one process's lanes and the record right behind each, in turns, endlessly."""
     lanes = [Lane(pipeline, number, records.get(number)) for number in numbers]
     while True:
         for lane in lanes:
-            yield LaneBatch(next(lane), lane.record)
+            yield next(lane), lane.record

@@ -24,7 +24,7 @@ from torch import Tensor
 from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, Example, RowCounts
 from ds_encdec.config.shares import per_rank
 from ds_encdec.data.budgets import Budgets
-from ds_encdec.data.lane import LaneBatch, LanePipeline, lane_batches
+from ds_encdec.data.lane import LanePipeline, lane_batches
 from ds_encdec.data.workers import Worker
 from ds_encdec.registry.objectives import TASKS
 
@@ -49,7 +49,7 @@ class LaneLoader:
         self._num_workers = max(n for n in range(num_workers + 1) if n == 0 or len(self.lanes) % n == 0)
         self._rank, self._world_size, self._pin_memory = rank, world_size, pin_memory
         self._records: dict[int, dict[str, Any]] = {}
-        self._running: dict[int, Iterator[LaneBatch]] = {}  # by lane
+        self._running: dict[int, Iterator[tuple[list[Example], dict[str, Any]]]] = {}  # by lane
 
     def __next__(self) -> list[Batch]:
         """Return the micro-batches of the next step. Raises DataError, also for a failure in a worker."""

@@ -25,7 +25,7 @@ from ds_encdec.base.types import ConfigError, DataError, Document
 from ds_encdec.config.csv_rows import csv_rows
 from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, json_row, not_lines
 from ds_encdec.config.packed_files import TWICE, UNPACKABLE, packing
-from ds_encdec.data.sources.sources import BadRow, Row, field_document
+from ds_encdec.data.sources.sources import BadRow, Row, row_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
 
@@ -245,7 +245,7 @@ class JsonLines(_FileRanges):
             record = self._read(content)
         except RowError as error:
             return BadRow(key, f"{where}: {error}")
-        return field_document(key, record, self._text_column, where)
+        return row_document(key, lambda: record, self._text_column, where)
 
     def _read(self, content: bytes) -> dict[str, Any]:
         return json_object(content)

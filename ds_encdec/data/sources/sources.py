@@ -7,7 +7,7 @@ row group, a file, a shard), so its order is shuffled in windows. Both are pickl
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -138,36 +138,27 @@ def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | No
         yield from (source.document(index) for index in order if wanted is None or wanted(source.key(index)))
 
 
-def record_document(key: str, read: Callable[[], Mapping[str, Any]], where: str) -> Row:
-    """Return the document of the whole row that `read` returns; a bad row if a value cannot be read."""
+def row_document(key: str, read: Callable[[], Mapping[str, Any]], column: str | None, where: str) -> Row:
+    """Return the document of the text in the field `column` of the row that `read` returns; of the whole row if None.
+
+    Null is an empty text. A row that cannot be read, or has no text there, is a bad row.
+    """
     try:
-        return Document(key, "", record=read())
+        record = read()
     # Libraries' errors for a value that Python cannot hold: a date of the year 300000, an unknown time zone.
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
         return BadRow(key, f"{where}: a value of it cannot be read ({type(error).__name__}: {error})")
-
-
-def text_document(key: str, read: Callable[[], Any], where: str) -> Row:
-    """Return the document of the text that `read` returns: empty for null, a bad row for any other type."""
-    row = record_document(key, lambda: {"": read()}, where)
-    if isinstance(row, BadRow) or row.record is None:
-        return row
-    value = row.record[""]
-    if value is not None and not isinstance(value, str):
-        return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
-    reason = not_unicode(value or "")
-    return Document(key, value or "") if reason is None else BadRow(key, f"{where}: {reason}")
-
-
-def field_document(key: str, record: Mapping[str, Any], column: str | None, where: str) -> Row:
-    """Return the document of a record's field `column` (None: of all of it); a bad row if there is no such field."""
     if column is None:
         return Document(key, "", record=record)
     if column not in record:
         return BadRow(key, missing_column(column, where, list(record)))
-    return text_document(key, partial(record.__getitem__, column), where)
+    value = record[column]
+    if value is not None and not isinstance(value, str):
+        return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
+    reason = not_unicode(value or "")
+    return Document(key, value or "") if reason is None else BadRow(key, f"{where}: {reason}")
 
 
 def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
@@ -260,11 +251,10 @@ class UserReader:
             row = self._reader()[index]
         except Exception as error:  # whatever the user's reader raises
             return BadRow(key, f"{key}: {type(error).__name__}: {error}")
-        if isinstance(row, Mapping):
-            return field_document(key, row, self._column, key)
-        if self._column is None:
+        if self._column is None and not isinstance(row, Mapping):
             return BadRow(key, f"{key}: expected a row by columns, found {type(row).__name__}")
-        return text_document(key, lambda: row, key)
+        record = row if isinstance(row, Mapping) else {str(self._column): row}
+        return row_document(key, lambda: record, self._column, key)
 
     def _reader(self) -> Sequence[Any]:
         if self._rows is None:

@@ -30,14 +30,12 @@ from ds_encdec.data.sources.local_files import CsvFiles, JsonLines, file_digests
 from ds_encdec.data.sources.sources import (
     BadRow,
     Row,
-    field_document,
     hub_name,
     missing_column,
     named_sources,
-    record_document,
+    row_document,
     shortened,
     shortened_fields,
-    text_document,
 )
 from ds_encdec.registry.source_kinds import kind_of_file, local_kind
 
@@ -112,10 +110,8 @@ class ParquetFiles:
                     yield None
                 elif isinstance(rows(), str):  # damaged: none of its rows can be read
                     yield BadRow(key, f"{where}: {rows()}")
-                elif self._text_column is not None:
-                    yield text_document(key, rows().column(0)[row].as_py, f"{where}, row {row}")
                 else:
-                    yield record_document(key, partial(_record, rows(), row), f"{where}, row {row}")
+                    yield row_document(key, partial(_record, rows(), row), self._text_column, f"{where}, row {row}")
             first_row = max(0, first_row - num_rows)
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
@@ -274,10 +270,8 @@ class HubTable:
 
     def document(self, index: int) -> Row:
         """Return row `index`."""
-        key, column = self.key(index), self._column
-        if column is None:
-            return record_document(key, lambda: shortened_fields(self._table[index], self.types), key)
-        return text_document(key, lambda: self._table[index][column], key)
+        key = self.key(index)
+        return row_document(key, lambda: shortened_fields(self._table[index], self.types), self._column, key)
 
 
 class HubStream:
@@ -307,7 +301,7 @@ class HubStream:
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
                 no_shifted(self._kind, self._name, record)
-                yield field_document(key, shortened_fields(record, self.types), self._column, key)
+                yield row_document(key, partial(shortened_fields, record, self.types), self._column, key)
 
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
