@@ -17,7 +17,7 @@ from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.eval_set import packed, split_rows, weighed_size
 from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.lane import Lane, LanePipeline
-from ds_encdec.data.sources.sources import AnySource, BadRow, OpenSource, StreamSource, all_rows
+from ds_encdec.data.sources.sources import BadRow, OpenSource, StreamSource, all_rows
 
 SAMPLE_DOCUMENTS = 256  # documents in the survey's sample of all sources together
 COUNTED_READINGS = 100_000  # readings of a document, in all passes, up to which the lanes run ahead
@@ -111,11 +111,18 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
 
     Passes over a mixture are those over its slowest source. Raises DataError for a stream of unknown length.
     """
-    rows = [_num_rows(opened.source) for opened in pipeline.sources]
-    readings = sum(
-        number * (pipeline.num_lanes if isinstance(opened.source, StreamSource) else 1)
-        for number, opened in zip(rows, pipeline.sources, strict=True)
-    )
+    rows: list[int] = []
+    readings = 0
+    for opened in pipeline.sources:
+        is_stream = isinstance(opened.source, StreamSource)
+        number = getattr(opened.source, "num_rows", None) if is_stream else opened.size
+        if number is None:
+            raise DataError(
+                "training.num_train_epochs: the length of streamed data is not known before its end. Give "
+                "training.num_train_steps, or read it whole with data.streaming=false"
+            )
+        rows.append(number)
+        readings += number * (pipeline.num_lanes if is_stream else 1)
     # Of many passes a few are counted; a part of a pass counts as the same part of its steps.
     counted = min(epochs, COUNTED_READINGS // max(1, readings))
     if counted:
@@ -137,16 +144,6 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
     batches = sum(1 for _ in packed((one for one in made if one is not None), pipeline, pipeline.budgets))
     size = sum(weighed_size(pipeline.sources[0], maker, ids) for _, ids in sample)
     return math.ceil(epochs * passes * batches / max(1, size) / pipeline.num_lanes)
-
-
-def _num_rows(source: AnySource) -> int:
-    number = getattr(source, "num_rows", None) if isinstance(source, StreamSource) else len(source)
-    if number is None:
-        raise DataError(
-            "training.num_train_epochs: the length of streamed data is not known before its end. Give "
-            "training.num_train_steps, or read it whole with data.streaming=false"
-        )
-    return int(number)
 
 
 def _batches(lane: Lane, epochs: float) -> float:

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,10 +210,14 @@ def prepare_source(
     _require_made_from(folder, index["identity"], identity)
     shards: list[Shard] = []
     todo: list[tuple[int, range]] = []
-    for number, (start, stop) in enumerate(zip(index["parts"], index["parts"][1:], strict=False)):
-        finished = _finished_shards(folder, number)
-        shards += finished or ()
-        if finished is None:
+    for number, (start, stop) in enumerate(pairwise(index["parts"])):
+        try:
+            made = [Shard(**facts) for facts in json.loads((folder / f"{number:04}.json").read_text())]
+        except (OSError, ValueError, TypeError):
+            made = None  # it is not finished
+        if made is not None and all(_is_whole(folder, shard) for shard in made):
+            shards += made
+        else:
             todo.append((number, range(start, stop)))
     _check(shards, bad_row_limit)
     logged = time.monotonic()
@@ -228,15 +232,6 @@ def prepare_source(
     _write_json(folder / INDEX, index | {"shards": [asdict(shard) for shard in shards]})
     rows, tokens, bad = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "tokens", "bad_rows"))
     return f"{folder}: {rows:,} rows, {tokens:,} tokens in {len(shards)} shards; {bad} rows could not be read"
-
-
-def _finished_shards(folder: Path, part: int) -> list[Shard] | None:
-    """Return the shards of a part; None if it is not finished, or a shard is incomplete."""
-    try:
-        shards = [Shard(**facts) for facts in json.loads((folder / f"{part:04}.json").read_text())]
-    except (OSError, ValueError, TypeError):
-        return None
-    return shards if all(_is_whole(folder, shard) for shard in shards) else None
 
 
 def _check(shards: Sequence[Shard], bad_row_limit: int) -> None:
