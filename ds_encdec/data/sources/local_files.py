@@ -68,13 +68,13 @@ def local_errors(path: str, what: str = "cannot be read") -> Iterator[None]:
         raise DataError(f"{path}: {what} ({error})") from error
 
 
-def file_digests(files: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+def file_digests(files: Sequence[str]) -> dict[str, str]:
     """Return each file's size in bytes and a digest of its first and last 64 KiB, by its short name. Raises DataError.
 
     This is cheap for any number of gigabytes. It misses a change in the middle that keeps the size, and ignores times.
     """
     digests = {}
-    for name, path in zip(names, files, strict=True):
+    for name, path in zip(short_names(files), files, strict=True):
         with local_errors(path), open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             content = hashlib.blake2b(file.read(_DIGESTED_BYTES), digest_size=8)
@@ -153,7 +153,7 @@ class _FileRanges(ABC):
         self._plain = plain
         self._edges = [edges(path) for path in plain]
         self._first = [0, *accumulate(len(file_edges) - 1 for file_edges in self._edges)]
-        self.identity: dict[str, Any] = {**facts, "files": file_digests(files, self._names)}
+        self.identity: dict[str, Any] = {**facts, "files": file_digests(files)}
 
     def __len__(self) -> int:
         return self._first[-1]

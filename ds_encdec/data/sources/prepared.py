@@ -36,7 +36,7 @@ from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.config.yaml.plain_files import MAX_RECORD_BYTES, read_plain
 from ds_encdec.data.examples.protocol import ExampleMaker, with_ids
 from ds_encdec.data.fingerprint import digest
-from ds_encdec.data.sources.local_files import expand_files, file_digests, local_errors, short_names
+from ds_encdec.data.sources.local_files import expand_files, file_digests, local_errors
 from ds_encdec.data.sources.sources import AnySource, BadRow, Row, StreamSource, check_bad_rows, reader_digest
 from ds_encdec.data.sources.tables import folder_files
 from ds_encdec.data.text_tokenizer import SAMPLE
@@ -98,7 +98,7 @@ class PreparedSource:
             is_folder = not is_local and os.path.isdir(entry.dataset_name)
             files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
         if files and "files" in self.identity:
-            _require_made_from(self._folder, self.identity["files"], file_digests(files, short_names(files)))
+            _require_made_from(self._folder, self.identity["files"], file_digests(files))
 
     def __len__(self) -> int:
         return self._first[-1]

@@ -81,7 +81,7 @@ class ParquetFiles:
         self.num_units = len(self._units)
         self.identity = identity or {
             "kind": "parquet",
-            "files": file_digests(files, self._names),
+            "files": file_digests(files),
             "text_column": text_column,
         }
 
@@ -168,7 +168,7 @@ def open_hub_data(
     with readable_errors(entry, name):
         builder, files = _builder_and_files(entry)
         if is_folder:  # identified by its files, so that it may move
-            identity = {"kind": "folder", "files": file_digests(files, short_names(files)), "text_column": column}
+            identity = {"kind": "folder", "files": file_digests(files), "text_column": column}
         else:
             identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
         if _is_saved(path):
