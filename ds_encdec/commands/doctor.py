@@ -32,21 +32,15 @@ from ds_encdec.base.foreign_places import outside_tested_ranges
 from ds_encdec.base.types import DsEncDecError
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.hostfile import read_hosts, read_variables
+from ds_encdec.config.model_folder import is_hub_name, model_folder
 from ds_encdec.config.schema import FullConfig, Loaded, read_config
-from ds_encdec.config.stored_model import is_hub_name, model_folder
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.launch.agreement import differences, versions
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.launch.host import triton_lacks
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import awaited
-from ds_encdec.launch.process_group import (
-    GLOO_GROUPS,
-    OWN_OPEN_FILES,
-    choose_device,
-    init_process_group,
-    shutdown,
-)
+from ds_encdec.launch.process_group import GLOO_GROUPS, OWN_OPEN_FILES, choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.job import disk_shortage, make_job, run_sizes
@@ -99,9 +93,9 @@ def _configuration(host: Host) -> Answer:
 
 def _packages(host: Host) -> Answer:
     package = ENGINES[resolve_engine(host.config)].package
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if package is not None:
+        if not torch.cuda.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         try:
             if host.uses_gpus:
                 import_as_gpu_rank(package)

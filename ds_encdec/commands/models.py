@@ -210,7 +210,7 @@ GENERATE = Verb(
     {
         "--model": value("exported folder", Path, required=True, metavar="DIR"),
         "--text": value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
-        "--raw": flag("print what the model writes, and nothing of the text: the answer of a fine-tuned one"),
+        "--raw": flag("print the model's output alone, without the text: the answer of a fine-tuned one"),
         "--stream": flag("print tokens as they come"),
         **_settings(GenerationSettings(max_new_tokens=64), "batch_tokens"),
     },

@@ -49,7 +49,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import refuse_existing
-    from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder
+    from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 
     model_folder(options.source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     refuse_existing(options.out)
@@ -85,7 +85,7 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         for line in prepare_data(config, *run_tokenizer(config), num_proc):
             print(line, flush=True)
     except KeyboardInterrupt:
-        raise Preempted("stopped: what is finished is kept, and the same command goes on from there") from None
+        raise Preempted("stopped: finished parts are kept, and the same command continues") from None
 
 
 INIT = Verb(

@@ -16,7 +16,6 @@ from ds_encdec.base.types import ConfigError, GateError
 from ds_encdec.config.command_line import config_files, load
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.evaluate.models import require_model_folder
-from ds_encdec.monitor.metrics_file import strict_json
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -82,7 +81,7 @@ def _rates(remark: str = "") -> Arguments:
     return {
         "--tokens-per-second": value(f"throughput of all ranks{remark}", RATE, metavar="T", only_one=True),
         "--measured": value(f"take the throughput from this run{remark}", Path, metavar="RUN", only_one=True),
-        "--price-per-gpu-hour": value(f"say what it costs at this price{remark}", RATE, metavar="USD"),
+        "--price-per-gpu-hour": value(f"compute the cost at this price{remark}", RATE, metavar="USD"),
     }
 
 
@@ -110,6 +109,7 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
     else:
         config = load(options, overrides)
     from ds_encdec.commands.sanity_check import check_config  # imports torch, so after the checks
+    from ds_encdec.monitor.metrics_file import strict_json
 
     outlive_readers()  # the exit code is the result
     with libraries_print_to_stderr() as stdout:
@@ -174,7 +174,7 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 PLAN = Verb(
     _plan,
-    "say what a run would take: steps, days, money, disks, host memory",
+    "compute what a run would take: steps, days, money, disks, host memory",
     "ds-encdec plan my.yaml --tokens 5B --measured output --price-per-gpu-hour 2.5",
     {
         **CONFIG_FILES,
@@ -219,7 +219,7 @@ SANITY_CHECK = Verb(
 )
 STOP = Verb(
     _stop,
-    "ask a running job to save and stop, from any host that sees its folder",
+    "make a running job save and stop, from any host that sees its folder",
     "ds-encdec stop output",
     {"run_folder": value("the run's folder (infra.output_dir), or that of a phase", metavar="RUN")},
 )

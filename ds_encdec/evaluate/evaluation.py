@@ -121,7 +121,7 @@ def trained_data(model: Path) -> TrainedData | None:
         saved = read_json(checkpoint / "trainer.json", None)["data"]
         return TrainedData(load_saved(checkpoint / "config.yaml").data, saved)
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
-        raise CheckpointError(f"{checkpoint} cannot be read, which says what was trained on: {error!r}") from error
+        raise CheckpointError(f"{checkpoint} cannot be read for the data of the training: {error!r}") from error
 
 
 def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
@@ -178,7 +178,7 @@ def _predict(
             raise
         raise OutOfMemoryError(
             f"a batch of {len(batch)} examples does not fit into memory ({in_one_line(error)}). Lower --batch-tokens "
-            f"({settings.batch_tokens} now); what is done is kept"
+            f"({settings.batch_tokens} now); finished predictions are kept"
         ) from error
     return [
         {

@@ -89,7 +89,6 @@ def run_config(model: Path) -> Path:
     export = model.resolve().parent
     if export.name != "export" or not (saved := export.parent / "config.yaml").is_file():
         raise ConfigError(
-            f"--config: {model} does not lie in a run's export folder, so it is not known what data to evaluate "
-            "on; name the configuration that says it"
+            f"--config: {model} does not lie in a run's export folder; name a configuration with the data to evaluate"
         )
     return saved

@@ -60,7 +60,7 @@ def generate_text(
         return target
     shown = readable(target, continues)
     if shown != target.rstrip():
-        print("white space and special tokens are left out of what the model wrote (--raw shows all)", file=sys.stderr)
+        print("white space and special tokens of the output are left out (--raw shows all)", file=sys.stderr)
     if continues:
         return text + shown
     if unanswered := [sentinel for sentinel in _SENTINEL.findall(text) if sentinel not in _SENTINEL.findall(target)]:

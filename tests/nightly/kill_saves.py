@@ -161,7 +161,7 @@ class Victim:
         if self._options.workers and self._rng.random() < 0.5:
             self._await(pids, lambda: any("ds_encdec.data.workers" in _words(one) for one in _below(pids)), "a worker")
         else:
-            self._await(pids, lambda: bool(re.search(r"^step \d+/", self.log.read_text(), re.MULTILINE)), "a step")
+            self._await(pids, lambda: bool(re.search(r"\bstep \d+/", self.log.read_text())), "a step")
         time.sleep(self._rng.uniform(0.0, LATEST_STOP_SECONDS))
 
     def _arguments(self, run: Path, engine: str, async_save: bool) -> list[str]:
