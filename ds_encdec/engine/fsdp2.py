@@ -1,18 +1,10 @@
-"""The FSDP2 engine: sharded, hybrid and plain data parallel training in torch alone, behind `protocol.Engine`.
-
-| stage | mesh | parameters between forward and backward |
-|---|---|---|
-| zero0 (DDP) | replicate W × shard 1 | whole, always |
-| zero1, zero2 (FSDP2 always scatters gradients) | shard W | whole from a step's first forward to its last backward |
-| zero3 | shard W | gathered for each layer, twice |
-| zero2_hybrid, zero3_hybrid | replicate W/k × shard k | as zero2, zero3 |
+"""The FSDP2 engine: sharded, hybrid and plain data parallel training in torch alone (docs/engine.md has its stages).
 
 Each layer is one FSDP unit; the root unit holds the rest, including the embedding, which stays gathered until its
-backward pass ends. Trained parameters are float32 master weights, frozen ones have the compute dtype; gradients are
-accumulated in float32, and reduced once a step unless `infra.fsdp_reduce_every_micro_batch` is set. FSDP2 averages them
-over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step. `CHECKPOINT/dcp/` holds
-torch.distributed.checkpoint's files with float32 weight.NAME, exp_avg.NAME and exp_avg_sq.NAME (of frozen parameters
-weight.NAME alone, in the compute dtype); one replica writes each tensor.
+backward pass ends. Trained parameters are float32 master weights, frozen ones have the compute dtype. FSDP2 averages
+gradients over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step.
+`CHECKPOINT/dcp/` holds torch.distributed.checkpoint's files with float32 weight.NAME, exp_avg.NAME and exp_avg_sq.NAME
+(of frozen parameters weight.NAME alone, in the compute dtype); one replica writes each tensor.
 """
 
 import errno
@@ -153,8 +145,7 @@ class FSDP2Engine(ShardedEngine):
 
     def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
         dtype, quantized = compute_dtype(self._training), quantized_matrices(self.model)
-        names = [canonical_name(name) for name, _ in self.model.named_parameters()]
-        for name in names:
+        for name in [canonical_name(name) for name, _ in self.model.named_parameters()]:
             if name in quantized:
                 yield name, quantized[name].unpacked()
             else:
@@ -243,8 +234,8 @@ def _local_rows(parameter: DTensor) -> slice:
 
 
 def _shard(name: str, parameter: DTensor) -> Shard:
-    local, row_elements = parameter.to_local().detach(), prod(parameter.shape[1:])
-    piece = Piece(name, _local_rows(parameter).start * row_elements, local.numel())
+    local = parameter.to_local().detach()
+    piece = Piece(name, _local_rows(parameter).start * prod(parameter.shape[1:]), local.numel())
     return Shard(local, (piece,) if piece.length else ())
 
 

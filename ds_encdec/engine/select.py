@@ -40,8 +40,8 @@ def resolve_engine(config: FullConfig) -> EngineName:
     DeepSpeed if it is installed and supports the configuration, else FSDP2. Raises ConfigError if a needed DeepSpeed is
     not installed."""
     candidates = engine_candidates(config)
-    if installed := [row for row in candidates if _is_installed(row)]:
-        return installed[0].name
+    if (found := next(filter(_is_installed, candidates), None)) is not None:
+        return found.name
     package = candidates[0].package
     if config.infra.distributed_type != "auto":
         raise ConfigError(

@@ -26,6 +26,8 @@ from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_NAME = "model.tokenizer_name_or_path"
+_OF_DATA = ("data_step", "epoch", "total_tokens_seen", "target_tokens_seen", "bad_rows", "long_rows")
+"""The counters of data, which a rollback does not take back."""
 
 
 def with_steps(
@@ -138,17 +140,9 @@ def roll_back(
         return None
     then = checkpoint.training_state().with_best_by(state.best_by)
     load_engine(engine, checkpoint, collectives)
-    gone_back = dataclasses.replace(
-        then,  # except for the counters of data
-        data_step=state.data_step,
-        skipped_steps=state.data_step - then.global_step,
-        epoch=state.epoch,
-        total_tokens_seen=state.total_tokens_seen,
-        target_tokens_seen=state.target_tokens_seen,
-        rollbacks=state.rollbacks + 1,
-        bad_rows=state.bad_rows,
-        long_rows=state.long_rows,
-    )
+    of_data = {name: getattr(state, name) for name in _OF_DATA}
+    skipped, number = state.data_step - then.global_step, state.rollbacks + 1
+    gone_back = dataclasses.replace(then, skipped_steps=skipped, rollbacks=number, **of_data)
     now = checkpoints.adopt(checkpoint, gone_back)
     recorder.go_back(checkpoint.read_json("trainer.json")["recorder"], now)
     recorder.events.write(
@@ -158,11 +152,11 @@ def roll_back(
         message=alert["message"],
         to_step=then.global_step,
         to_data_step=then.data_step,
-        number=now.rollbacks,
+        number=number,
     )
     if collectives.rank == 0:
         logger.warning(
-            f"Rollback {now.rollbacks} of at most {settings.max_rollbacks}: back to step {then.global_step}; "
+            f"Rollback {number} of at most {settings.max_rollbacks}: back to step {then.global_step}; "
             f"data steps {then.data_step + 1} to {state.data_step} are not trained on again."
         )
     return now

@@ -354,18 +354,13 @@ def _save(run: Trainer, reason: str, value: float | None = None) -> None:
         if reason == "best" and not best:
             return  # the save that was under way is better
         saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
-        records = run.recorder.state_dict()
         lanes = list(chain.from_iterable(run.collectives.gather_to_zero(run.lanes)))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
+        files = run.run_files(saved, run.recorder.state_dict(), lanes, facts)
         in_background = run.training.async_save and not last and reason != "rollback"
-        run.checkpoints.save(
-            saved,
-            run.engine.stage,
-            run.run_files(saved, records, lanes, facts),
-            pointers=("best",) * best + ("final",) * run.is_over,
-            in_background=in_background,
-        )
+        pointers = ("best",) * best + ("final",) * run.is_over
+        run.checkpoints.save(saved, run.engine.stage, files, pointers=pointers, in_background=in_background)
         run.recorder.machine.note_save()
         if not in_background:
             _collect_save(run, must_succeed=last)

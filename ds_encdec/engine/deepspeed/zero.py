@@ -3,9 +3,7 @@
 DeepSpeed averages gradients over ranks, so the loss *sum* of a micro-batch is multiplied by world size / target tokens
 of the whole step, and `scale_wrt_gas=False` turns DeepSpeed's division by the accumulation steps off. DeepSpeed's
 checkpoint files are collected inside its `save_checkpoint`, which ends with a barrier, and written later: no rank waits
-for another while it writes. `zero/` holds them; beside it are engine.json (protocol.py) and, at stages 1-3, DeepSpeed's
-script, `python CHECKPOINT/zero_to_fp32.py CHECKPOINT OUT`, with its tag in `latest`. At stage 0
-`mp_rank_00_model_states.pt` has the full weights.
+for another while it writes. docs/engine.md lists them.
 """
 
 import logging
@@ -135,13 +133,12 @@ class DeepSpeedEngine(ShardedEngine):
         self._engine.backward(self._scaled_loss(loss_sum, target_tokens), scale_wrt_gas=False)
 
     def step(self, veto: Veto | None = None) -> StepResult:
-        learning_rate = float(self._engine.get_lr()[0])
-        return StepResult(*self._gate.step(veto), learning_rate)
+        rate = float(self._engine.get_lr()[0])
+        return StepResult(*self._gate.step(veto), rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        engine = self._engine
+        engine, collector, excluded = self._engine, _Collector(), not self._saves_frozen
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
-        collector, excluded = _Collector(), not self._saves_frozen
         with states_mapped(engine, of=self._training):
             for _ in self._states():  # makes states before the first step: every save has the same size
                 pass
