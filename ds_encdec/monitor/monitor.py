@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ds_encdec.base.quantities import count
 from ds_encdec.config.schedules import learning_rate
 from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.monitor.metrics import MetricWindow
@@ -148,17 +149,21 @@ class TrainingMonitor:
         after_warmup, decrease = self.warmup_complete_loss, self.get_summary()["loss"]["decrease"]
         all_spikes = [alert for alert in self.alerts if alert["type"] == "loss_spike"]
         spikes = sum("rolled_back" not in alert for alert in all_spikes)
-        taken_back = f", and {len(all_spikes) - spikes} that rollbacks took back" if len(all_spikes) > spikes else ""
+        taken_back = f", beside {len(all_spikes) - spikes} that rollbacks took back" if len(all_spikes) > spikes else ""
         limit, least = phase_config.max_loss_after_warmup, phase_config.min_loss_decrease
+        after = "no loss was logged after" if after_warmup is None else f"the loss was {after_warmup:.4f} after"
+        last = count(len(self.loss_window), "value")
+        fell = "no loss was logged"
+        if decrease is not None:
+            moved = "rose" if decrease < 0 else "fell"
+            fell = f"the loss {moved} by {abs(decrease):.4f} to the mean of the last {last}"
         checks = [
             ("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
-             f"loss after warm-up {_number(after_warmup, 'no step after the warm-up was logged')}, "
-             f"at most {limit:.4f} allowed"),
+             f"{after} the warm-up; at most {limit:.4f} is allowed"),
             ("loss_decrease", decrease is not None and decrease >= least,
-             f"loss fell by {_number(decrease, 'no step was logged')} to the mean of the last "
-             f"{len(self.loss_window)}, at least {least:.4f} required"),
+             f"{fell}; it must fall by at least {least:.4f}"),
             ("loss_spikes", spikes <= MAX_LOSS_SPIKES,
-             f"{spikes} loss spikes, at most {MAX_LOSS_SPIKES} allowed{taken_back}"),
+             f"{count(spikes, 'loss spike')}{taken_back}; at most {MAX_LOSS_SPIKES} are allowed"),
         ]  # fmt: skip
         return {
             "passed": all(passed for _, passed, _ in checks),
@@ -188,15 +193,15 @@ class TrainingMonitor:
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
         """Return the alerts of a step by itself, against the window before its loss is in it."""
         finite_loss, finite_norm = math.isfinite(loss), math.isfinite(grad_norm)
-        limit, count = self.loss_spike_threshold * self.loss_window.mean, len(self.loss_window)
-        is_full_enough, largest = count >= self.loss_spike_min_values, self.grad_norm_threshold
+        limit, values = self.loss_spike_threshold * self.loss_window.mean, len(self.loss_window)
+        is_full_enough, largest = values >= self.loss_spike_min_values, self.grad_norm_threshold
         rows: list[tuple[Any, ...]] = [
             ("non_finite", not finite_loss or not (finite_norm or self.loss_scaling),
              grad_norm if finite_loss else loss, math.inf,
              f"loss {loss:.4f}, gradient norm {grad_norm:.4f}: not finite"),
             ("loss_spike", finite_loss and loss > limit and is_full_enough, loss, limit,
              f"loss {loss:.4f} is above {limit:.4f}, monitor.loss_spike_threshold={self.loss_spike_threshold:g} "
-             f"times the mean of the {count} losses before it"),
+             f"times the mean of the {values} losses before it"),
             ("grad_explosion", finite_norm and grad_norm > largest, grad_norm, largest,
              f"gradient norm {grad_norm:.4f} before clipping is above the largest one allowed, "
              f"monitor.grad_norm_threshold={largest:g}"),
@@ -249,10 +254,6 @@ def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if numbers[alert["type"]] <= MAX_ALERTS_OF_A_TYPE:
             kept.append(alert)
     return kept[::-1]
-
-
-def _number(value: float | None, reason: str) -> str:
-    return f"not measured ({reason})" if value is None else f"{value:.4f}"
 
 
 def compute_gradient_norm(model: nn.Module) -> float:

@@ -126,7 +126,7 @@ def test_a_changed_gate_is_applied_without_training(
     completed(tmp_path)
     capsys.readouterr()
     config, planned = first_phase(tmp_path, IMPASSABLE)
-    with pytest.raises(GateError, match=r"loss after warm-up 8\.0600, at most 0\.1000 allowed"):
+    with pytest.raises(GateError, match=r"the loss was 8\.0600 after the warm-up; at most 0\.1000 is"):
         run(config, planned)
     golden(capsys.readouterr().out)
     result = records_of(planned).read_result()

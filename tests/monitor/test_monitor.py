@@ -376,7 +376,7 @@ def test_a_gate_does_not_count_spikes_that_a_rollback_took_back() -> None:
     feed(monitor, [3.0] * 100, first_step=22)
     verdict = monitor.validate_phase(limits)
     assert verdict["passed"]
-    assert verdict["checks"][2]["message"] == "1 loss spikes, at most 5 allowed, and 7 that rollbacks took back"
+    assert verdict["checks"][2]["message"] == "1 loss spike, beside 7 that rollbacks took back; at most 5 are allowed"
     again = TrainingMonitor()
     again.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
     assert again.validate_phase(limits) == verdict
