@@ -1,6 +1,6 @@
 """Compiles layers of Qwen3-0.6B's sizes to machine code for an H100 that is not there, in a process of its own.
 
-scripts/bench/layer_traffic.py has inductor plan the kernels for such a GPU; here they are generated, too, and Triton
+scripts/bench/kernel_counts.py has inductor plan the kernels for such a GPU; here they are generated, too, and Triton
 compiles them: all but the launch. Names that ask a GPU something are replaced by a stand-in with an H100's numbers.
 """
 
@@ -64,7 +64,7 @@ def compiling(_plan: str, _side: str, found: list[list[int]]) -> Iterator[None]:
     generate = GraphLowering.compile_to_module
 
     def stop(*_: Any) -> None:
-        raise layer_traffic._Planned
+        raise kernel_counts._Planned
 
     def compile_kernels(graph: GraphLowering) -> ModuleType:
         sources: dict[str, str] = {}
@@ -84,15 +84,15 @@ def compiling(_plan: str, _side: str, found: list[list[int]]) -> Iterator[None]:
         patches.enter_context(config)
         patches.enter_context(torch._functorch.config.patch(force_non_lazy_backward_lowering=True))
         patches.enter_context(patch.object(GraphLowering, "compile_to_module", compile_kernels))
-        patches.enter_context(patch.object(layer_traffic.precision, "_EMULATED_ON_CPU", frozenset()))
-        layer_traffic._plan_for_a_gpu(patches)
+        patches.enter_context(patch.object(kernel_counts.precision, "_EMULATED_ON_CPU", frozenset()))
+        kernel_counts._plan_for_a_gpu(patches)
         yield
 
 
 if __name__ == "__main__":
     sys.path.append(str(SCRIPTS))
-    import layer_traffic
+    import kernel_counts
 
     pretend_a_driver()
-    layer_traffic._planning = compiling
-    print(json.dumps(layer_traffic.planned("cuda")))
+    kernel_counts._planning = compiling
+    print(json.dumps(kernel_counts.planned("cuda")))
