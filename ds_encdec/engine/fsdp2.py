@@ -78,7 +78,7 @@ class FSDP2Engine(ShardedEngine):
         self._parameters = cast(dict[str, DTensor], named)
         assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:
-            self._collectives.on_every_rank(lambda: _fill_local(self._parameters, weights))
+            self._collectives.on_every_rank(lambda: self._fill_from(weights))
             dtype = compute_dtype(config.training)
             self._collectives.on_every_rank(lambda: quantize_into(model, weights, dtype, self.device))
         self.optimizer = build_sharded(self._parameter_groups(model), config.training, context.device)
@@ -89,6 +89,17 @@ class FSDP2Engine(ShardedEngine):
         self._area = StagingArea(pin_memory=config.infra.pin_memory and self.device.type == "cuda")
         self._applied_steps = 0
         model.train()
+
+    @torch.no_grad()
+    def _fill_from(self, weights: WeightSource) -> None:
+        for name, parameter in self._parameters.items():
+            local, rows = parameter.to_local(), _local_rows(parameter)
+            source: Tensor = weights(name, rows)
+            if source.shape != local.shape:
+                here, there = list(source.shape), list(local.shape)
+                where = f"{name}, rows {rows.start} to {rows.stop}"
+                raise CheckpointError(f"{where}, has shape {here} in the source and {there} in the model")
+            local.copy_(source)
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         reshards = last or self._infra.sharding_stage.startswith("zero3")
@@ -237,19 +248,6 @@ def _shard(name: str, parameter: DTensor) -> Shard:
     local = parameter.to_local().detach()
     piece = Piece(name, _local_rows(parameter).start * prod(parameter.shape[1:]), local.numel())
     return Shard(local, (piece,) if piece.length else ())
-
-
-@torch.no_grad()
-def _fill_local(parameters: dict[str, DTensor], weights: WeightSource) -> None:
-    for name, parameter in parameters.items():
-        local, rows = parameter.to_local(), _local_rows(parameter)
-        source: Tensor = weights(name, rows)
-        if source.shape != local.shape:
-            raise CheckpointError(
-                f"{name}: rows {rows.start} to {rows.stop} have shape {list(source.shape)} in the source, "
-                f"{list(local.shape)} in the model"
-            )
-        local.copy_(source)
 
 
 class _DiskWriter(dcp.FileSystemWriter):

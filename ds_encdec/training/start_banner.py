@@ -48,22 +48,18 @@ def start_banner(
         f"into {Path(infra.output_dir).absolute()}",
         "memory": str(expected) if expected is not None else "not estimated",
     }
-    if context.device.type == "cuda" and (lacks := triton_lacks()):
-        parts["slower"] = "; ".join(lacks)
-    if context.device.type == "cuda" and (setting := _faster(job, device_capacity(context.device).total_bytes)):
-        parts["faster"] = setting
+    if context.device.type == "cuda":
+        if lacks := triton_lacks():
+            parts["slower"] = "; ".join(lacks)
+        usable = device_capacity(context.device).total_bytes * (1 - HEADROOM)
+        if (row := faster(job, lambda row: row.estimate.peak.total <= usable)) is not None:
+            parts["faster"] = (
+                f"{as_overrides(row.overrides)} fits by the estimate, in {gib(row.estimate.peak.total)} per GPU"
+            )
+            if infra.sharding_stage.startswith("zero3") and "infra.sharding_stage" in row.overrides:
+                has_frozen = job.trainable_parameters < job.parameters
+                cost = ENGINES[job.engine].gathering_ms[has_frozen] * len(job.model.layers)
+                takes = f", which take the host about {cost:.0f} ms a micro-batch under zero3 here" if cost else ""
+                parts["faster"] += f", and no hooks around each module{takes}"
     width = max(map(len, parts))
     return [f"{label:{width}}  {text}" for label, text in parts.items()]
-
-
-def _faster(job: Job, device_bytes: float) -> str | None:
-    """Describe a setting that fits and is faster, and its known saving; None if there is none."""
-    row = faster(job, lambda row: row.estimate.peak.total <= device_bytes * (1 - HEADROOM))
-    if row is None:
-        return None
-    gathers = job.config.infra.sharding_stage.startswith("zero3") and "infra.sharding_stage" in row.overrides
-    has_frozen = job.trainable_parameters < job.parameters
-    cost = ENGINES[job.engine].gathering_ms[has_frozen] * len(job.model.layers)
-    hooks = ", and no hooks around each module" if gathers else ""
-    hooks += f", which take the host about {cost:.0f} ms a micro-batch under zero3 here" if gathers and cost else ""
-    return f"{as_overrides(row.overrides)} fits by the estimate, in {gib(row.estimate.peak.total)} per GPU{hooks}"

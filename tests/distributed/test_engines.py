@@ -180,7 +180,7 @@ def test_a_source_that_one_rank_cannot_read_fails_on_all_ranks(engine: EngineNam
     here = (
         "has shape [3, 5] in the source and [16, 32] in the model"
         if engine == "deepspeed"
-        else "rows 8 to 16 have shape [3, 5]"
+        else "rows 8 to 16, has shape [3, 5] in the source"
     )
     for problem, wanted in (("shape", here), ("error", "k_proj.weight is damaged")):
         for message in result(engine, 2, f"unreadable {case} {problem}"):
