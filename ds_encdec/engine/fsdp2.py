@@ -282,12 +282,13 @@ def _write(
     except CheckpointException as failure:  # a BaseException, with every rank's error
         where, (error, _) = min(failure.failures.items())
         if isinstance(error, OSError):
-            reason = f"rank {where}: {error.strerror or error}"
-            raise OSError(error.errno or errno.EIO, reason, str(folder)) from failure
+            raise OSError(
+                error.errno or errno.EIO, f"rank {where}: {error.strerror or error}", str(folder)
+            ) from failure
         if is_out_of_memory(error):
             raise out_of_memory(error, where) from failure
-        problem = f"rank {where}: {type(error).__name__}: {error}"
-        raise CheckpointError(f"{folder} could not be written: {problem}") from failure
+        problem = f"{folder} could not be written: rank {where}: {type(error).__name__}: {error}"
+        raise CheckpointError(problem) from failure
     rest = [folder / ".metadata", write_record(record, directory)] if rank == 0 else []
     return [*sorted(folder.glob(f"__{rank}_*.distcp")), *rest]
 

@@ -56,13 +56,12 @@ class Muon(LocalAdamW):
             super().step()
         finally:
             self.param_groups = groups
-        ranks = dist.get_world_size()  # the mesh has all
         for group in groups:
             if not group.get("is_matrix"):
                 continue
             stepped = sorted((one for one in group["params"] if one.grad is not None), key=_shape)
             for _, alike in groupby(stepped, key=_shape):
-                while matrices := list(islice(alike, ranks)):
+                while matrices := list(islice(alike, dist.get_world_size())):  # the mesh has all ranks
                     self._step_together(matrices, group["lr"], group["weight_decay"])
 
     def _step_together(self, matrices: list[DTensor], lr: float, weight_decay: float) -> None:

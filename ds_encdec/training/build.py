@@ -239,8 +239,7 @@ def _build_trainer(
     checkpoints.prepare()
     collectives.on_rank_zero(lambda: clear_exports(folder))
     run = _plan(request, context, folder)
-    generates = training.eval_generate_samples > 0
-    metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if generates else []
+    metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if training.eval_generate_samples else []
     data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
     require_same_data(data.fingerprint, collectives)
     run = replace(run, config=with_steps(run.config, data.pipeline, run.checkpoint, collectives))

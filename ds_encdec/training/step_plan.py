@@ -53,8 +53,7 @@ class StepPlan:
         # A checkpoint is evaluated, or it could not be the best.
         evaluate = bool(training.eval_samples) and (every(training.eval_steps) or planned)
         # No state is saved unjudged, and no step follows a skipped one unjudged.
-        judge = log or evaluate or save or not result.applied or every_step
-        return cls(log, judge, evaluate, save)
+        return cls(log, log or evaluate or save or not result.applied or every_step, evaluate, save)
 
 
 def is_over(state: TrainingState, training: TrainingConfig) -> bool:
