@@ -236,7 +236,6 @@ def _build_model(
 
 
 def _local_rows(parameter: DTensor) -> slice:
-    """Return the rows of the full parameter that this rank holds; FSDP2 shards dimension 0."""
     mesh, height, rows = parameter.device_mesh, len(parameter), len(parameter.to_local())
     most = -(-height // mesh.size(mesh.ndim - 1))  # rows are cut as torch.chunk does
     start = min(mesh.get_local_rank(mesh.ndim - 1) * most, height)

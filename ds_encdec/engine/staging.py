@@ -64,7 +64,6 @@ class StagingArea:
         return self._kept[index].copy_(source, non_blocking=True)
 
     def _allocate(self, num_bytes: int) -> Tensor:
-        """Return page-locked memory or, once the system allows no more of that, pageable memory."""
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
         except (RuntimeError, MemoryError) as error:

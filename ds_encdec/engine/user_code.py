@@ -135,7 +135,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _kept(name: str, optimizer: torch.optim.Optimizer) -> KeptState:
-    """Return the state that `optimizer` keeps for its first parameter. ConfigError if checkpoints cannot hold it."""
     parameter = optimizer.param_groups[0]["params"][0]
     state = dict(optimizer.state[parameter])
     counter, like = state.pop("step", None), (parameter.shape, parameter.dtype)

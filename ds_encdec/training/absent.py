@@ -172,7 +172,6 @@ def _folder_problem(name: str | None, needed: str) -> str | None:
 
 
 def _model_problem(config: FullConfig) -> str | None:
-    """Return why the config.json of a local model folder rules the model out, if it does."""
     model, name = config.model, config.model.model_name_or_path
     if name is None or not os.path.isdir(folder := _folder(name)):
         return None
@@ -187,7 +186,6 @@ def _model_problem(config: FullConfig) -> str | None:
 
 
 def _write_problem(name: str) -> str | None:
-    """Return why the folder `name` cannot be written to or created, if it cannot."""
     if name.startswith("~") and not _folder(name).is_absolute():
         return "there is no such user"
     folder = _folder(name).absolute()

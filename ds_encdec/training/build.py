@@ -97,7 +97,6 @@ def run_training(
 
 
 def _train_on_ranks(request: _Request, world: World) -> TrainingState:
-    """Join the ranks, claim the run's folder, train, and then export, average and upload."""
     config, stop, resume = request.config, request.stop, request.resume
     context = _meet(config, world, stop)
     world = context.world
@@ -197,7 +196,6 @@ def manual_gc() -> Iterator[None]:
 def _train_and_close(
     trainer: Trainer, peers: Peers | None = None, expected: ExpectedMemory | None = None
 ) -> TrainingState:
-    """Train, then close the parts of the run; `expected` explains an error that memory ran out."""
     exit_code, reason = 0, ""
     try:
         with out_of_memory_explained(expected, trainer.engine.device, trainer.collectives.rank), manual_gc():

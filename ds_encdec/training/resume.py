@@ -93,7 +93,6 @@ def restored_state(
 
 
 def _warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
-    """Warn if `checkpoint` has another optimizer's states: those of the same names are loaded as this run's."""
     theirs = load_saved(checkpoint.path / "config.yaml").training
     then, now = (f"{one.optimizer} {one.optimizer_args or ''}".strip() for one in (theirs, training))
     if is_main and then != now:

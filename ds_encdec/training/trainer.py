@@ -331,7 +331,6 @@ def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object
 def _reason_to_save(
     run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
 ) -> str | None:
-    """Return the reason to save after this step, as the checkpoint records it; None for no save."""
     reasons = {
         "end": run.is_over,
         "stop": actions.leave is not None,

@@ -285,8 +285,6 @@ def _build_model(
 
 
 class _Collector(TorchCheckpointEngine):
-    """Replaces DeepSpeed's writer of files and only collects their content."""
-
     def __init__(self) -> None:
         super().__init__()
         self.files: dict[Path, Any] = {}
