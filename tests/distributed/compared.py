@@ -16,15 +16,7 @@ from torch_oracle import TorchOracle
 
 from ds_encdec.model.parameter_count import parameter_shapes
 
-ORACLE_FIELDS = (
-    "optimizer",
-    "optimizer_args",
-    "lr_scheduler_type",
-    "wsd_decay_fraction",
-    "lora",
-    "freeze",
-    *REGULARIZED,
-)
+ORACLE_FIELDS = "optimizer", "optimizer_args", "lr_scheduler_type", "wsd_decay_fraction", "lora", "freeze", *REGULARIZED
 
 
 @functools.cache

@@ -38,10 +38,8 @@ def run_all(cases: Sequence[Case], functions: Mapping[str, Callable[..., Any]]) 
 def train_on(
     engine: Any, mine: Sequence[Batch], target_tokens: int, veto: Veto | None = None, poison: bool = False
 ) -> tuple[float, StepResult]:
-    """One optimizer step of an engine, or of the oracle, on the lanes of a rank; the sum of their losses.
-
-    `poison` makes these NaN.
-    """
+    """One optimizer step of an engine, or of the oracle, on the lanes of a rank; the sum of their losses, NaN with
+    `poison`."""
     total = 0.0
     for index, batch in enumerate(mine):
         loss = engine.forward(batch)

@@ -43,14 +43,8 @@ def run_ranks(
     with TemporaryDirectory(prefix="ranks-") as scratch:
         folder = Path(scratch)
         torch.save(arguments or {}, folder / "arguments.pt")
-        request = {
-            "target": target,
-            "world_size": world_size,
-            "folder": scratch,
-            "timeout_seconds": timeout_seconds,
-        }
-        problem = _ask(_server(engine), request)
-        if problem:
+        request = {"target": target, "world_size": world_size, "folder": scratch, "timeout_seconds": timeout_seconds}
+        if problem := _ask(_server(engine), request):
             logs = [f"--- rank {rank}\n{_tail(folder / f'rank{rank}.log')}" for rank in range(world_size)]
             raise RankFailure("\n".join([problem, *logs]))
         return [torch.load(folder / f"result{rank}.pt", weights_only=False) for rank in range(world_size)]
@@ -88,7 +82,6 @@ def _ask(server: subprocess.Popen[str], request: dict[str, Any]) -> str | None:
 
 
 def _end(server: subprocess.Popen[str]) -> None:
-    """And with it its ranks."""
     server.kill()
     server.communicate()  # closes the pipes, also broken ones, and waits
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gloo_ranks import run_ranks
 from portable_runs import ENGINES, SAVED_STEP, STEPS
@@ -13,10 +12,7 @@ from portable_runs import ENGINES, SAVED_STEP, STEPS
 WORLD_SIZES = (1, 2, 4)
 
 
-@dataclass(frozen=True)
-class Side:
-    """Who saves, or who loads: an engine on a number of ranks."""
-
+class Side(NamedTuple):
     engine: str
     world_size: int
 
@@ -26,24 +22,18 @@ class Side:
 
 SIDES = tuple(Side(engine, world_size) for engine in ENGINES for world_size in WORLD_SIZES)
 ONE_OF_EACH = tuple(Side(engine, WORLD_SIZES[index % 3]) for index, engine in enumerate(ENGINES))
-"""Every engine once, and every number of ranks twice."""
+# Those of the tests, each of which goes on from the one before it; their runs make four steps after the save, with the
+# end of the warmup and the beginning of the decay.
 TESTED_SIDES = (Side("ZeRO-3 offload", 1), Side("HSDP", 4), Side("ZeRO-2", 1), Side("DDP", 2))
-"""Those that the tests take, each of which goes on from the one before it."""
 TESTED_STEPS = 8
-"""What the tests' runs make in all: four after the save, with the end of the warmup and the beginning of the decay."""
-
-Changes = Mapping[str, Any] | None
-"""Other settings than `portable_runs.RUN`."""
-
-Pair = tuple[Side, Side]
-"""Who saves and who loads."""
+Changes = Mapping[str, Any] | None  # of portable_runs.RUN
+Pair = tuple[Side, Side]  # who saves and who loads
 
 
-@dataclass(frozen=True)
-class Continued:
-    """A continued run against the uninterrupted one: largest difference of a loss (nats), and whether samples agree."""
+class Continued(NamedTuple):
+    """A continued run against the uninterrupted one."""
 
-    loss_difference: float
+    loss_difference: float  # the largest, in nats
     same_samples: bool
 
 

@@ -32,7 +32,6 @@ sys.path.append(str(Path(__file__).parents[1] / "launch"))
 from tiny_run import QUICKSTART, TINY
 
 SAVED_STEP, STEPS = 4, 24
-"""A run is stopped and saved after 4 steps; its continuation makes 20 more."""
 
 ENGINES: dict[str, dict[str, Any]] = {
     "ZeRO-3 offload": {"infra.sharding_stage": "zero3", "infra.offload_optimizer": "cpu"},
@@ -42,8 +41,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "HSDP": {"infra.distributed_type": "fsdp", "infra.sharding_stage": "zero3_hybrid"},
     "DDP": {"infra.distributed_type": "ddp", "infra.sharding_stage": "zero0"},
 }
-"""What saves and loads, as settings."""
-
+# A float32 run of a tiny model, the same for every engine.
 RUN: dict[str, Any] = TINY | {
     "data.num_lanes": 4,
     "training.warmup_steps": 6,  # still warming up when it is saved
@@ -57,13 +55,10 @@ RUN: dict[str, Any] = TINY | {
     "training.export_at_end": False,
     "infra.offload_optimizer": "none",
 }
-"""A float32 run of a tiny model, the same for every engine."""
-
 ADAPTERS: dict[str, Any] = {
     "model.lora.r": 4,  # and a dropout of 0.1
     "training.activation_checkpointing": "full",  # which draws the same again
 }
-"""Changes of that run, which then trains adapters."""
 
 
 class ListeningLoader:
@@ -86,7 +81,6 @@ class ListeningLoader:
 
 
 def train_runs(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`train_run(**run)` for each, one after the other."""
     return [train_run(**run) for run in runs]
 
 
@@ -98,10 +92,7 @@ def train_run(
     stop_after: int | None = None,
     changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Train to the end, `steps`, or for `stop_after` and a checkpoint. On every rank: losses and samples by step.
-
-    `changes`: other settings.
-    """
+    """Train to the end, `steps`, or for `stop_after` and a checkpoint. On every rank: losses and samples by step."""
     world_size = dist.get_world_size()
     settings = RUN | ENGINES[engine] | {"infra.output_dir": output_dir, "training.num_train_steps": steps}
     settings |= changes or {}
@@ -148,6 +139,5 @@ def _samples(listening: ListeningLoader) -> list[list[str]]:
 
 
 def _digest(batch: Batch) -> str:
-    """Which documents a micro-batch holds and what became of them."""
     ids = batch.encoder_ids.numpy().tobytes() + batch.labels.numpy().tobytes()
     return hashlib.sha256("\n".join(batch.documents).encode() + ids).hexdigest()

@@ -1,15 +1,8 @@
-"""The process that `run_ranks` has its ranks forked from: it imports once what would take every rank seconds.
+"""The process that `run_ranks` forks its ranks from: `python rank_server.py ENGINE` imports once what takes seconds.
 
-That is the engine, and the file of each target with what that imports.
-
-    python rank_server.py ENGINE
-
-It reads requests as lines of JSON and answers each with one: what went wrong, or null. It ends with its input, or
-with the process that started it, and its ranks end with it.
-
-Two things differ from ranks that a launcher starts: forked ones share the seed of string hashes, so that an order of
-theirs that hangs on it is the same on all; and they end by `os._exit`, without what runs at an interpreter's exit.
-The tests of the real launchers cover both.
+It reads requests as lines of JSON and answers each with one: what went wrong, or null. It ends with its input or its
+parent, and its ranks with it. Forked ranks share the seed of string hashes, and end by `os._exit`; the tests of the
+real launchers cover both.
 """
 
 from __future__ import annotations
@@ -34,14 +27,11 @@ from ds_encdec.launch.process_group import choose_device, init_process_group, sh
 from ds_encdec.launch.world import discover, free_port
 from ds_encdec.registry.engines import EngineName
 
-GRACE_SECONDS = 10.0
-"""What the other ranks get to end by themselves once one has failed."""
-
+GRACE_SECONDS = 10.0  # for the other ranks to end by themselves once one has failed
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def serve(engine: EngineName) -> None:
-    """Answer requests until there are none."""
     _end_with_parent()
     answers = os.fdopen(os.dup(1), "w")
     os.register_at_fork(after_in_child=answers.close)  # held open, it would hide that the server has ended
@@ -61,7 +51,6 @@ def serve(engine: EngineName) -> None:
 
 
 def answer(engine: EngineName, target: str, world_size: int, folder: str, timeout_seconds: float) -> str | None:
-    """Run the ranks to their end; what went wrong, or None."""
     port = free_port()
     processes = [
         ForkProcess(target=be_rank, args=(rank, world_size, port, target, Path(folder), engine))
@@ -76,7 +65,6 @@ def answer(engine: EngineName, target: str, world_size: int, folder: str, timeou
 
 
 def module_of(target: str) -> str:
-    """The module that "file.py:function" names."""
     return target.partition(":")[0].removesuffix(".py")
 
 
@@ -110,7 +98,6 @@ def _end(processes: list[ForkProcess]) -> None:
 
 
 def be_rank(rank: int, world_size: int, port: int, target: str, folder: Path, engine: EngineName) -> None:
-    """One rank: join the group the way a real run does, call the target, save its result."""
     _end_with_parent()
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -128,7 +115,6 @@ def be_rank(rank: int, world_size: int, port: int, target: str, folder: Path, en
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, in whatever way."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -18,17 +18,13 @@ from ds_encdec.model.lora import merged_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import is_adapter
 
-ACCUMULATION = 3
-"""A first micro-batch, a last one, and one that is neither."""
+ACCUMULATION = 3  # a first micro-batch, a last one, and one that is neither
 SHORT_ACCUMULATION = 2
-STEPS = 8
-"""The whole schedule."""
-REGULARIZED = {"residual_dropout": 0.1, "attention_dropout": 0.2, "label_smoothing": 0.1, "z_loss": 1e-2}
-"""What training optimises beside the cross-entropy."""
-OWN_OPTIMIZER = {"optimizer": "own_optimizers:Momentum", "optimizer_args": {"beta": 0.8}}
-"""One that the package does not have."""
+STEPS = 8  # the whole schedule
+# The warmup and one more. With more of them, rounding grows beyond what is told apart from a fault.
 SHORT_STEPS = 3
-"""The warmup and one more. With more of them, rounding grows beyond what is told apart from a fault."""
+REGULARIZED = {"residual_dropout": 0.1, "attention_dropout": 0.2, "label_smoothing": 0.1, "z_loss": 1e-2}
+OWN_OPTIMIZER = {"optimizer": "own_optimizers:Momentum", "optimizer_args": {"beta": 0.8}}
 
 
 def small_model(**changed: Any) -> Qwen3Seq2SeqConfig:

@@ -33,11 +33,9 @@ class StandInStream:
         device.streams.append(self)
 
     def mark(self) -> Seen:
-        """What is over when all works so far are."""
         return {**self.seen, self: self.works}
 
     def follow(self, mark: Seen) -> None:
-        """The next work comes after all that `mark` names."""
         for stream, works in mark.items():
             self.seen[stream] = max(works, self.seen.get(stream, 0))
 
@@ -54,8 +52,6 @@ class StandInStream:
 
 
 class StandInEvent:
-    """An event that has always happened, as far as the host can see."""
-
     def __init__(self, device: StandInDevice) -> None:
         self._device = device
         self.mark: Seen = {}
@@ -127,7 +123,6 @@ class StandInDevice(TorchDispatchMode):
 
     @contextmanager
     def on(self, stream: StandInStream | None) -> Iterator[None]:
-        """Inside, works go to `stream`."""
         before, self.current = self.current, stream or self.current
         try:
             yield
@@ -158,7 +153,6 @@ class StandInDevice(TorchDispatchMode):
 
 @contextmanager
 def streams() -> Iterator[StandInDevice]:
-    """Inside, DeepSpeed's accelerator has streams, as on a GPU."""
     from deepspeed.accelerator import get_accelerator
 
     device, accelerator = StandInDevice(), get_accelerator()
@@ -181,7 +175,6 @@ def streams() -> Iterator[StandInDevice]:
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
-    """What the ranks of test_device_waits.py do; see engine_steps.run_all."""
     return run_all(cases, globals())
 
 

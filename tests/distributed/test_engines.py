@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import engine_plan as plan
 import pytest
 import torch
 from compared import (
@@ -26,27 +27,7 @@ from compared import (
     assert_weights_of,
     oracle_trajectory,
 )
-from engine_plan import (
-    CHANGED,
-    COMMUNICATION,
-    DECAYING,
-    LOSSLESS,
-    PARITY,
-    REFUSED,
-    RELOADS,
-    SAVES,
-    SKIPS,
-    STAGING,
-    SUMMED,
-    TORCHS_BF16,
-    UNREADABLE,
-    UNTRAINED,
-    WAITING,
-    checkpoints,
-    reloaded,
-    result,
-    saved_to,
-)
+from engine_plan import checkpoints, reloaded, result, saved_to
 from engine_steps import train_on
 from packaging.version import Version
 from small_run import (
@@ -88,14 +69,14 @@ def weights_of(state: State) -> State:
 
 
 def trained_of(engine: EngineName, case: str) -> dict[str, tuple[int, ...]]:
-    return trained_shapes(run_config(**SAVES[engine][case]), SHORT_MODEL)
+    return trained_shapes(run_config(**plan.SAVES[engine][case]), SHORT_MODEL)
 
 
 @pytest.mark.parametrize(
-    ("engine", "world_size", "case"), [(*start, case) for start, cases in PARITY.items() for case in cases]
+    ("engine", "world_size", "case"), [(*start, case) for start, cases in plan.PARITY.items() for case in cases]
 )
 def test_trains_and_evaluates_like_the_oracle(engine: EngineName, world_size: int, case: str) -> None:
-    oracle = oracle_trajectory(world_size, {"steps": SHORT_STEPS, **PARITY[engine, world_size][case]})
+    oracle = oracle_trajectory(world_size, {"steps": SHORT_STEPS, **plan.PARITY[engine, world_size][case]})
     for found in result(engine, world_size, f"parity {case}"):
         # Compiled code scales what dropout leaves in another order.
         assert_trained_like(found, oracle, norm=1e-4 if case == COMPILED else 1e-5)
@@ -112,7 +93,7 @@ def test_recomputation_changes_nothing_to_the_bit(engine: EngineName, case: str)
     assert found["steps"] == plain["steps"]
 
 
-@every(SKIPS)
+@every(plan.SKIPS)
 def test_skipped_steps_leave_no_trace(engine: EngineName, case: str) -> None:
     for rank, clean in zip(result(engine, 2, f"skip {case}"), result(engine, 2, f"save {case}"), strict=True):
         steps, state = clean["straight"]
@@ -122,7 +103,7 @@ def test_skipped_steps_leave_no_trace(engine: EngineName, case: str) -> None:
 
 
 @pytest.mark.parametrize("loader", ["again", "resumed"])
-@every(SAVES)
+@every(plan.SAVES)
 def test_a_loaded_run_goes_on_to_the_bit(engine: EngineName, case: str, loader: str) -> None:
     """In the engine that has trained on since the save, and in a new one."""
     trained = trained_of(engine, case).keys()
@@ -136,14 +117,14 @@ def test_a_loaded_run_goes_on_to_the_bit(engine: EngineName, case: str, loader: 
         assert {name for name in after if not torch.equal(after[name], before[name])} == trained
 
 
-@every(SAVES)
+@every(plan.SAVES)
 def test_a_copy_to_generate_with_has_the_weights(engine: EngineName, case: str) -> None:
     """The run that is copied in its midst is the one that all others here are compared with, to the bit."""
     for rank in result(engine, 2, f"save {case}"):
-        assert_identical(rank["copied"], generating_weights(weights_of(rank["saved"]), **SAVES[engine][case]))
+        assert_identical(rank["copied"], generating_weights(weights_of(rank["saved"]), **plan.SAVES[engine][case]))
 
 
-@every(SAVES)
+@every(plan.SAVES)
 def test_every_file_is_returned_by_one_rank(engine: EngineName, case: str) -> None:
     returned = [name for rank in result(engine, 2, f"save {case}") for name in rank["files"]]
     folder = saved_to(engine, case)
@@ -152,10 +133,10 @@ def test_every_file_is_returned_by_one_rank(engine: EngineName, case: str) -> No
     assert len(shards) == (0 if engine == "deepspeed" and case.startswith("zero0") else 2)
 
 
-@every(CHANGED)
+@every(plan.CHANGED)
 def test_a_resumed_run_follows_its_own_settings(engine: EngineName, case: str) -> None:
     """Against the oracle, whose settings are exchanged in mid-run: rates, decay, betas, epsilon, clipping, schedule."""
-    given = CHANGED[engine][case]
+    given = plan.CHANGED[engine][case]
     before = {key: value for key, value in given.items() if key == "lr_scheduler_type"}
     oracle = TorchOracle(run_config(**before), SHORT_MODEL, weights)
     steps = [oracle_step(oracle, step) for step in (0, 1)]
@@ -175,7 +156,7 @@ def oracle_step(oracle: TorchOracle, step: int) -> StepResult:
     return train_on(oracle, lanes, sum(batch.target_tokens for batch in lanes))[1]
 
 
-@every(UNREADABLE)
+@every(plan.UNREADABLE)
 def test_a_source_that_one_rank_cannot_read_fails_on_all_ranks(engine: EngineName, case: str) -> None:
     here = (
         "has shape [3, 5] in the source and [16, 32] in the model"
@@ -188,12 +169,12 @@ def test_a_source_that_one_rank_cannot_read_fails_on_all_ranks(engine: EngineNam
             assert wanted in message
 
 
-@every(DECAYING)
+@every(plan.DECAYING)
 def test_only_matrices_decay(engine: EngineName, case: str) -> None:
     assert_only_matrices_decay(result(engine, 2, f"decay {case}"))
 
 
-@every(REFUSED)
+@every(plan.REFUSED)
 def test_states_that_do_not_fit_are_refused_on_every_rank(engine: EngineName, case: str) -> None:
     for found in result(engine, 2, f"refused {case}"):
         assert "decoder.norm.weight does not exist in it and has shape [32] in this run's model" in found["lacking"]
@@ -204,7 +185,7 @@ def test_states_that_do_not_fit_are_refused_on_every_rank(engine: EngineName, ca
         assert found["loss scale"] == {"scale": 1024.0}  # which a run in another dtype hands on
 
 
-@every(WAITING)
+@every(plan.WAITING)
 def test_a_step_waits_for_its_device_once(engine: EngineName, case: str) -> None:
     """It reads the norm, and nothing else, whatever the number of micro-batches; no evaluation reads anything."""
     for counted in result(engine, 2, f"waits {case}"):
@@ -227,7 +208,7 @@ def test_zero3_compiles_layers_between_its_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "source"), [*((case, "float32") for case in UNTRAINED), *((case, "bf16") for case in LOSSLESS)]
+    ("case", "source"), [*((case, "float32") for case in plan.UNTRAINED), *((case, "bf16") for case in plan.LOSSLESS)]
 )
 def test_training_starts_from_the_source_to_the_bit(case: str, source: str) -> None:
     names = list(parameter_shapes(SHORT_MODEL))
@@ -237,7 +218,7 @@ def test_training_starts_from_the_source_to_the_bit(case: str, source: str) -> N
         assert rank["asked"] == ([] if number else names)  # rank 0 reads each once, nobody else any
 
 
-@pytest.mark.parametrize("case", STAGING)
+@pytest.mark.parametrize("case", plan.STAGING)
 def test_a_copy_is_what_was_staged_whenever_it_is_written(case: str) -> None:
     for rank in result("deepspeed", 2, f"staging {case}"):
         at_once, later, again = rank["bytes"]
@@ -287,7 +268,7 @@ def test_zero_to_fp32_yields_the_weights(converted: Path, case: str) -> None:
     """Of a run of adapters these alone."""
     expected = weights_of(result("deepspeed", 2, f"save {case}")[0]["saved"])
     found = torch.load(converted / case / "pytorch_model.bin", weights_only=True)
-    if "lora" in SAVES["deepspeed"][case]:
+    if "lora" in plan.SAVES["deepspeed"][case]:
         expected = {name: weight for name, weight in expected.items() if is_adapter(name)}
     else:
         assert torch.equal(found.pop("lm_head.weight"), found["shared.weight"])
@@ -297,7 +278,7 @@ def test_zero_to_fp32_yields_the_weights(converted: Path, case: str) -> None:
     assert_identical(found, {name: saved.read("weight", name).view(shape) for name, shape in saved.shapes.items()})
 
 
-@pytest.mark.parametrize("case", SUMMED)
+@pytest.mark.parametrize("case", plan.SUMMED)
 def test_a_sum_over_ranks_is_as_exact_as_one_over_micro_batches(case: str) -> None:
     """Both are float32 sums of the same bfloat16 gradients; a sum in bfloat16 would be 2e-3 off."""
     alone, of_two = (result("deepspeed", world_size, f"summed {case}")[0] for world_size in (1, 2))
@@ -339,7 +320,7 @@ def plain_bf16_step() -> tuple[float, float]:
     return losses / target_tokens, float(torch.nn.utils.get_total_norm(gradients))
 
 
-@pytest.mark.parametrize("case", TORCHS_BF16)
+@pytest.mark.parametrize("case", plan.TORCHS_BF16)
 def test_bf16_is_torchs_bf16_and_stays_near_the_oracle(case: str) -> None:
     """The first step is plain torch's in bf16; the losses of three, near 5 nats, are within 0.05 of float32's."""
     oracle = oracle_trajectory(2, {"steps": SHORT_STEPS})
@@ -380,7 +361,7 @@ STEP = {
 """Collectives of a step of two micro-batches: accumulation adds none, unless it is told to."""
 
 
-@pytest.mark.parametrize("case", COMMUNICATION)
+@pytest.mark.parametrize("case", plan.COMMUNICATION)
 def test_a_rank_communicates_once_per_step_and_holds_its_shards_alone(case: str) -> None:
     shards = 1 if case == "zero0" else 2 if "hybrid" in case else 4
     for found in result("fsdp", 4, f"communication {case}"):
@@ -404,7 +385,7 @@ def test_hybrids_must_divide_the_ranks() -> None:
         assert "3 shards (infra.hybrid_shard_size) do not divide 2 ranks" in message["refused"]
 
 
-@pytest.mark.parametrize("case", RELOADS)
+@pytest.mark.parametrize("case", plan.RELOADS)
 def test_four_ranks_load_what_two_have_saved(case: str) -> None:
     saved = result("fsdp", 2, f"save {reloaded(case)}")[0]["saved"]
     training = run_config(lr_scheduler_type="WarmupDecayLR").training
@@ -413,9 +394,9 @@ def test_four_ranks_load_what_two_have_saved(case: str) -> None:
         assert rank["learning_rate"] == learning_rate(2, training)
 
 
-@pytest.mark.parametrize("case", SAVES["fsdp"])
+@pytest.mark.parametrize("case", plan.SAVES["fsdp"])
 def test_files_hold_what_is_trained_and_describe_it(case: str) -> None:
-    ranks, folder, given = result("fsdp", 2, f"save {case}"), saved_to("fsdp", case), SAVES["fsdp"][case]
+    ranks, folder, given = result("fsdp", 2, f"save {case}"), saved_to("fsdp", case), plan.SAVES["fsdp"][case]
     assert {"engine.json", "dcp/.metadata"} <= set(ranks[0]["files"])
     trained = trained_of("fsdp", case)  # frozen ones are bf16, without moments
     shapes = trained if "lora" in given else dict(parameter_shapes(SHORT_MODEL))
