@@ -146,15 +146,15 @@ SAVES: Table = {
 The files of those in bf16, and of those with another optimizer, are written by a thread while training goes on.
 """
 
-SKIPS: dict[EngineName, tuple[str, ...]] = {
-    "deepspeed": (
+SKIPS: dict[EngineName, list[str]] = {
+    "deepspeed": [
         "zero0-bf16",
         "zero1-bf16",
         "zero1-bf16-float32-accumulation",
         "zero2-offload-bf16",
         "zero3-offload-bf16",
-    ),
-    "fsdp": ("zero0-freeze-bf16", "zero2-muon-bf16", "zero3", "zero3-offload-bf16"),
+    ],
+    "fsdp": ["zero0-freeze-bf16", "zero2-muon-bf16", "zero3", "zero3-offload-bf16"],
 }
 """Those of them that are also made with skipped steps."""
 
@@ -286,14 +286,10 @@ def _run(engine: EngineName, world_size: int) -> list[dict[str, Any]] | RankFail
 def cases(engine: EngineName, world_size: int) -> list[Case]:
     """All cases of one start of ranks."""
     parity = PARITY[engine, world_size]
-    plan: list[Case] = [
-        (
-            f"parity {name}",
-            "compiled_trajectory" if "torch_compile" in given else "trajectory",
-            {"steps": SHORT_STEPS, **given},
-        )
-        for name, given in parity.items()
-    ]
+    plan: list[Case] = []
+    for name, given in parity.items():
+        function = "compiled_trajectory" if "torch_compile" in given else "trajectory"
+        plan.append((f"parity {name}", function, {"steps": SHORT_STEPS, **given}))
     if world_size == 2:
         plan += _on_two_ranks(engine)
     if engine == "deepspeed":
@@ -360,47 +356,26 @@ LEAVING: dict[str, Settings] = {
 }
 """Runs on two ranks whose checkpoints others go on from, by name."""
 
-ARRIVING: list[tuple[int, dict[str, tuple[str, Settings]]]] = [
-    (
-        1,
-        {
-            "zero3-offload to zero1": ("zero3-offload", zero(1)),
-            "zero1 to zero3": ("zero1", zero(3, **SUB_GROUPS)),
-            "zero2 to zero0": ("zero2", zero(0)),
-        },
-    ),
-    (
-        4,
-        {
-            "zero1-bf16 to zero2-bf16": ("zero1-bf16", zero(2, **BF16)),
-            "zero0 to zero3": ("zero0", zero(3, **SUB_GROUPS)),
-            "zero3-bf16 to hybrid": ("zero3-bf16", {**BF16, **HYBRID_OF_TWO}),
-        },
-    ),
-    (
-        2,
-        {
-            "back to zero2": ("zero0 to zero3", zero(2)),
-            "back to zero3-offload": ("zero2 to zero0", zero(3, **OFFLOAD)),
-            "back to zero1-bf16": ("zero3-bf16 to hybrid", zero(1, **BF16, **FLOAT32_ACCUMULATION)),
-            "back to zero3-bf16": ("zero1-bf16 to zero2-bf16", zero(3, **BF16, **PERSISTENT)),
-        },
-    ),
+ARRIVING: list[tuple[int, str, str, Settings]] = [
+    (1, "zero3-offload to zero1", "zero3-offload", zero(1)),
+    (1, "zero1 to zero3", "zero1", zero(3, **SUB_GROUPS)),
+    (1, "zero2 to zero0", "zero2", zero(0)),
+    (4, "zero1-bf16 to zero2-bf16", "zero1-bf16", zero(2, **BF16)),
+    (4, "zero0 to zero3", "zero0", zero(3, **SUB_GROUPS)),
+    (4, "zero3-bf16 to hybrid", "zero3-bf16", {**BF16, **HYBRID_OF_TWO}),
+    (2, "back to zero2", "zero0 to zero3", zero(2)),
+    (2, "back to zero3-offload", "zero2 to zero0", zero(3, **OFFLOAD)),
+    (2, "back to zero1-bf16", "zero3-bf16 to hybrid", zero(1, **BF16, **FLOAT32_ACCUMULATION)),
+    (2, "back to zero3-bf16", "zero1-bf16 to zero2-bf16", zero(3, **BF16, **PERSISTENT)),
 ]
-"""Number of ranks, and which checkpoint each run goes on from and how, in the order in which they can be made."""
+"""Number of ranks, name, the checkpoint that each run goes on from, and how, in an order in which they can be made."""
 
 
 def portable_cases(folder: Path) -> list[tuple[int, list[Case]]]:
     """The starts of ranks in which checkpoints are left, taken over on other numbers of ranks, and left again."""
     leaving = [(name, "leaving", {"directory": str(folder / name), **given}) for name, given in LEAVING.items()]
-    arriving = [
-        (
-            world_size,
-            [
-                (name, "arriving", {"source": str(folder / source), "directory": str(folder / name), **given})
-                for name, (source, given) in cases.items()
-            ],
-        )
-        for world_size, cases in ARRIVING
-    ]
-    return [(2, leaving), *arriving]
+    arriving: dict[int, list[Case]] = {}
+    for world_size, name, source, given in ARRIVING:
+        arguments = {"source": str(folder / source), "directory": str(folder / name), **given}
+        arriving.setdefault(world_size, []).append((name, "arriving", arguments))
+    return [(2, leaving), *arriving.items()]

@@ -19,8 +19,8 @@ from ds_encdec.checkpoint.zero_state import ZeroState
 pytestmark = pytest.mark.distributed
 
 KINDS: tuple[StateKind, ...] = ("weight", "exp_avg", "exp_avg_sq")
-SOURCES = {name: source for _, cases in ARRIVING for name, (source, _) in cases.items()}
-SETTINGS = LEAVING | {name: given for _, cases in ARRIVING for name, (_, given) in cases.items()}
+SOURCES = {name: source for _, name, source, _ in ARRIVING}
+SETTINGS = LEAVING | {name: given for _, name, _, given in ARRIVING}
 IN_FLOAT32 = [name for name in SOURCES if not SETTINGS[name].get("bf16")]
 
 
