@@ -301,20 +301,25 @@ def test_seconds_blocked_and_in_all_are_logged(tmp_path: Path, eval_losses: list
     assert first["ckpt/blocked_s"] < 0.3 <= first["ckpt/total_s"]
 
 
-def test_the_clock_asks_for_saves_too(tmp_path: Path, eval_losses: list[float]) -> None:
-    """What it asked for before a save, while that step was made, is not asked for again after it."""
-    due = {"save_steps": 1000, "save_interval_hours": 1e-9, "async_save": False}
-    run = make_run(tmp_path / "checkpoints", ScriptedEngine({}), **due)
-    train(run)
-    assert sorted(committed_steps(run.checkpoints.folder)) == [1, 3, 5, 7, 8]
+def slow() -> None:
+    time.sleep(0.2)
 
 
-def test_there_is_never_more_than_one_save_under_way(tmp_path: Path, eval_losses: list[float]) -> None:
-    """A save slower than the interval holds the next one up, and none is lost."""
-    engine = ScriptedEngine({step: lambda: time.sleep(0.2) for step in range(9)})
-    run = make_run(tmp_path / "checkpoints", engine, save_steps=1)
-    train(run)
-    assert sorted(committed_steps(run.checkpoints.folder)) == list(range(1, 9))
+@pytest.mark.parametrize(
+    ("settings", "writing", "saved"),
+    [
+        # What the clock asked for before a save, while that step was made, is not asked for again after it.
+        ({"save_steps": 1000, "save_interval_hours": 1e-9, "async_save": False}, {}, [1, 3, 5, 7, 8]),
+        # A save slower than the interval holds the next one up, and none is lost.
+        ({"save_steps": 1}, dict.fromkeys(range(9), slow), [*range(1, 9)]),
+    ],
+    ids=["by the clock", "one under way"],
+)
+def test_when_it_is_saved(
+    tmp_path: Path, eval_losses: list[float], settings: dict[str, Any], writing: dict[int, Any], saved: list[int]
+) -> None:
+    train(make_run(tmp_path / "checkpoints", ScriptedEngine(writing), **settings))
+    assert sorted(committed_steps(tmp_path / "checkpoints")) == saved
 
 
 @pytest.mark.parametrize("async_save", [True, False])

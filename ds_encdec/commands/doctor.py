@@ -32,8 +32,8 @@ from ds_encdec.base.foreign_places import outside_tested_ranges
 from ds_encdec.base.types import DsEncDecError
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.hostfile import read_hosts, read_variables
-from ds_encdec.config.model_folder import is_hub_name, model_folder
 from ds_encdec.config.schema import FullConfig, Loaded, read_config
+from ds_encdec.config.stored_model import is_hub_name, model_folder
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.launch.agreement import differences, versions
 from ds_encdec.launch.disk import free_bytes

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ds_encdec.base.types import CheckpointError
-from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.config.stored_model import read_stored_model
+from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder, read_stored_model
 from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.exports.model_card import untrained_model_card
 from ds_encdec.memory.job import QWEN3_IDS, QWEN3_ROWS

@@ -49,7 +49,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import refuse_existing
-    from ds_encdec.config.model_folder import MODEL_FILES, TOKENIZER_FILES, model_folder
+    from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder
 
     model_folder(options.source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     refuse_existing(options.out)

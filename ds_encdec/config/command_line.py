@@ -22,16 +22,32 @@ _ASSIGNED = re.compile(r"[^/]*=")
 def read_arguments(
     parser: argparse.ArgumentParser, table: Arguments, given: Sequence[str], *, takes_settings: bool = True
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, the verb's own by `table`, and the settings. Raises ConfigError, also for other arguments."""
-    own, settings = _divided(given, table, takes_settings)
+    """Return the options, the verb's own by `table`, and the settings. Options may have underscores for hyphens. Raises
+    ConfigError, also for other arguments."""
+    named = {name: how for names, how in {**table, **VERBOSITY}.items() for name in names.split()}
+    own, settings, remaining = list[str](), list[str](), list(given)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, text = word.partition("=")
+        option = f"--{name[2:].replace('_', '-')}" if name.startswith("--") and name not in named else name
+        if option.startswith("-") and option in named:
+            own.append(f"{option}{equals}{text}")
+            if remaining and not equals and named[option].get("action") != "store_true":
+                own.append(remaining.pop(0))
+        elif takes_settings and word.startswith("--") and word not in ("--help", "--version"):
+            from ds_encdec.config.words.rewording import with_value  # not for --help
+
+            settings.append(word if equals else with_value(word, remaining))
+        else:
+            is_setting = takes_settings and _ASSIGNED.match(word) and not word.startswith("-")
+            (settings if is_setting else own).append(word)
     options, rest = parser.parse_known_args(own)
     if rest and not takes_settings:
-        named = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
-        names = [name for names in (*table, *VERBOSITY) for name in names.split() if name.startswith("-")]
-        known = {name.strip("-"): name for name in names}
-        found = (difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8) for name in named)
+        names = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
+        known = {name.strip("-"): name for name in named if name.startswith("-")}
+        found = (difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8) for name in names)
         guess = next((f"; did you mean {known[near[0]]}?" for near in found if near), "")
-        message = f"unrecognized arguments: {' '.join(named or rest)}{guess}"
+        message = f"unrecognized arguments: {' '.join(names or rest)}{guess}"
         raise mistake(message, parser.prog if given[0].startswith("-") else f"{parser.prog} {given[0]}")
     if (by_option := vars(options).pop("config_option", None)) is not None:
         if options.config is not None:
@@ -49,32 +65,6 @@ def read_program(
     add(parser, VERBOSITY)
     parser.explain(example, takes_settings=True)
     return read_arguments(parser, table, given)
-
-
-def _divided(arguments: Sequence[str], table: Arguments, takes_settings: bool) -> tuple[list[str], list[str]]:
-    """Split the arguments into those for argparse and the settings. Options may have underscores for hyphens."""
-    named = {name: how for names, how in {**table, **VERBOSITY}.items() for name in names.split()}
-    options = {name: how for name, how in named.items() if name.startswith("-")}
-    own, settings, remaining = list[str](), list[str](), list(arguments)
-    while remaining:
-        word = remaining.pop(0)
-        name, equals, text = word.partition("=")
-        option = name if name in options or not name.startswith("--") else f"--{name[2:].replace('_', '-')}"
-        if option in options:
-            own.append(f"{option}{equals}{text}")
-            if remaining and not equals and options[option].get("action") != "store_true":
-                own.append(remaining.pop(0))
-        elif not takes_settings:
-            own.append(word)
-        elif word.startswith("--") and word not in ("--help", "--version"):
-            if not equals:
-                from ds_encdec.config.words.rewording import with_value  # not for --help
-
-                word = with_value(word, remaining)
-            settings.append(word)
-        else:
-            (settings if _ASSIGNED.match(word) and not word.startswith("-") else own).append(word)
-    return own, settings
 
 
 def config_files(

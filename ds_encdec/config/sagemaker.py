@@ -34,8 +34,7 @@ def container_arguments(environ: Mapping[str, str], given: Sequence[str], option
     for name, value in json.loads(environ.get(_HYPERPARAMETERS, "{}")).items():
         name, text = name.replace("-", "_"), value if isinstance(value, str) else json.dumps(value)
         words.append(f"--{name}={text}" if f"--{name}" in options else f"{name}={text}")
-    all_words = {*words, *given}
-    has_folder = any(word.lstrip("-").partition("=")[0] in _FOLDERS for word in all_words)
+    has_folder = any(word.lstrip("-").partition("=")[0] in _FOLDERS for word in (*words, *given))
     folder = [] if has_folder else [f"infra.output_dir={CHECKPOINTS}"]
     return ["--resume=auto", *folder, *_channels(environ), *words, *given]
 
@@ -46,22 +45,19 @@ def _channels(environ: Mapping[str, str]) -> Iterator[str]:
         (("SM_CHANNEL_VALIDATION", "SM_CHANNEL_EVAL"), "data.eval_dataset_name", "data.eval_files"),
     ):
         if variable := next((name for name in variables if environ.get(name)), None):
-            folder = Path(environ[variable])
-            endings = {_ending(path) for path in folder.rglob("*") if path.is_file()}
-            kinds = {_KIND_OF[ending] for ending, _ in endings if ending in _KIND_OF}
+            folder, endings = Path(environ[variable]), set[tuple[str, str]]()
+            for path in folder.rglob("*"):
+                packed = path.suffix if path.suffix in _COMPRESSED else ""
+                ending = path.name.removesuffix(packed).rpartition(".")[2]
+                if ending in _KIND_OF and path.is_file():
+                    endings.add((ending, packed))
+            kinds = {_KIND_OF[ending] for ending, _ in endings}
             if len(kinds) != 1:
                 found = " and ".join(sorted(kinds)) if kinds else "no files of a kind that is read"
                 raise ConfigError(
                     f"{variable}={folder} has {found}: give the channel files of one kind ({', '.join(_KIND_OF)}), or "
                     f"name them by the hyperparameters {kind_field} and {files_field}"
                 )
-            begin = f"{escape(str(folder))}/**/*"
-            patterns = [f"{begin}.{ending}{packed}" for ending, packed in sorted(endings) if ending in _KIND_OF]
+            patterns = [f"{escape(str(folder))}/**/*.{ending}{packed}" for ending, packed in sorted(endings)]
             yield f"{kind_field}={kinds.pop()}"
             yield f"{files_field}={json.dumps(patterns)}"
-
-
-def _ending(path: Path) -> tuple[str, str]:
-    """Return the ending of a file's name, and that of its compression."""
-    packed = path.suffix if path.suffix in _COMPRESSED else ""
-    return path.name.removesuffix(packed).rpartition(".")[2], packed

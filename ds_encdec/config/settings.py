@@ -192,17 +192,13 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
     """Raise one ConfigError that lists `problems` in the order of their places, if there are any."""
     if problems:
         listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
+        lines, seen = list[str](), set[str]()
+        for problem in listed:  # only the first in a section lists the allowed names
+            is_listed = problem.message.startswith(_ALLOWED) and problem.message in seen
+            seen.add(problem.message)
+            lines.append(str(Problem(problem.mentions, f"{_ALLOWED}the names above") if is_listed else problem))
         count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
-        raise ConfigError("\n".join([f"The configuration has {count}:", *map(str, _lists_once(listed))]))
-
-
-def _lists_once(problems: Iterable[Problem]) -> Iterator[Problem]:
-    """Yield the problems; only the first in a section lists the allowed names."""
-    seen = set[str]()
-    for problem in problems:
-        is_listed = problem.message in seen
-        seen |= {problem.message} if problem.message.startswith(_ALLOWED) else set()
-        yield Problem(problem.mentions, f"{_ALLOWED}the names above") if is_listed else problem
+        raise ConfigError("\n".join([f"The configuration has {count}:", *lines]))
 
 
 def _order(place: str) -> tuple[bool, str, int, int]:

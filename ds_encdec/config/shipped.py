@@ -57,28 +57,17 @@ def shipped_instead(path: Path) -> str:
 
 
 def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
-    """Run `ds-encdec init`: write a shipped file, or list them."""
+    """Run `ds-encdec init`: write a shipped file, with comments that name the copy, and the program as a module; or
+    list them. Raises ConfigError if there is no such file, or a file would be replaced."""
     if options.name is None:
-        print(list_shipped())
+        width = max(len(_name(file)) for file in shipped_files())
+        print("\n".join(f"{_name(file):{width}}  {_purpose(file)}" for file in shipped_files()))
         return
-    written = write_shipped(options.name, options.out)
-    print(f"wrote {written}" + f"; edit it, then: ds-encdec validate {written}" * (written.suffix == ".yaml"))
-
-
-def list_shipped() -> str:
-    """Return a line for each shipped file: its name and purpose."""
-    width = max(len(_name(file)) for file in shipped_files())
-    return "\n".join(f"{_name(file):{width}}  {_purpose(file)}" for file in shipped_files())
-
-
-def write_shipped(name: str, out: Path | None) -> Path:
-    """Write the shipped file `name` to `out` (default: its own name, in this folder), and return the path. Its comments
-    then name `out`, and the program as a module. Raises ConfigError if there is no such file, or `out` exists."""
-    wanted = Path(name)
+    wanted = Path(options.name)
     source = next((file for file in shipped_files() if wanted.name in (file.name, _name(file))), None)
     if source is None:
-        raise ConfigError(f"there is no shipped file {name}; `ds-encdec init` lists them{similar_shipped(wanted)}")
-    out = out or Path(source.name)
+        raise ConfigError(f"there is no shipped file {wanted}; `ds-encdec init` lists them{similar_shipped(wanted)}")
+    out = options.out or Path(source.name)
     text = _MODELINE.sub("", source.read_text(encoding="utf-8"))
     text = text.replace(f"{source.parent.name}/{source.name}", str(out))
     text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # works without a clone, too
@@ -89,7 +78,7 @@ def write_shipped(name: str, out: Path | None) -> Path:
         raise ConfigError(f"{out} is there already: nothing was written. Name another file with --out") from None
     except OSError as error:
         raise ConfigError(f"--out: {out} cannot be written ({error.strerror})") from error
-    return out
+    print(f"wrote {out}" + f"; edit it, then: ds-encdec validate {out}" * (out.suffix == ".yaml"))
 
 
 def _name(file: Path) -> str:

@@ -1,14 +1,28 @@
-"""Read the `config.json` of a model folder as transformers does, and refuse models that the engine cannot train. It
-needs neither torch nor transformers, so an estimate and a run read the same sizes by the same rules."""
+"""Find the folder of a model or tokenizer, and read its files as transformers does, refusing models that the engine
+cannot train. It needs neither torch nor transformers, so estimates and runs read the same sizes."""
 
-from collections.abc import Iterator, Mapping
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.yaml.plain_files import read_json
+from ds_encdec.registry.denoisers import DENOISERS
 
+if TYPE_CHECKING:
+    from ds_encdec.config.sections import Sections
+
+MODEL_FILES = ("*.json", "*.safetensors")
+"""Files downloaded for a model: none that would have to be unpickled or executed."""
+TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
+"""Files downloaded for a tokenizer."""
+MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
+"""Optional tokens that name the denoiser of an example, in the order of `DENOISERS`."""
 DECODER_ONLY = "qwen3"
 OF_OUR_OWN = "qwen3_seq2seq"
 COUNTS = (
@@ -20,8 +34,36 @@ COUNTS = (
     "vocab_size",
 )
 """Sizes that every `config.json` has: whole numbers above 0."""
+_WINDOWS = "use_sliding_window (layers that attend over a window)"
 _HEAD_DIM = 128
 """The width that transformers' Qwen3 uses if `head_dim` is missing, whatever the hidden size."""
+
+
+def is_hub_name(name_or_path: str) -> bool:
+    """Return whether this may be a hub repository, `OWNER/NAME`."""
+    return re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name_or_path, re.ASCII) is not None
+
+
+def model_folder(name_or_path: str, files: Sequence[str], *, field: str) -> Path:
+    """Return the local folder, or a hub repository's snapshot with `files` (patterns), downloaded unless it is cached.
+    Raises CheckpointError that names `field` if there is no such folder, or the hub cannot be reached."""
+    path = Path(os.path.expanduser(name_or_path))
+    if os.path.isdir(path):
+        return path
+    if not is_hub_name(name_or_path):
+        raise CheckpointError(f"{field}: the folder {name_or_path} does not exist")
+    # Imported here: local folders, `--help` and `validate` do not need it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name_or_path, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise CheckpointError(
+            f"{field}: {name_or_path} is not a local folder, is not in the Hugging Face cache, and could not be "
+            f"downloaded ({reason}). Check its name and the network (and HF_TOKEN for a gated one), or download it "
+            "elsewhere and give the folder's path"
+        ) from error
 
 
 def read_stored_model(file: Path) -> dict[str, Any]:
@@ -52,7 +94,13 @@ def read_stored_model(file: Path) -> dict[str, Any]:
     stored.setdefault("head_dim", _HEAD_DIM)
     if wrong := [name for name in (*COUNTS, "head_dim") if not _is_count(stored.get(name))]:
         raise CheckpointError(f"{file} lacks {', '.join(wrong)} (whole numbers above 0)")
-    if names := [name for name, present in _unsupported(stored) if present]:
+    kinds, first = stored.get("layer_types"), stored.get("max_window_layers", 28)
+    if kinds is None:
+        slides = bool(stored.get("use_sliding_window")) and stored.get("sliding_window", 4096) is not None
+        slides = slides and not (isinstance(first, int) and first >= stored["num_hidden_layers"])
+    else:
+        slides = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
+    if names := ["attention_bias"] * bool(stored.get("attention_bias")) + [_WINDOWS] * slides:
         raise CheckpointError(f"{file}: not supported: {', '.join(names)}")
     try:
         rope = _rope(stored)
@@ -74,19 +122,6 @@ def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _unsupported(stored: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Yield each unsupported feature, and whether the model has it."""
-    yield "attention_bias", bool(stored.get("attention_bias"))
-    kinds = stored.get("layer_types")
-    if kinds is None:
-        slides = stored.get("use_sliding_window") and stored.get("sliding_window", 4096) is not None
-        first = stored.get("max_window_layers", 28)  # from this layer on
-        sliding = bool(slides) and not (isinstance(first, int) and first >= stored["num_hidden_layers"])
-    else:
-        sliding = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    yield "use_sliding_window (layers that attend over a window)", sliding
 
 
 def _rope(stored: dict[str, Any]) -> dict[str, Any]:
@@ -116,3 +151,48 @@ def _rope(stored: dict[str, Any]) -> dict[str, Any]:
     if not known:
         raise ValueError("it lacks rope_theta: write the base that the model was trained with, as its publisher has it")
     return {"rope_type": "default", "rope_theta": next(iter(known.values()))}
+
+
+def sentinel(index: int) -> str:
+    """Return the text of sentinel number `index`, counted from 0."""
+    return f"<extra_id_{index}>"
+
+
+def too_few_rows(rows: int, ids: int) -> str | None:
+    """Return an error message if an embedding of `rows` is too small for a tokenizer of `ids`, else None."""
+    return None if ids <= rows else f"the tokenizer's ids reach {ids - 1}: set it to at least {ids}"
+
+
+def tokenizer_lacks_rows(config: Sections) -> str | None:
+    """Return an error if `model.architecture.vocab_size` is too small for a tokenizer on this machine, else None."""
+    section = config.model
+    name = section.tokenizer_name_or_path
+    if section.architecture is None or name is None or (file := _file_of(name)) is None:
+        return None
+    wanted = {sentinel(index) for index in range(section.num_sentinel_tokens)}
+    wanted |= {*MODE_TOKENS} if config.data.use_mode_tokens else set()
+    try:
+        stored = read_json(file)
+        # BPE, WordPiece and WordLevel map tokens to ids, Unigram lists pairs with scores.
+        vocab, tokens = stored["model"]["vocab"], stored.get("added_tokens") or ()
+        vocab = vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
+        added = {token["content"]: int(token["id"]) for token in tokens}
+        ids = {token: int(number) for token, number in vocab.items()} | added
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    following = max([len(vocab), *(number + 1 for number in added.values())])  # as tokenizers does
+    largest = max([following + len(wanted - ids.keys()), *(number + 1 for number in ids.values())])
+    return too_few_rows(section.architecture.vocab_size, largest)
+
+
+def _file_of(name: str) -> Path | None:
+    """Return the `tokenizer.json` in a folder, or of a repository in the Hugging Face cache."""
+    folder = Path(os.path.expanduser(name))
+    if os.path.isdir(folder):
+        return folder / "tokenizer.json"
+    if not is_hub_name(name):
+        return None
+    from huggingface_hub import try_to_load_from_cache  # rarely needed
+
+    found = try_to_load_from_cache(name, "tokenizer.json")
+    return Path(found) if isinstance(found, str) else None

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
-from ds_encdec.config.model_folder import MODEL_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.config.stored_model import COUNTS, read_stored_model, untrained_rows
-from ds_encdec.config.stored_tokenizer import too_few_rows
+from ds_encdec.config.stored_model import (
+    COUNTS,
+    MODEL_FILES,
+    model_folder,
+    read_stored_model,
+    too_few_rows,
+    untrained_rows,
+)
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights

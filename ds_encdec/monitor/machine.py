@@ -24,8 +24,8 @@ from ds_encdec.monitor.metrics import MetricWindow
 from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, make_alert
 
 MIN_THROUGHPUT_VALUES = 5  # intervals that must be in the throughput window before a drop can be seen
+# Intervals of a process, and again after its first save, whose largest memory is the baseline.
 MEMORY_BASELINE_INTERVALS = range(2, 5)
-"""Intervals of a process, and again after its first save, whose largest memory is the baseline."""
 _WARMUP_PRODUCTS = 4
 
 
@@ -193,7 +193,7 @@ class MachineWatch:
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
         share, most = max(shares), settings.data_wait_threshold
         slow, late = settings.straggler_threshold, settings.straggler_late_threshold
-        latest, lateness = _latest(rank_stats)
+        ratios, latest, lateness = _compared(rank_stats)
         rows: list[tuple[Any, ...]] = [
             ("throughput", "throughput_drop", speed < least, speed, least,
              f"{speed * ranks:,.0f} tokens/s over all ranks are below {least * ranks:,.0f}, "
@@ -204,7 +204,7 @@ class MachineWatch:
             *((f"slow {rank}", "straggler", ratio > slow, ratio, slow,
                f"rank {rank} is slow: for the same arithmetic it takes {ratio:.2f} times as long as the "
                f"{'faster' if ranks == 2 else 'median'} rank, more than monitor.straggler_threshold={slow:g} times")
-              for rank, ratio in enumerate(_slowness(rank_stats))),
+              for rank, ratio in enumerate(ratios)),
             (f"late {latest}", "straggler", lateness > late, lateness, late,
              f"rank {latest} is late: others wait for it before the steps for {lateness:.1%} of the time, more than "
              f"the share monitor.straggler_late_threshold={late:g}"),
@@ -232,9 +232,8 @@ class MachineWatch:
             if (largest := max(rank.memory[name] for rank in rank_stats))
         }
         if len(rank_stats) > 1:
-            ratios, (latest, lateness) = _slowness(rank_stats), _latest(rank_stats)
-            slowest = ratios.index(max(ratios))
-            metrics |= {"health/slowest_rank": slowest, "health/slowest_rank_ratio": ratios[slowest]}
+            ratios, latest, lateness = _compared(rank_stats)
+            metrics |= {"health/slowest_rank": ratios.index(max(ratios)), "health/slowest_rank_ratio": max(ratios)}
             metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
         return metrics
 
@@ -261,14 +260,11 @@ class MachineWatch:
         return [make_alert("memory_growth", step, growth[worst], threshold, message)]
 
 
-def _slowness(rank_stats: Sequence[RankStats]) -> list[float]:
-    """Return each rank's time for the arithmetic over the median rank's: of two ranks, over the faster one's."""
+def _compared(rank_stats: Sequence[RankStats]) -> tuple[list[float], int, float]:
+    """Return each rank's time for the arithmetic over the median rank's (of two ranks, over the faster one's), the rank
+    that the others wait for most, and the share of the interval that they wait."""
     median = median_low(rank.arithmetic_s for rank in rank_stats)
-    return [rank.arithmetic_s / median for rank in rank_stats]
-
-
-def _latest(rank_stats: Sequence[RankStats]) -> tuple[int, float]:
-    """Return the rank that the others wait for most, and the share of the interval that they wait."""
     waits = [rank.exchange_wait_s for rank in rank_stats]
     latest = waits.index(min(waits))
-    return latest, (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)
+    lateness = (max(waits) - waits[latest]) / max(rank_stats[latest].training_s, 1e-9)
+    return [rank.arithmetic_s / median for rank in rank_stats], latest, lateness

@@ -20,12 +20,12 @@ from ds_encdec.launch.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
+# Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows.
 TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau", "learning_rate_off")
-"""Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows."""
+# Alerts about the machines of the run: raised by `MachineWatch`.
 MACHINE_ALERTS = ("throughput_drop", "straggler", "memory_growth", "data_wait")
-"""Alerts about the machines of the run: raised by `MachineWatch`."""
+# Logging intervals in a row with the same fault (but for memory) that make an alert: one is noise.
 PERSISTENT_INTERVALS = 3
-"""Logging intervals in a row with the same fault (but for memory) that make an alert: one is noise."""
 
 Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
 
@@ -86,18 +86,14 @@ def read_step_lines(path: Path) -> StepLines:
 
 def _step_lines(name: str, content: bytes) -> StepLines:
     *whole, last = content.split(b"\n")
-    lines = [line for text in whole if (line := _parse(text)) is not None]
+    lines: list[dict[str, Any]] = []
+    for text in whole:
+        with suppress(ValueError):
+            line = json.loads(text)
+            lines += [line] if isinstance(line, dict) and is_number(line.get("step")) else []
     unreadable = len(whole) - len(lines)
     problem = f"{name}: {unreadable:,} lines cannot be read and are left out" if unreadable else ""
     return StepLines(lines, problem, bool(last.strip()))
-
-
-def _parse(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) and is_number(line.get("step")) else None
 
 
 def is_number(value: object) -> TypeGuard[float]:

@@ -19,13 +19,13 @@ from ds_encdec.monitor.metrics_file import make_alert, strict_json
 
 MAX_LOSS_SPIKES = 5  # loss spikes that a phase may have and still pass
 
+# Alerts of each type that are kept, the newest ones: many of one type do not push out another's.
 MAX_ALERTS_OF_A_TYPE = 200
-"""Alerts of each type that are kept, the newest ones: many of one type do not push out another's."""
 
 MAX_HISTORY = 10_000  # observations that `TrainingMonitor.history` keeps, the newest ones
 
+# Difference between two learning rates that is never an alert: a rate of 0 after rounding.
 LEARNING_RATE_ROUNDING = 1e-12
-"""Difference between two learning rates that is never an alert: a rate of 0 after rounding."""
 
 
 class Observation(NamedTuple):

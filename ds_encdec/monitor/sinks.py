@@ -31,8 +31,8 @@ from ds_encdec.monitor.metrics_file import append_line, cut_after
 
 logger = logging.getLogger(__name__)
 
+# Seconds for W&B's server to answer before the run is kept offline. Training has not begun then.
 WANDB_INIT_TIMEOUT_S = 30.0
-"""Seconds for W&B's server to answer before the run is kept offline. Training has not begun then."""
 
 
 class Sample(NamedTuple):

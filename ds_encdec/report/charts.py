@@ -24,18 +24,13 @@ COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
 )
 """The colours of a light page by name, from its stylesheet: no two are the same."""
-MAX_MARKS = 150
-"""Most alerts marked in one chart, the highest ones; the table has the others too."""
-FEW_POINTS = 60
-"""Most points with which a curve that is not smoothed has a mark at each."""
-LOG_SCALE_FROM = 20.0
-"""Highest value over the median from which a curve with `log` is drawn on a logarithmic scale."""
-HIGHEST_LIMIT = 2.0
-"""Multiple of the highest value up to which a limit is drawn: a higher one would flatten the curve."""
+MAX_MARKS = 150  # most alerts marked in one chart, the highest ones; the table has the others too
+FEW_POINTS = 60  # most points with which a curve that is not smoothed has a mark at each
+LOG_SCALE_FROM = 20.0  # highest value over the median from which a curve with `log` is drawn on a logarithmic scale
+HIGHEST_LIMIT = 2.0  # multiple of the highest value up to which a limit is drawn: a higher one would flatten the curve
 
 Style = dict[str, Any]
-AlertMark = tuple[float, float, int]
-"""Step, height in the unit of the chart, and number of the alerts that share it."""
+AlertMark = tuple[float, float, int]  # step, height in the unit of the chart, and number of the alerts that share it
 
 _COLOURED = {
     "ink": ("text.color", "axes.titlecolor"),
@@ -43,8 +38,8 @@ _COLOURED = {
     "muted": ("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"),
 }
 _RC: dict[Any, Any] = {name: COLOURS[colour] for colour, names in _COLOURED.items() for name in names}
+# A decorator that draws figures in the style of the page, and makes the same figure give the same bytes.
 styled = matplotlib.rc_context({**_RC, "svg.hashsalt": "report"}, Path(__file__).with_name("drawing.mplstyle"))
-"""A decorator that draws figures in the style of the page, and makes the same figure give the same bytes."""
 _LINES = tuple(name for name in COLOURS if name.startswith("line"))
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _TAKEN_BACK: Style = {"label": "taken back", "color": COLOURS["abandoned"], "lw": 1, "alpha": 0.8, "ls": "--"}

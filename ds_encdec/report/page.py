@@ -18,17 +18,13 @@ from ds_encdec.launch.disk import write_atomically
 from ds_encdec.monitor.metrics_file import is_number
 from ds_encdec.report.read_run import Entry, Run, read_time
 
-NOTHING = "–"
-"""Text for a missing value."""
-MAX_EVENTS = 200
-"""Most rows of the table of events, the newest ones; all are in ledger.jsonl."""
-MAX_EXCERPT = 1500
-"""Most characters of a generated text that are shown."""
-_KEPT_NAMES = ("ds_encdec",)
-"""Names of packages, whose underscores are not spaces."""
+NOTHING = "–"  # text for a missing value
+MAX_EVENTS = 200  # most rows of the table of events, the newest ones; all are in ledger.jsonl
+MAX_EXCERPT = 1500  # most characters of a generated text that are shown
+_KEPT_NAMES = ("ds_encdec",)  # names of packages, whose underscores are not spaces
 _LAST = itemgetter(-1)
+# Events that decide whether the rollbacks of the alerts before them were made; a start leaves them open.
 _ANSWERS = ("rollback", "no_rollback", "stop", "start")
-"""Events that decide whether the rollbacks of the alerts before them were made; a start leaves them open."""
 
 
 def write_page(folder: Path, template: str, **values: Any) -> Path:

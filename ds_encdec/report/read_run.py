@@ -23,13 +23,12 @@ from ds_encdec.config.yaml.text import read_yaml
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import is_number, read_step_lines
 
+# A line of `ledger.jsonl` (monitor/metrics_file.py) or a JSON file, whose content is not trusted.
 Entry = Mapping[str, Any]
-"""A line of `ledger.jsonl` (monitor/metrics_file.py) or a JSON file, whose content is not trusted."""
 
-SMOOTHED_PART = 40
-"""Divisor of the number of points: a smoothed value is the mean of at most that many of them."""
+SMOOTHED_PART = 40  # divisor of the number of points: a smoothed value is the mean of at most that many of them
+# Fewest points of a curve that is smoothed: with fewer, a mean of three would be more than that part.
 SMOOTHED_FROM = 3 * SMOOTHED_PART
-"""Fewest points of a curve that is smoothed: with fewer, a mean of three would be more than that part."""
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,8 @@ _MEANINGS = {
     Mark.EXAMPLES: "evaluation losses are over different examples",
     Mark.MIXTURE: "losses are of different mixtures of denoisers",
 }
+# The effect on losses of a difference in these fields of the configuration, for runs without checkpoints.
 _FIELDS = {path: meaning for mark, meaning in _MEANINGS.items() for path in marked(mark)}
-"""The effect on losses of a difference in these fields of the configuration, for runs without checkpoints."""
 _DATA_FACTS = {
     "tokenizer": _MEANINGS[Mark.TOKENS],
     "special tokens": _MEANINGS[Mark.TOKENS],

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.base.types import CheckpointError, ConfigError
-from ds_encdec.config.model_folder import TOKENIZER_FILES, model_folder
 from ds_encdec.config.schema import ModelConfig
+from ds_encdec.config.stored_model import TOKENIZER_FILES, model_folder
 from ds_encdec.launch.disk import cached
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS, Vocabulary, add_sentinels
 

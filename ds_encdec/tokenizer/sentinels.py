@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_encdec.base.types import CheckpointError
-from ds_encdec.config.stored_tokenizer import MODE_TOKENS as MODE_TOKENS
-from ds_encdec.config.stored_tokenizer import sentinel as sentinel
+from ds_encdec.config.stored_model import MODE_TOKENS as MODE_TOKENS
+from ds_encdec.config.stored_model import sentinel as sentinel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -17,11 +17,16 @@ from ds_encdec.base.plugins import PYTHON, converter_digest, load_plugin
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError
 from ds_encdec.config.data_sections import LOCAL_FORMATS
 from ds_encdec.config.first_rows import unusable_rows
-from ds_encdec.config.model_folder import is_hub_name
 from ds_encdec.config.schema import FullConfig, Loaded
 from ds_encdec.config.settings import Conflict, Settings, raise_if_any
-from ds_encdec.config.stored_model import OF_OUR_OWN, read_stored_model, untrained_rows
-from ds_encdec.config.stored_tokenizer import MODE_TOKENS, tokenizer_lacks_rows
+from ds_encdec.config.stored_model import (
+    MODE_TOKENS,
+    OF_OUR_OWN,
+    is_hub_name,
+    read_stored_model,
+    tokenizer_lacks_rows,
+    untrained_rows,
+)
 from ds_encdec.config.training_sections import CROSS_ENTROPY, LOSS_FIGURES, Schedule, Tracker
 from ds_encdec.config.validation import mention_all
 from ds_encdec.registry.optimizers import OPTIMIZERS

@@ -68,38 +68,21 @@ class Job:
     def config(self, *changes: str) -> FullConfig:
         """The configuration of our run, of which the others take the sizes, the rates and DeepSpeed's JSON."""
         heads = max(2, self.hidden // 64)
-        return load_config(
-            ROOT / "ds_configs" / "quickstart.yaml",
-            [
-                f"model.architecture.vocab_size={self.vocab}",
-                f"model.architecture.hidden_size={self.hidden}",
-                f"model.architecture.intermediate_size={3 * self.hidden}",
-                f"model.architecture.num_hidden_layers={self.layers}",
-                f"model.architecture.num_attention_heads={heads}",
-                f"model.architecture.num_key_value_heads={heads // 2}",
-                f"model.architecture.head_dim={self.hidden // heads}",
-                f"data.max_seq_length={self.encoder_length}",
-                f"data.max_encoder_length={self.encoder_length}",
-                f"data.max_decoder_length={self.decoder_length}",
-                f"data.num_lanes={self.ranks}",
-                "data.preprocessing_num_workers=0",
-                "data.eval_fraction=0",
-                f"training.per_device_train_batch_size={self.batch}",
-                "training.learning_rate=3e-4",
-                "training.lr_scheduler_type=WarmupLR",
-                "training.warmup_steps=2",
-                "training.weight_decay=0",
-                f"training.bf16={str(self.bf16).lower()}",
-                "training.num_train_steps=1000000",
-                "training.save_steps=1000000",
-                "training.eval_samples=0",
-                "training.activation_checkpointing=none",
-                "training.report_to=[]",
-                "infra.device=cpu",
-                f"infra.num_gpus={self.ranks}",
-                *changes,
-            ],
-        )
+        settings = f"""
+            model.architecture.vocab_size={self.vocab} model.architecture.hidden_size={self.hidden}
+            model.architecture.intermediate_size={3 * self.hidden} model.architecture.num_hidden_layers={self.layers}
+            model.architecture.num_attention_heads={heads} model.architecture.num_key_value_heads={heads // 2}
+            model.architecture.head_dim={self.hidden // heads}
+            data.max_seq_length={self.encoder_length} data.max_encoder_length={self.encoder_length}
+            data.max_decoder_length={self.decoder_length} data.num_lanes={self.ranks}
+            data.preprocessing_num_workers=0 data.eval_fraction=0
+            training.per_device_train_batch_size={self.batch} training.learning_rate=3e-4
+            training.lr_scheduler_type=WarmupLR training.warmup_steps=2 training.weight_decay=0
+            training.bf16={str(self.bf16).lower()} training.num_train_steps=1000000 training.save_steps=1000000
+            training.eval_samples=0 training.activation_checkpointing=none training.report_to=[]
+            infra.device=cpu infra.num_gpus={self.ranks}
+        """
+        return load_config(ROOT / "ds_configs" / "quickstart.yaml", [*settings.split(), *changes])
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -304,17 +287,13 @@ def hugging_face(job: Job, turns: Turns, *changes: str, sampling: str = "sequent
             turns.after_step(*seen.pop())
 
     training = config.training
+    adam = ("adam_beta1", "adam_beta2", "adam_epsilon")
+    same = ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps", *adam)
     arguments = TrainingArguments(
+        **{name: getattr(training, name) for name in same},
         output_dir=str(_shared_folder()),
         per_device_train_batch_size=size,
         max_steps=1_000_000,
-        learning_rate=training.learning_rate,
-        weight_decay=training.weight_decay,
-        max_grad_norm=training.max_grad_norm,
-        warmup_steps=training.warmup_steps,
-        adam_beta1=training.adam_beta1,
-        adam_beta2=training.adam_beta2,
-        adam_epsilon=training.adam_epsilon,
         bf16=job.bf16,
         use_cpu=True,
         deepspeed=rendered,

@@ -13,7 +13,6 @@ there the first losses are compared, too.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -78,53 +77,33 @@ def measure(names: list[str], job: dict[str, Any], options: argparse.Namespace, 
             first[name] = running[name].take(options.warm_up)
             print(f"{name}: built", file=sys.stderr, flush=True)
         turns = in_turns({name: partial(one.take, options.steps) for name, one in running.items()}, options.rounds)
-    found = {name: [_Turn.of(ranks) for ranks in taken] for name, taken in turns.items()}
-    reference = options.reference or max(
-        (name for name in names if name.startswith("hf")),
-        key=lambda name: median(turn.tokens_per_cpu_s for turn in found[name]),
-        default=names[0],
+    # Tokens of all ranks, seconds of the mean rank.
+    tokens = {name: [sum(rank["tokens"] for rank in ranks) for ranks in taken] for name, taken in turns.items()}
+    clocks = ("cpu_s", "wall_s")
+    cpu, wall = (
+        {name: [statistics.mean(rank[clock] for rank in ranks) for ranks in taken] for name, taken in turns.items()}
+        for clock in clocks
     )
-    compared = first[reference][0]["losses"]
-    return [
-        {
+    speeds = {name: [done / seconds for done, seconds in zip(tokens[name], cpu[name], strict=True)] for name in names}
+    peers = [name for name in names if name.startswith("hf")]
+    reference = options.reference or max(peers, key=lambda name: median(speeds[name]), default=names[0])
+    losses = {name: first[name][0]["losses"] for name in names}
+    rows = []
+    for name in names:
+        apart = [abs(mine - theirs) for mine, theirs in zip(losses[name], losses[reference], strict=True)]
+        ratios = [mine / theirs for mine, theirs in zip(speeds[name], speeds[reference], strict=True)]
+        row = {
             "contender": name,
-            "CPU ms a step": median(1e3 * turn.cpu_s / options.steps for turn in found[name]),
-            "tokens a step": median(turn.tokens / options.steps for turn in found[name]),
-            "tokens / CPU s": median(turn.tokens_per_cpu_s for turn in found[name]),
-            "tokens / s by the clock": median(turn.tokens / turn.wall_s for turn in found[name]),
-            f"over {reference}": median(
-                mine.tokens_per_cpu_s / theirs.tokens_per_cpu_s
-                for mine, theirs in zip(found[name], found[reference], strict=True)
-            ),
-            "peak MB": max(turn.peak_mb for turn in found[name]),
-            "first losses differ by": max(
-                abs(mine - theirs) for mine, theirs in zip(first[name][0]["losses"], compared, strict=True)
-            )
-            if job["documents"] == "equal"
-            else None,
+            "CPU ms a step": median(1e3 * seconds / options.steps for seconds in cpu[name]),
+            "tokens a step": median(done / options.steps for done in tokens[name]),
+            "tokens / CPU s": median(speeds[name]),
+            "tokens / s by the clock": median(t / s for t, s in zip(tokens[name], wall[name], strict=True)),
+            f"over {reference}": median(ratios),
+            "peak MB": max(rank["peak_mb"] for ranks in turns[name] for rank in ranks),
+            "first losses differ by": max(apart) if job["documents"] == "equal" else None,
         }
-        for name in names
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Turn:
-    """One turn, over all ranks: tokens of all of them, seconds of the mean."""
-
-    cpu_s: float
-    wall_s: float
-    tokens: float
-    peak_mb: float
-
-    @classmethod
-    def of(cls, ranks: list[dict[str, Any]]) -> _Turn:
-        means = (statistics.mean(rank[name] for rank in ranks) for name in ("cpu_s", "wall_s"))
-        return cls(*means, sum(rank["tokens"] for rank in ranks), max(rank["peak_mb"] for rank in ranks))
-
-    @property
-    def tokens_per_cpu_s(self) -> float:
-        """Useful tokens of a rank a second of its CPU time, times the ranks."""
-        return self.tokens / self.cpu_s
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

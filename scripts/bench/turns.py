@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import select
 import socket
@@ -18,7 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -79,23 +82,16 @@ class Contender:
     def take(self, steps: int) -> list[dict[str, Any]]:
         """Let it take so many steps; returns what each rank measured. Raises RuntimeError with the end of its log."""
         for process in self._processes:
-            assert process.stdin is not None
-            try:
+            with suppress(BrokenPipeError):  # it has ended, as its answer shows
                 print(steps, file=process.stdin, flush=True)
-            except BrokenPipeError:
-                raise self._failed("has ended") from None
         return [json.loads(self._answer(process.stdout)) for process in self._processes]
 
     def _answer(self, answers: TextIO | None) -> str:
-        if not select.select([answers], [], [], self._patience_s)[0]:
-            raise self._failed(f"has not answered for {self._patience_s:.0f} s")
-        line = answers.readline() if answers is not None else ""
-        if not line:
-            raise self._failed("has ended")
-        return line
-
-    def _failed(self, what: str) -> RuntimeError:
-        return RuntimeError(f"a contender {what}; the end of its log:\n{self.log.read_text()[-3000:]}")
+        has_answered = bool(select.select([answers], [], [], self._patience_s)[0])
+        if has_answered and answers is not None and (line := answers.readline()):
+            return line
+        what = "has ended" if has_answered else f"has not answered for {self._patience_s:.0f} s"
+        raise RuntimeError(f"a contender {what}; the end of its log:\n{self.log.read_text()[-3000:]}")
 
     def close(self) -> None:
         """End the processes."""
@@ -110,8 +106,8 @@ def rank_environments(ranks: int) -> list[dict[str, str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "MASTER_ADDR": "127.0.0.1"}
-    common |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    common = {"OMP_NUM_THREADS": "1", **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     common["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
@@ -135,22 +131,15 @@ def cpu_seconds(action: Callable[[], Any]) -> float:
 def machine() -> dict[str, Any]:
     """The facts about this machine that figures depend on."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    fields = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
-    facts = {name.strip(): value.strip() for name, value in fields.items()}
-    found: dict[str, str] = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "absent"
-    flags = facts.get("flags", "").split()
+    facts = dict(re.findall(r"^(model name|flags)\s*: (.*)$", info, re.M))
+    known = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     return {
         "cpu": facts.get("model name", platform.processor()),
         "cores": os.cpu_count(),
-        "instructions": [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags],
+        "instructions": [name for name in known if name in facts.get("flags", "").split()],
         "load": os.getloadavg()[0],
         "python": platform.python_version(),
-        **found,
+        **{package: version(package) if find_spec(package) else "absent" for package in PACKAGES},
     }
 
 

@@ -174,7 +174,7 @@ class Check:
         self.found.append(
             {"name": part.name, "ok": passed, "seconds": round(seconds, 1), "problem": problem, "rows": rows}
         )
-        for line in map(told, rows):
+        for line in map(line_of, rows):
             self.say(line)
         if problem and log:
             print("\n".join(f"        | {line}" for line in log.splitlines()[-LOG_LINES:]))
@@ -216,7 +216,7 @@ def work(part: Part, folder: Path, shared: Path, dry_run: bool) -> NoReturn:
     os._exit(code)
 
 
-def told(row: Mapping[str, Any]) -> str:
+def line_of(row: Mapping[str, Any]) -> str:
     """A row of figures as a line."""
     if "omitted" in row:
         return f"    left out: {row['name']}: {row['omitted']}"

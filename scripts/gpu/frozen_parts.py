@@ -29,22 +29,16 @@ def frozen(kit: Kit) -> None:
 
     Without peft the layers' matrices are frozen instead, which are gathered and released in the same way.
     """
-    ranks(kit, 2) if kit.dry_run or torch.cuda.device_count() > 1 else kit.omit("two ranks", "there is one GPU")
+    if kit.dry_run or torch.cuda.device_count() > 1:
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        command = [sys.executable, __file__, str(kit.folder), str(kit.shared), *["--dry-run"] * kit.dry_run]
+        environments = [os.environ | place | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+        processes = [subprocess.Popen(command, env=environment) for environment in environments]
+        if any(codes := [process.wait() for process in processes]):
+            raise RuntimeError(f"the ranks ended with exit codes {codes}")
+    else:
+        kit.omit("two ranks", "there is one GPU")
     train(kit, "one rank")
-
-
-def ranks(kit: Kit, number: int) -> None:
-    """Start `number` processes of this file, which train as one; raises RuntimeError where any fails."""
-    place = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    given = [str(kit.folder), str(kit.shared), *["--dry-run"] * kit.dry_run]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, *given], env=os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank in range(number)
-    ]
-    if any(codes := [process.wait() for process in processes]):
-        raise RuntimeError(f"the ranks ended with exit codes {codes}")
 
 
 def train(kit: Kit, name: str) -> None:

@@ -29,7 +29,7 @@ def loss(kit: Kit) -> None:
     extras = ({"label_smoothing": 0.0, "z_loss": 0.0}, {"label_smoothing": 0.1, "z_loss": 1e-4})
     for dtype, extra in itertools.product(LOSS_BOUNDS, extras):
         name = f"{str(dtype).removeprefix('torch.')}{', smoothing and z-loss' * any(extra.values())}"
-        try:
+        with kit.trying(name):
             inputs = [x.detach().to(dtype).clone().requires_grad_() for x in (hidden, weight)]
             expected = _whole_loss(*inputs, labels, **extra)
             total, token_losses = linear_cross_entropy(*inputs, labels, 1024, **extra)
@@ -43,9 +43,7 @@ def loss(kit: Kit) -> None:
             errors = {part: relative_error(*pair) for part, *pair in zip(parts, found, expected, strict=True)}
             errors["no_grad"] = relative_error(again, total)
             errors["accumulated"] = relative_error(inputs[1].grad, 2 * once)  # type: ignore[arg-type]
-            kit.row(name, ok=max(errors.values()) <= LOSS_BOUNDS[dtype], bound=LOSS_BOUNDS[dtype], **errors)
-        except Exception as error:
-            kit.row(name, ok=False, error=f"{type(error).__name__}: {error}"[:500])
+            kit.bounded(name, errors, LOSS_BOUNDS[dtype])
     _loss_kernel(kit)
 
 
@@ -75,11 +73,9 @@ def _loss_kernel(kit: Kit) -> None:
     from ds_encdec.model import loss_kernel
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        try:
+        with kit.trying(name := f"kernel, gradients in {dtype}"):
             error = loss_kernel.trial_error(kit.device, dtype)
-            kit.row(f"kernel, gradients in {dtype}", ok=error <= 1.0, error_over_rounding=error)
-        except Exception as raised:
-            kit.row(f"kernel, gradients in {dtype}", ok=False, error=f"{type(raised).__name__}: {raised}"[:500])
+            kit.row(name, ok=error <= 1.0, error_over_rounding=error)
     for dtype, adding in itertools.product((torch.bfloat16, torch.float16), (False, True)):
         name = f"{'sums of ' * adding}products of {dtype} in float32"
         kit.row(name, ok=passes_trial(kit.device, dtype, adding))  # the output has why not
@@ -95,42 +91,30 @@ def attention(kit: Kit) -> None:
     layout = layout_of(batch)
     heads, groups, width = (kit.sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     # FlashAttention 3 behind torch's own: asking whether it runs puts it in its place. What takes longest last.
-    for kernel in (*reversed(table.KERNELS[:-1]), table.BY_DOCUMENT):
-        for dtype in ATTENTION_BOUNDS:
-            name = f"{kernel.name}, {str(dtype).removeprefix('torch.')}"
-            try:
-                if reason := table.why_not(kernel, table.KernelQuery(kit.device, dtype, width)):
-                    kit.omit(name, reason)
-                    continue
-                for part, causal in (("encoder", False), ("merged", True)):
-                    segments = getattr(layout, part)
-                    errors = _attention_errors(
-                        kit, kernel, table.BY_DOCUMENT, segments, causal, dtype, heads, groups, width
-                    )
-                    worst = max(errors.values())
-                    kit.row(
-                        f"{name}, {part}", ok=worst <= ATTENTION_BOUNDS[dtype], bound=ATTENTION_BOUNDS[dtype], **errors
-                    )
-            except Exception as error:
-                kit.row(name, ok=False, error=f"{type(error).__name__}: {error}"[:500])
+    for kernel, dtype in itertools.product((*reversed(table.KERNELS[:-1]), table.BY_DOCUMENT), ATTENTION_BOUNDS):
+        name = f"{kernel.name}, {str(dtype).removeprefix('torch.')}"
+        with kit.trying(name):
+            if reason := table.why_not(kernel, table.KernelQuery(kit.device, dtype, width)):
+                kit.omit(name, reason)
+                continue
+            for part, causal in (("encoder", False), ("merged", True)):
+                segments = getattr(layout, part)
+                offsets = (segments.query_cu_seqlens, segments.key_cu_seqlens, segments.key_cu_seqlens)
+                generator = torch.Generator(kit.device).manual_seed(1)
+                inputs = [
+                    torch.randn(int(ends[-1]), count, width, generator=generator, device=kit.device).to(dtype)
+                    for ends, count in zip(offsets, (heads, groups, groups), strict=True)
+                ]
+                found = _attended(kernel, inputs, segments, causal)
+                expected = _attended(table.BY_DOCUMENT, [x.float() for x in inputs], segments, causal)
+                names = ("out", "q_gradient", "k_gradient", "v_gradient")
+                errors = {one: relative_error(*pair) for one, *pair in zip(names, found, expected, strict=True)}
+                kit.bounded(f"{name}, {part}", errors, ATTENTION_BOUNDS[dtype])
 
 
-def _attention_errors(
-    kit: Kit, kernel: Any, by_document: Any, segments: Any, causal: bool, dtype: torch.dtype, *sizes: int
-) -> dict[str, float]:
-    """Relative errors of the output and the gradients, against float32 by document; padding is left out."""
-    heads, groups, width = sizes
-    tokens = [int(x[-1]) for x in (segments.query_cu_seqlens, segments.key_cu_seqlens, segments.key_cu_seqlens)]
-    generator = torch.Generator(kit.device).manual_seed(1)
-    shapes = zip(tokens, (heads, groups, groups), strict=True)
-    inputs = [torch.randn(n, h, width, generator=generator, device=kit.device).to(dtype) for n, h in shapes]
-    real = sum(segments.query_lengths)  # behind it is padding, which kernels fill with anything
-    results = []
-    for row, given in ((kernel, inputs), (by_document, [x.float() for x in inputs])):
-        given = [x.detach().requires_grad_() for x in given]
-        out = row.attend(*given, segments, causal, 0.0)[:real]
-        weights = torch.linspace(-1, 1, out.numel(), device=kit.device).view_as(out)
-        gradients = torch.autograd.grad((out.float() * weights).sum(), given)
-        results.append((out, *gradients))
-    names = ("out", "q_gradient", "k_gradient", "v_gradient")
-    return {name: relative_error(*pair) for name, *pair in zip(names, *results, strict=True)}
+def _attended(kernel: Any, inputs: list[Tensor], segments: Any, causal: bool) -> tuple[Tensor, ...]:
+    """The output of the real tokens, and gradients; behind those is padding, which kernels fill with anything."""
+    given = [x.detach().requires_grad_() for x in inputs]
+    out = kernel.attend(*given, segments, causal, 0.0)[: sum(segments.query_lengths)]
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)
+    return out, *torch.autograd.grad((out.float() * weights).sum(), given)

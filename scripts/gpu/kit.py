@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -26,31 +27,15 @@ from ds_encdec.engine.select import create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import discover
-from ds_encdec.memory.job import Job, make_job
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
-QWEN = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-}
+QWEN = {"vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}  # fmt: skip
 """Qwen3-0.6B's sizes: as an encoder-decoder 1.04 B parameters."""
-TINY = {
-    "vocab_size": 2048,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-}
-
+TINY = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}  # fmt: skip
 SHORT = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128}
 
 
@@ -78,6 +63,18 @@ class Kit:
         with (self.folder / "rows.jsonl").open("a") as file:
             file.write(json.dumps({"name": name, "ok": bool(ok), **figures}, default=str) + "\n")
 
+    def bounded(self, name: str, errors: Mapping[str, float], bound: float) -> None:
+        """Keep a row of errors, none of which may be above `bound`."""
+        self.row(name, ok=max(errors.values()) <= bound, bound=bound, **errors)
+
+    @contextmanager
+    def trying(self, name: str) -> Iterator[None]:
+        """Keep an exception that is raised inside as a failed row."""
+        try:
+            yield
+        except Exception as error:
+            self.row(name, ok=False, error=f"{type(error).__name__}: {error}"[:500])
+
     def omit(self, name: str, why: str) -> None:
         """Say what is not done here, and why."""
         self.row(name, omitted=why)
@@ -103,13 +100,8 @@ def model_config(config: FullConfig) -> Qwen3Seq2SeqConfig:
     """The model of `run_config`, with the special tokens of `vocabulary`."""
     assert config.model.architecture is not None
     sizes = config.model.architecture.model_dump(exclude={"rope_theta"})
-    return Qwen3Seq2SeqConfig(
-        **sizes,
-        loss_chunk_tokens=config.model.loss_chunk_tokens,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
+    sizes |= {"loss_chunk_tokens": config.model.loss_chunk_tokens}
+    return Qwen3Seq2SeqConfig(**sizes, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
 
 
 def drawn_weights(model: Qwen3Seq2SeqConfig, device: torch.device) -> WeightSource:
@@ -168,20 +160,6 @@ def make_engine(kit: Kit, config: FullConfig, accumulation: int) -> tuple[Engine
     context = RunContext(world, kit.device, name, HostCollectives(timeout))
     weights = drawn_weights(model, kit.device)
     return create_engine(config, context, model, weights, accumulation), model
-
-
-def job_of(kit: Kit, config: FullConfig, model: Qwen3Seq2SeqConfig, accumulation: int, ratio: float) -> Job:
-    """The job that the memory estimate is asked about."""
-    return make_job(
-        config,
-        model,
-        resolve_engine(config),
-        world_size=1,
-        ranks_per_node=1,
-        device="cpu" if kit.dry_run else "cuda",
-        gradient_accumulation_steps=accumulation,
-        ratio=ratio,
-    )
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import SHORT, Kit, job_of, make_engine, run_config, web_like_batches
+from kit import SHORT, Kit, make_engine, run_config, web_like_batches
 from settings import SPEED_SETTINGS
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -26,10 +26,12 @@ from torch.nn.attention import varlen
 from ds_encdec.base.types import Batch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
+from ds_encdec.engine.select import resolve_engine
 from ds_encdec.launch.process_group import init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.gpus import peak_flops
+from ds_encdec.memory.job import make_job
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 
 PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn", "flash_attn_interface")
@@ -136,7 +138,11 @@ def speed(kit: Kit, setting: str) -> None:
     micro_batch, update = _timed_step(kit, engine, next(steps))
     shipped = SHIPPED_ACCUMULATION * tokens / accumulation / (SHIPPED_ACCUMULATION * micro_batch + update)
     peak = peak_flops(torch.cuda.get_device_name()) if kit.device.type == "cuda" else None
-    expected = estimate(job_of(kit, config, model, accumulation, ratio))
+    place: dict[str, Any] = {"world_size": 1, "ranks_per_node": 1, "device": kit.device.type}
+    job = make_job(
+        config, model, resolve_engine(config), **place, gradient_accumulation_steps=accumulation, ratio=ratio
+    )
+    expected = estimate(job)
     kit.row(
         setting,
         tokens_per_second=tokens / seconds,
@@ -273,16 +279,9 @@ def memory(kit: Kit) -> None:
         for checkpointing, model in zip(("none", "full"), models[:: 1 - 2 * (number % 2)], strict=not kit.dry_run):
             row = bench.Row(*sharding, "bf16", checkpointing, model, 1 if kit.dry_run else 8, 2)
             found = bench.measure(row, world, kit.device)
-            kit.row(
-                found["row"],
-                ok=found["within"],
-                estimated_mib=found["estimated"] / 2**20,
-                measured_mib=found["measured"] / 2**20,
-                ratio=found["ratio"],
-                moment=found["moment"],
-                phases=found["phases"],
-                peak=found["peak"],
-            )
+            sizes = {f"{name}_mib": found[name] / 2**20 for name in ("estimated", "measured")}
+            facts = {name: found[name] for name in ("ratio", "moment", "phases", "peak")}
+            kit.row(found["row"], ok=found["within"], **sizes, **facts)
     shutdown()
 
 

@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 
 from ds_encdec.base.types import DataError
 from ds_encdec.config.csv_rows import csv_rows
-from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, json_row, not_lines
+from ds_encdec.config.json_rows import (
+    RowError,
+    array_rows,
+    as_text,
+    field_value,
+    is_array,
+    json_object,
+    json_row,
+    not_lines,
+)
 from ds_encdec.config.packed_files import first_bytes, packing
-from ds_encdec.config.row_values import as_text, field_value
 
 
 def rows_of(text: str) -> list[Any]:

@@ -87,16 +87,6 @@ def test_sums_do_not_lose_small_losses_beside_large_ones() -> None:
     assert accumulator.take()[0].loss_sums == dict.fromkeys(TASKS, 2.0**24) | {"S": 2.0**24 + 3}
 
 
-def test_take_begins_a_new_interval_and_reduce_does_not() -> None:
-    accumulator = StepAccumulator(torch.device("cpu"))
-    for step in (1, 2):
-        accumulator.add(loss_sum(20, 0, 0, 0, 90), encoder_tokens=1)
-        accumulator.end_step(step_result(), global_step=step, data_step=step)
-        assert len(accumulator.reduce()) == step
-    assert [step.global_step for step in accumulator.take()] == [1, 2]
-    assert accumulator.take() == []
-
-
 def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
     generator = torch.Generator().manual_seed(0)
     steps = [torch.rand(5, generator=generator) * 1000 / 3 for _ in range(6)]
@@ -119,37 +109,32 @@ def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
     assert resumed.take() == expected
     run(before, 4, 6)  # the run that saved goes on unchanged as well
     assert before.take() == expected
+    assert before.take() == []
 
 
 def test_train_metrics_of_an_interval() -> None:
+    """A skipped step hides none of the others; the engine's metrics are means over the applied steps that have them."""
     second = record(
-        loss_sums=named(0, 4, 0, 0, 0), target_tokens=named(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0
+        loss_sums=named(0, 4, 0, 0, 0), target_tokens=named(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0,
+        extra={"train/clipped": 0.5, "train/rare": 4.0},
+    )  # fmt: skip
+    skipped = record(
+        applied=False, loss_sums=named(*[math.nan] * 5), grad_norm=math.nan, extra={"train/clipped": math.nan}
     )
-    assert train_metrics([record(), second]) == {
+    expected = {
         "train/loss": 114 / 44,
         "train/loss_R1": 2.0,
         "train/loss_R2": 1.0,
         "train/loss_S": 3.0,
         "train/learning_rate": 2e-3,
         "train/grad_norm": 3.0,
-        "train/skipped_steps": 0,
+        "train/skipped_steps": 1,
+        "train/clipped": 0.25,
+        "train/rare": 4.0,
     }
-
-
-def test_a_skipped_step_does_not_hide_the_others() -> None:
-    nan = record(applied=False, loss_sums=named(*[math.nan] * 5), grad_norm=math.nan)
-    metrics = train_metrics([record(), nan])
-    assert metrics["train/loss"] == 110 / 40
-    assert metrics["train/skipped_steps"] == 1
-    assert math.isnan(metrics["train/grad_norm"])
-    assert math.isnan(train_metrics([nan])["train/loss"])
-
-
-def test_metrics_of_the_engine_are_averaged_over_the_applied_steps_that_have_them() -> None:
-    records = [record(extra={"train/clipped": value}) for value in (0.0, 1.0, 0.5)]
-    records += [record(applied=False, extra={"train/clipped": math.nan}), record(extra={"train/rare": 4.0})]
-    metrics = train_metrics(records)
-    assert (metrics["train/clipped"], metrics["train/rare"]) == (0.5, 4.0)
+    assert train_metrics([skipped, record(extra={"train/clipped": 0.0}), second]) == expected
+    assert math.isnan(train_metrics([second, skipped])["train/grad_norm"])
+    assert math.isnan(train_metrics([skipped])["train/loss"])
 
 
 def test_eval_metrics_have_perplexities_per_denoiser() -> None:

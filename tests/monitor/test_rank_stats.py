@@ -20,12 +20,13 @@ from ds_encdec.monitor.machine import (
     performance_metrics,
 )
 
+LAP = Lap(3.0, 2.0, 1.0)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_vitals_are_floats_in_one_row(device: str) -> None:
-    taken = measure_rank_stats(torch.device(device), Lap(3.0, 2.0, 1.0), {})
+    taken = measure_rank_stats(torch.device(device), LAP, {})
     assert (taken.training_s, taken.data_wait_s, taken.exchange_wait_s) == (3.0, 2.0, 1.0)
     assert 0 < taken.arithmetic_s < 10
     assert 2**26 < taken.memory["host"] < 2**36
@@ -35,32 +36,28 @@ def test_vitals_are_floats_in_one_row(device: str) -> None:
 
 
 def test_host_memory_is_that_of_now() -> None:
-    def host_bytes() -> float:
-        return measure_rank_stats(torch.device("cpu"), Lap(0.0, 0.0, 0.0), {}).memory["host"]
-
     def wait_until(reached: Callable[[float], bool]) -> None:
         """Kernels with many CPUs add a process's pages up later, some virtual machines only now and then."""
         deadline = time.monotonic() + 600
-        while not reached(host_bytes()):
-            assert time.monotonic() < deadline, f"still {host_bytes():,.0f} bytes; there were {before:,.0f}"
+        while not reached(measure_rank_stats(torch.device("cpu"), LAP, {}).memory["host"] - before):
+            assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    before = host_bytes()
+    before = measure_rank_stats(torch.device("cpu"), LAP, {}).memory["host"]
     ballast = torch.ones(2**27)  # far above what such a count is late by
-    wait_until(lambda now: now - before > 2**28)
+    wait_until(lambda grown: grown > 2**28)
     del ballast
-    wait_until(lambda now: now - before < 2**28)
+    wait_until(lambda grown: grown < 2**28)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_measuring_leaves_the_generators_alone_and_allocates_once(device: str) -> None:
-    measure_arithmetic(torch.device(device))
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
-    allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
-    measure_arithmetic(torch.device(device))
-    after = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if device == "cuda" else [])]
-    assert all(torch.equal(one, other) for one, other in zip(states, after, strict=True))
-    assert (torch.cuda.memory_allocated() if device == "cuda" else 0) == allocated
+    def state() -> tuple[list[int], list[int], int]:
+        measure_arithmetic(torch.device(device))
+        of_gpu = (torch.cuda.get_rng_state().tolist(), torch.cuda.memory_allocated()) if device == "cuda" else ([], 0)
+        return torch.get_rng_state().tolist(), *of_gpu
+
+    assert state() == state()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -91,23 +88,15 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
 
 
 def test_performance_of_an_interval() -> None:
-    metrics = performance_metrics(
-        Lap(training_s=5.0, data_wait_s=0.5, exchange_wait_s=0.0),
-        num_steps=10,
-        tokens=40_000,
-        num_devices=4,
-        flops=8e15,
-        peak_flops_per_device=989e12,
-    )
-    assert metrics == {
+    lap, figures = Lap(5.0, 0.5, 0.0), {"num_steps": 10, "tokens": 40_000, "num_devices": 4, "flops": 8e15}
+    assert performance_metrics(lap, **figures, peak_flops_per_device=989e12) == {
         "perf/tokens_per_sec": 8000.0,
         "perf/tokens_per_sec_per_gpu": 2000.0,
         "perf/step_time_s": 0.5,
         "perf/data_wait_frac": 0.1,
         "perf/mfu": pytest.approx(1.6e15 / (4 * 989e12), rel=1e-12),
     }
-    unknown = performance_metrics(Lap(1.0, 0.0, 0.0), num_steps=1, tokens=1, num_devices=1, flops=1e12)
-    assert "perf/mfu" not in unknown
+    assert "perf/mfu" not in performance_metrics(lap, **figures)
 
 
 def test_clock_leaves_out_pauses_and_counts_waits_and_starts_anew() -> None:

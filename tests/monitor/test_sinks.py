@@ -31,6 +31,7 @@ from ds_encdec.monitor.sinks import (
     GuardedSink,
     JsonlSink,
     Sample,
+    Sink,
     TensorBoardSink,
     WandbSink,
     open_sinks,
@@ -111,22 +112,17 @@ class TestJsonl:
         assert [(line["step"], line["rollback"]) for line in aside] == [(2, 2), (3, 2)]
 
 
-class TestTensorBoard:
-    def scalars(self, directory: Path, name: str) -> list[tuple[int, float]]:
-        events = EventAccumulator(str(directory)).Reload()
-        return [(event.step, event.value) for event in events.Scalars(name)]
-
-    def test_resumes_and_rollbacks_hide_the_steps_that_are_run_again(self, tmp_path: Path) -> None:
-        for start_step, value in ((0, 1.0), (20, 2.0)):
-            sink = TensorBoardSink(tmp_path, FullConfig(), start_step=start_step)
-            for step in range(start_step + 10, 50, 10):
-                sink.log(step, {"train/loss": value, "eval/loss_X1": float(step)})
-            if start_step:
-                sink.go_back(30, rollback=1)
-                sink.log(40, {"train/loss": 3.0})
-            sink.close()
-        assert self.scalars(tmp_path, "train/loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
-        assert self.scalars(tmp_path, "eval/loss_X1") == [(10, 10.0), (20, 20.0), (30, 30.0)]
+def test_resumes_and_rollbacks_hide_the_steps_that_are_run_again_from_tensorboard(tmp_path: Path) -> None:
+    for start_step, value in ((0, 1.0), (20, 2.0)):
+        sink = TensorBoardSink(tmp_path, FullConfig(), start_step=start_step)
+        for step in range(start_step + 10, 50, 10):
+            sink.log(step, {"train/loss": value})
+        if start_step:
+            sink.go_back(30, rollback=1)
+            sink.log(40, {"train/loss": 3.0})
+        sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in events] == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 3.0)]
 
 
 @pytest.fixture
@@ -203,10 +199,9 @@ class TestWandb:
     def test_unreachable_server_goes_offline(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        key = "0123456789abcdef" * 3
-        monkeypatch.setenv("WANDB_API_KEY", key)
-        monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-        for name, value in {"PROJECT": "of-the-shell", "RUN_ID": "abcd1234", "DIR": str(tmp_path / "own")}.items():
+        key, folder = "0123456789abcdef" * 3, str(tmp_path / "own")
+        variables = {"API_KEY": key, "BASE_URL": "http://127.0.0.1:9", "PROJECT": "of-the-shell", "DIR": folder}
+        for name, value in {**variables, "RUN_ID": "abcd1234"}.items():
             monkeypatch.setenv(f"WANDB_{name}", value)
         monkeypatch.setattr(sinks, "WANDB_INIT_TIMEOUT_S", 2.0)
         (tmp_path / "own").mkdir()
@@ -223,18 +218,13 @@ class TestWandb:
         assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
 
 
-class Failing:
-    """A sink that raises `error` whatever it is asked."""
-
+class Failing(Sink):
     def __init__(self, error: BaseException) -> None:
-        self.error = error
-        self.calls = 0
+        self.error, self.calls = error, 0
 
     def log(self, step: int, metrics: object) -> None:
         self.calls += 1
         raise self.error
-
-    go_back = log
 
     def close(self, exit_code: int = 0) -> None:
         self.calls += 1
@@ -255,9 +245,8 @@ class TestGuard:
         assert type(error).__name__ in caplog.text
 
     def test_a_second_ctrl_c_is_no_failure(self) -> None:
-        sink = GuardedSink("tracker", lambda: Failing(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            sink.log(1, METRICS)
+            GuardedSink("tracker", lambda: Failing(KeyboardInterrupt())).log(1, METRICS)
 
     def test_sink_that_cannot_open_is_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "file").write_text("in the way")
