@@ -70,25 +70,24 @@ class EngineTable:
 
 def estimate_tables(request: EstimateRequest) -> list[EngineTable]:
     """Return the tables of all engines, the configured one first."""
-    return [_table(request, engine) for engine in sorted(ENGINES, key=lambda name: name != request.job.engine)]
-
-
-def _table(request: EstimateRequest, engine: str) -> EngineTable:
-    needed: Change = {}  # changes that every setting needs to run on this GPU
-    if engine != request.job.engine:
-        needed["infra.distributed_type"] = engine
-        instead = ENGINES[engine].instead.items()
-        needed |= {name: taken for name, (refused, taken) in instead if attrgetter(name)(request.job.config) == refused}
-    if not request.runs(request.job):
-        needed |= {"training.bf16": False, "training.fp16": True}  # FSDP2 and zero0 refuse fp16
-    base = changed(request.job, needed)
-    best = recommend(base, request.fits)
-    near = nearest(base, request.fits) if best is None and engine == request.job.engine else []
-    rows, recommended, near = (
-        [replace(row, overrides=needed | row.overrides) for row in some]
-        for some in (variants(base), [best] if best else [], near)
-    )
-    return EngineTable(base, rows, next(iter(recommended), None), near)
+    tables, job = [], request.job
+    for engine in sorted(ENGINES, key=lambda name: name != job.engine):
+        needed: Change = {}  # changes that every setting needs to run on this GPU
+        if engine != job.engine:
+            needed["infra.distributed_type"] = engine
+            instead = ENGINES[engine].instead.items()
+            needed |= {name: taken for name, (refused, taken) in instead if attrgetter(name)(job.config) == refused}
+        if not request.runs(job):
+            needed |= {"training.bf16": False, "training.fp16": True}  # FSDP2 and zero0 refuse fp16
+        base = changed(job, needed)
+        best = recommend(base, request.fits)
+        near = nearest(base, request.fits) if best is None and engine == job.engine else []
+        rows, recommended, near = (
+            [replace(row, overrides=needed | row.overrides) for row in some]
+            for some in (variants(base), [best] if best else [], near)
+        )
+        tables.append(EngineTable(base, rows, next(iter(recommended), None), near))
+    return tables
 
 
 def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:

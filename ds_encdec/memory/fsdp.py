@@ -43,9 +43,6 @@ def fsdp_memory(job: Job) -> EngineMemory:
     )
 
 
-_Shape = tuple[int, ...]
-
-
 class _Group(NamedTuple):
     """Parameters of a group, or its trained ones: in the model, on the first rank (which has the most), and gathered.
 
@@ -79,11 +76,17 @@ class _Sharding:
         packs = lora is not None and lora.quantize != "none"  # matrices that FSDP2 does not know: model/lora.py
         in_4_bits = {kind for kind in model.kinds if packs and kind[1:] == (True, False) and len(kind[0]) > 1}
         self.quantized = _NF4 * sum(prod(kind[0]) * model.kinds[kind] for kind in in_4_bits)
-        kinds = [(kind, times) for kind, times in model.kinds.items() if kind not in in_4_bits]
-        (self.layer, self.root), (self.trained_layer, self.trained_root) = (
-            self._groups((kind, times) for kind, times in kinds if kind[2] or not only_trained)
-            for only_trained in (False, True)
-        )
+
+        def group(*, in_layer: bool, only_trained: bool) -> _Group:
+            """Return the root's group, or the mean of the layers'."""
+            kinds = ((kind, times) for kind, times in model.kinds.items() if kind not in in_4_bits)
+            found = self._group(
+                (kind[0], times) for kind, times in kinds if kind[1] is in_layer and (kind[2] or not only_trained)
+            )
+            return _Group(*(numel / self.layers for numel in found)) if in_layer else found
+
+        self.layer, self.trained_layer = (group(in_layer=True, only_trained=only) for only in (False, True))
+        self.root, self.trained_root = (group(in_layer=False, only_trained=only) for only in (False, True))
         self.trained_shard = self.layers * self.trained_layer.shard + self.trained_root.shard
         self.frozen_shard = self.layers * self.layer.shard + self.root.shard - self.trained_shard
         self.matrices = self._group((shape, 1) for _, shape in job.stepped_matrices)
@@ -95,14 +98,7 @@ class _Sharding:
         self.keeps_gradients = not self.offloads or job.device == "cpu"
         self.clones = job.device == "cpu" and self.shards > 1
 
-    def _groups(self, kinds: Iterable[tuple[tuple[_Shape, bool, bool], int]]) -> tuple[_Group, _Group]:
-        """Return a layer's group, the mean of all, and the root's, for entries of Parameters.kinds."""
-        shapes: dict[bool, list[tuple[_Shape, int]]] = {True: [], False: []}
-        for (shape, in_layer, _), times in kinds:
-            shapes[in_layer].append((shape, times))
-        return _Group(*(numel / self.layers for numel in self._group(shapes[True]))), self._group(shapes[False])
-
-    def _group(self, shapes: Iterable[tuple[_Shape, int]]) -> _Group:
+    def _group(self, shapes: Iterable[tuple[tuple[int, ...], int]]) -> _Group:
         parts = [
             (times * prod(shape), times * -(-shape[0] // self.shards) * prod(shape[1:])) for shape, times in shapes
         ]

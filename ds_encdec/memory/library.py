@@ -184,35 +184,29 @@ def auto_find_batch_size(
     wrong sizes, and the model's other errors.
     """
     if not 1 <= min_batch_size <= start_batch_size:
-        raise ValueError(
-            f"start_batch_size={start_batch_size} and min_batch_size={min_batch_size}: sizes must be "
-            "1 <= min_batch_size <= start_batch_size"
-        )
+        given = f"start_batch_size={start_batch_size}, min_batch_size={min_batch_size}"
+        raise ValueError(f"{given}: 1 <= min_batch_size <= start_batch_size must hold")
     size = start_batch_size
-    while (reason := _try(model, sample_batch_fn, size)) is not None:
+    while True:
+        reason = None
+        try:
+            batch = sample_batch_fn(size)
+            if isinstance(batch, Mapping):
+                output = model(**batch)
+            else:
+                output = model(*batch) if isinstance(batch, Sequence) else model(batch)
+            (output if isinstance(output, Tensor) else output.loss).sum().backward()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = in_one_line(error)
+        finally:
+            model.zero_grad(set_to_none=True)
+        batch = output = None  # frees their memory
+        clear_memory()  # not inside `except`, where the error keeps frames and their activations alive
+        if reason is None:
+            return size
         if size == min_batch_size:
             raise OutOfMemoryError(f"not even a batch of {size} fits: {reason}")
         logger.info("a batch of %d does not fit (%s)", size, reason)
         size = max(min_batch_size, size // 2)
-    return size
-
-
-def _try(model: nn.Module, sample_batch_fn: Callable[[int], Any], size: int) -> str | None:
-    """Return None if a batch of `size` fits; else the first line of the out-of-memory error."""
-    reason = None
-    try:
-        batch = sample_batch_fn(size)
-        if isinstance(batch, Mapping):
-            output = model(**batch)
-        else:
-            output = model(*batch) if isinstance(batch, Sequence) else model(batch)
-        (output if isinstance(output, Tensor) else output.loss).sum().backward()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        reason = in_one_line(error)
-    finally:
-        model.zero_grad(set_to_none=True)
-    batch = output = None  # frees their memory
-    clear_memory()  # not inside `except`, where the error keeps frames and their activations alive
-    return reason

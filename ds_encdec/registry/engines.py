@@ -33,9 +33,7 @@ class EngineSpec:
     `format` in its checkpoints' engine.json. `reduction_field`: the field that makes it reduce after every micro-batch,
     if there is a choice. `merges_settings`: its zero1 is zero2, and parameters are offloaded with the optimizer.
     `saves_compute_weights`: checkpoints of unsharded weights also hold them in the compute dtype. `gathers_by_hooks`:
-    at stage 3, around layers or inside them. `gathering_ms`: host time that each layer then costs a micro-batch:
-    gathered at once, and module by module, as beside frozen parameters. `instead`: field → the value that it refuses,
-    and the one to set.
+    at stage 3, around layers or inside them. `instead`: field → the value that it refuses, and the one to set.
     """
 
     name: EngineName
@@ -46,7 +44,6 @@ class EngineSpec:
     reduction_field: str | None = None
     merges_settings: bool = False
     saves_compute_weights: bool = False
-    gathering_ms: tuple[float, float] = (0.0, 0.0)
     gathers_by_hooks: bool = False
     instead: Mapping[str, tuple[bool | str, bool | str]] = field(default_factory=dict)
 
@@ -63,7 +60,6 @@ ENGINES: dict[str, EngineSpec] = {
             saves_compute_weights=True,
             # scripts/bench/host_time.py, 56 layers: beyond plain torch's 91 ms of CPU of an EPYC (Zen 5) 92 to 116 by
             # layer and 215 to 270 by module; slower cores take up to three times as long (BENCHMARKS.md, host time).
-            gathering_ms=(2.0, 4.5),
             gathers_by_hooks=True,
             instead={
                 "infra.fsdp_reduce_every_micro_batch": (True, False),

@@ -13,7 +13,6 @@ from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
 from ds_encdec.model.parameter_count import trained_summary
-from ds_encdec.registry.engines import ENGINES
 
 
 def start_banner(
@@ -51,15 +50,9 @@ def start_banner(
     if context.device.type == "cuda":
         if lacks := triton_lacks():
             parts["slower"] = "; ".join(lacks)
-        usable = device_capacity(context.device).total_bytes * (1 - HEADROOM)
-        if (row := faster(job, lambda row: row.estimate.peak.total <= usable)) is not None:
-            parts["faster"] = (
-                f"{as_overrides(row.overrides)} fits by the estimate, in {gib(row.estimate.peak.total)} per GPU"
-            )
-            if infra.sharding_stage.startswith("zero3") and "infra.sharding_stage" in row.overrides:
-                has_frozen = job.trainable_parameters < job.parameters
-                cost = ENGINES[job.engine].gathering_ms[has_frozen] * len(job.model.layers)
-                takes = f", which take the host about {cost:.0f} ms a micro-batch under zero3 here" if cost else ""
-                parts["faster"] += f", and no hooks around each module{takes}"
+        limit = device_capacity(context.device).total_bytes * (1 - HEADROOM)
+        if row := faster(job, lambda row: row.estimate.peak.total <= limit):
+            needs = f"{gib(row.estimate.peak.total)} per GPU"
+            parts["faster"] = f"{as_overrides(row.overrides)} fits by the estimate, in {needs}"
     width = max(map(len, parts))
     return [f"{label:{width}}  {text}" for label, text in parts.items()]

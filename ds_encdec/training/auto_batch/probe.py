@@ -233,27 +233,27 @@ class ProbeProcess:
 
     def poll(self) -> Outcome | None:
         """Return the outcome, or None while the probe runs. One that runs for too long has failed."""
-        if self._outcome is None and (code := self._process.poll()) is not None:
-            self._outcome = self._outcome_of(code)
-        elif self._outcome is None and time.monotonic() - self._began > self._timeout:
-            limit = f"{self._timeout / 60:.3g} min (infra.distributed_timeout_minutes)"
-            message = f"It has not ended after {limit}; its last words:\n{self.last_words()}"
-            self._outcome = Outcome(fits=False, message=message, failed=True)
-        return self._outcome
-
-    def _outcome_of(self, code: int) -> Outcome:
+        if self._outcome is not None:
+            return self._outcome
+        code, printed = self._process.poll(), self.last_words()
+        if code is None and time.monotonic() - self._began <= self._timeout:
+            return None
+        memory_lines = [line for line in printed.splitlines() if says_out_of_memory(line) or _NO_STACK in line]
         if code == 0:
             assert self._process.stdout is not None
-            return Outcome(**json.loads(self._process.stdout.read()))
-        if code == -signal.SIGKILL:
+            self._outcome = Outcome(**json.loads(self._process.stdout.read()))
+        elif code == -signal.SIGKILL:
             message = "the kernel killed it, which it does when the machine is out of memory"
-            return Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
-        printed = self.last_words()
-        if memory_lines := [line for line in printed.splitlines() if says_out_of_memory(line) or _NO_STACK in line]:
+            self._outcome = Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
+        elif code is not None and memory_lines:
             of_device = not self._on_cpu and is_of_device(RuntimeError(memory_lines[-1]), free_device_bytes=0)
-            return Outcome(fits=False, message=memory_lines[-1], of_device=of_device)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return Outcome(fits=False, message=f"It {how}; its last words:\n{printed}", failed=True)
+            self._outcome = Outcome(fits=False, message=memory_lines[-1], of_device=of_device)
+        else:
+            how = f"has not ended after {self._timeout / 60:.3g} min (infra.distributed_timeout_minutes)"
+            if code is not None:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            self._outcome = Outcome(fits=False, message=f"It {how}; its last words:\n{printed}", failed=True)
+        return self._outcome
 
     def last_words(self) -> str:
         """Return the end of the probe's output so far."""
