@@ -42,10 +42,8 @@ def make_task(config: FullConfig, port: int) -> ProbeTask:
 
 
 def test_a_task_comes_through_its_line() -> None:
-    task = make_task(make_config(), 1)
-    line = TASK.dump_json(task)
-    assert b"\n" not in line
-    assert TASK.validate_json(line) == task
+    line = TASK.dump_json(task := make_task(make_config(), 1))
+    assert (line.count(b"\n"), TASK.validate_json(line)) == (0, task)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -56,13 +54,11 @@ def test_a_batch_is_as_full_as_its_examples_can_make_it(size: int, most_examples
     config = config.model_copy(update={"data": data})
     budgets = token_budgets(data, size, expected_ratio(data.ul2_task_weights))
     batch = full_batch(config, size, 512)
-    assert len(batch.encoder_lengths) <= most_examples
-    assert max(batch.encoder_lengths) <= 100
-    assert max(batch.decoder_lengths) <= 60
-    assert batch.encoder_tokens == min(budgets.encoder_tokens, 100 * len(batch.encoder_lengths))
-    assert batch.target_tokens == min(budgets.decoder_tokens, 60 * len(batch.decoder_lengths))
-    if most_examples == 512:
-        assert (batch.encoder_tokens, batch.target_tokens) == (budgets.encoder_tokens, budgets.decoder_tokens)
+    count, tokens = len(batch.encoder_lengths), (budgets.encoder_tokens, budgets.decoder_tokens)
+    assert count <= most_examples
+    assert (max(batch.encoder_lengths), max(batch.decoder_lengths)) <= (100, 60)
+    most = tokens if most_examples == 512 else (min(tokens[0], 100 * count), min(tokens[1], 60 * count))
+    assert (batch.encoder_tokens, batch.target_tokens) == most
     assert int(batch.encoder_ids.max()) < 512
 
 
@@ -100,11 +96,7 @@ def test_memory_runs_out_by_the_limit(port: int, free_bytes: int, eval_samples: 
     assert not outcome.of_device
 
 
-def script(code: str) -> tuple[str, ...]:
-    """Instead of a probe."""
-    return (sys.executable, "-S", "-c", f"import os, signal, sys\n{code}")
-
-
+INSTEAD = (sys.executable, "-S", "-c")
 KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 NO_THREADS = "sys.exit('libgomp: Thread creation failed: Resource temporarily unavailable')"
 
@@ -123,7 +115,7 @@ NO_THREADS = "sys.exit('libgomp: Thread creation failed: Resource temporarily un
 def test_what_an_end_without_a_report_means(device: str, code: str, failed: bool, message: str) -> None:
     """Host memory beside a GPU is not helped by smaller micro-batches."""
     task = dataclasses.replace(make_task(make_config(), 1), device=device)
-    with ProbeProcess(task, script(code)) as process:
+    with ProbeProcess(task, (*INSTEAD, f"import os, signal, sys; {code}")) as process:
         outcome = ended(process)
     assert (outcome.fits, outcome.failed, outcome.of_device) == (False, failed, False)
     assert message in outcome.message
@@ -132,8 +124,9 @@ def test_what_an_end_without_a_report_means(device: str, code: str, failed: bool
 
 
 def test_a_probe_is_ended_by_its_rank_alone_and_with_all_that_it_has_started() -> None:
-    start_another = "import subprocess; print(subprocess.Popen(['sleep', '3600']).pid, file=sys.stderr, flush=True)"
-    with ProbeProcess(make_task(make_config(), 1), script(f"{start_another}\nsignal.pause()")) as process:
+    start_another = "print(subprocess.Popen(['sleep', '3600']).pid, file=sys.stderr, flush=True)"
+    code = f"import signal, subprocess, sys; {start_another}; signal.pause()"
+    with ProbeProcess(make_task(make_config(), 1), (*INSTEAD, code)) as process:
         (child,) = (child for child in psutil.Process().children() if "signal.pause()" in " ".join(child.cmdline()))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             child.send_signal(number)

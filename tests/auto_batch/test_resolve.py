@@ -18,7 +18,6 @@ from tiny_job import MODEL, make_config
 from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manifest import Manifest
-from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World
@@ -31,12 +30,12 @@ def world(rank: int, size: int) -> World:
     return World(rank, rank, size, size, 0, 1, "127.0.0.1", 1, "python")
 
 
-def settled(config: FullConfig, ranks: int, saved: Path | None = None) -> tuple[int | str, int, int | None]:
+def settled(saved: Path | None, ranks: int, **training: Any) -> tuple[int | str, int, int | None]:
     context = RunContext(world(0, ranks), torch.device("cpu"), "fsdp", HostCollectives())
     stop, model = StopRequest(world(0, ranks)), Qwen3Seq2SeqConfig.from_dict(dict(MODEL))
     found = Checkpoint(saved, Manifest(1, 2, "fsdp", ())) if saved else None
-    training = resolve_batch_size(config, context, stop, model, found).training
-    return training.per_device_train_batch_size, training.gradient_accumulation_steps, training.global_batch_size
+    chosen = resolve_batch_size(make_config(**training), context, stop, model, found).training
+    return chosen.per_device_train_batch_size, chosen.gradient_accumulation_steps, chosen.global_batch_size
 
 
 @pytest.fixture
@@ -48,28 +47,21 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"gradient_accumulation_steps": 2}, (3, 2, None)),  # numbers are left alone
-        ({"global_batch_size": 24}, (3, 4, 24)),
-    ],
-)
-def test_the_accumulation_follows_from_a_global_batch(given: dict[str, int], expected: tuple[int, ...]) -> None:
-    assert settled(make_config(per_device_train_batch_size=3, **given), 2) == expected
+def test_the_accumulation_follows_from_a_global_batch() -> None:
+    numbers = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    assert settled(None, 2, **numbers) == (3, 2, None)  # left alone
+    assert settled(None, 2, per_device_train_batch_size=3, global_batch_size=24) == (3, 4, 24)
 
 
 @pytest.mark.parametrize(("given", "ranks"), [({}, 1), ({}, 4), ({"global_batch_size": 24}, 2)])
 def test_auto_goes_on_with_the_size_that_the_run_began_with(saved: Path, given: dict[str, int], ranks: int) -> None:
-    config = make_config(per_device_train_batch_size="auto", **given)
-    assert settled(config, ranks, saved) == (3, 8 // ranks, 24)
+    assert settled(saved, ranks, per_device_train_batch_size="auto", **given) == (3, 8 // ranks, 24)
 
 
 @pytest.mark.parametrize("size", ["auto", 3])
 def test_a_run_does_not_go_on_with_another_global_batch(saved: Path, size: int | str) -> None:
-    config = make_config(per_device_train_batch_size=size, global_batch_size=48)
     with pytest.raises(ConfigError, match=r"training.global_batch_size=48, but the steps of .* hold 24 sequences"):
-        settled(config, 2, saved)
+        settled(saved, 2, per_device_train_batch_size=size, global_batch_size=48)
 
 
 class RankThread(HostCollectives):
@@ -87,17 +79,10 @@ class RankThread(HostCollectives):
         return everyone
 
 
-def fits(peak_bytes: int) -> str:
-    return f'print(\'{{"fits": true, "peak_bytes": {peak_bytes}}}\')'
-
-
-RUNS_OUT = "import os; os.kill(os.getpid(), 9)"
+FITS, FITS_WITH_MORE = (f'print(\'{{"fits": true, "peak_bytes": {size}}}\')' for size in (5, 7))
+RUNS_OUT = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
 FAILS = "import sys; sys.exit('closed by a peer')"
 HANGS = "import sys, time; print('waiting', file=sys.stderr, flush=True); time.sleep(3600)"
-
-
-def after(seconds: float, code: str) -> str:
-    return f"import time; time.sleep({seconds})\n{code}"
 
 
 def agreed(
@@ -127,13 +112,13 @@ def agreed(
 
 
 def test_what_fits_on_all_ranks_takes_what_it_takes_on_the_fullest() -> None:
-    assert agreed(fits(5), fits(7)) == [Outcome(fits=True, peak_bytes=7)] * 2
+    assert agreed(FITS, FITS_WITH_MORE) == [Outcome(fits=True, peak_bytes=7)] * 2
 
 
-@pytest.mark.parametrize("other", [fits(5), FAILS, HANGS])
+@pytest.mark.parametrize("other", [FITS, FAILS, HANGS])
 def test_memory_that_runs_out_on_one_rank_runs_out(other: str) -> None:
     """Also where the other rank hears first that the connection is closed, and fails."""
-    for outcome in agreed(other, after(0.5, RUNS_OUT)):
+    for outcome in agreed(other, RUNS_OUT):
         assert isinstance(outcome, Outcome)
         assert not outcome.fits
         assert outcome.message.startswith("rank 1: the kernel killed it")
@@ -142,10 +127,10 @@ def test_memory_that_runs_out_on_one_rank_runs_out(other: str) -> None:
 @pytest.mark.parametrize(
     ("one", "other", "limits", "words"),
     [
-        (fits(5), FAILS, {"grace_seconds": 0.5}, ("failed, and not for want of memory", "closed by a peer")),
+        (FITS, FAILS, {"grace_seconds": 0.5}, ("failed, and not for want of memory", "closed by a peer")),
         (HANGS, FAILS, {"grace_seconds": 0.5}, ("failed, and not for want of memory", "closed by a peer")),
         (
-            fits(5),
+            FITS,
             HANGS,
             {"timeout_seconds": 1.5},
             ("rank 1 failed", "not ended after 0.025 min", "waiting"),

@@ -42,17 +42,7 @@ def job_of(
 
 def small_sizes(hidden: int, inner: int, layers: int = 2, vocab: int = 1000, head_dim: int = 64) -> Sizes:
     """Sizes of a tied model with 4 heads that share 2 pairs of keys and values."""
-    return Sizes(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_encoder_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        intermediate_size=inner,
-        tie_word_embeddings=True,
-    )
+    return Sizes(vocab, hidden, layers, layers, 4, 2, head_dim, inner, tie_word_embeddings=True)
 
 
 def planned(*overrides: str, model: str = "0.6B", gpus: int = 8, nodes: int = 1) -> Job:
