@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: Tra
         "remarks": request.remarks,
     }
     if traced is not None:
-        seen = {name: held if name in traced.categories else None for name, held in asdict(traced.peak).items()}
+        seen = {name: held if name in traced.categories else None for name, held in traced.peak._asdict().items()}
         found["trace"] = {
             "bytes": {**seen, "peak": traced.peak.total},
             "moment": traced.moment,
@@ -147,9 +147,9 @@ def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
         return setting
     host, short_of = row.estimate.host.scaled(row.job.ranks_per_node), _short_of(request, row)
     return setting | {
-        "bytes": {**asdict(row.estimate.peak), "peak": row.estimate.peak.total},
+        "bytes": {**row.estimate.peak._asdict(), "peak": row.estimate.peak.total},
         "moment": row.estimate.moment,
-        "host_bytes_per_node": {**asdict(host), "total": host.total},
+        "host_bytes_per_node": {**host._asdict(), "total": host.total},
         "fits": short_of is None,
         "short_of": short_of,
     }
@@ -288,7 +288,7 @@ def _configured(request: EstimateRequest, row: Variant) -> str:
             f"{estimate.moment}.{'' if known else ' Judge it with --host-memory.'}"
         )
     on_host = estimate.host.scaled(job.ranks_per_node)
-    parts = (f"{name} {in_gib(part)}" for name, part in zip(_HOST_WORDS, astuple(on_host), strict=True) if part)
+    parts = (f"{name} {in_gib(part)}" for name, part in zip(_HOST_WORDS, on_host, strict=True) if part)
     return (
         f"{run}, offload {_offload_name(job)}, {recomputes} {verdict}:\n"
         f"  {in_gib(estimate.peak.total)} of {in_gib(request.gpu.usable_bytes)} GiB per GPU at its worst moment, the "
@@ -333,7 +333,7 @@ def _what_would_help(table: EngineTable) -> Iterator[str]:
 
 
 def _beside(configured: Variant, traced: TracedMemory) -> str:
-    formula = asdict(configured.estimate.peak)
+    formula = configured.estimate.peak._asdict()
     rows = [
         (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")
         for name, held in formula.items()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -15,8 +12,7 @@ def power_of_two(num_bytes: float) -> float:
     return float(1 << (ceil(num_bytes) - 1).bit_length()) if num_bytes > 0 else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
+class Breakdown(NamedTuple):
     """Bytes on one device by use.
 
     `master_weights`: the optimizer's, in float32. `activations`: kept for the backward pass, or one layer's work.
@@ -36,19 +32,16 @@ class Breakdown:
     @property
     def total(self) -> float:
         """Sum of all categories."""
-        return sum(_bytes_of(self))
+        return sum(self)
 
-    def __add__(self, other: Breakdown) -> Breakdown:
-        return Breakdown(*map(operator.add, _bytes_of(self), _bytes_of(other)))
-
-
-CATEGORIES = tuple(field.name for field in dataclasses.fields(Breakdown))
-"""Names of the categories, in the table's order."""
-_bytes_of = operator.attrgetter(*CATEGORIES)
+    def __add__(self, other: Breakdown) -> Breakdown:  # type: ignore[override]  # where a tuple appends
+        return Breakdown(*map(sum, zip(self, other, strict=True)))
 
 
-@dataclass(frozen=True, slots=True)
-class HostBreakdown:
+CATEGORIES = Breakdown._fields
+
+
+class HostBreakdown(NamedTuple):
     """Bytes in a host's memory, for one rank or all. `save`: background saves' copies. `process`: with data workers."""
 
     states: float = 0.0
@@ -60,11 +53,11 @@ class HostBreakdown:
     @property
     def total(self) -> float:
         """Sum of all uses."""
-        return sum(dataclasses.astuple(self))
+        return sum(self)
 
     def scaled(self, ranks: int) -> HostBreakdown:
         """Return the sum over `ranks` equal ranks."""
-        return HostBreakdown(*(value * ranks for value in dataclasses.astuple(self)))
+        return HostBreakdown(*(value * ranks for value in self))
 
 
 class Count(NamedTuple):
@@ -77,8 +70,7 @@ class Count(NamedTuple):
         return Count(self.all + other.all, self.trained + other.trained)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineMemory:
+class EngineMemory(NamedTuple):
     """An engine's parameters, gradients and optimizer on one rank, in each part of a step.
 
     `resting`: between two steps; the next four come on top. `forward`: at the end of the last micro-batch's forward
@@ -101,8 +93,7 @@ class EngineMemory:
     communicators: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(NamedTuple):
     """Bytes of one rank: on its device at the worst moment, named `moment`, and on its host."""
 
     peak: Breakdown

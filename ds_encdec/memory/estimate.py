@@ -13,11 +13,11 @@ hidden and intermediate size and rows of the vocabulary; `h`, `k` query and key/
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ds_encdec.base.quantities import GIB
 from ds_encdec.config.generation import GenerationSettings
@@ -60,8 +60,9 @@ def estimate(job: Job) -> Estimate:
         framework = CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators + FRAGMENTATION * peak.total
         process += RANK_PROCESS_BYTES["cuda"]
     layers = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).layers()
-    offloaded = sum(layer.offloaded for layer in layers) if training.activation_offload else 0.0
-    host = replace(engine.host, activations=offloaded, process=process)
+    # Half more if pinned. Assumed.
+    offloaded = sum(layer.kept for layer in layers) * (1.5 if job.device == "cuda" else 1.0)
+    host = engine.host._replace(activations=offloaded * training.activation_offload, process=process)
     return Estimate(peak + Breakdown(framework=framework), moment, host)
 
 
@@ -81,7 +82,7 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     kept = sum(layer.kept for layer in layers)
     if training.activation_offload:  # one layer's are in use, on GPUs another one's on their way
         kept = max(layer.kept for layer in layers) * (job.device != "cpu")
-        layers = [replace(layer, kept=0.0) for layer in layers]
+        layers = [layer._replace(kept=0.0) for layer in layers]
     at_loss = resting + engine.forward + Breakdown(activations=kept)
     yield "loss", at_loss + batch.at_worst("loss")
     yield "backward of the head", at_loss + batch.at_worst("head")
@@ -112,16 +113,11 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     yield "building of the engine", engine.build
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """A layer's pass over a micro-batch, in bytes.
-
-    `kept`: until its backward pass; `offloaded`: on the host, half more if pinned (assumed); `working`: at its worst.
-    """
+class Layer(NamedTuple):
+    """A layer's pass over a micro-batch, in bytes. `kept`: until its backward pass; `working`: at its worst."""
 
     name: str
     kept: float
-    offloaded: float
     working: Breakdown
 
 
@@ -176,24 +172,20 @@ class MicroBatch:
         """Return all layers in the order of the forward pass."""
         sizes, make = self._job.sizes, cache(self._layer)  # most layers are alike
         counts: dict[Side, int] = {"encoder": sizes.num_encoder_layers, "decoder": sizes.num_hidden_layers}
-        found = [
-            replace(
-                make(side, bool(self._interval) and index % self._interval == 0, is_last=index == count - 1),
-                name=f"{side} layer {index}",
-            )
-            for side, count in counts.items()
-            for index in range(count)
-        ]
-        # The backward pass ends at the first layer with trained parameters.
-        model = self._job.model
-        is_reached = "shared.weight" in model.trained
-        for index, layer in enumerate(found):
-            is_reached = is_reached or bool(model.layers[layer.name].trained)
-            if not is_reached:
-                found[index] = Layer(layer.name, kept=0.0, offloaded=0.0, working=Breakdown())
+        found, model = list[Layer](), self._job.model
+        is_reached = (
+            "shared.weight" in model.trained
+        )  # the backward pass ends at the first layer with trained parameters
+        for side, count in counts.items():
+            for index in range(count):
+                name = f"{side} layer {index}"
+                is_reached = is_reached or bool(model.layers[name].trained)
+                recomputes = self._interval > 0 and index % self._interval == 0
+                of_layer = make(side, recomputes, is_last=index == count - 1) if is_reached else (0.0, Breakdown())
+                found.append(Layer(name, *of_layer))
         return found
 
-    def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> Layer:
+    def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> tuple[float, Breakdown]:
         job, formulas = self._job, _formulas(self._kind, self._mode if recomputes else "none")
         # A tied head's gradient waits beside all layers; an untied one's is one of the engine's.
         without = "" if self._is_head_trained and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
@@ -219,7 +211,7 @@ class MicroBatch:
             kept += 0 if recomputes else scores
             swiglu = self._value(at_work[0]) - self._value(at_work[0].replace("*I", "*0"))  # done by then
             working += Breakdown(activations=scores + max(gradients - swiglu, 0.0))
-        return Layer("", kept, kept * (1.5 if job.device == "cuda" else 1.0), working)
+        return kept, working
 
     def _unread(self) -> float:
         """Return the bytes that the encoder's last norm does not keep if it and the embedding are frozen."""

@@ -137,6 +137,6 @@ def _limit(needed: float, fixed: float, capacity: float) -> float:
 
 
 def _itemised(breakdown: Breakdown | HostBreakdown) -> str:
-    parts = sorted(dataclasses.asdict(breakdown).items(), key=lambda part: -part[1])
+    parts = sorted(breakdown._asdict().items(), key=lambda part: -part[1])
     named = [f"{name.replace('_', ' ')} {gib(value)}" for name, value in parts if value]
     return f"{gib(breakdown.total)} ({', '.join(named)})" if named else gib(0)

@@ -65,11 +65,6 @@ class Parameters:
     _parts: dict[str, Count] = field(default_factory=dict, init=False)
 
     @cached_property
-    def total(self) -> Count:
-        """Number of parameters; a tied embedding counts once."""
-        return self.of("")
-
-    @cached_property
     def layers(self) -> Mapping[str, Count]:
         """Number of parameters by layer, with names such as `encoder layer 0`, in the order of the forward pass."""
         places = (name.split(".")[:3] for name in self.shapes if ".layers." in name)
@@ -142,12 +137,12 @@ class Job:
     @property
     def parameters(self) -> int:
         """Number of parameters, adapters included."""
-        return self.model.total.all
+        return self.model.of("").all
 
     @property
     def trainable_parameters(self) -> int:
         """Number of trained parameters."""
-        return self.model.total.trained
+        return self.model.of("").trained
 
     @property
     def longest_document(self) -> tuple[int, int]:

@@ -4,7 +4,6 @@ Every term names the place in deepspeed/runtime/ that makes the tensor. Collecti
 stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). docs/memory.md has tables.
 """
 
-import dataclasses
 from collections import Counter
 from functools import lru_cache
 from math import ceil, prod
@@ -45,8 +44,7 @@ def zero_memory(job: Job) -> EngineMemory:
         master_weights=s.master * on_device,
         optimizer=s.moments * s.moment * on_device,
     )
-    return dataclasses.replace(
-        memory,
+    return memory._replace(
         resting=states + memory.resting,
         host=_host(s),
         reduces_every_micro_batch=s.stage == 2 and s.accumulates,
@@ -187,7 +185,7 @@ def _sizes(model: Parameters) -> tuple[Counter[int], Counter[int]]:
 @lru_cache
 def _owned(model: Parameters, ranks: int) -> int:
     """Return the elements of all trained parameters that a partition touches, on the rank with the most."""
-    by_rank, share, start = [0] * ranks, model.total.trained / ranks, 0
+    by_rank, share, start = [0] * ranks, model.of("").trained / ranks, 0
     for size in map(prod, model.trained.values()):
         for rank in range(int(start / share), min(int((start + size - 1) / share), ranks - 1) + 1):
             by_rank[rank] += size

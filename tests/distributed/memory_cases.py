@@ -25,6 +25,7 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.storage_log import StorageLog
 from ds_encdec.model import precision
+from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.registry.engines import EngineName
 
 CPU = torch.device("cpu")
@@ -42,10 +43,14 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
 def measured(engine: EngineName, case: str) -> dict[str, int]:
     """Bytes at the moments of the second step of an engine configured so, and of a save."""
     left_over = _all_tensor_bytes()
-    run = run_of(engine, case)
-    micro_batches = run.config.training.gradient_accumulation_steps
+    config, model = run_of(engine, case)
+    micro_batches, shapes = config.training.gradient_accumulation_steps, parameter_shapes(model)
     context = RunContext(discover(os.environ), CPU, engine, HostCollectives())
-    built = create_engine(run.config, context, run.model, lambda *key: _weights(run.shapes, *key), micro_batches)
+
+    def weights(name: str, rows: slice = slice(None)) -> Tensor:
+        return torch.full(shapes[name], 1 / 16)[rows]  # a number that every dtype holds
+
+    built = create_engine(config, context, model, weights, micro_batches)
     assert isinstance(built, ShardedEngine)
     for index in range(micro_batches):
         _micro_batch(built, last=index == micro_batches - 1)
@@ -127,23 +132,7 @@ def _micro_batch(engine: ShardedEngine, *, last: bool) -> None:
     engine.backward(engine.forward(_batch()), target_tokens=MICRO_BATCH_TOKENS, last=last)
 
 
-def _weights(shapes: dict[str, tuple[int, ...]], name: str, rows: slice = slice(None)) -> Tensor:
-    """A number that every dtype holds."""
-    return torch.full(shapes[name], 1 / 16)[rows]
-
-
 def _batch() -> Batch:
     """One document of so few tokens that activations disappear beside the parameters."""
-    tokens = torch.arange(MICRO_BATCH_TOKENS)
-    return Batch(
-        encoder_ids=tokens,
-        decoder_input_ids=tokens,
-        labels=tokens,
-        encoder_positions=tokens,
-        decoder_positions=tokens,
-        encoder_cu_seqlens=boundaries([MICRO_BATCH_TOKENS]),
-        decoder_cu_seqlens=boundaries([MICRO_BATCH_TOKENS]),
-        denoiser_ids=torch.zeros_like(tokens),
-        encoder_lengths=(MICRO_BATCH_TOKENS,),
-        decoder_lengths=(MICRO_BATCH_TOKENS,),
-    )
+    tokens, ends, lengths = torch.arange(MICRO_BATCH_TOKENS), boundaries([MICRO_BATCH_TOKENS]), (MICRO_BATCH_TOKENS,)
+    return Batch(*[tokens] * 5, *[ends] * 2, torch.zeros_like(tokens), lengths, lengths)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from small_run import run_config, small_model
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.registry.engines import EngineName
 
 MICRO_BATCH_TOKENS = 4
@@ -48,19 +47,11 @@ FSDP: dict[str, dict[str, Any]] = {
 `zero_optimization`; `extra`: other keys of its JSON."""
 
 
-class Run(NamedTuple):
-    """A bf16 run on the CPU, of two micro-batches a step unless the case says otherwise."""
+def run_of(engine: EngineName, case: str) -> tuple[FullConfig, Qwen3Seq2SeqConfig]:
+    """A bf16 run on the CPU, of two micro-batches a step unless the case says otherwise, and its model.
 
-    config: FullConfig
-    model: Qwen3Seq2SeqConfig
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return parameter_shapes(self.model)
-
-
-def run_of(engine: EngineName, case: str) -> Run:
-    """Under FSDP2 rows do not divide evenly: the first rank holds more than the others."""
+    Under FSDP2 rows do not divide evenly: the first rank holds more than the others.
+    """
     stage = case.split()[0]
     vocabulary, hidden, inner = (256, 256, 512) if engine == "deepspeed" else (255, 250, 511)
     model = small_model(
@@ -82,4 +73,4 @@ def run_of(engine: EngineName, case: str) -> Run:
     common = {"bf16": True, "gradient_accumulation_steps": 2, "lr_scheduler_type": "constant", "warmup_steps": 0}
     kind = "ddp" if engine == "fsdp" and stage == "zero0" else engine
     infra = {"distributed_type": kind, "sharding_stage": stage, "deepspeed_extra": extra}
-    return Run(run_config(**common | infra | given), model)
+    return run_config(**common | infra | given), model

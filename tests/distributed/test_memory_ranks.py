@@ -30,8 +30,7 @@ def measured(engine: EngineName) -> dict[str, dict[str, int]]:
 
 
 def job_of(engine: EngineName, case: str) -> Job:
-    run = run_of(engine, case)
-    return make_job(run.config, run.model, engine, world_size=2, ranks_per_node=2, device="cpu", ratio=1.0)
+    return make_job(*run_of(engine, case), engine, world_size=2, ranks_per_node=2, device="cpu", ratio=1.0)
 
 
 @pytest.mark.parametrize("case", DEEPSPEED)

@@ -34,27 +34,16 @@ def states(moment: Breakdown) -> float:
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-@pytest.mark.parametrize(
-    ("stage", "ranks", "shards"),
-    [
-        *(
-            (stage, ranks, 1 if stage == "zero0" else ranks)
-            for stage in ("zero0", "zero1", "zero2")
-            for ranks in (1, 64)
-        ),
-        ("zero3", 8, 8),
-        ("zero3", 64, 64),
-    ],
-)
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(("model", "parameters"), [("0.6B", PARAMETERS), ("8B", 15_136_811_008)])
-def test_what_rests_between_steps(
-    model: str, parameters: int, stage: str, ranks: int, shards: int, engine: EngineName
-) -> None:
+def test_what_rests_between_steps(model: str, parameters: int, stage: str, ranks: int, engine: EngineName) -> None:
     """Float32 masters of 4 and two moments of 8 bytes per parameter, over the ranks that share them.
 
     DeepSpeed has bfloat16 weights of 2 bytes beside them; FSDP2 makes these in the step. Padding is below 0.1 %, but
     for norms and small parameters, which DeepSpeed's ZeRO-3 keeps whole.
     """
+    shards = 1 if stage == "zero0" else ranks
     held = engine_memory(job_of(engine, stage, sizes=PUBLISHED[f"Qwen/Qwen3-{model}"], world_size=ranks)).resting
     assert held.master_weights == pytest.approx(4 * parameters / shards, rel=1e-3)
     assert held.optimizer == pytest.approx(8 * parameters / shards, rel=1e-3)

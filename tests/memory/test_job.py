@@ -30,22 +30,14 @@ def write_model(folder: Path, fields: dict[str, object]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [  # of the published checkpoints
-        ("Qwen/Qwen3-0.6B", 596_049_920),
-        ("Qwen/Qwen3-1.7B", 1_720_574_976),
-        ("Qwen/Qwen3-4B", 4_022_468_096),
-        ("Qwen/Qwen3-8B", 8_190_735_360),
-        ("Qwen/Qwen3-14B", 14_768_307_200),
-        ("Qwen/Qwen3-32B", 32_762_123_264),
-    ],
-)
-def test_the_decoder_alone_has_the_published_parameters(name: str, parameters: int) -> None:
-    sizes = PUBLISHED[name]
-    assert run_sizes(load_config(None, [f"model.model_name_or_path={name}"])) == sizes
-    alone = count_parameters(dataclasses.replace(sizes, num_encoder_layers=0)) - sizes.hidden_size  # its last norm
-    assert alone == parameters
+def test_the_decoder_alone_has_the_published_parameters() -> None:
+    published = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360}
+    published |= {"14B": 14_768_307_200, "32B": 32_762_123_264}
+    for name, parameters in published.items():
+        sizes = PUBLISHED[f"Qwen/Qwen3-{name}"]
+        assert sizes_of(Path("Qwen", f"Qwen3-{name}")) == sizes
+        alone = count_parameters(dataclasses.replace(sizes, num_encoder_layers=0)) - sizes.hidden_size  # its last norm
+        assert alone == parameters
 
 
 def test_a_folder_gives_both_sides_its_layers_or_each_its_own(tmp_path: Path) -> None:
