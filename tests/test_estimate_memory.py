@@ -102,19 +102,6 @@ def test_the_module_ends_with_the_exit_code() -> None:
     assert "--gpu tpu-v5: not a known GPU" in result.stderr
 
 
-def test_the_table_has_the_figures() -> None:
-    *_, table, how_to_read = ask().split("\n\n")
-    header = table.splitlines()[1]
-    (row,) = (line for line in table.splitlines() if line.startswith("*"))
-    figures = dict(zip(header.split(), row.split()[1:], strict=True))
-    held = ask_json()["configured"]["bytes"]
-    assert figures["optimizer"] == f"{(held['master_weights'] + held['optimizer']) / GIB:.1f}"
-    assert figures["other"] == f"{(held['communication'] + held['framework']) / GIB:.1f}"
-    assert figures["peak"] == f"{held['peak'] / GIB:.1f}"
-    named = {name for name in header.split() if f"{name}: " in how_to_read}
-    assert named == {"grads", "optimizer", "activ.", "other", "host"}
-
-
 @pytest.mark.parametrize(("width", "is_whole"), [(40, False), (100, True)])
 def test_no_figure_is_cut_on_a_terminal(width: int, is_whole: bool) -> None:
     parser = argparse.ArgumentParser()
@@ -127,17 +114,6 @@ def test_no_figure_is_cut_on_a_terminal(width: int, is_whole: bool) -> None:
     (row,) = (line.rstrip() for line in text.splitlines() if line.startswith("* zero3"))
     assert row.endswith(("no: GPU", "yes"))
     assert (len(row) <= width) is is_whole
-
-
-def test_what_is_recommended_can_be_pasted() -> None:
-    lines = ask().splitlines()
-    arguments = lines[lines.index("Recommended with FSDP2:") + 1].split()
-    answer = ask_json()["engines"]["fsdp"]["recommendation"]
-    assert arguments == as_overrides(answer["overrides"]).split()
-    pasted = ask_json(*arguments)
-    assert pasted["inputs"]["engine"] == "fsdp"
-    assert pasted["configured"]["bytes"] == answer["bytes"]
-    assert pasted["engines"]["fsdp"]["recommendation"]["overrides"] == {}
 
 
 def test_json_has_what_the_table_has() -> None:
@@ -156,19 +132,6 @@ def test_json_has_what_the_table_has() -> None:
                 assert row["fits"] is (row["bytes"]["peak"] <= (1 - HEADROOM) * inputs["gpu_usable_bytes"])
     (configured,) = (row for row in answer["engines"]["deepspeed"]["rows"] if row["configured"])
     assert configured == answer["configured"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "total", "trainable"),
-    [
-        (("--model", "Qwen/Qwen3-1.7B"), 3_129_985_024, None),
-        (("--model", "Qwen/Qwen3-8B"), 15_136_811_008, None),
-        (("model.lora={r: 8}",), 1_036_517_376 + 10_092_544, 10_092_544),
-        (("training.freeze=encoder.*",), 1_036_517_376, 1_036_517_376 - 440_467_456),
-    ],
-)
-def test_parameters_are_exact(arguments: tuple[str, ...], total: int, trainable: int | None) -> None:
-    assert ask_json(*arguments)["parameters"] == {"total": total, "trainable": trainable or total}
 
 
 def test_the_configuration_says_how_many_gpus_and_may_write_out_the_sizes() -> None:
@@ -195,13 +158,6 @@ def test_where_nothing_fits_the_nearest_settings_do() -> None:
     assert ask_json(*TIGHT, *as_overrides(changed).split())["configured"]["fits"]
     on_disk = ("--gpus", "1", "--gpu", "4GB", "infra.offload_optimizer=nvme", "infra.nvme_path=/local")
     assert ask_json(*on_disk)["engines"]["deepspeed"]["nearest"] == []
-
-
-def test_the_host_is_judged_only_if_it_is_known() -> None:
-    assert ask_json()["configured"]["fits"]
-    answer = ask_json("--host-memory", "16GiB")
-    assert answer["inputs"]["host_memory_bytes"] == 16 * GIB
-    assert (answer["configured"]["fits"], answer["configured"]["short_of"]) == (False, "host")
 
 
 def test_auto_is_the_largest_that_fits() -> None:
