@@ -116,7 +116,7 @@ def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float,
         return row.estimate.peak.total <= device_limit and row.node_bytes < node_limit
 
     if of_device or on_cpu:
-        found = nearest(job, fits, 20)  # of so many, those for a new run come last
+        found = nearest(job, fits, 20)  # those for a new run come last
     else:
         # On a GPU's host page-locked buffers go first, which torch rounds up, and copies for saves in the background.
         copies: list[Change] = [{"infra.pin_memory": False}, {"training.async_save": False}]

@@ -61,7 +61,7 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
     if place.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={place}: it must be a GPU (cuda) or the CPU")
     if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={place}: torch finds no GPU here; leave it out, or say cpu")
+        raise ConfigError(f"device={place}: torch finds no GPU here; leave it out, or give cpu")
     capacity, resident = device_capacity(place), psutil.Process().memory_info().rss
     # The kernel updates a process's peak a little later.
     held = [resident, resident, max(peak_host_bytes(), resident)]

@@ -119,8 +119,8 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
         ),
         (
             not request.runs(request.job),
-            f"A {request.gpu.name} has neither bfloat16 nor a flash kernel. The tables are of what it can train with: "
-            "training.bf16=false training.fp16=true.",
+            f"A {request.gpu.name} has neither bfloat16 nor a flash kernel: the tables are for training.bf16=false "
+            "training.fp16=true.",
         ),
         (ignored, f"infra.deepspeed_extra: {ignored}: estimated as DeepSpeed and this program have them by default."),
         (
@@ -136,7 +136,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
             f"The disk of infra.nvme_path holds {in_gib(swapped)} GiB on each host: the optimizer's states and "
             "gradients.",
         ),
-        (own, f"To train what is recommended, add what this command's options stand for: {shlex.join(own)}"),
+        (own, f"Recommended overrides also need those of this command's options: {shlex.join(own)}"),
         (
             options.deepspeed_config,
             f"Settings of {options.deepspeed_config} must be changed in that file, too: a run refuses a disagreement.",

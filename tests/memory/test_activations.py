@@ -9,7 +9,6 @@ from typing import Any, Literal
 import memory_formulas
 import pytest
 import torch
-from flash_on_cpus import IN_TORCH, flash_on_cpus
 from jobs import job_of
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -31,6 +30,7 @@ LENGTHS = (128, 64)
 """Encoder and decoder tokens of every document: as many as allowed, as the formula assumes on a CPU."""
 DOCUMENTS = 3
 Side = Literal["encoder", "decoder"]
+BOTH = pytest.mark.parametrize("side", ["encoder", "decoder"])
 
 
 def cpu_job(numbers: str, mode: str = "none", **training: float) -> Job:
@@ -56,11 +56,8 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param
 
 
-def bytes_saved(side: Side, job: Job, mode: str, *, compiles: bool = False) -> int:
-    """Bytes that autograd saves in one layer: unique storages that are no parameter and not shared by all layers.
-
-    `compiles`: cut into forward and backward pass as by inductor, whose kernels are not needed for that.
-    """
+def bytes_saved(side: Side, job: Job, mode: str) -> int:
+    """Bytes that autograd saves in one layer: unique storages that are no parameter and not shared by all layers."""
     dtype = torch.float32 if job.compute_bytes == 4 else torch.bfloat16
     config = Qwen3Seq2SeqConfig(**SIZES)
     model = Qwen3ForSeq2SeqLM(config).to(dtype)
@@ -70,7 +67,6 @@ def bytes_saved(side: Side, job: Job, mode: str, *, compiles: bool = False) -> i
     lengths = [(length,) * DOCUMENTS for length in LENGTHS]
     packed = PackedLayout.build(*boundaries, *lengths, *(torch.arange(length).repeat(DOCUMENTS) for length in LENGTHS))
     packed = dataclasses.replace(packed, dropout=model.attention_dropout)
-    packed = dataclasses.replace(packed, kernel=IN_TORCH) if compiles else packed
     states = [torch.randn(DOCUMENTS * n, config.hidden_size, dtype=dtype, requires_grad=True) for n in LENGTHS]
     positions = packed.encoder_positions if side == "encoder" else packed.decoder_positions
     rotary = rotary_tables(positions, config, dtype)
@@ -90,8 +86,6 @@ def bytes_saved(side: Side, job: Job, mode: str, *, compiles: bool = False) -> i
         return tensor.detach()  # a layer's output itself would keep its own graph alive, for ever
 
     layer = (model.encoder if side == "encoder" else model.decoder).layers[1]
-    if compiles:
-        layer.forward = torch.compile(layer.forward, backend="aot_eager_decomp_partition")
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(*(states[:1] if side == "encoder" else reversed(states)), rotary=rotary, layout=packed)
     return sum(storage.nbytes() for storage in saved.values())
@@ -115,7 +109,7 @@ def test_the_table_is_what_traces_give(kind: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["", "residual_dropout", "attention_dropout"])
-@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@BOTH
 def test_a_layer_keeps_what_autograd_saves(side: Side, numbers: str, field: str) -> None:
     job = cpu_job(numbers, **({field: 0.1} if field else {}))
     kept = layer_of(job, side).kept
@@ -123,18 +117,7 @@ def test_a_layer_keeps_what_autograd_saves(side: Side, numbers: str, field: str)
     assert (kept > layer_of(cpu_job(numbers), side).kept) is bool(field)
 
 
-@pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_a_compiled_layer_keeps_less(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU."""
-    monkeypatch.setattr(precision, "_EMULATED_ON_CPU", frozenset())
-    torch._dynamo.reset()
-    job = cpu_job("bfloat16")
-    with flash_on_cpus():
-        saved = bytes_saved(side, job, "none", compiles=True)
-    assert 0.8 < saved / layer_of(dataclasses.replace(job, device="cuda"), side).kept < 0.95
-
-
-@pytest.mark.parametrize("side", ["encoder", "decoder"])
+@BOTH
 def test_a_layer_that_recomputes_keeps_its_input(side: Side, numbers: str) -> None:
     job = cpu_job(numbers, "full")
     assert layer_of(job, side).kept == bytes_saved(side, job, "full")
