@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
-from ds_encdec.config.schedules import lr_lambda
-from ds_encdec.config.schema import FullConfig, MonitorConfig, TrainingConfig
+from ds_encdec.config.schedules import learning_rate
+from ds_encdec.config.schema import FullConfig, MonitorConfig
 from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, TRAINING_ALERTS, answer
 from ds_encdec.monitor.monitor import MAX_ALERTS_OF_A_TYPE, MAX_HISTORY, TrainingMonitor, compute_gradient_norm
 
@@ -174,10 +170,6 @@ def plateau_monitor(**changes: Any) -> TrainingMonitor:
     return TrainingMonitor(**settings | changes)
 
 
-def plateaus(monitor: TrainingMonitor) -> list[int]:
-    return [alert["step"] for alert in monitor.alerts if alert["type"] == "loss_plateau"]
-
-
 @pytest.mark.parametrize(
     ("changes", "losses", "warmup_steps", "steps"),
     [
@@ -192,52 +184,20 @@ def plateaus(monitor: TrainingMonitor) -> list[int]:
 )
 def test_plateaus(changes: dict[str, Any], losses: list[float], warmup_steps: int, steps: list[int]) -> None:
     monitor = plateau_monitor(**changes)
-    feed(monitor, losses, warmup_steps=warmup_steps)
-    assert plateaus(monitor) == steps
-
-
-def test_steps_that_are_not_applied_neither_begin_nor_end_a_plateau() -> None:
-    monitor = plateau_monitor()
-    feed(monitor, [8.0] * 9)
-    for _ in range(20):
-        monitor.update(9, 1.0, 1.0, 1e-4, math.nan, applied=False)
-    assert plateaus(monitor) == []
-    feed(monitor, [8.0] * 3, first_step=10)
-    assert plateaus(monitor) == [10]
-
-
-def run_rates(training: TrainingConfig) -> Iterator[float]:
-    """The rates of a run's updates: DeepSpeed's own classes for its schedules, torch's LambdaLR for ours."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    if training.lr_scheduler_type in NATIVE_SCHEDULES:
-        from deepspeed.runtime import lr_schedules
-
-        warmup = {"warmup_num_steps": training.warmup_steps, "warmup_type": training.warmup_type}
-        peak = {"warmup_max_lr": training.learning_rate}
-        end = {"total_num_steps": training.num_train_steps}
-        arguments = {
-            "WarmupDecayLR": warmup | peak | end,
-            "WarmupLR": warmup | peak,
-            "WarmupCosineLR": warmup | end | {"cos_min_ratio": training.min_lr_ratio},
-        }
-        native = getattr(lr_schedules, training.lr_scheduler_type)
-        scheduler = native(optimizer, **arguments[training.lr_scheduler_type])
-    else:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: lr_lambda(index, training))
-    while True:
-        yield optimizer.param_groups[0]["lr"]
-        optimizer.step()
-        scheduler.step()
+    for step, loss in enumerate(losses, start=1):
+        monitor.update(step, loss, 1.0, 1e-4, 1000.0, is_warmup=step <= warmup_steps)
+        monitor.update(step, 1.0, 1.0, 1e-4, math.nan, applied=False)  # which neither begins nor ends a plateau
+    assert [alert["step"] for alert in monitor.alerts if alert["type"] == "loss_plateau"] == steps
 
 
 @pytest.mark.parametrize("schedule", [*NATIVE_SCHEDULES, "cosine", "linear", "constant", "wsd"])
 def test_no_schedule_is_off_itself_and_each_is_that_runs_one_update_late(schedule: str) -> None:
-    """Not even where steps are skipped."""
+    """Not even where steps are skipped. That rates of engines are these: tests/optim/test_schedules.py."""
     training = {"lr_scheduler_type": schedule, "num_train_steps": 80, "warmup_steps": 7, "learning_rate": 3e-4}
     config = FullConfig.model_validate({"training": training})
     monitor, late = TrainingMonitor.from_config(config), TrainingMonitor.from_config(config)
-    for step, rate in zip(range(1, 81), run_rates(config.training), strict=False):
+    for step in range(1, 81):
+        rate = learning_rate(step - 1, config.training)
         if step % 9 == 0:
             monitor.update(step - 1, 2.0, 1.0, rate, math.nan, applied=False)
         monitor.update(step, 2.0, 1.0, rate, math.nan)

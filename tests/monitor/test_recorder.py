@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ds_encdec.base.types import Batch, LossSum, StepResult, TrainingState
@@ -112,8 +113,9 @@ def step(recorder: Recorder, state: TrainingState, loss: float, norm: float = 0.
 QUIET = {"loss_spike_min_values": 2, "window_size": 4, "on_learning_rate_off": "warn"}
 
 
-def test_orders_follow_the_answers(tmp_path: Path) -> None:
-    for answers, expected in (
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
         ({}, {}),
         ({"on_loss_spike": "rollback"}, {"rollback": "loss_spike"}),
         (
@@ -121,28 +123,21 @@ def test_orders_follow_the_answers(tmp_path: Path) -> None:
             {"rollback": "loss_spike", "stop": "grad_explosion"},
         ),
         ({"on_learning_rate_off": "stop"}, {"stop": "learning_rate_off"}),
-    ):
-        recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **{**QUIET, **answers})
-        state = TrainingState()
-        for loss in (2.0, 2.0, 5.0):
-            state = step(recorder, state, loss, norm=20.0 if loss > 2 else 0.5)
-        actions = dataclasses.asdict(recorder.log(state)[0])
-        assert {name: alert["type"] for name, alert in actions.items() if alert is not None} == expected
-        recorder.close(0)
-
-
-def test_a_machine_that_has_to_be_left_is_not_forgotten_for_a_rollback(tmp_path: Path) -> None:
-    answers = {"on_loss_spike": "rollback", "on_data_wait": "stop", "data_wait_threshold": 0.01}
-    recorder = make_recorder(tmp_path / "metrics.jsonl", 0, **QUIET, **answers)
-    state = TrainingState()
+        (  # a machine that has to be left is not forgotten for a rollback
+            {"on_loss_spike": "rollback", "on_data_wait": "stop", "data_wait_threshold": 0.01},
+            {"rollback": "loss_spike", "leave": "data_wait"},
+        ),
+    ],
+)
+def test_actions_follow_the_answers(tmp_path: Path, answers: dict[str, Any], expected: dict[str, str]) -> None:
+    recorder, state = make_recorder(tmp_path / "metrics.jsonl", 0, **{**QUIET, **answers}), TrainingState()
     for loss in (2.0, 2.0, 5.0):
         with recorder.clock.spent_on("data"):
             time.sleep(0.05)
-        state = step(recorder, state, loss)
+        state = step(recorder, state, loss, norm=20.0 if loss > 2 else 0.5)
         actions, _ = recorder.log(state)
-    assert actions.rollback is not None
-    assert actions.leave is not None
-    assert (actions.rollback["type"], actions.leave["type"]) == ("loss_spike", "data_wait")
+    found = dataclasses.asdict(actions)
+    assert {name: alert["type"] for name, alert in found.items() if alert is not None} == expected
 
 
 def test_a_step_without_targets_is_no_trouble(tmp_path: Path) -> None:
