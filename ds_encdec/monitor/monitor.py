@@ -41,14 +41,11 @@ class Observation(NamedTuple):
 
 @dataclass(eq=False)
 class TrainingMonitor:
-    """Windows of loss, gradient norm and throughput; alerts when one leaves its bounds.
-
-    Alerts are dicts with `type` (one of `TRAINING_ALERTS`), `step`, `value`, `threshold` and `message`. Values that are
-    not finite or of a step that was not applied stay out of all statistics. `history`: the last `MAX_HISTORY`
+    """Windows of loss, gradient norm and throughput; alerts (dicts: see `make_alert`) when one leaves its bounds. Values
+    that are not finite or of a step that was not applied stay out of all statistics. `history`: the last `MAX_HISTORY`
     observations of this process. `loss_plateau_steps` None: no alerts of plateaus. `planned_learning_rate`: the rate of
     the i-th applied update (from 0); None: no alerts of rates. `loss_scaling` (float16): a norm that overflows is no
-    alert while the loss is finite. The other arguments are `MonitorConfig`'s.
-    """
+    alert while the loss is finite. The other arguments are `MonitorConfig`'s."""
 
     window_size: int = 100
     loss_spike_threshold: float = 2.0

@@ -45,14 +45,12 @@ class Actions:
 
 @dataclass(kw_only=True, eq=False)
 class Recorder:
-    """Collects steps on every rank; once per logging interval it reduces, judges and publishes them.
-
-    Figures are gathered from all ranks first, so that all take the same actions. `state` is the run's when it starts.
+    """Collects steps on every rank; once per logging interval it reduces, judges and publishes them. Figures are
+    gathered from all ranks first, so that all take the same actions. `state` is the run's when it starts.
     `batch_flops`: model FLOPs, forward and backward without recomputation, of one micro-batch. `peak_flops`: of one
     device, in FLOP/s; None if unknown. `sinks` is empty and `events` writes nothing except on rank 0.
-    `estimated_bytes`: the estimate of the largest `mem/peak_bytes`. `on_long_row`: of the run's data. The loop reports
-    waits and pauses to `clock`, and saves to `machine`.
-    """
+    `estimated_bytes`: the estimate of the largest `mem/peak_bytes`. The loop reports waits and pauses to `clock`, and
+    saves to `machine`."""
 
     device: torch.device
     collectives: HostCollectives
@@ -137,23 +135,20 @@ class Recorder:
         of_machines = self.machine.update(state.global_step, rank_stats, tokens_per_second=speed)
         actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
         optional = {"data/long_rows": long_rows or None, "mem/estimated_bytes": self.estimated_bytes}
-        self.publish(
-            state,
-            {
-                **train_metrics(records),
-                "train/tokens_seen": state.total_tokens_seen,
-                "train/encoder_tokens_seen": state.encoder_tokens_seen,
-                "train/target_tokens_seen": state.target_tokens_seen,
-                "train/epoch": state.epoch,
-                "data/bad_rows": bad_rows,
-                **performance,
-                **self.machine.metrics(rank_stats),
-                **{name: value for name, value in optional.items() if value is not None},
-                "health/alerts": self._alerts_in_interval.total(),
-                "health/rollbacks": state.rollbacks,
-                **self._once,
-            },
-        )
+        metrics = {
+            **train_metrics(records),
+            "train/tokens_seen": state.total_tokens_seen,
+            "train/encoder_tokens_seen": state.encoder_tokens_seen,
+            "train/target_tokens_seen": state.target_tokens_seen,
+            "train/epoch": state.epoch,
+            "data/bad_rows": bad_rows,
+            **performance,
+            **self.machine.metrics(rank_stats),
+            **{name: value for name, value in optional.items() if value is not None},
+            "health/alerts": self._alerts_in_interval.total(),
+            "health/rollbacks": state.rollbacks,
+        }
+        self.publish(state, metrics | self._once)
         self._once = {}
         self._alerts_in_interval.clear()
         if long_rows and not self._last.long_rows and self.collectives.rank == 0:
@@ -205,11 +200,9 @@ class Recorder:
             sink.close(exit_code)
 
     def _long_rows_in_words(self, count: int) -> str:
-        what = "cut off" if self.on_long_row == "truncate" else "left out"
-        return (
-            f"{_were(count, 'example')} longer than data.max_encoder_length or data.max_decoder_length and "
-            f"{what} (data.on_long_row={self.on_long_row})"
-        )
+        limits = "data.max_encoder_length or data.max_decoder_length"
+        done = "cut off" if self.on_long_row == "truncate" else "left out"
+        return f"{_were(count, 'example')} longer than {limits} and {done} (data.on_long_row={self.on_long_row})"
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps.load_state_dict(state["steps"])

@@ -283,13 +283,10 @@ class TensorBoardSink(Sink):
 
 
 class WandbSink(Sink):
-    """A Weights & Biases run: online after a login, else offline with one warning.
-
-    Credentials come from WANDB_API_KEY or netrc; WANDB_MODE, WANDB_DIR and WANDB_RUN_ID are obeyed. The run's id is
-    kept in `logging_dir`/wandb_run_id, so a resumed run continues the same W&B run. The chart's x axis is our step,
-    since W&B's cannot go back; after a rollback the abandoned branch stays beside the new one. The page that `report`
-    writes about a complete run is kept as an artifact.
-    """
+    """A Weights & Biases run: online after a login, else offline with one warning. Its id is kept in
+    `logging_dir`/wandb_run_id, so a resumed run continues it. The chart's x axis is our step, since W&B's cannot go
+    back; after a rollback the abandoned branch stays beside the new one. The page that `report` writes about a complete
+    run is kept as an artifact."""
 
     def __init__(self, logging_dir: Path, config: FullConfig, report: Callable[[], Path] | None = None) -> None:
         infra, self._report = config.infra, report
@@ -297,15 +294,10 @@ class WandbSink(Sink):
         run_id, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
         if run_id or not id_file.exists():
             id_file.write_text((run_id or secrets.token_hex(4)) + "\n")
-        self._run = _start_wandb(
-            project=infra.wandb_project,
-            entity=infra.wandb_entity,
-            name=infra.wandb_run_name,
-            config=config.model_dump(mode="json"),
-            dir=os.environ.get("WANDB_DIR") or str(logging_dir),
-            id=id_file.read_text().strip(),
-            resume="allow",
-        )
+        names = {"project": infra.wandb_project, "entity": infra.wandb_entity, "name": infra.wandb_run_name}
+        folder = os.environ.get("WANDB_DIR") or str(logging_dir)
+        facts = {"id": id_file.read_text().strip(), "config": config.model_dump(mode="json"), "dir": folder}
+        self._run = _start_wandb(**names, **facts, resume="allow")
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -25,7 +25,6 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from turns import ROOT, Turns
 
 from ds_encdec.base.types import IGNORE_INDEX, Batch, Example
@@ -226,18 +225,9 @@ def bare(job: Job, turns: Turns) -> None:
 # Peers. They pad.
 
 
-class Examples(Dataset):
-    """The stream's examples, as a list, in Hugging Face's words."""
-
-    def __init__(self, job: Job, count: int) -> None:
-        self._examples = list(islice(job.examples(), count))
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        one = self._examples[index]
-        return {"input_ids": one.encoder_ids, "labels": one.decoder_ids}
+def rows(job: Job) -> Any:
+    """The stream's examples, in Hugging Face's words."""
+    return [{"input_ids": one.encoder_ids, "labels": one.decoder_ids} for one in islice(job.examples(), MICRO_BATCHES)]
 
 
 def padded(rows: Sequence[dict[str, Any]], pad_id: int) -> dict[str, Tensor]:
@@ -303,9 +293,8 @@ def hugging_face(job: Job, turns: Turns, *changes: str, sampling: str = "sequent
         report_to=[],
         disable_tqdm=True,
     )
-    rows = Examples(job, MICRO_BATCHES)
     collator = partial(padded, pad_id=job.vocabulary.pad_id)
-    Told(job.model(), arguments, collator, rows, callbacks=[Wait()]).train()
+    Told(job.model(), arguments, collator, rows(job), callbacks=[Wait()]).train()
 
 
 def accelerate_fsdp2(job: Job, turns: Turns) -> None:
@@ -318,18 +307,15 @@ def accelerate_fsdp2(job: Job, turns: Turns) -> None:
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if job.bf16 else None
     layers = ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]
+    wrapping: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers}
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        reshard_after_forward=True,
-        mixed_precision_policy=mixed,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=layers,
+        fsdp_version=2, reshard_after_forward=True, mixed_precision_policy=mixed, **wrapping
     )
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if job.bf16 else "no", fsdp_plugin=plugin)
     model = job.model()
     optimizer: Any = torch.optim.AdamW(parameter_groups(model, training.weight_decay), lr=1.0, fused=True)
     collator = partial(padded, pad_id=job.vocabulary.pad_id)
-    loader: Any = DataLoader(Examples(job, MICRO_BATCHES), size, collate_fn=collator)
+    loader: Any = DataLoader(rows(job), size, collate_fn=collator)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     turns.wait()
     for number, batch in enumerate(row for _ in iter(int, 1) for row in loader):
@@ -347,14 +333,15 @@ ZERO1 = ("infra.sharding_stage=zero1", "infra.offload_optimizer=none")
 ZERO3 = ("infra.sharding_stage=zero3", "infra.offload_optimizer=cpu")
 FSDP2 = ("infra.distributed_type=fsdp", "infra.sharding_stage=zero3", "infra.offload_optimizer=none")
 
+grouped = partial(hugging_face, sampling="group_by_length")
 CONTENDERS: dict[str, Callable[[Job, Turns], None]] = {
     "ours_zero3_offload": lambda job, turns: ours(job, turns, *ZERO3),
     "ours_zero1": lambda job, turns: ours(job, turns, *ZERO1),
     "ours_fsdp2": lambda job, turns: ours(job, turns, *FSDP2),
     "hf_zero3_offload": lambda job, turns: hugging_face(job, turns, *ZERO3),
-    "hf_zero3_offload_grouped": lambda job, turns: hugging_face(job, turns, *ZERO3, sampling="group_by_length"),
+    "hf_zero3_offload_grouped": lambda job, turns: grouped(job, turns, *ZERO3),
     "hf_zero1": lambda job, turns: hugging_face(job, turns, *ZERO1),
-    "hf_zero1_grouped": lambda job, turns: hugging_face(job, turns, *ZERO1, sampling="group_by_length"),
+    "hf_zero1_grouped": lambda job, turns: grouped(job, turns, *ZERO1),
     "accelerate_fsdp2": accelerate_fsdp2,
     "bare_loop": bare,
 }

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 from turns import ROOT, cpu_seconds, in_turns, median, report
 
-from ds_encdec.base.types import Batch
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.data.build import build_data
 from ds_encdec.data.sources.builtin_corpus import builtin_documents
@@ -47,23 +46,24 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        files = options.files or [builtin_file(Path(folder))]
+        files = options.files or [Path(folder) / "text.parquet"]
+        if not options.files:
+            pq.write_table(pa.table({"text": [document.text for document in builtin_documents()]}), files[0])
         config = configuration(files, options.tokenizer, options.max_length)
         streams = {"ours": ours(config), "a collator of single examples": per_example(config, files)}
         takes = {name: partial(measure, stream, options.micro_batches) for name, stream in streams.items()}
         for take in takes.values():
             take()  # opens files and builds tables
         turns = in_turns(takes, options.rounds)
+    speeds = {name: [tokens / seconds for tokens, _, seconds in found] for name, found in turns.items()}
     rows = [
         {
             "pipeline": name,
-            "M tokens / CPU s": median(tokens / seconds for tokens, _, seconds in found) / 1e6,
-            "fill": median(tokens / slots for tokens, slots, _ in found),
-            "over the other": median(
-                (mine[0] / mine[2]) / (theirs[0] / theirs[2]) for mine, theirs in zip(found, turns[other], strict=True)
-            ),
+            "M tokens / CPU s": median(speeds[name]) / 1e6,
+            "fill": median(tokens / places for tokens, places, _ in turns[name]),
+            "over the other": median(mine / theirs for mine, theirs in zip(speeds[name], speeds[other], strict=True)),
         }
-        for (name, found), other in zip(turns.items(), reversed(turns), strict=True)
+        for name, other in zip(turns, reversed(turns), strict=True)
     ]
     report(f"from parquet to micro-batches, {options.tokenizer} tokenizer", rows, options.json)
 
@@ -78,12 +78,6 @@ def measure(stream: Iterator[Taken], count: int) -> tuple[int, int, float]:
     seconds = cpu_seconds(lambda: taken.extend(islice(stream, count)))
     tokens, places = map(sum, zip(*taken, strict=True))
     return tokens, places, seconds
-
-
-def builtin_file(folder: Path) -> Path:
-    path = folder / "text.parquet"
-    pq.write_table(pa.table({"text": [document.text for document in builtin_documents()]}), path)
-    return path
 
 
 def configuration(files: Sequence[Path], tokenizer: str, max_length: int) -> FullConfig:
@@ -113,11 +107,7 @@ def ours(config: FullConfig) -> Iterator[Taken]:
     data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=1)
     while True:
         for batch in next(data.loader):
-            yield batch.encoder_tokens + batch.target_tokens, places_of(batch)
-
-
-def places_of(batch: Batch) -> int:
-    return batch.encoder_ids.numel() + batch.labels.numel()
+            yield batch.encoder_tokens + batch.target_tokens, batch.encoder_ids.numel() + batch.labels.numel()
 
 
 def per_example(config: FullConfig, files: Sequence[Path]) -> Iterator[Taken]:
@@ -128,19 +118,14 @@ def per_example(config: FullConfig, files: Sequence[Path]) -> Iterator[Taken]:
     collect = partial(collated, sentinels=vocabulary.sentinel_ids, eos_id=vocabulary.eos_id, draw=draw)
     size, waiting = config.training.micro_batch_size, list[np.ndarray]()
     while True:
-        for text in texts(files):
+        tables = (pq.ParquetFile(path).iter_batches(columns=["text"]) for path in files)
+        for text in (row["text"] for one in tables for part in one for row in part.to_pylist()):
             ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
             pieces = [ids[start : start + longest] for start in range(0, len(ids), longest)]
             waiting += [piece for piece in pieces if len(piece) > 1]
             while len(waiting) >= size:
                 sides = collect([waiting.pop(0) for _ in range(size)])
                 yield sum(int((side >= 0).sum()) for side in sides), sum(side.numel() for side in sides)
-
-
-def texts(files: Sequence[Path]) -> Iterator[str]:
-    for path in files:
-        for rows in pq.ParquetFile(path).iter_batches(columns=["text"]):
-            yield from (row["text"] for row in rows.to_pylist())
 
 
 def collated(

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -248,17 +248,16 @@ def _kill(process: BaseProcess) -> None:
     process.join()
 
 
-def chosen(parts: Sequence[Part], words: Sequence[str]) -> Iterator[Part]:
+def chosen(parts: Sequence[Part], words: Sequence[str]) -> list[Part]:
     """The first part, those whose names begin with one of `words`, and those they need; all without any."""
-    wanted = {part.name for part in parts if not words or any(part.name.startswith(word) for word in words)}
+    wanted = {part.name for part in parts if not words or part.name.startswith(tuple(words))}
     if not wanted:
-        raise SystemExit(
-            f"--only {' '.join(words)}: no part begins so; there are {', '.join(part.name for part in parts)}"
-        )
+        there = ", ".join(part.name for part in parts)
+        raise SystemExit(f"--only {' '.join(words)}: no part begins so; there are {there}")
     wanted.add(parts[0].name)  # which names the machine
     for part in reversed(parts):
         wanted |= set(part.needs) if part.name in wanted else set()
-    return (part for part in parts if part.name in wanted)
+    return [part for part in parts if part.name in wanted]
 
 
 def _import(*, dry_run: bool) -> None:
@@ -281,9 +280,8 @@ def main() -> int:
     parser.add_argument("--spawn", action="store_true", help="start an interpreter for each part, where forks fail")
     options = parser.parse_args()
     seconds = options.seconds or (math.inf if options.dry_run else 560)
-    check = Check(
-        [*chosen(PARTS, options.only)], options.out, seconds, dry_run=options.dry_run, forks=not options.spawn
-    )
+    parts = chosen(PARTS, options.only)
+    check = Check(parts, options.out, seconds, dry_run=options.dry_run, forks=not options.spawn)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so ends what it has started
     if not options.spawn:
         _import(dry_run=options.dry_run)
