@@ -41,8 +41,8 @@ class Observation(NamedTuple):
 
 @dataclass(eq=False)
 class TrainingMonitor:
-    """Windows of loss, gradient norm and throughput; alerts (dicts: see `make_alert`) when one leaves its bounds. Values
-    that are not finite or of a step that was not applied stay out of all statistics. `history`: the last `MAX_HISTORY`
+    """Windows of loss, gradient norm and throughput; alerts (see `make_alert`) when one leaves its bounds. Values that
+    are not finite or of a step that was not applied stay out of all statistics. `history`: the last `MAX_HISTORY`
     observations of this process. `loss_plateau_steps` None: no alerts of plateaus. `planned_learning_rate`: the rate of
     the i-th applied update (from 0); None: no alerts of rates. `loss_scaling` (float16): a norm that overflows is no
     alert while the loss is finite. The other arguments are `MonitorConfig`'s."""
@@ -184,7 +184,7 @@ class TrainingMonitor:
         """Restore an earlier `state_dict` of this run, as a rollback does; the alerts since then stay, marked."""
         alerts = self.alerts
         self.load_state_dict(state)
-        kept = [alert["message"] for alert in self.alerts]  # each begins with its step
+        kept = {alert["message"] for alert in self.alerts}  # each begins with its step
         self.alerts = [alert if alert["message"] in kept else alert | {"rolled_back": True} for alert in alerts]
 
     def _judge(self, step: int, loss: float, grad_norm: float) -> list[dict[str, Any]]:
