@@ -93,12 +93,8 @@ class Recorder:
     def veto(self) -> Callable[[Tensor], bool] | None:
         """A collective that decides by a step's finite gradient norm (float32 scalar) whether to skip it; the same on
         all ranks. None, and so no wait for the device at each step, unless some alert is answered with `skip_step`."""
-        return self._refuses if self.judges_every_step else None
-
-    @property
-    def judges_every_step(self) -> bool:
-        """True if every step is judged before the next one, as a veto needs it."""
-        return "skip_step" in (self.settings.on_loss_spike, self.settings.on_grad_explosion)
+        skips = "skip_step" in (self.settings.on_loss_spike, self.settings.on_grad_explosion)
+        return self._refuses if skips else None
 
     def end_step(self, state: TrainingState, result: StepResult) -> None:
         """End a step, applied or not; `state` is the one after it."""

@@ -140,7 +140,7 @@ def train(run: Trainer) -> TrainingState:
         _run_callbacks(run, "after_step", run.state, result)
         _count_skipped(run, result)
 
-        plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.judges_every_step)
+        plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.veto is not None)
         actions = _log_or_judge(run, plan)
         rolled_back = _roll_back(run, actions)
         value = None if rolled_back or actions.leave else _evaluate(run, plan)
