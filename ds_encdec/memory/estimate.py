@@ -80,8 +80,8 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     layers = batch.layers()
     kept = sum(layer.kept for layer in layers)
-    if training.activation_offload:  # one layer's are in use, on GPUs another one's on their way
-        kept = max(layer.kept for layer in layers) * (job.device != "cpu")
+    if training.activation_offload:  # one layer's are in use
+        kept = 0.0
         layers = [layer._replace(kept=0.0) for layer in layers]
     at_loss = resting + engine.forward + Breakdown(activations=kept)
     yield "loss", at_loss + batch.at_worst("loss")

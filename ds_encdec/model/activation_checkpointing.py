@@ -5,17 +5,14 @@ Layers are patched in place, on the instance's `forward`, so that the hooks of Z
 while a layer runs, as under FSDP2. On GPUs all encoder layers share one graph of torch.compile, and all decoder layers
 another: the documents' boundaries and the longest of them reach it as variable sizes.
 
-Offload copies all that autograd saves inside a layer to the host after the layer, and back before its backward pass. On
-a GPU a second stream copies while other layers compute; at most two layers' activations are on the device. The
-computing stream waits for a layer's copies before its tensors are freed, and the copying stream for all computation
-before it takes memory again. With `record_stream` instead, the host, which runs ahead, would allocate memory twice."""
+Offload copies all that autograd saves inside a layer to the host, and back when its backward pass reads it. On a GPU
+both copies run on the computing stream, in the order of the computation: memory that either side frees is used again
+only behind them, and nothing waits on the host."""
 
 import dataclasses
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -68,7 +65,6 @@ def apply_activation_checkpointing(
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
     chosen: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, **chosen)
-    offloading = ActivationOffload()
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
@@ -78,7 +74,7 @@ def apply_activation_checkpointing(
             if compile_layers:
                 forward = compiled(forward, random=random)
             if offload:
-                forward = offloading.around(forward, layer)
+                forward = offloaded(forward, layer)
             layer.forward = forward  # type: ignore[method-assign]
 
 
@@ -123,141 +119,61 @@ def compiled(forward: Forward, *, random: bool) -> Forward:
     return compiled_forward
 
 
-class Streams:
-    """Runs copies: on a second stream of a GPU; elsewhere copies are done when `run` returns."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._side = device, torch.cuda.Stream(device) if device.type == "cuda" else None
-        # Layers whose tensors stay on the device after their forward pass, so that nothing waits for the copies.
-        self.layers_on_their_way = 0 if self._side is None else 1
-
-    def run(self, copy: Callable[[], None]) -> Any:
-        """Copy after all computation so far; return the argument for `wait`."""
-        if self._side is None:
-            return copy()
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            copy()
-            return self._side.record_event()
-
-    def wait(self, copied: Any) -> None:
-        """Make all later computation wait for a copy."""
-        if copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Saved:
-    """A tensor that autograd has saved `uses` times; `tensor` is None while it is on the host alone."""
-
-    tensor: Tensor | None
-    device: torch.device
-    host: Tensor
-    uses: int = 0
-
-
 @dataclasses.dataclass(eq=False)
-class _Record:
-    """The tensors that one forward pass of one layer has saved, by place and form. It lives as long as its graph."""
+class _Saved:
+    """A tensor on the host, which autograd has saved `uses` times, and its copy on the device until the last use."""
 
-    before: Callable[[], "_Record | None"]
-    saved: dict[Any, _Saved] = dataclasses.field(default_factory=dict)
-    left: Any = None  # `wait` for these: the copies to the host, and those back
-    arrived: Any = None
-    in_use: bool = False
-
-
-class ActivationOffload:
-    """Wraps layers of one model, whose backward passes come in the opposite order of their forward passes."""
-
-    def __init__(self, streams: Callable[[torch.device], Streams] = Streams) -> None:
-        self._new_streams = cache(streams)
-        self._streams = streams(torch.device("cpu"))
-        self._leaving: deque[_Record] = deque()
-        self._last: Callable[[], _Record | None] = lambda: None
-
-    def around(self, forward: Forward, layer: nn.Module) -> Forward:
-        """Return `forward` of `layer`, with all that autograd saves inside it kept on the host, except parameters and
-        tensors that layers share (the encoder's output, rotary tables, boundaries)."""
-
-        def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
-            self._streams = self._new_streams(hidden_states.device)
-            self._let_go(self._streams.layers_on_their_way)
-            record = _Record(before=self._last)
-            staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors((shared, options))}
-            with saved_tensors_hooks(partial(_pack, record, staying, layer), self._unpack):
-                output = forward(hidden_states, *shared, **options)
-            if record.saved:
-                record.left = self._streams.run(partial(_copy_out, list(record.saved.values())))
-                self._last = weakref.ref(record)
-                self._leaving.append(record)
-                if not self._streams.layers_on_their_way:
-                    self._let_go(0)
-            return output
-
-        return offloading_forward
-
-    def _let_go(self, layers: int) -> None:
-        """Drop the device's tensors of all but the last `layers` layers, once they are on the host."""
-        while len(self._leaving) > layers:
-            record = self._leaving.popleft()
-            self._streams.wait(record.left)
-            for one in record.saved.values():
-                one.tensor = None
-
-    def _unpack(self, packed: Tensor | tuple[_Record, _Saved]) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        record, saved = packed
-        if not record.in_use:
-            record.in_use = True
-            self._leaving.clear()  # the backward pass frees them from here on
-            self._fetch(record)
-            self._streams.wait(record.left if record.arrived is None else record.arrived)
-            before = record.before()
-            if before is not None:
-                self._fetch(before)
-        saved.uses -= 1
-        # A second backward pass over the graph reads its tensors from the host.
-        tensor = saved.host.to(saved.device, non_blocking=True) if saved.tensor is None else saved.tensor
-        if saved.uses <= 0:
-            saved.tensor = None
-        return tensor
-
-    def _fetch(self, record: _Record) -> None:
-        missing = [one for one in record.saved.values() if one.tensor is None]
-        if missing and record.arrived is None:
-            record.arrived = self._streams.run(partial(_copy_back, missing))
+    host: Tensor
+    device: torch.device
+    uses: int = 0
+    tensor: Tensor | None = None
 
 
-def _copy_out(saved: list[_Saved]) -> None:
-    for one in saved:
-        assert one.tensor is not None
-        one.host.copy_(one.tensor, non_blocking=True)
+def offloaded(forward: Forward, layer: nn.Module) -> Forward:
+    """Return `forward` of `layer`, with all that autograd saves inside it kept on the host, except parameters and
+    tensors that layers share (the encoder's output, rotary tables, boundaries)."""
+
+    def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
+        staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors((shared, options))}
+        seen: dict[Any, tuple[Tensor, _Saved]] = {}
+        with saved_tensors_hooks(partial(_pack, seen, staying, layer), _unpack):
+            output = forward(hidden_states, *shared, **options)
+        seen.clear()  # the graph keeps the hooks
+        return output
+
+    return offloading_forward
 
 
-def _copy_back(missing: list[_Saved]) -> None:
-    for one in missing:
-        one.tensor = one.host.to(one.device, non_blocking=True)
-
-
-def _pack(record: _Record, staying: set[int], layer: nn.Module, tensor: Tensor) -> Tensor | tuple[_Record, _Saved]:
-    """Record `tensor` once, however often it is saved; return tensors that stay on the device as they are."""
+def _pack(
+    seen: dict[Any, tuple[Tensor, _Saved]], staying: set[int], layer: nn.Module, tensor: Tensor
+) -> Tensor | _Saved:
+    """Copy `tensor` once, however often it is saved; return tensors that stay on the device as they are. `seen`: by
+    place and form, which no other tensor takes while this one is there."""
     address = tensor.untyped_storage().data_ptr()
     # Parameters may have been gathered since the layer began.
     of_layer = (parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
     if tensor.numel() == 0 or address in staying or address in of_layer:
         return tensor
-    if (
-        torch.empty_like(tensor, device="meta").stride() != tensor.stride()
-    ):  # gaps or repeated elements: a copy has none
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # gaps or repeated elements are not copied
         return tensor
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-    if key not in record.saved:
+    if key not in seen:
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        record.saved[key] = _Saved(tensor, tensor.device, host)
-    record.saved[key].uses += 1
-    return record, record.saved[key]
+        seen[key] = tensor, _Saved(host.copy_(tensor.detach(), non_blocking=True), tensor.device)
+    saved = seen[key][1]
+    saved.uses += 1
+    return saved
+
+
+def _unpack(packed: Tensor | _Saved) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    tensor = packed.tensor
+    if tensor is None:
+        tensor = packed.host.to(packed.device, non_blocking=True)
+    packed.uses -= 1  # below 0 in a second backward pass over the graph
+    packed.tensor = tensor if packed.uses > 0 else None
+    return tensor
 
 
 def _tensors(item: Any) -> Iterator[Tensor]:

@@ -1,141 +1,94 @@
-"""Activations on the host: the order of copies, on a stand-in for a GPU's streams that copies as late as it may."""
+"""Activations on the host: which are, how long they stay on the device, and when they go."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import pack, tiny_model
 from torch import Tensor, nn
 
-from ds_encdec.model.activation_checkpointing import ActivationOffload, Streams, _pack, _Record, _tensors
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
+from ds_encdec.model import activation_checkpointing
+from ds_encdec.model.activation_checkpointing import (
+    _pack,
+    _Saved,
+    _tensors,
+    _unpack,
+    apply_activation_checkpointing,
+)
+
+Packed = list[tuple[dict[Any, Any], Tensor | _Saved]]
 
 
-class LateStreams(Streams):
-    def __init__(self) -> None:
-        self.layers_on_their_way = 1
-        self.queue: list[Callable[[], None]] = []
-        self.done = 0
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> Packed:
+    """Of each saved tensor what its layer has seen, and what is kept of it."""
+    kept: Packed = []
 
-    def run(self, copy: Callable[[], None]) -> int:
-        self.queue.append(copy)
-        return len(self.queue)
+    def noted(seen: dict[Any, Any], *others: Any) -> Tensor | _Saved:
+        kept.append((seen, _pack(seen, *others)))
+        return kept[-1][1]
 
-    def wait(self, copied: int) -> None:
-        for copy in self.queue[self.done : copied]:
-            copy()
-        self.done = max(self.done, copied)
+    monkeypatch.setattr(activation_checkpointing, "_pack", noted)
+    return kept
 
 
-def offloading(model: Qwen3ForSeq2SeqLM, streams: LateStreams | None = None) -> ActivationOffload:
-    offload = ActivationOffload((lambda device: streams) if streams else Streams)
-    for layer in (*model.encoder.layers, *model.decoder.layers):
-        layer.forward = offload.around(layer.forward, layer)  # type: ignore[method-assign]
-    return offload
+def loss_of(layers: int) -> tuple[Tensor, dict[str, Any], nn.Module]:
+    model = tiny_model(num_hidden_layers=layers).train()
+    apply_activation_checkpointing(model, "none", offload=True)
+    inputs = pack((5, 0, 7), (4, 6, 3), 16, 17).inputs
+    return model(**inputs).loss, inputs, model
 
 
-def gradients(model: Qwen3ForSeq2SeqLM) -> dict[str, Tensor]:
-    model.train()
-    for sizes in (((5, 0, 7), (4, 6, 3)), ((8, 2, 6), (1, 9, 2))):
-        model(**pack(*sizes, 16, 17).inputs).loss.backward()
-        with torch.no_grad():
-            model(**pack((3, 4, 2), (4, 6, 3), 16, 17).inputs)
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+def test_the_device_keeps_nothing_of_a_layer_but_what_all_layers_share(packed: Packed) -> None:
+    _loss, inputs, model = loss_of(1)
+    assert not any(seen for seen, _ in packed)
+    saved = {id(one): one for _, one in packed if isinstance(one, _Saved)}.values()
+    assert all(one.tensor is None for one in saved)
+    assert max(one.uses for one in saved) >= 3  # the input of the projections
+    layout = inputs["packing"]
+    fields = (*vars(layout).values(), *vars(layout.encoder).values(), *vars(layout.merged).values())
+    shared = {one.untyped_storage().data_ptr() for one in (*fields, *model.parameters()) if isinstance(one, Tensor)}
+    found = (*_tensors(inputs), *model.parameters())
+    assert shared <= {one.untyped_storage().data_ptr() for one in found}  # boundaries, too, which kernels of GPUs save
+    staying = {one.untyped_storage().data_ptr() for _, one in packed if isinstance(one, Tensor) and one.numel()}
+    assert staying & {one.untyped_storage().data_ptr() for one in model.parameters()}
 
 
-def test_every_copy_is_waited_for() -> None:
-    expected, streams = gradients(tiny_model(num_hidden_layers=3)), LateStreams()
-    model = tiny_model(num_hidden_layers=3)
-    offload = offloading(model, streams)
-    for name, gradient in gradients(model).items():
-        assert torch.equal(gradient, expected[name]), name
-    # Six layers to the host, all but the last two back, twice.
-    assert len(streams.queue) == 2 * (6 + 4)
-    assert not offload._leaving
+def test_a_copy_stays_on_the_device_until_its_last_use() -> None:
+    seen: dict[Any, Any] = {}
+    table = torch.randn(4, 6)
+    saved, again = (_pack(seen, set(), nn.Identity(), table) for _ in range(2))
+    assert saved is again
+    assert isinstance(saved, _Saved)
+    assert torch.equal(_unpack(saved), table)
+    assert saved.tensor is not None
+    for _ in range(2):  # the last use, and that of a second backward pass
+        assert torch.equal(_unpack(saved), table)
+        assert saved.tensor is None
 
 
-def test_a_layer_comes_back_while_the_one_behind_it_is_gone_through() -> None:
-    model, streams = tiny_model(num_hidden_layers=2).train(), LateStreams()
-    offloading(model, streams)
-    loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss
-    left = len(streams.queue)
-    assert left == 4
-    waited: list[tuple[int, int]] = []
-    wait = streams.wait
-
-    def noted(copied: int) -> None:
-        waited.append((copied - left, len(streams.queue) - left))
-        wait(copied)
-
-    streams.wait = noted  # type: ignore[method-assign]
-    loss.backward()
-    # The last two are still there. Each other one has been asked for before the one behind it was gone through.
-    assert waited == [(0, 0), (-1, 0), (1, 1), (2, 2)]
-    assert len(streams.queue) == left + 2
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_two_layers_are_on_the_device_at_most(late: bool) -> None:
-    model = tiny_model(num_hidden_layers=3).train()
-    offload = offloading(model, LateStreams() if late else None)
-    records = []
-    for layer in (*model.encoder.layers, *model.decoder.layers):
-        layer.register_forward_hook(lambda *_: records.append(offload._last()))
-    loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss
-    assert None not in records
-    kept = [record for record in records if any(one.tensor is not None for one in record.saved.values())]
-    assert len(kept) == 2 * late
-    del loss
-
-
-def test_what_all_layers_share_stays_and_nothing_is_copied_twice() -> None:
-    model = tiny_model(num_hidden_layers=1).train()
-    offload = offloading(model, LateStreams())
-    batch = pack((5, 0, 7), (4, 6, 3), 16, 17).inputs
-    loss = model(**batch).loss
-    record = offload._leaving[-1]
-    kept = [one.tensor for one in record.saved.values() if one.tensor is not None]
-    layout = batch["packing"]
-    shared = {
-        tensor.untyped_storage().data_ptr()
-        for tensor in (
-            *vars(layout).values(),
-            *vars(layout.encoder).values(),
-            *vars(layout.merged).values(),
-            *model.parameters(),
-        )
-        if isinstance(tensor, Tensor)
-    }
-    assert not shared & {tensor.untyped_storage().data_ptr() for tensor in kept}
-    seen = {tensor.untyped_storage().data_ptr() for tensor in (*_tensors(batch), *model.parameters())}
-    assert shared <= seen  # boundaries, too, which kernels of GPUs save
-    places = [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in kept]
-    assert len(places) == len(set(places)) > 3
-    assert max(one.uses for one in record.saved.values()) >= 3  # the input of the projections
-    del loss
-
-
-def test_what_was_saved_goes_with_its_graph_without_a_collector() -> None:
-    model = tiny_model(num_hidden_layers=2).train()
-    offload = offloading(model)
+def test_what_was_saved_goes_with_its_graph_without_a_collector(packed: Packed) -> None:
     gc.disable()
     try:
-        loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss
-        last = offload._last
-        assert last() is not None
+        loss, _, _model = loss_of(2)
+        hosts = [weakref.ref(one.host) for _, one in packed if isinstance(one, _Saved)]
+        packed.clear()
+        assert all(host() is not None for host in hosts)
         loss.backward()
         del loss
-        assert last() is None
+        assert all(host() is None for host in hosts)
     finally:
         gc.enable()
 
 
 def test_what_a_copy_would_lay_out_anew_stays() -> None:
+    """Compiled layers have noted the strides of what they save, which torch would change."""
     table = torch.randn(4, 6)
-    laid_out = (table, table.T, table[1:])
-    assert all(isinstance(_pack(_Record(lambda: None), set(), nn.Identity(), one), tuple) for one in laid_out)
+    for one in (table, table.T, table[1:]):
+        assert isinstance(_pack({}, set(), nn.Identity(), one), _Saved)
     for one in (table[:, ::2], table[:1].expand(4, 6)):
-        assert _pack(_Record(lambda: None), set(), nn.Identity(), one) is one
+        assert _pack({}, set(), nn.Identity(), one) is one
