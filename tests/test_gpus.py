@@ -17,18 +17,14 @@ def test_a_name_has_less_than_its_number() -> None:
     assert [name for name, gpu in GPUS.items() if not gpu.has_bf16] == ["t4", "v100-16gb", "v100-32gb"]
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("80GB", 80 * 10**9), ("80GiB", 80 * GIB), ("85899345920", 80 * GIB), ("1.5 TiB", 1536 * GIB), ("80000mb", 8e10)],
-)
-def test_sizes(text: str, expected: int) -> None:
-    assert parse_bytes(text) == expected
-    assert parse_gpu(text).usable_bytes == expected
+SIZES = {"80GB": 80 * 10**9, "80GiB": 80 * GIB, "85899345920": 80 * GIB, "1.5 TiB": 1536 * GIB, "80000mb": 8e10}
 
 
-@pytest.mark.parametrize("text", ["80G", "eighty", "-80GB", "80 GB each", ""])
-def test_what_is_no_size(text: str) -> None:
-    assert parse_bytes(text) is None
+def test_sizes() -> None:
+    for text, expected in SIZES.items():
+        assert parse_bytes(text) == parse_gpu(text).usable_bytes == expected
+    for text in ("80G", "eighty", "-80GB", "80 GB each", ""):
+        assert parse_bytes(text) is None
 
 
 @pytest.mark.parametrize(
@@ -45,25 +41,16 @@ def test_an_unknown_gpu_lists_the_known_ones(text: str, message: str) -> None:
         parse_gpu(text)
 
 
-@pytest.mark.parametrize(
-    ("name", "tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H200", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA L4", 121),
-        ("AMD Instinct MI300X", 1307),
-        *((unknown, 0) for unknown in ("NVIDIA A10G", "NVIDIA A1000", "NVIDIA GeForce RTX 2080", "cpu", "")),
-    ],
-)
-def test_peaks_by_the_names_of_devices(name: str, tflops: float) -> None:
-    assert peak_flops(name) == (tflops * 1e12 if tflops else None)
+TFLOPS = {"H100 80GB HBM3": 989, "H100 PCIe": 756, "H100 NVL": 835, "H200": 989, "A100-SXM4-80GB": 312, "L40S": 362}
+TFLOPS |= {"A100 80GB PCIe": 312, "B200": 2250, "GH200 480GB": 989, "L4": 121}
+
+
+def test_peaks_by_the_names_of_devices() -> None:
+    for name, tflops in TFLOPS.items():
+        assert peak_flops(f"NVIDIA {name}") == tflops * 1e12, name
+    assert peak_flops("AMD Instinct MI300X") == 1307e12
+    for name in ("NVIDIA A10G", "NVIDIA A1000", "NVIDIA GeForce RTX 2080", "cpu", ""):
+        assert peak_flops(name) is None, name
 
 
 def test_segments_grow_unless_the_user_has_said_how_memory_is_held() -> None:

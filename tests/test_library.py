@@ -38,10 +38,7 @@ def test_every_name_of_the_front_door_is_the_one_that_type_checkers_see() -> Non
         _ = ds_encdec.nothing
 
 
-SMALL = (
-    *("data.max_encoder_length=64", "data.max_decoder_length=64"),
-    *("training.eval_samples=8", "training.bf16=false"),
-)
+SMALL = ["data.max_encoder_length=64", "data.max_decoder_length=64", "training.eval_samples=8", "training.bf16=false"]
 """What the page's runs are given besides, to be over sooner."""
 
 
@@ -84,9 +81,7 @@ def test_the_page_runs_as_it_stands(tmp_path: Path) -> None:
     said = ran(tmp_path, "front_door.py", "train.py", "own_loop.py", "own_parts.py")
     assert "the fourth step is the same" in said
     assert re.search(r"^\d\.\d+ GiB expected on each GPU$", said, re.MULTILINE)
-    assert re.search(
-        r"^INFO:ds_encdec\.training\.build:finished at step 10", said, re.MULTILINE
-    )  # as train.py has set it up
+    assert re.search(r"^INFO:ds_encdec\.training\.build:finished at step 10", said, re.MULTILINE)  # set up by train.py
     assert re.search(r"^10 \d{4,5}$", said, re.MULTILINE)
     assert Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "runs" / "mine" / "model").config.vocab_size == 4096
 

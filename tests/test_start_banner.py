@@ -30,9 +30,8 @@ from ds_encdec.training.start_banner import start_banner
 
 
 def test_its_lines_are_aligned_and_agree_with_the_plan(golden: Callable[[object], None]) -> None:
-    config = FullConfig.model_validate(
-        {"model": {"lora": {"r": 8}}, "infra": {"offload_params": "cpu", "output_dir": "/tmp/runs/one"}}
-    )
+    infra = {"offload_params": "cpu", "output_dir": "/tmp/runs/one"}
+    config = FullConfig.model_validate({"model": {"lora": {"r": 8}}, "infra": infra})
     job = planned_job(config, run_sizes(config), nodes=1)
     context = RunContext(World(world_size=8), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
     lines = start_banner(job, context, ExpectedMemory(job, estimate(job)), start_step=1000, epochs=None)
@@ -45,9 +44,8 @@ def test_its_lines_are_aligned_and_agree_with_the_plan(golden: Callable[[object]
     )
     assert said["memory"].startswith("estimated peak per ")
     fewer = RunContext(World(world_size=2), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
-    assert "2 on 1 node, cpu (the configuration was planned for 8)" in str(
-        start_banner(job, fewer, None, start_step=0, epochs=3.0)
-    )
+    lines = start_banner(job, fewer, None, start_step=0, epochs=3.0)
+    assert "2 on 1 node, cpu (the configuration was planned for 8)" in str(lines)
     small = FullConfig.from_yaml("quickstart", ["data.num_lanes=1", "infra.distributed_type=fsdp", "optimizer=muon"])
     alone = RunContext(World(), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
     lines = start_banner(planned_job(small, run_sizes(small), nodes=1), alone, None, start_step=0, epochs=None)

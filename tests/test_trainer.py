@@ -100,21 +100,14 @@ def test_early_stopping_counts_evaluations_that_are_not_lower_by_the_threshold()
         state = after_evaluation(state, loss, training)
         seen.append((state.leading_value, state.evaluations_since_leading, is_over(state, training)))
     assert seen == [
-        (4.0, 0, False),
-        (4.0, 1, False),  # lower, but not by the threshold
-        (3.4, 0, False),
-        (3.4, 1, False),
-        (3.4, 1, False),  # no evaluation
-        (3.4, 2, True),  # not finite: not lower
-        (3.4, 3, True),
+        *((4.0, 0, False), (4.0, 1, False)),  # lower, but not by the threshold
+        *((3.4, 0, False), (3.4, 1, False), (3.4, 1, False)),  # no evaluation
+        *((3.4, 2, True), (3.4, 3, True)),  # not finite: not lower
     ]
     assert not is_over(state, TrainingConfig())
     assert is_over(TrainingState(global_step=100_000), TrainingConfig())
 
 
-@pytest.mark.parametrize(
-    ("best", "loss", "expected"),
-    [(None, 3.0, True), (3.0, 2.9, True), (3.0, 3.0, False), (None, math.nan, False), (None, None, False)],
-)
-def test_best_is_lower_than_every_saved_one(best: float | None, loss: float | None, expected: bool) -> None:
-    assert is_best(TrainingState(best_value=best), loss, TrainingConfig()) is expected
+def test_best_is_lower_than_every_saved_one() -> None:
+    for best, loss in ((None, 3.0), (3.0, 2.9), (3.0, 3.0), (None, math.nan), (None, None)):
+        assert is_best(TrainingState(best_value=best), loss, TrainingConfig()) is (loss in (2.9, 3.0) and best != loss)
