@@ -81,7 +81,6 @@ def not_utf8(text: str) -> str | None:
 
 
 def _wrong(row: Sequence[str], names: Sequence[str], lines: Sequence[str], delimiter: str) -> str | None:
-    """Return why a row cannot be read, or None."""
     if len(row) > 1 and [field.removeprefix("\ufeff") for field in row] == names:
         return "the names of the columns once more, as where files were joined; remove that line"
     if len(row) != len(names):

@@ -78,7 +78,6 @@ def _unread(data: DataConfig) -> Iterator[Conflict]:
 
 
 def _records(data: DataConfig) -> Iterator[Conflict]:
-    """Yield the problems of templates, and sources without columns for them."""
     with_columns = ", ".join(name for name, kind in LOCAL_SOURCES.items() if kind.has_columns)
     for at, source in data.sources_by_path().items():
         if (kind := local_kind(source.dataset_name)) and not kind.has_columns:

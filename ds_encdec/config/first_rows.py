@@ -111,12 +111,10 @@ def _texts(source: Source) -> Iterator[str]:
 
 
 def _trained_on(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    """Yield the sources that are trained on, each with the field that names its files."""
     yield from ((f"{at}.data_files", source) for at, source in data.sources_by_path().items())
 
 
 def _only_evaluated(data: DataConfig) -> Iterator[tuple[str, Source]]:
-    """Yield the sources that are only evaluated or tested on."""
     sets = [(f"data.eval_sets.{name}.eval_files", data.of_eval_set(name), "validation") for name in data.eval_sets]
     for field, section, split in [("data.eval_files", data, "validation"), ("data.test_files", data, "test"), *sets]:
         if (own := section.own_split(split)) is not None:
@@ -130,7 +128,7 @@ def _files(source: Source) -> Iterator[str]:
 
 def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
     """Yield the first rows of a file (of a parquet file the columns only); a string reports an unreadable row. A file
-    that cannot be opened has none. Raises DataError if the rows cannot be told apart."""
+    that cannot be opened has none. Raises DataError if the rows cannot be separated."""
     kind = source.dataset_name
     path = next(_files(source), None) if kind in ("json", "csv", "parquet", "text") else None
     if path is None:

@@ -22,7 +22,7 @@ class Mark(Enum):
     MIXTURE = "where it differs, the losses of two runs are of different mixtures of denoisers"
     UNTRAINED = "may change in the middle of a phase: it does not decide what the phase learns"
     TUNABLE = (
-        "may change in the middle of a phase although it decides what it learns: what one turns after a divergence"
+        "may change in the middle of a phase, such as after a divergence, although the phase then learns otherwise"
     )
 
 

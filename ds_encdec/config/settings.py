@@ -167,7 +167,6 @@ def masked(key: str, value: Any) -> Any:
 
 
 def _printable(text: str, length: int = 200) -> str:
-    """Return `text` on one line without control characters."""
     text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: length + 1])
     return text if len(text) <= length else text[: length - 3] + "..."
 

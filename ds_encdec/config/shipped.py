@@ -86,7 +86,6 @@ def _name(file: Path) -> str:
 
 
 def _purpose(file: Path) -> str:
-    """Return the first sentence of a file's comment, up to a colon."""
     if file.suffix == ".json":
         return "a DeepSpeed JSON, for --deepspeed_config"
     lines = _MODELINE.sub("", file.read_text(encoding="utf-8")).splitlines()

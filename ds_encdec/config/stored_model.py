@@ -186,7 +186,6 @@ def tokenizer_lacks_rows(config: Sections) -> str | None:
 
 
 def _file_of(name: str) -> Path | None:
-    """Return the `tokenizer.json` in a folder, or of a repository in the Hugging Face cache."""
     folder = Path(os.path.expanduser(name))
     if os.path.isdir(folder):
         return folder / "tokenizer.json"

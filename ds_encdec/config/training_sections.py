@@ -235,8 +235,7 @@ class TrainingConfig(Section):
         """Return `per_device_train_batch_size` as a number. Raises ConfigError while it is `auto`."""
         if self.per_device_train_batch_size == "auto":
             raise ConfigError(
-                "training.per_device_train_batch_size=auto is found when a run starts, on its machine: "
-                "give a number where nothing can be tried"
+                "training.per_device_train_batch_size=auto is found when a run starts: give a number here"
             )
         return self.per_device_train_batch_size
 
@@ -245,8 +244,7 @@ class TrainingConfig(Section):
         """Return `activation_checkpointing` once it is chosen. Raises ConfigError while it is `auto`."""
         if self.activation_checkpointing == "auto":
             raise ConfigError(
-                "training.activation_checkpointing=auto is chosen when a run starts, for its device: give none, full, "
-                "every_n or selective where there is none"
+                "training.activation_checkpointing=auto is chosen when a run starts: give another value here"
             )
         return self.activation_checkpointing
 

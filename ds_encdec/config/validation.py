@@ -199,7 +199,6 @@ def _called(name: str) -> list[str]:
 
 
 def _in_schema(path: str) -> str:
-    """Return the name in `fields` of `path`, which may lead through any item of a list."""
     return ".".join("0" if key.isdigit() else key for key in path.split("."))
 
 

@@ -55,11 +55,6 @@ TEMPLATES, CHAT = "templates", "chat template"
 """Forms of the inputs of fine-tuning: a row's fields in `input_template`, and a conversation."""
 
 
-def _held_out_of_records(data: Any) -> tuple[float, float]:
-    rest = 1 - data.train_split_ratio
-    return rest * data.val_test_split_ratio, rest * (1 - data.val_test_split_ratio)
-
-
 def columns_by_field(data: Any) -> dict[str, str]:
     """Return the columns that fill the templates, by the names of the templates' fields."""
     parts = [*template_parts(data.input_template), *template_parts(data.output_template)]
@@ -94,16 +89,8 @@ def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
     return [name for name in existing if needs_all or name in read]
 
 
-_RENDERED = (
-    "input_template",
-    "output_template",
-    "field_mapping",
-    "converter",
-    "messages_column",
-    "tools_column",
-    "weight_column",
-    "chat_targets",
-)
+_RENDERED: tuple[str, ...] = ("input_template", "output_template", "field_mapping", "converter")
+_RENDERED += ("messages_column", "tools_column", "weight_column", "chat_targets")
 
 OBJECTIVES = {
     "ul2": Objective(
@@ -118,16 +105,13 @@ OBJECTIVES = {
     "sft": Objective(
         tasks=("SFT",),
         weights=lambda _: (1.0,),
-        own_fields=(
-            "objective",
-            *_RENDERED,
-            "on_long_row",
-            "train_split_ratio",
-            "val_test_split_ratio",
-        ),
+        own_fields=("objective", *_RENDERED, "on_long_row", "train_split_ratio", "val_test_split_ratio"),
         split_fields=("train_split_ratio", "val_test_split_ratio"),
         split_advice="train_split_ratio < 1 and val_test_split_ratio > 0",
-        held_out=_held_out_of_records,
+        held_out=lambda data: (
+            (1 - data.train_split_ratio) * data.val_test_split_ratio,
+            (1 - data.train_split_ratio) * (1 - data.val_test_split_ratio),
+        ),
         expected_ratio=lambda data: data.max_encoder_length / data.max_decoder_length,
         columns=_columns_of_records,
         read_fields=_RENDERED,

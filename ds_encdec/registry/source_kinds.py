@@ -35,7 +35,7 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
         "ds_encdec.data.sources.tables:ParquetFiles", ("files", "text_column", "num_lanes", "columns")
     ),
 }
-"""The rows by the value of `data.dataset_name` that asks for it."""
+"""The rows by the value of `data.dataset_name`."""
 
 
 def kind_of_file(name: str) -> str | None:

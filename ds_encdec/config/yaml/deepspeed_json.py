@@ -57,7 +57,6 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
 
 
 def _keys(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.Mark]]:
-    """Yield the dotted path and the place of every key inside `node`, which stands at `path`."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = join(path, key.value)

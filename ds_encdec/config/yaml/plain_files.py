@@ -56,7 +56,6 @@ def open_plain(path: str | Path) -> BufferedReader:
 
 @cache
 def _read_pipe(path: str) -> bytes:
-    """Read a pipe, once for all callers."""
     with open(path, "rb") as file:
         return file.read(MAX_CONFIG_BYTES + 1)
 
