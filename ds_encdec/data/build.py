@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from pkgutil import resolve_name
@@ -98,8 +98,8 @@ def build_data(
     if commits is None:
         commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
     maker = example_maker(data, training.seed, tokenizer, vocabulary)
-    own = own_split(data, "validation", training.seed, maker, commits)
-    sources = open_sources(data, training.seed, maker, num_lanes, commits)
+    opener = Opener(data, training.seed, maker, commits)
+    own, sources = opener.open_split("validation"), opener.open_sources(num_lanes)
     if saved is None:
         survey = take_survey(config, sources, maker, num_lanes)
         if survey.too_short and not may_be_short:
@@ -119,8 +119,8 @@ def build_data(
     eval_sets = {}
     for name in data.eval_sets:
         try:
-            split = own_split(data.of_eval_set(name), "validation", training.seed, maker, commits, name)
-            eval_sets[name], _ = evaluated(split)
+            of_set = replace(opener, data=data.of_eval_set(name))
+            eval_sets[name], _ = evaluated(of_set.open_split("validation", name))
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
     return TrainingData(
@@ -146,44 +146,11 @@ def _evaluated(
     return cache(lambda: loader.collated(packed(find(), pipeline, budgets), budgets)), find
 
 
-def open_sources(
-    data: DataConfig, seed: int, maker: ExampleMaker, num_lanes: int, commits: Mapping[str, str]
-) -> tuple[OpenSource, ...]:
-    """Open the sources of `data`, hub data sets at `commits` (see `resolve_commits`). Raises DataError."""
-    opened = []
-    validation, test = held_out_shares(data).values()
-    counts_tokens = data.mixture_weights_count == "tokens"
-    for number, entry in enumerate(source_entries(data)):
-        source = _open(entry, f"source-{number}", data, seed, maker, num_lanes, commits)
-        below = held_out_below(source, validation)
-        below_test = below + test if test else 0.0
-        opened.append(OpenSource(source, entry.weight, below, number, below_test, counts_tokens))
-    return tuple(opened)
-
-
 def held_out_shares(data: DataConfig) -> dict[Split, float]:
     """Return the shares of the training data that are held out for `validation` and, behind it, for `test`."""
     splits: tuple[Split, Split] = ("validation", "test")
     shares = OBJECTIVES[data.objective].held_out(data)
     return {split: 0.0 if data.own_split(split) else share for split, share in zip(splits, shares, strict=True)}
-
-
-def own_split(
-    data: DataConfig,
-    split: str,
-    seed: int,
-    maker: ExampleMaker,
-    commits: Mapping[str, str],
-    eval_set: str | None = None,  # the name of the set in `data.eval_sets` that `data` describes
-) -> tuple[OpenSource, ...]:
-    """Open the separate source of a split, all of it in that split; () if it has none. Raises DataError."""
-    entry = data.own_split(split)
-    if entry is None:
-        return ()
-    is_test = split == "test"
-    field = "data.test_files" if is_test else f"data.eval_sets.{eval_set}.eval_files" if eval_set else "data.eval_files"
-    source = _open(entry, f"eval-{eval_set}" if eval_set else split, data, seed, maker, 1, commits, field)
-    return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
 
 
 def example_maker(
@@ -203,43 +170,69 @@ def prepare_data(
     maker = example_maker(data, seed, tokenizer, vocabulary)
     unprepared = data.model_copy(update={"prepared_dir": None})
     with take_folder(prepared_folder(data), "data.prepared_dir"):
-        commits = resolve_commits(unprepared)
+        opener = Opener(unprepared, seed, maker, resolve_commits(unprepared))
         for name, entry in named_sources(data).items():
-            source = _open(entry, name, unprepared, seed, maker, PREPARED_LANES, commits)
+            source = opener.open(entry, name, PREPARED_LANES)
             facts = made_from(data, entry, maker, seed)
             yield prepare_source(source, facts, maker, prepared_folder(data) / name, data.bad_row_limit, num_proc)
 
 
-def _open(
-    named: MixtureSource,
-    name: str,
-    data: DataConfig,
-    seed: int,
-    maker: ExampleMaker,
-    num_lanes: int,
-    commits: Mapping[str, str],
-    files_field: str = "data.data_files",
-) -> AnySource:
-    """Open the source `named`; `name` is that of its folder in `data.prepared_dir`."""
-    if data.prepared_dir is not None:
-        return PreparedSource(data, name, named, maker, seed)
-    entry = named.model_copy(update={"dataset_revision": commits.get(hub_name(named), named.dataset_revision)})
-    kind = local_kind(entry.dataset_name) or HUB
-    if kind.reads_files and not entry.data_files:
-        raise DataError(
-            f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
-            "(paths or glob patterns)"
-        )
-    columns = OBJECTIVES[data.objective].columns
-    offered = {
-        "entry": entry,
-        "text_column": entry.text_column if columns is None else None,
-        "columns": columns and partial(columns, data),
-        "seed": seed,
-        "vocabulary": maker.vocabulary,
-        "num_lanes": num_lanes,
-        "streaming": data.streaming,
-        "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
-    }
-    source: AnySource = resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})
-    return source
+@dataclass(frozen=True, slots=True)
+class Opener:
+    """Opens the sources of `data`, hub data sets at `commits` (see `resolve_commits`). The methods raise DataError."""
+
+    data: DataConfig
+    seed: int
+    maker: ExampleMaker
+    commits: Mapping[str, str]
+
+    def open_sources(self, num_lanes: int) -> tuple[OpenSource, ...]:
+        """Open the sources to train on."""
+        opened = []
+        validation, test = held_out_shares(self.data).values()
+        counts_tokens = self.data.mixture_weights_count == "tokens"
+        for number, entry in enumerate(source_entries(self.data)):
+            source = self.open(entry, f"source-{number}", num_lanes)
+            below = held_out_below(source, validation)
+            below_test = below + test if test else 0.0
+            opened.append(OpenSource(source, entry.weight, below, number, below_test, counts_tokens))
+        return tuple(opened)
+
+    def open_split(self, split: str, eval_set: str | None = None) -> tuple[OpenSource, ...]:
+        """Open the separate source of a split, all of it in that split; () if it has none.
+
+        `eval_set`: the name of the set in `data.eval_sets` that this opener's `data` describes.
+        """
+        entry = self.data.own_split(split)
+        if entry is None:
+            return ()
+        is_test = split == "test"
+        field = "test_files" if is_test else f"eval_sets.{eval_set}.eval_files" if eval_set else "eval_files"
+        source = self.open(entry, f"eval-{eval_set}" if eval_set else split, 1, f"data.{field}")
+        return (OpenSource(source, 1.0, 0.0 if is_test else 1.0, 0, 1.0),)
+
+    def open(self, named: MixtureSource, name: str, num_lanes: int, files_field: str = "data.data_files") -> AnySource:
+        """Open the source `named`; `name` is that of its folder in `data.prepared_dir`."""
+        data = self.data
+        if data.prepared_dir is not None:
+            return PreparedSource(data, name, named, self.maker, self.seed)
+        entry = named.model_copy(update={"dataset_revision": self.commits.get(hub_name(named), named.dataset_revision)})
+        kind = local_kind(entry.dataset_name) or HUB
+        if kind.reads_files and not entry.data_files:
+            raise DataError(
+                f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
+                "(paths or glob patterns)"
+            )
+        columns = OBJECTIVES[data.objective].columns
+        offered = {
+            "entry": entry,
+            "text_column": entry.text_column if columns is None else None,
+            "columns": columns and partial(columns, data),
+            "seed": self.seed,
+            "vocabulary": self.maker.vocabulary,
+            "num_lanes": num_lanes,
+            "streaming": data.streaming,
+            "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
+        }
+        source: AnySource = resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})
+        return source

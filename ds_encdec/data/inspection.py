@@ -15,14 +15,7 @@ from ds_encdec.base.quantities import count
 from ds_encdec.base.types import ConfigError, DataError, Example
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.config.shares import micro_batches_per_step, with_assumed_batch_size
-from ds_encdec.data.build import (
-    TrainingData,
-    build_data,
-    example_maker,
-    held_out_shares,
-    open_sources,
-    own_split,
-)
+from ds_encdec.data.build import Opener, TrainingData, build_data, example_maker, held_out_shares
 from ds_encdec.data.eval_set import keyed_examples
 from ds_encdec.data.fingerprint import source_facts, unknown_sources
 from ds_encdec.data.lane import Lane
@@ -147,8 +140,9 @@ def split_examples(
     data, seed = config.data, config.training.seed
     commits = resolve_commits(data) if commits is None else commits
     maker = example_maker(data, seed, tokenizer, vocabulary).of_evaluation()
-    own = own_split(data, split, seed, maker, commits)
-    sources = own or open_sources(data, seed, maker, 1, commits)
+    opener = Opener(data, seed, maker, commits)
+    own = opener.open_split(split)
+    sources = own or opener.open_sources(1)
     if trained is not None and split != "train" and not own:
         _require_held_out(split, data, sources, trained)
     examples = keyed_examples(sources, split, maker, data.bad_row_limit)

@@ -10,7 +10,7 @@ from ds_encdec.base.plugins import PYTHON
 @dataclass(frozen=True, slots=True)
 class SourceKind:
     """The reader of one kind of data sets. `reader`: the dotted name of a function that returns a source. `needs`: its
-    keyword arguments, of those of `data.build.open_sources`. `endings`: of such files, mistaken for the kind's name.
+    keyword arguments, of those of `data.build.Opener.open`. `endings`: of such files, mistaken for the kind's name.
     `has_columns`: its rows can be read whole, column by column."""
 
     reader: str

@@ -25,7 +25,7 @@ from data_parts import (
 )
 
 from ds_encdec.base.types import CheckpointError, DataError
-from ds_encdec.data.build import TrainingData, open_sources
+from ds_encdec.data.build import Opener, TrainingData
 from ds_encdec.data.examples.chunks import reconstruct
 from ds_encdec.data.fingerprint import changes, usable_records
 from ds_encdec.data.lane import Lane
@@ -146,7 +146,7 @@ def test_a_file_that_changed_in_its_middle_is_named(tmp_path: Path, kind: str) -
     next(lane)
     assert lane.record["waiting"]
     write(path, ["" for _ in documents] if kind == "json" else documents[:1])
-    changed = dataclasses.replace(pipeline, sources=open_sources(config.data, 0, pipeline.maker, 1, {}))
+    changed = dataclasses.replace(pipeline, sources=Opener(config.data, 0, pipeline.maker, {}).open_sources(1))
     with pytest.raises(DataError, match=r"data:\d.* is not there any more: the file has changed since"):
         next(Lane(changed, 0, lane.record))
 

@@ -25,7 +25,7 @@ from data_parts import byte_maker, texts, write_json_lines
 from ds_encdec.base.types import DataError
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import DataConfig, MixtureSource, ModelConfig
-from ds_encdec.data.build import open_sources
+from ds_encdec.data.build import Opener
 from ds_encdec.data.sources import local_files
 from ds_encdec.data.sources.local_files import INDEXED_BYTES, JsonLines, TextFiles
 from ds_encdec.data.sources.sources import BadRow
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def opened(name: str, path: Path) -> Any:
     config = DataConfig(dataset_name=name, data_files=str(path))
-    return open_sources(config, 0, byte_maker(config), 1, {})[0].source
+    return Opener(config, 0, byte_maker(config), {}).open_sources(1)[0].source
 
 
 def all_texts(source: Any) -> list[str]:

@@ -38,7 +38,7 @@ from hypothesis import strategies as st
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Document
 from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import FullConfig, ModelConfig, read_config
-from ds_encdec.data.build import open_sources
+from ds_encdec.data.build import Opener
 from ds_encdec.data.examples.sft import ChatTemplate, PairMaker
 from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspection import split_examples
@@ -381,7 +381,7 @@ def test_of_a_table_the_columns_are_read_that_are_asked_for(source: Writer, tmp_
 
     def columns(**fields: Any) -> tuple[list[str], str]:
         maker = maker_of(**{**place, **fields})
-        (opened,) = open_sources(sft_config("", **{**place, **fields}).data, 0, maker, 4, {})
+        (opened,) = Opener(sft_config("", **{**place, **fields}).data, 0, maker, {}).open_sources(4)
         row = next(all_rows(opened.source, "test"))
         read = maker.read(row)
         return list(row.record), read.problem if isinstance(read, BadRow) else ""

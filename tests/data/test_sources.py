@@ -28,7 +28,7 @@ from data_parts import (
 
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Document
 from ds_encdec.config.schema import DataConfig, MixtureSource, read_config
-from ds_encdec.data.build import open_sources, prepare_data
+from ds_encdec.data.build import Opener, prepare_data
 from ds_encdec.data.sources import builtin_corpus
 from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
 from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
@@ -133,9 +133,9 @@ def test_missing_files_name_the_pattern(tmp_path: Path) -> None:
     there = write_json_lines(tmp_path / "a.jsonl", ["x"])
     data = DataConfig(dataset_name="json", data_files=(there, str(tmp_path / "no*.jsonl")))
     with pytest.raises(DataError, match=r"data.data_files: no file matches .*/no\*\.jsonl \(looked from"):
-        open_sources(data, 0, byte_maker(data), 1, {})
+        Opener(data, 0, byte_maker(data), {}).open_sources(1)
     with pytest.raises(DataError, match=r"dataset_name=text reads local files: name them in data\.data_files"):
-        open_sources(DataConfig(dataset_name="text"), 0, byte_maker(data), 1, {})
+        Opener(DataConfig(dataset_name="text"), 0, byte_maker(data), {}).open_sources(1)
 
 
 def test_a_folder_keeps_its_order_when_it_moves(tmp_path: Path) -> None:

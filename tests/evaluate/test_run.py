@@ -22,7 +22,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 from ds_encdec.base.types import DataError
 from ds_encdec.cli import main
 from ds_encdec.config.schema import load_config
-from ds_encdec.data.build import open_sources
+from ds_encdec.data.build import Opener
 from ds_encdec.data.fingerprint import source_facts
 from ds_encdec.data.inspection import TextExample
 from ds_encdec.launch.world import free_port
@@ -277,7 +277,7 @@ def test_no_row_that_a_run_has_trained_on_is_in_its_test_split(
     for folder in (checkpoint, tmp_path / "run"):
         config.to_yaml(folder / "config.yaml")
     maker: Any = SimpleNamespace(vocabulary=None)
-    facts = {"sources": source_facts(open_sources(config.data, 0, maker, 4, {})), "mixture weights": {}}
+    facts = {"sources": source_facts(Opener(config.data, 0, maker, {}).open_sources(4)), "mixture weights": {}}
     data = {"fingerprint": facts, "dataset_commits": {"a/b@main": "c0ffee"}}
     (checkpoint / "trainer.json").write_text(json.dumps({"data": data}))
 
