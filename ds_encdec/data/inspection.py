@@ -40,12 +40,7 @@ def inspect_run_data(config: FullConfig, tokenizer: PreTrainedTokenizerFast, voc
 
 
 def inspect_data(
-    data: TrainingData,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    num_examples: int,
-    as_json: bool,
-    with_ids: bool = False,
+    data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_examples: int, as_json: bool, with_ids: bool = False
 ) -> str:
     """Return the run's first `num_examples` examples, in the order of its lanes, as text or JSON. Raises DataError.
 

@@ -156,12 +156,7 @@ UNREADABLE = [
     ("text", "a.parquet", b"PAR1 and more", "a.parquet: a parquet file: set data.dataset_name=parquet"),
     ("text", "a.txt", b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "a.txt: a pointer of Git LFS"),
     ("csv", "a.zip", b"PK\x03\x04 and more", "a.zip: a zip archive: unpack it"),
-    (
-        "json",
-        "a.gz",
-        gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar\0" + bytes(300)),
-        r"a\.gz, unpacked: a tar",
-    ),
+    ("json", "a.gz", gzip.compress(b"a.jsonl".ljust(257, b"\0") + b"ustar\0" + bytes(300)), r"a\.gz, unpacked: a tar"),
     ("json", "a.gz", gzip.compress(gzip.compress(b"text")), r"a\.gz: it is compressed twice"),
     ("json", "a.gz", gzip.compress("text".encode("utf-16")), r"a\.gz, unpacked: UTF-16"),
     # A window of 2 GiB, in the header of a frame.

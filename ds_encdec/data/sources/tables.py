@@ -79,11 +79,7 @@ class ParquetFiles:
             groups = self._open(file).num_row_groups if has_few or file == 0 else 0
             self._units += [(file, group) for group in range(groups)] if has_few else [(file, None)]
         self.num_units = len(self._units)
-        self.identity = identity or {
-            "kind": "parquet",
-            "files": file_digests(files),
-            "text_column": text_column,
-        }
+        self.identity = identity or {"kind": "parquet", "files": file_digests(files), "text_column": text_column}
 
     @property
     def num_rows(self) -> int | None:
