@@ -81,8 +81,7 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         from ds_encdec.data.build import prepare_data  # imports torch, so after the checks
         from ds_encdec.training.run_model import run_tokenizer
 
-        num_proc = options.num_proc or len(os.sched_getaffinity(0))
-        for line in prepare_data(config, *run_tokenizer(config), num_proc):
+        for line in prepare_data(config, *run_tokenizer(config), options.num_proc or len(os.sched_getaffinity(0))):
             print(line, flush=True)
     except KeyboardInterrupt:
         raise Preempted("stopped: finished parts are kept, and the same command continues") from None

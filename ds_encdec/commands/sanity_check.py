@@ -328,8 +328,7 @@ def check_config(
     with subject.opened:
         for check, function, needs in checks:
             missing = [name for name in needs if name not in results or not results[name].passed]
-            problem = f"skipped, because {' and '.join(missing)} did not pass"
-            result = Finding(check, False, problem, skipped=True)
+            result = Finding(check, False, f"skipped, because {' and '.join(missing)} did not pass", skipped=True)
             try:
                 if not missing:
                     passed, message, values = function(subject)

@@ -102,9 +102,8 @@ def evaluate(
                 predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
             del loaded
         collectives.gather(None)  # all ranks have written their predictions
-        special = special_ids(tokenizer)
         result = collectives.on_rank_zero(
-            lambda: _finish(out, examples, metrics, bertscore_model, settings, facts, special)
+            lambda: _finish(out, examples, metrics, bertscore_model, settings, facts, special_ids(tokenizer))
         )
     shutdown()
     return out, result

@@ -135,8 +135,7 @@ def score_targets(
 
 def text_of(tokenizer: PreTrainedTokenizerFast, ids: TokenIds) -> str:
     """Return the text of tokens, without those that begin, end and fill sequences. Sentinels stay."""
-    names = ("bos", "eos", "pad", "cls", "sep")
-    marks = {getattr(tokenizer, f"{name}_token_id") for name in names}
+    marks = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "cls", "sep")}
     shown = [int(token) for token in ids if token not in marks]
     return str(tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
