@@ -53,7 +53,7 @@ install_once() { # ENVIRONMENT EXTRAS
         installer=(uv pip install --python "$python")
     fi
     case "${installer[0]}" in uv) how=uv ;; *) how=pip ;; esac
-    echo "installing ds_encdec${extras:+[$extras]} and what it needs into $1, by $how, once" >&2
+    echo "installing ds_encdec${extras:+[$extras]} and its requirements into $1, by $how, once" >&2
     echo "  (2 GB; a minute of work and the downloads; log: $log)" >&2
     : >"$log"
     if wants_cpu_torch "$python"; then
@@ -86,7 +86,7 @@ END_PYTHON
         echo "there is no GPU here: torch's CPU build is taken, from $TORCH_CPU_INDEX" >&2
     else
         echo "there is no GPU here, but $TORCH_CPU_INDEX has not answered within 5 s:" \
-            "torch is PyPI's, which brings about 3 GB of CUDA" >&2
+            "torch is PyPI's, with about 3 GB of CUDA" >&2
         return 1
     fi
 }

@@ -55,7 +55,7 @@ esac
 if [ -n "$dry" ] || curl --silent --fail --max-time 5 --output /dev/null "$TORCH_CPU_INDEX/torch/"; then
     step "${pip[@]}" --index-url "$TORCH_CPU_INDEX" "$torch"
 else
-    echo "$TORCH_CPU_INDEX does not answer: torch comes from where pip looks, and may bring CUDA"
+    echo "$TORCH_CPU_INDEX does not answer: torch comes from where pip looks, perhaps with CUDA"
 fi
 if [ "$end" = beyond ]; then
     step "${wanted[@]}"
