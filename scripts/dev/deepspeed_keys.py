@@ -10,10 +10,28 @@ import argparse
 import json
 import sys
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_args
 
 SNAPSHOT = Path(__file__).resolve().parents[2] / "ds_encdec" / "config" / "yaml" / "deepspeed_keys.json"
+ZERO = "runtime.zero"
+CLASSES = (
+    ("bf16", "runtime.precision_config", "DeepSpeedBF16Config"),
+    ("fp16", "runtime.precision_config", "DeepSpeedFP16Config"),
+    ("zero_optimization", f"{ZERO}.config", "DeepSpeedZeroConfig"),
+    ("zero_optimization.leaf_module", f"{ZERO}.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
+    ("zero_optimization.offload_param", f"{ZERO}.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+    ("zero_optimization.offload_optimizer", f"{ZERO}.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
+    ("comms_logger", "comm.config", "CommsLoggerConfig"),
+    ("timers.throughput", "utils.config", "DeepSpeedThroughputTimerConfig"),
+    ("tensorboard", "monitor.config", "TensorBoardConfig"),
+    ("wandb", "monitor.config", "WandbConfig"),
+    ("csv_monitor", "monitor.config", "CSVConfig"),
+    ("comet", "monitor.config", "CometConfig"),
+    ("compile", "compile.config", "CompileConfig"),
+)
+"""Block, and module and name of its class in DeepSpeed."""
 KINDS = (bool, int, float, list, str)  # bool is an int, so it comes first
 
 
@@ -22,34 +40,8 @@ def snapshot() -> dict[str, Any]:
 
     `removed`: the keys that it refuses, since it no longer has them.
     """
-    from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
-    from deepspeed.runtime.zero.offload_config import (
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
-    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
-
-    models = {
-        "bf16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-        "zero_optimization": DeepSpeedZeroConfig,
-        "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
-        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
-        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "comms_logger": CommsLoggerConfig,
-        "timers.throughput": DeepSpeedThroughputTimerConfig,
-        "tensorboard": TensorBoardConfig,
-        "wandb": WandbConfig,
-        "csv_monitor": CSVConfig,
-        "comet": CometConfig,
-        "compile": CompileConfig,
-    }
+    config = import_module("deepspeed.runtime.config")
+    models = {block: getattr(import_module(f"deepspeed.{module}"), name) for block, module, name in CLASSES}
     blocks = {
         block: {
             key: kind(field.annotation)
@@ -58,8 +50,8 @@ def snapshot() -> dict[str, Any]:
         }
         for block, model in models.items()
     }
-    removed = [*_REMOVED_TOP_LEVEL_CONFIG_KEYS, *(f"zero_optimization.{key}" for key in _REMOVED_ZERO_CONFIG_KEYS)]
-    return {"blocks": blocks, "removed": removed}
+    in_zero = (f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS)
+    return {"blocks": blocks, "removed": [*config._REMOVED_TOP_LEVEL_CONFIG_KEYS, *in_zero]}
 
 
 def kind(annotation: Any) -> str:
