@@ -66,43 +66,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--print", action="store_true", help="print the page, write nothing")
     options = parser.parse_args()
-    page = whole_models() + adapters()
+    found, _ = run_pairs([(saver, loader) for saver in SIDES for loader in SIDES])
+    counts = {"saved": SAVED_STEP, "steps": STEPS - SAVED_STEP, "savers": len(SIDES), "tested": len(TESTED_SIDES)}
+    page = INTRODUCTION.format(**counts, pairs=len(found), samples=samples(found)) + table(found)
+    # Of adapters all pairs of engines, each on a number of ranks that the other is not on.
+    others = [WORLD_SIZES[WORLD_SIZES.index(saver.world_size) - 1] for saver in ONE_OF_EACH]
+    sides = list(zip(ONE_OF_EACH, others, strict=True))
+    pairs = [(saver, Side(engine, other)) for saver, other in sides for engine in ENGINES]
+    found, losses = run_pairs(pairs, TESTED_STEPS, ADAPTERS)
+    counts = {"savers": len(ONE_OF_EACH), "steps": TESTED_STEPS - SAVED_STEP, "pairs": len(found)}
+    ends = {"first": losses[1], "last": losses[TESTED_STEPS]}
+    page += ADAPTER_INTRODUCTION.format(**counts, **ends, samples=samples(found)) + table(found)
     if options.print:
         print(page)
     else:
         PAGE.write_text(PAGE.read_text().partition(HEADING)[0] + page)
-
-
-def whole_models() -> str:
-    """All pairs of engines and numbers of ranks."""
-    found, _ = run_pairs([(saver, loader) for saver in SIDES for loader in SIDES])
-    introduction = INTRODUCTION.format(
-        saved=SAVED_STEP,
-        steps=STEPS - SAVED_STEP,
-        savers=len(SIDES),
-        pairs=len(found),
-        tested=len(TESTED_SIDES),
-        samples=samples(found),
-    )
-    return introduction + table(found)
-
-
-def adapters() -> str:
-    """All pairs of engines, each on a number of ranks that the other is not on."""
-    others = [WORLD_SIZES[WORLD_SIZES.index(saver.world_size) - 1] for saver in ONE_OF_EACH]
-    pairs = [
-        (saver, Side(engine, other)) for saver, other in zip(ONE_OF_EACH, others, strict=True) for engine in ENGINES
-    ]
-    found, losses = run_pairs(pairs, TESTED_STEPS, ADAPTERS)
-    introduction = ADAPTER_INTRODUCTION.format(
-        savers=len(ONE_OF_EACH),
-        steps=TESTED_STEPS - SAVED_STEP,
-        pairs=len(found),
-        first=losses[1],
-        last=losses[TESTED_STEPS],
-        samples=samples(found),
-    )
-    return introduction + table(found)
 
 
 def run_pairs(
@@ -126,15 +104,11 @@ def table(found: Mapping[Pair, Continued]) -> str:
     """The worst difference of a loss, by engine that saved and engine that went on."""
     lines = [["saved by \\ continued by", *ENGINES], ["---"] * (len(ENGINES) + 1)]
     for saver in ENGINES:
-        worst = [
-            max(
-                continued.loss_difference
-                for pair, continued in found.items()
-                if (pair[0].engine, pair[1].engine) == (saver, loader)
-            )
+        cells = [
+            [one.loss_difference for (a, b), one in found.items() if (a.engine, b.engine) == (saver, loader)]
             for loader in ENGINES
         ]
-        lines.append([saver, *(f"{difference:.1e}" for difference in worst)])
+        lines.append([saver, *(f"{max(differences):.1e}" for differences in cells)])
     return "\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
