@@ -10,7 +10,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import QUICKSTART, REPOSITORY, environment, free_port, launcher, overrides, run
+from tiny_run import QUICKSTART, REPOSITORY, environment, free_port, launcher, overrides, run, wait_until
+
+from ds_encdec.launch import peers
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.peers import Watchdog
+from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import World
 
 pytestmark = pytest.mark.launch
 
@@ -109,6 +116,28 @@ def test_saves_evaluations_and_all_until_the_first_step_is_over_are_no_hangs(fol
     assert codes == [0, 0], stderr
     assert [path.name for path in (folder / "run" / "stacks").iterdir()] == ["20260101-000000"]
     assert not (folder / "run" / "run.json").exists()
+
+
+def test_a_rank_whose_peer_has_written_its_stacks_writes_them_too_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(peers, "end_process", ended.append)
+    dog = Watchdog(
+        StopRequest(World(local_world_size=20)),
+        60.0,
+        RunFolder(str(tmp_path)),
+        HostCollectives(),
+        grace_seconds=0.0,
+        poll_seconds=0.01,
+    )
+    dog._world_size = 2
+    with dog:
+        dog.stacks.mkdir(parents=True)
+        (dog.stacks / "rank-1.txt").touch()
+        wait_until(lambda: ended, 60)
+    assert set(ended) == {8}
+    assert "heartbeat 0 was" in (dog.stacks / "rank-0.txt").read_text()
 
 
 # train.py, but for one rank's loader, which returns four batches and no fifth.
