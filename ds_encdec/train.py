@@ -172,7 +172,9 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
     if world.is_main and world.num_nodes == 1 and not starts_again:
         if resume is not None:
             if not exists_or_replaced(path := Path(resume).expanduser().resolve()):
-                raise CheckpointError(f"--resume: {path}: no such folder. `--resume auto` finds the newest of the run")
+                raise CheckpointError(
+                    f"--resume: {path}: no such folder. `--resume auto` finds the newest checkpoint of the run"
+                )
         else:
             with suppress(OSError):  # claim() reports it
                 folder.refuse_taken()

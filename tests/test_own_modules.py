@@ -39,7 +39,7 @@ def test_an_error_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     field, name = "data.dataset_name", "python:own_parts_here:sorce"
     with pytest.raises(ConfigError, match=rf"{field}={name} .*own_parts_here is {tmp_path}/own_parts_here.py. Write"):
         load_plugin(field, name)
-    shadowed = rf"tabnanny is .*/tabnanny.py, and {tmp_path}/tabnanny.py is hidden by it: give that another name"
+    shadowed = rf"tabnanny is .*/tabnanny.py, which hides {tmp_path}/tabnanny.py: rename that file"
     with pytest.raises(ConfigError, match=shadowed):
         load_plugin(field, "python:tabnanny:source")
 

@@ -38,4 +38,6 @@ def no_file_matches(patterns: Sequence[str]) -> str:
 def variable_in(name: str) -> str | None:
     """Return a message if a path has a shell's variable in it; None if it has none."""
     found = _VARIABLE.search(name)
-    return f"{found[0]} is part of the name: variables are not replaced here, write the value" if found else None
+    return (
+        f"{found[0]} is part of the name: shell variables are not expanded here, so write the value" if found else None
+    )

@@ -70,7 +70,7 @@ def _which(module: str) -> str:
     file = next((path for path in (f"{own}.py", f"{own}{os.sep}__init__.py") if os.path.isfile(path)), found)
     if os.path.realpath(file) == os.path.realpath(found):
         return f"; {module} is {found}"
-    return f"; {module} is {found}, and {file} is hidden by it: give that another name"
+    return f"; {module} is {found}, which hides {file}: rename that file"
 
 
 def whose_fault(error: BaseException, *, or_library: bool = True) -> str:
@@ -98,6 +98,5 @@ def code_digest(field: str, name: str, found: Any) -> str:
             return hashlib.sha256(file.read()).hexdigest()[:12]
     except (TypeError, OSError) as error:
         raise ConfigError(
-            f"{field}={name}: its code is in no file ({error}), so a change would go unnoticed. Move it to a "
-            "module that is a file"
+            f"{field}={name}: its code is in no file ({error}), so a change would go unnoticed. Move it to a file"
         ) from error

@@ -216,7 +216,7 @@ class Watchdog:
             self._run.write_status("failed", reason=reason, exit_code=HangError.exit_code)
             logger.error("rank %d: %s: ending.", self._rank, reason)
         except OSError:
-            logger.exception("rank %d: %s, and its stacks cannot be written: ending.", self._rank, why)
+            logger.exception("rank %d: %s; its stacks cannot be written. Ending.", self._rank, why)
         finally:
             end_process(HangError.exit_code)
 

@@ -96,7 +96,7 @@ def init_process_group(
             message = first and f"{package} is installed, but cannot be imported ({first})."
             if message and otherwise is None:
                 raise ConfigError(
-                    f"{message} Mend that (often CUDA_HOME is not set, or it was built for another torch), or set "
+                    f"{message} Fix it (often CUDA_HOME is not set, or it was built for another torch), or set "
                     "infra.distributed_type=fsdp, which trains the same with torch alone."
                 )
             return message
@@ -200,7 +200,7 @@ def _take(device: torch.device) -> None:
         if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
             raise
         raise ConfigError(
-            f"no tensor can be made on {device} ({error}). Some virtual machines have no expandable segments of "
+            f"a tensor cannot be created on {device} ({error}). Some virtual machines have no expandable segments of "
             "memory: set PYTORCH_ALLOC_CONF=expandable_segments:False"
         ) from error
 
@@ -244,7 +244,7 @@ def shutdown() -> None:
     try:
         dist.barrier()
     except RuntimeError as error:
-        logger.warning("Another rank has left before the others could, killed perhaps; all was done by then: %s", error)
+        logger.warning("Another rank ended early, perhaps killed, but all work was done by then: %s", error)
     gc.collect()  # engines are cyclic: drop their groups now, not at interpreter exit
     if (deepspeed := sys.modules.get("deepspeed")) is not None and deepspeed.comm.is_initialized():
         deepspeed.comm.destroy_process_group()  # which forgets its groups, so that this process may train again
