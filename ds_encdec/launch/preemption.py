@@ -107,7 +107,7 @@ class StopRequest:
         self._stop_file: Path | None = None
         self._before_end: Callable[[str], None] = lambda why: None
         self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
-        self._signalled_at = 0.0
+        self._signalled_at = self._look_at = 0.0
         self._interrupted = self._seen = False
         self._arrivals, self._noted = socket.socketpair()
         self._arrivals.setblocking(False)
@@ -116,8 +116,12 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """True from the first signal, or the launcher's end, on; on this rank alone, so exchange it."""
+        """True from the first signal, stop file or launcher's end on; on this rank alone, so exchange it."""
         self.heartbeat.beat()
+        if self._stop_file is not None and time.monotonic() > self._look_at:
+            self._look_at = time.monotonic() + self.poll_seconds
+            if os.path.exists(self._stop_file):
+                self.reason = self.reason or BY_FILE
         self._seen = self.reason is not None
         return self._seen
 
@@ -152,7 +156,6 @@ class StopRequest:
         self._previous_handlers[signal.SIGUSR2] = signal.signal(signal.SIGUSR2, lambda number, frame: None)
         signal.siginterrupt(signal.SIGUSR2, False)  # native code goes on as if nothing had come
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
-        threading.Thread(target=self._look_for_file, name="stop-file", daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -204,13 +207,6 @@ class StopRequest:
             if terminated and not self._seen and silent_seconds > self.patience_seconds:
                 self._end(f"SIGTERM, and no step for {silent_seconds:.0f} s: it is stuck, or another rank is gone")
             select.select([self._arrivals], [], [], self.poll_seconds)
-
-    def _look_for_file(self) -> None:
-        """Look for the stop file, in a separate thread: a file system that hangs must not end the watch."""
-        while not self._left.wait(self.poll_seconds):
-            with suppress(OSError):
-                if self._stop_file is not None and self._stop_file.exists():
-                    self.reason = self.reason or BY_FILE
 
     def _arrived(self) -> list[signal.Signals]:
         """Return the stop signals since the last call; at a SIGUSR2, print the stacks of all threads. Python calls a
