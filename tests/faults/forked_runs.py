@@ -158,11 +158,9 @@ def answer(
         for rank in range(ranks):
             pid = os.fork()
             if pid == 0:
-                place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-                place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
                 if places:
                     be_rank(log.name, partial(on_host, arguments, **places[rank]))
-                be_rank(log.name, partial(on_this_host, arguments, place, limits, faults, Path(held)))
+                be_rank(log.name, partial(on_this_host, rank, ranks, port, arguments, limits, faults, Path(held)))
             pids.append(pid)
             os.setpgid(pid, pids[0])
         # The first is reaped last: until then nobody else has the group's number.
@@ -202,7 +200,13 @@ def be_rank(log: str, program: Callable[[], int]) -> NoReturn:
 
 
 def on_this_host(
-    arguments: list[str], place: dict[str, Any], limits: dict[str, int], faults: list[dict[str, Any]], held: Path
+    rank: int,
+    ranks: int,
+    port: int,
+    arguments: list[str],
+    limits: Mapping[str, int],
+    faults: list[dict[str, Any]],
+    held: Path,
 ) -> int:
     import sabotage
 
@@ -210,12 +214,14 @@ def on_this_host(
 
     for name, most in limits.items():
         resource.setrlimit(getattr(resource, name), (most, most))
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(value) for name, value in place.items()})
-    sabotage.apply(faults, place["RANK"])
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sabotage.apply(faults, rank)
     code = train.main(arguments)
     sabotage.at_the_end()
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-    (held / str(place["RANK"])).write_text(str(int(status["VmData"].split()[0]) * 1024))
+    (held / str(rank)).write_text(str(int(status["VmData"].split()[0]) * 1024))
     return code
 
 

@@ -34,6 +34,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean
@@ -48,7 +49,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "launch"), str(ROOT / "tests" / 
 
 # Everything is imported before the ranks are forked, also what the engines import late.
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
-from forked_runs import be_rank, lives_on  # noqa: E402
+from forked_runs import be_rank, lives_on, on_this_host  # noqa: E402
 from tiny_run import QUICKSTART, free_port, overrides  # noqa: E402
 
 from ds_encdec.checkpoint.folder import committed_steps  # noqa: E402
@@ -187,7 +188,8 @@ class Victim:
         self.log.write_text("")
         port, ranks = free_port(), list[int]()
         for rank in range(WORLD_SIZE):
-            ranks.append(os.fork() or be_rank(rank, WORLD_SIZE, port, arguments, {}, [], str(self.log), self._folder))
+            program = partial(on_this_host, rank, WORLD_SIZE, port, arguments, {}, [], self._folder)
+            ranks.append(os.fork() or be_rank(str(self.log), program))
             os.setpgid(ranks[rank], ranks[0])
         return ranks
 

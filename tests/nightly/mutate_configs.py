@@ -26,6 +26,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, get_args
@@ -34,7 +35,7 @@ os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what tra
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "launch"), str(ROOT / "tests" / "faults")]
 
-from forked_runs import be_rank  # noqa: E402
+from forked_runs import be_rank, on_this_host  # noqa: E402
 from tiny_run import free_port  # noqa: E402
 
 from ds_encdec import cli  # noqa: E402
@@ -245,7 +246,8 @@ def shrink(case: Case, folder: Path) -> list[str] | None:
 def train(arguments: list[str], folder: Path) -> tuple[int, str]:
     """Train in a fork of this process; its exit code, or that of the signal that had to end it, and its output."""
     (log := folder / "log").touch()
-    pid = os.fork() or be_rank(0, 1, free_port(), arguments, {}, [], str(log), folder)
+    program = partial(on_this_host, 0, 1, free_port(), arguments, {}, [], folder)
+    pid = os.fork() or be_rank(str(log), program)
     deadline = time.monotonic() + RUN_SECONDS
     while not (ended := os.waitpid(pid, os.WNOHANG))[0] and time.monotonic() < deadline:
         time.sleep(0.02)
