@@ -35,7 +35,7 @@ from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 QWEN3_IDS = 151_669  # Ids of Qwen3's tokenizer before sentinels are added (tokenizer/sentinels.py)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sizes:
     """Sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` counts rows."""
 

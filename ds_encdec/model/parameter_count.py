@@ -26,22 +26,14 @@ Shapes = dict[str, tuple[int, ...]]
 class ModelSizes(Protocol):
     """The sizes behind the parameters; without `num_encoder_layers`, both sides have equally many layers."""
 
-    @property
-    def vocab_size(self) -> int: ...  # noqa: D102 - the schema documents them
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_hidden_layers(self) -> int: ...  # noqa: D102
-    @property
-    def num_attention_heads(self) -> int: ...  # noqa: D102
-    @property
-    def num_key_value_heads(self) -> int: ...  # noqa: D102
-    @property
-    def head_dim(self) -> int: ...  # noqa: D102
-    @property
-    def intermediate_size(self) -> int: ...  # noqa: D102
-    @property
-    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    tie_word_embeddings: bool
 
 
 def num_encoder_layers(sizes: ModelSizes) -> int:
