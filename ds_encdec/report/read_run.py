@@ -109,11 +109,6 @@ class Run:
         branches = [self.curves, *self.abandoned.values()]
         return int(sum(branch.get("train/skipped_steps", NO_CURVE).known.sum() for branch in branches))
 
-    def tokens_at(self, steps: np.ndarray) -> np.ndarray:
-        """Return the tokens of both sides that were seen at `steps` (float64 [n]), interpolated between lines."""
-        seen = self.curve("train/tokens_seen")
-        return np.interp(steps, [0.0, *seen.steps], [0.0, *seen.values]) if len(seen) else np.full(len(steps), np.nan)
-
     def setting(self, path: str, default: Any = None) -> Any:
         """Return the configuration's value at a dotted path."""
         return _value_at(self.config, path, default)
@@ -228,13 +223,11 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
 def _read_events(path: Path, notes: list[str]) -> list[Entry]:
     """Return the entries; of an event that a resume met again, at the same data step, the last one."""
     entries = [line for line in _read_lines(path, notes) if isinstance(line.get("kind"), str)]
-    numbered = list(zip(entries, accumulate(entry["kind"] == "start" for entry in entries), strict=True))
-    last_start = {_event(entry): start for entry, start in numbered}
-    return [entry for entry, start in numbered if entry["kind"] == "start" or start == last_start[_event(entry)]]
-
-
-def _event(entry: Entry) -> tuple[str, str, str]:
-    return entry["kind"], str(entry.get("type")), str(entry.get("data_step"))
+    starts = list(accumulate(entry["kind"] == "start" for entry in entries))
+    events = [(one["kind"], str(one.get("type")), str(one.get("data_step"))) for one in entries]
+    last_start = dict(zip(events, starts, strict=True))
+    known = zip(entries, starts, events, strict=True)
+    return [entry for entry, start, event in known if entry["kind"] == "start" or start == last_start[event]]
 
 
 def _read_checkpoints(folder: Path) -> list[Entry]:

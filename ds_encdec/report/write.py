@@ -150,9 +150,13 @@ def _chart_of_runs(plan: ChartPlan, runs: Sequence[Run], names: Sequence[str], p
     """Draw the plan's metric of all runs over tokens, or over steps if a run lacks them; None if no run logged it."""
     (metric,) = plan.metrics
     over, logged = "optimizer step", [run.curve(metric) for run in runs]
-    if all(len(run.curve("train/tokens_seen").known) for run in runs):
+    seen = [run.curve("train/tokens_seen") for run in runs]
+    if all(len(tokens.known) for tokens in seen):
         over = "tokens seen"
-        logged = [Curve(run.tokens_at(curve.steps), curve.values) for run, curve in zip(runs, logged, strict=True)]
+        logged = [
+            Curve(np.interp(curve.steps, [0.0, *tokens.steps], [0.0, *tokens.values]), curve.values)
+            for curve, tokens in zip(logged, seen, strict=True)
+        ]
     curves, labels = dict(enumerate(logged)), dict(enumerate(names))  # the number of a run chooses its colour
     title = plan.title if plan is DIFFERENCE_PLAN else f"{plan.title} of {len(runs)} runs"
     shown = replace(plan, key=f"compare_{plan.key}", title=title)
