@@ -36,12 +36,6 @@ RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
 DATA_WORKER_BYTES = 0.3 * GIB  # Resident memory of a data worker
 Side = Literal["encoder", "decoder"]
 TABLE = Path(__file__).with_name("activations.json")
-KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
-"""Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
-ADAPTERS = ("", " lora", " lora dropout")
-"""Suffixes of a kind: the whole model is trained, or adapters of all projections, without or with dropout."""
-MODES = ("none", "full", "selective")  # Modes of activation checkpointing; `every_n` mixes layers of `full` and `none`
-
 _FLOAT32 = 4
 _HEAD_WEIGHT = "H*V"  # Product for the gradient of the output layer's weight
 _TOKENS_PER_DOCUMENT = 512
@@ -156,7 +150,7 @@ class MicroBatch:
         self._interval = {"none": 0, "every_n": training.activation_checkpointing_every_n}.get(mode, 1)
         numbers = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
         lora = job.config.model.lora
-        adapters = "" if lora is None else ADAPTERS[2 if lora.lora_dropout else 1]
+        adapters = "" if lora is None else " lora dropout" if lora.lora_dropout else " lora"
         self._kind = f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}{adapters}"
         self._symbols["r"] = 0 if lora is None else lora.r
         self._keeps_inputs = keeps_inputs and lora is not None

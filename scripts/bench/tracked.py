@@ -18,7 +18,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -45,27 +45,36 @@ class Phase:
     held_bytes: int
 
 
-class Tracked(Protocol):
-    """Measures while tracking lasts; read it afterwards."""
+class Tracked:
+    """Measures while tracking lasts; read it afterwards. A phase that ended several times has its highest peak."""
 
-    resting_bytes: int
-    """Bytes held when tracking began."""
-    phases: dict[str, Phase]
-    """The phases by name. One that ended several times has its highest peak, and what was held at its last end."""
+    def __init__(self) -> None:
+        self.resting_bytes = 0
+        """Bytes held when tracking began."""
+        self.phases: dict[str, Phase] = {}
 
     def end_phase(self, name: str) -> None:
         """Call what was done since the last end, or since tracking began, the phase `name`."""
-        ...
+        raise NotImplementedError
 
     @property
     def peak_bytes(self) -> int:
         """The highest peak of all phases."""
-        ...
+        return self._highest.peak_bytes
 
     @property
     def at_peak(self) -> Mapping[Kind, int]:
         """The split of that peak."""
-        ...
+        return self._highest.at_peak
+
+    @property
+    def _highest(self) -> Phase:
+        return max(self.phases.values(), key=lambda phase: phase.peak_bytes)
+
+    def _add_phase(self, name: str, phase: Phase) -> None:
+        earlier = self.phases.get(name, phase)
+        highest = max(earlier, phase, key=lambda phase: phase.peak_bytes)
+        self.phases[name] = Phase(highest.peak_bytes, highest.at_peak, phase.held_bytes)
 
 
 @contextmanager
@@ -83,32 +92,7 @@ def tracking(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: 
     watched.evaluate()
 
 
-class _Phases:
-    """The figures of what was tracked."""
-
-    def __init__(self) -> None:
-        self.resting_bytes = 0
-        self.phases: dict[str, Phase] = {}
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._highest.peak_bytes
-
-    @property
-    def at_peak(self) -> Mapping[Kind, int]:
-        return self._highest.at_peak
-
-    @property
-    def _highest(self) -> Phase:
-        return max(self.phases.values(), key=lambda phase: phase.peak_bytes)
-
-    def _add_phase(self, name: str, phase: Phase) -> None:
-        earlier = self.phases.get(name, phase)
-        highest = max(earlier, phase, key=lambda phase: phase.peak_bytes)
-        self.phases[name] = Phase(highest.peak_bytes, highest.at_peak, phase.held_bytes)
-
-
-class _AllocatorPeaks(_Phases):
+class _AllocatorPeaks(Tracked):
     """Peaks by CUDA's caching allocator, in bytes that tensors asked for.
 
     The split is that of the phase's begin: what a phase adds, gradients of a first micro-batch too, counts as `rest`.
@@ -144,12 +128,12 @@ class _AllocatorPeaks(_Phases):
         return sizes
 
 
-class _StorageWatch(TorchDispatchMode, _Phases):
+class _StorageWatch(TorchDispatchMode, Tracked):
     """Logs every storage on one type of device from operator to operator. The log is read when tracking is over."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
         TorchDispatchMode.__init__(self)
-        _Phases.__init__(self)
+        Tracked.__init__(self)
         self._model, self._optimizer, self._device_type = model, optimizer, device.type
         self.log: StorageLog = StorageLog()
         self._names: list[str] = []

@@ -27,10 +27,15 @@ import numpy as np
 
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory import trace
-from ds_encdec.memory.estimate import ADAPTERS, KINDS, MODES, TABLE
+from ds_encdec.memory.estimate import TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.model.attention_kernels import KernelChoice
 
+KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
+"""Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
+ADAPTERS = ("", " lora", " lora dropout")
+"""Suffixes of a kind: the whole model is trained, or adapters of all projections, without or with dropout."""
+MODES = ("none", "full", "selective")  # of activation checkpointing; `every_n` mixes layers of `full` and `none`
 LAYERS = 3
 """Layers of each stack: the one in the middle has the same before and behind it as any other.
 

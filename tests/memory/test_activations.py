@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ds_encdec.config.schema import ArchitectureConfig
 from ds_encdec.engine.sharded_engine import regularize
-from ds_encdec.memory.estimate import KINDS, TABLE, Layer, MicroBatch
+from ds_encdec.memory.estimate import TABLE, Layer, MicroBatch
 from ds_encdec.memory.job import Job
 from ds_encdec.model import precision
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
@@ -98,7 +98,8 @@ def layer_of(job: Job, side: Side, index: int = 0) -> Layer:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * kind.startswith("cpu bf16")) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.nightly] * kind.startswith("cpu bf16")) for kind in memory_formulas.KINDS],
 )
 def test_the_table_is_what_traces_give(kind: str) -> None:
     """If this fails, the model or torch has changed: run scripts/dev/memory_formulas.py."""

@@ -163,29 +163,22 @@ def test_bad_values_are_named_with_what_is_allowed(argument: str, value: Any, al
 
 
 class Greedy(nn.Module):
-    """Allocates more than any address space holds where a batch has more than `fits` rows."""
+    """Allocates more than any address space holds where a batch has more than `fits` rows, as a chosen kind does."""
 
-    def __init__(self, fits: int, *, in_backward: bool = False) -> None:
+    def __init__(self, fits: int, kind: str = "one") -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.fits = fits
-        self.in_backward = in_backward
-        self.tried: list[int] = []
+        self.fits, self.kind, self.tried = fits, kind, list[int]()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         self.tried.append(len(x))
         y = self.linear(x)
-        y.register_hook(self._allocate) if self.in_backward else self._allocate(y)
-        return y
+        self._allocate(y) if self.kind == "one" else y.register_hook(self._allocate)
+        return SimpleNamespace(loss=y.mean()) if self.kind == "mapping" else y
 
     def _allocate(self, x: Tensor) -> None:
         if len(x) > self.fits:
             torch.empty(2**60, dtype=torch.uint8, device=x.device)
-
-
-class WithLoss(Greedy):
-    def forward(self, x: Tensor) -> Any:
-        return SimpleNamespace(loss=super().forward(x).mean())
 
 
 def batch(size: int) -> Tensor:
@@ -193,15 +186,11 @@ def batch(size: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "make", "in_backward"),
-    [
-        pytest.param(Greedy, batch, False, id="one"),
-        pytest.param(WithLoss, lambda size: {"x": batch(size)}, True, id="mapping"),
-        pytest.param(Greedy, lambda size: (batch(size),), True, id="tuple"),
-    ],
+    ("kind", "make"),
+    [("one", batch), ("mapping", lambda size: {"x": batch(size)}), ("tuple", lambda size: (batch(size),))],
 )
-def test_it_halves_until_it_fits(kind: type[Greedy], make: Any, in_backward: bool) -> None:
-    model = kind(fits=6, in_backward=in_backward)
+def test_it_halves_until_it_fits(kind: str, make: Any) -> None:
+    model = Greedy(fits=6, kind=kind)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert auto_find_batch_size(model, make, start_batch_size=40) == 5
     assert model.tried == [40, 20, 10, 5]
