@@ -28,7 +28,7 @@ from ds_encdec.config.schema import load_config
 from ds_encdec.estimate_memory import ARGUMENTS, main
 from ds_encdec.memory import question
 from ds_encdec.memory.answer import estimate_tables, show
-from ds_encdec.memory.breakdown import CATEGORIES
+from ds_encdec.memory.breakdown import Breakdown
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.gpus import GPUS
@@ -128,7 +128,7 @@ def test_json_has_what_the_table_has() -> None:
         for row in rows:
             assert row["exists"] is ("bytes" in row) is (not row["reason"])
             if row["exists"]:
-                assert row["bytes"]["peak"] == pytest.approx(sum(row["bytes"][name] for name in CATEGORIES))
+                assert row["bytes"]["peak"] == pytest.approx(sum(row["bytes"][name] for name in Breakdown._fields))
                 assert row["fits"] is (row["bytes"]["peak"] <= (1 - HEADROOM) * inputs["gpu_usable_bytes"])
     (configured,) = (row for row in answer["engines"]["deepspeed"]["rows"] if row["configured"])
     assert configured == answer["configured"]

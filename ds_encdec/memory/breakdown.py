@@ -38,9 +38,6 @@ class Breakdown(NamedTuple):
         return Breakdown(*map(sum, zip(self, other, strict=True)))
 
 
-CATEGORIES = Breakdown._fields
-
-
 class HostBreakdown(NamedTuple):
     """Bytes in a host's memory, for one rank or all. `save`: background saves' copies. `process`: with data workers."""
 

@@ -17,12 +17,11 @@ _UNITS = {"": 1, "b": 1, "mb": 10**6, "mib": 2**20, "gb": 10**9, "gib": 2**30, "
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's name, the bytes of memory that torch reports, whether it computes in bfloat16, and its peak in FLOP/s."""
+    """A GPU's name, the bytes of memory that torch reports, and whether it computes in bfloat16."""
 
     name: str
     usable_bytes: int
     has_bf16: bool = True
-    peak_flops: float | None = None  # None: unknown
 
 
 _ROWS: tuple[tuple[str, float | None, dict[str, float]], ...] = (
@@ -64,8 +63,8 @@ _WITHOUT_BF16 = {"T4", "V100"}
 """GPUs of compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed."""
 
 GPUS = {
-    name: Gpu(name, int(size * 2**30), words not in _WITHOUT_BF16, tflops and tflops * 1e12)
-    for words, tflops, variants in _ROWS
+    name: Gpu(name, int(size * 2**30), words not in _WITHOUT_BF16)
+    for words, _, variants in _ROWS
     for name, size in variants.items()
 }
 DEFAULT_GPU = "a100-80gb"  # The assumed GPU if no option names one

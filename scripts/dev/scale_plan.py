@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ds_encdec.base.quantities import GIB
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.config.shares import mesh_shape, with_assumed_batch_size
-from ds_encdec.memory.gpus import Gpu, parse_gpu
+from ds_encdec.memory.gpus import Gpu, parse_gpu, peak_flops
 from ds_encdec.memory.job import Job, run_sizes
 from ds_encdec.memory.question import indivisible, planned_job
 from ds_encdec.memory.variants import Variant, variant
@@ -116,7 +116,7 @@ def row(planned: Variant, gpu: Gpu) -> list[str]:
     sequences = job.config.training.micro_batch_size
     encoder, decoder = ([tokens // sequences] * sequences for tokens in (job.encoder_tokens, job.decoder_tokens))
     flops = training_flops(job.sizes, encoder, decoder, job.trainable_parameters / job.parameters)
-    compute = flops * job.gradient_accumulation_steps / ((gpu.peak_flops or 0) * MFU)
+    compute = flops * job.gradient_accumulation_steps / ((peak_flops(gpu.name.upper()) or 0) * MFU)
     traffic = list((fsdp_traffic if job.engine == "fsdp" else deepspeed_traffic)(job))
     communication = sum(seconds(one, job) for one in traffic)
     sent = sum(one.num_bytes * (1 - 1 / ring(one, job)[0]) for one in traffic)

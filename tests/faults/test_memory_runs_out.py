@@ -12,7 +12,7 @@ from tiny_run import QUICKSTART, metrics, overrides
 
 from ds_encdec.checkpoint.folder import verify_checkpoints
 from ds_encdec.config.schema import load_config
-from ds_encdec.memory.breakdown import CATEGORIES
+from ds_encdec.memory.breakdown import Breakdown
 
 pytestmark = [pytest.mark.distributed]
 
@@ -44,7 +44,7 @@ def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp
     assert re.match(
         r"Estimated for each rank, at its worst moment \(.*\): [\d.]+ GiB \(framework [\d.]+ GiB, ", estimated
     )
-    assert {name for name in CATEGORIES if f"{name.replace('_', ' ')} " not in estimated} <= {"communication"}
+    assert {name for name in Breakdown._fields if f"{name.replace('_', ' ')} " not in estimated} <= {"communication"}
     assert re.match(r"Rank 1 has held [\d.]+ GiB at most; the host has [\d.]+ GiB for 2 ranks\.", measured)
     assert_can_be_continued_with(proposed, settings)
 
