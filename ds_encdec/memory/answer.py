@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ _WORDS = {
     "framework": "the CUDA context, NCCL and fragmentation",
 }
 _HOST_WORDS = ("offloaded states", "parameters", "activations", "copies for saves", "processes")
+# Columns of the table, each with the categories that it sums.
 _COLUMNS: Mapping[str, Sequence[str]] = {
     "weights": ("weights",),
     "grads": ("gradients",),
@@ -54,7 +55,6 @@ _COLUMNS: Mapping[str, Sequence[str]] = {
     "logits": ("logits",),
     "other": ("communication", "framework"),
 }
-"""Columns of the table, each with the categories that it sums."""
 COLUMNS = 100  # Width of the table and of paragraphs. A narrower terminal breaks lines, but cuts no figure
 
 
@@ -177,12 +177,17 @@ def show(
     everything: bool,
 ) -> None:
     """Print the answer. `everything` adds the other engine's table and the settings that do not exist."""
-    on_cpus, configured = request.job.device == "cpu", variant(request.job, {})
+    job, on_cpus, configured = request.job, request.job.device == "cpu", variant(request.job, {})
     if on_cpus:  # the settings of the tables save a GPU's memory
         tables = []
     shown = tables if everything else [table for table in tables[:1] if any(not row.reason for row in table.rows)]
+    trained = f", of which {job.trainable_parameters:,} are trained" * (job.trainable_parameters != job.parameters)
+    place = "CPU rank" if on_cpus else f"{request.gpu.name} ({in_gib(request.gpu.usable_bytes)} GiB usable each)"
     parts: list[RenderableType] = [
-        _about(request),
+        f"{job.config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters{trained}\n"
+        f"{job.world_size} x {place} on {count(job.nodes, 'node')}\n"
+        f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
+        f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank.",
         _verdict(_configured(request, configured), _short_of(request, configured) is None),
         *(_verdict(_recommended(request, table), table.recommendation is not None) for table in tables),
         *request.remarks,
@@ -202,18 +207,6 @@ def show(
 def _verdict(text: str, is_good: bool) -> Text:
     answer = text.partition("\n")[0].partition(":")[0]
     return Text.assemble((answer, "bold green" if is_good else "bold red"), text[len(answer) :])
-
-
-def _about(request: EstimateRequest) -> str:
-    job, gpu = request.job, request.gpu
-    place = f"{gpu.name} ({in_gib(gpu.usable_bytes)} GiB usable each)" if job.device == "cuda" else "CPU rank"
-    trained = f", of which {job.trainable_parameters:,} are trained" * (job.trainable_parameters != job.parameters)
-    return (
-        f"{job.config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters{trained}\n"
-        f"{job.world_size} x {place} on {count(job.nodes, 'node')}\n"
-        f"A micro-batch of {job.config.training.micro_batch_size} has {job.encoder_tokens:,} encoder and "
-        f"{job.decoder_tokens:,} decoder tokens; {job.gradient_accumulation_steps} of them make a step of a rank."
-    )
 
 
 def _drawn(request: EstimateRequest, table: EngineTable, everything: bool, *, boxed: bool) -> Table:
@@ -249,22 +242,20 @@ def _cells(request: EstimateRequest, row: Variant) -> tuple[str, ...]:
     return (*setting, config.training.activation_checkpointing, *cells, f"no: {short_of}" if short_of else "yes")
 
 
-def _how_to_read(request: EstimateRequest, everything: bool) -> Iterator[str]:
-    yield "Each row is at its own worst moment of a step, which may be the optimizer's or an evaluation's."
-    yield "offload both: the optimizer's states and the parameters."
-    yield (
+def _how_to_read(request: EstimateRequest, everything: bool) -> list[str]:
+    known = request.host_bytes and f"A host has {in_gib(request.host_bytes)} GiB"
+    return [
+        "Each row is at its own worst moment of a step, which may be the optimizer's or an evaluation's.",
+        "offload both: the optimizer's states and the parameters.",
         "grads: gradients; optimizer: float32 master weights and Adam's moments; activ.: what the backward pass needs; "
-        "other: buckets, gathered parameters, CUDA context, NCCL, fragmentation; host: all ranks of a node."
-    )
-    yield f'* is the configured run. "fits" means {HEADROOM:.0%} of GPU memory stays free.'
-    yield (
-        "Host memory is not checked: pass --host-memory."
-        if request.host_bytes is None
-        else f"A host has {in_gib(request.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
-    )
-    yield "GPU figures are computed; none has been compared with a GPU run yet."
-    if not everything:
-        yield "--all shows both engines, and why a setting does not exist."
+        "other: buckets, gathered parameters, CUDA context, NCCL, fragmentation; host: all ranks of a node.",
+        f'* is the configured run. "fits" means {HEADROOM:.0%} of GPU memory stays free.',
+        f"{known}, of which {HOST_HEADROOM:.0%} must stay free."
+        if known
+        else "Host memory is not checked: pass --host-memory.",
+        "GPU figures are computed; none has been compared with a GPU run yet.",
+        *([] if everything else ["--all shows both engines, and why a setting does not exist."]),
+    ]
 
 
 def _offload_name(job: Job) -> str:
@@ -306,7 +297,17 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
     if all(row.reason for row in table.rows):
         return f"{name} cannot run this: {table.rows[0].reason}."
     if best is None:
-        return "\n".join([f"{name}: nothing fits.", *_what_would_help(table)])
+        lines = [f"{name}: nothing fits."]
+        if smallest := [row for row in smallest_variants(table.job) if not row.reason]:
+            least = min(smallest, key=lambda row: row.estimate.peak.total)
+            host = in_gib(min(row.node_bytes for row in smallest))
+            lines.append(
+                "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
+                f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_largest(least)}, and {host} GiB per host "
+                "or more: use more GPUs or a smaller model."
+            )
+        fitting = ((as_overrides(near.overrides), in_gib(near.estimate.peak.total)) for near in table.nearest)
+        return "\n".join([*lines, *(f"This fits: {overrides} ({held} GiB)" for overrides, held in fitting)])
     batch, steps = best.job.config.training.micro_batch_size, best.job.gradient_accumulation_steps
     before = (request.job.config.training.micro_batch_size, request.job.gradient_accumulation_steps)
     was = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
@@ -318,18 +319,6 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
         f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
         f"step, as configured.{in_16_bits if engine_memory(best.job).sums_in_16_bits else ''}"
     )
-
-
-def _what_would_help(table: EngineTable) -> Iterator[str]:
-    if smallest := [row for row in smallest_variants(table.job) if not row.reason]:
-        least = min(smallest, key=lambda row: row.estimate.peak.total)
-        yield (
-            "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
-            f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_largest(least)}, and "
-            f"{in_gib(min(row.node_bytes for row in smallest))} GiB per host or more: use more GPUs or a smaller model."
-        )
-    for near in table.nearest:
-        yield f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"
 
 
 def _beside(configured: Variant, traced: TracedMemory) -> str:

@@ -27,19 +27,19 @@ from ds_encdec.memory.job import Job, with_micro_batch
 from ds_encdec.memory.zero import zero_memory
 from ds_encdec.registry.engines import ByEngine
 
+# Driver, kernels and cuBLAS workspaces of a process on its GPU. Assumed, on the high side.
 CUDA_CONTEXT_BYTES = 0.6 * GIB
-"""Driver, kernels and cuBLAS workspaces of a process on its GPU. Assumed, on the high side."""
 NCCL_BYTES = 0.6 * GIB  # Buffers and channels of each NCCL communicator, if there are several ranks. Assumed
 FRAGMENTATION = 0.03  # Share of allocated memory that the caching allocator holds and cannot use. Assumed
+# A rank's process without tensors. Measured on CPUs (torch 2.13, DeepSpeed 0.19): 0.36-0.41 GiB; assumed with CUDA.
 RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
-"""A rank's process without tensors. Measured on CPUs (torch 2.13, DeepSpeed 0.19): 0.36-0.41 GiB; assumed with CUDA."""
 DATA_WORKER_BYTES = 0.3 * GIB  # Resident memory of a data worker
 Side = Literal["encoder", "decoder"]
 TABLE = Path(__file__).with_name("activations.json")
 _FLOAT32 = 4
 _HEAD_WEIGHT = "H*V"  # Product for the gradient of the output layer's weight
+# Both sides of a mean document of a micro-batch. Web-like documents have 945, and 585 in the worst of 300 batches.
 _TOKENS_PER_DOCUMENT = 512
-"""Both sides of a mean document of a micro-batch. Web-like documents have 945, and 585 in the worst of 300 batches."""
 
 
 def estimate(job: Job) -> Estimate:

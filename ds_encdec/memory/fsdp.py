@@ -15,8 +15,8 @@ from ds_encdec.memory.breakdown import Breakdown, Count, EngineMemory, HostBreak
 from ds_encdec.memory.job import Job
 
 _FLOAT32 = 4  # Bytes of a number in shards, moments and reduced gradients
+# Bytes of a number in 4 bits: 64 numbers share a scale of 8 bits, and 256 scales one of float32.
 _NF4 = 1 / 2 + (1 + 4 / 256) / 64
-"""Bytes of a number in 4 bits: 64 numbers share a scale of 8 bits, and 256 scales one of float32."""
 
 
 def fsdp_memory(job: Job) -> EngineMemory:

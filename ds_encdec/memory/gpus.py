@@ -24,6 +24,12 @@ class Gpu:
     has_bf16: bool = True
 
 
+# Words of a device's name, its peak in TFLOP/s (None: unknown), and its variants with their memory in GiB.
+#
+# Peaks are of dense bfloat16 tensor cores with float32 accumulation, from NVIDIA's and AMD's data sheets (half of the
+# printed number if it counts 2:4 sparsity). Published out-of-memory messages and device queries confirm to within 0.2
+# GiB the memory of a100, b200, h100, l40s (and l40), mi355x, rtx-4090, t4 and v100-32gb. The others are unchecked: if
+# it is tight, give bytes instead.
 _ROWS: tuple[tuple[str, float | None, dict[str, float]], ...] = (
     ("A10", 125, {}),
     ("A10G", None, {"a10g": 21.99}),
@@ -52,15 +58,8 @@ _ROWS: tuple[tuple[str, float | None, dict[str, float]], ...] = (
     ("T4", None, {"t4": 14.56}),
     ("V100", None, {"v100-16gb": 15.77, "v100-32gb": 31.73}),
 )
-"""Words of a device's name, its peak in TFLOP/s (None: unknown), and its variants with their memory in GiB.
-
-Peaks are of dense bfloat16 tensor cores with float32 accumulation, from NVIDIA's and AMD's data sheets (half of the
-printed number if it counts 2:4 sparsity). Published out-of-memory messages and device queries confirm to within 0.2 GiB
-the memory of a100, b200, h100, l40s (and l40), mi355x, rtx-4090, t4 and v100-32gb. The others are unchecked: if it is
-tight, give bytes instead.
-"""
+# GPUs of compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed.
 _WITHOUT_BF16 = {"T4", "V100"}
-"""GPUs of compute capability below 8.0: torch emulates bfloat16 there, at a fraction of the speed."""
 
 GPUS = {
     name: Gpu(name, int(size * 2**30), words not in _WITHOUT_BF16)
@@ -68,8 +67,8 @@ GPUS = {
     for name, size in variants.items()
 }
 DEFAULT_GPU = "a100-80gb"  # The assumed GPU if no option names one
+# Device files of NVIDIA's driver, AMD's and WSL's, and of NVIDIA's boards with an integrated GPU.
 _DRIVERS = ("/dev/nvidia[c0-9]*", "/dev/kfd", "/dev/dxg", "/dev/nvmap", "/dev/nvhost-ctrl*")
-"""Device files of NVIDIA's driver, AMD's and WSL's, and of NVIDIA's boards with an integrated GPU."""
 
 
 def has_gpu() -> bool:

@@ -260,6 +260,7 @@ def disk_shortage(folder: Path, committed: int, config: FullConfig, job: Job) ->
 
 QWEN3_ROWS = 151_936
 _BOTH = ("", "-Base")
+# Sizes of encoder-decoders made from Qwen3, by hub id, from the config.json on https://huggingface.co/Qwen/<name>.
 PUBLISHED = {
     f"Qwen/Qwen3-{name}{suffix}": Sizes(QWEN3_ROWS, hidden, layers, layers, heads, 8, 128, inner, tied)
     for name, suffixes, hidden, layers, heads, inner, tied in (
@@ -272,7 +273,6 @@ PUBLISHED = {
     )
     for suffix in suffixes
 }
-"""Sizes of encoder-decoders made from Qwen3, by hub id, from the config.json on https://huggingface.co/Qwen/<name>."""
 
 
 def run_sizes(config: FullConfig) -> Sizes:

@@ -20,12 +20,13 @@ from ds_encdec.monitor.machine import peak_host_bytes
 
 logger = logging.getLogger(__name__)
 GB = 1e9
+# Bytes of a number of weights, gradients and activations, and of master weights (0: there are none).
 _PRECISIONS = {
     **dict.fromkeys(("fp32", "float32"), (4, 0)),
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), (2, 0)),
     **dict.fromkeys(("bf16_mixed", "fp16_mixed"), (2, 4)),
 }
-"""Bytes of a number of weights, gradients and activations, and of master weights (0: there are none)."""
+# Bytes of optimizer states per parameter. Adafactor's depend on the width.
 _OPTIMIZER_BYTES = {
     "adam": 8.0,  # two float32 moments
     "adamw": 8.0,
@@ -35,7 +36,6 @@ _OPTIMIZER_BYTES = {
     "sgd": 0.0,
     "sgd_momentum": 4.0,
 }
-"""Bytes of optimizer states per parameter. Adafactor's depend on the width."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ class StorageLog:
     """Follows storages without keeping them alive. Sizes are in bytes."""
 
     def __init__(self) -> None:
+        # Name of the running part of the step, which later changes carry.
         self.moment = ""
-        """Name of the running part of the step, which later changes carry."""
         self._alive: dict[int, _Entry] = {}
         self._changes: list[tuple[_Entry, int, str]] = []
 

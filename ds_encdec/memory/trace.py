@@ -53,8 +53,8 @@ from ds_encdec.registry.engines import ENGINES, ByEngine
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
 _ACTIVATIONS = ("activations", "logits")
+# Categories of a trace without the engine, and with it. No sum has `host`, an offloading engine's host memory.
 _ENGINE = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")
-"""Categories of a trace without the engine, and with it. No sum has `host`, an offloading engine's host memory."""
 
 _DEVICE = torch.device("cpu")
 
@@ -139,8 +139,8 @@ def fsdp_step(job: Job) -> StorageLog:
         dist.destroy_process_group()
 
 
+# Traces a step of the engine itself; None if only its activations can be traced.
 _STEPS: ByEngine[Callable[[Job], StorageLog] | None] = ByEngine(deepspeed=None, fsdp=fsdp_step)
-"""Traces a step of the engine itself; None if only its activations can be traced."""
 
 
 def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:

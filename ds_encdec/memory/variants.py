@@ -25,25 +25,25 @@ from ds_encdec.registry.engines import ENGINES
 
 Change = dict[str, str | int | bool | None]  # New values by field (`section.field`)
 HEADROOM = 0.05  # Share of a device's usable memory that a fitting setting leaves free, for errors of the estimate
+# Share of a host's memory that stays free, for the page cache and for copies during an engine's build.
 HOST_HEADROOM = 0.1
-"""Share of a host's memory that stays free, for the page cache and for copies during an engine's build."""
+# Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only if nothing else fits.
 EFFICIENT_TOKENS = 4096
-"""Tokens of a micro-batch that occupy a GPU well; smaller ones are recommended only if nothing else fits."""
 RECOMPUTATION = "training.activation_checkpointing"
 MODES = ("none", "selective", "full")  # Modes that `auto` chooses from, the fastest first
+# Fields that decide how many micro-batches a step has.
 BATCH_FIELDS = {
     "training.per_device_train_batch_size",
     "training.gradient_accumulation_steps",
     "training.global_batch_size",
     "data.num_lanes",
 }
-"""Fields that decide how many micro-batches a step has."""
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 HYBRID_STAGES = ("zero2_hybrid", "zero3_hybrid")
+# The table's words for the values of `infra.offload_optimizer` and `infra.offload_params`.
 OFFLOADS = {"none": ("none", "none"), "optimizer": ("cpu", "none"), "optimizer+params": ("cpu", "cpu")}
-"""The table's words for the values of `infra.offload_optimizer` and `infra.offload_params`."""
+# More words, for a run with `infra.nvme_path`.
 _DISK_OFFLOADS = {"nvme": ("nvme", "none"), "nvme+params": ("nvme", "cpu")}
-"""More words, for a run with `infra.nvme_path`."""
 _NOWHERE = Estimate(Breakdown(framework=math.inf), "", HostBreakdown())
 
 

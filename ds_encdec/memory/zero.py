@@ -14,9 +14,10 @@ from ds_encdec.engine.deepspeed.json import render_deepspeed_json
 from ds_encdec.memory.breakdown import Breakdown, Count, EngineMemory, HostBreakdown, power_of_two
 from ds_encdec.memory.job import Job, Parameters
 
+# Elements that are all-reduced at once if nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE.
 _ALL_REDUCE_ELEMENTS = 500_000_000
-"""Elements that are all-reduced at once if nothing is sharded: engine.py MEMORY_OPT_ALLREDUCE_SIZE."""
 _BYTES = {"fp32": 4, "float32": 4, "fp16": 2, "float16": 2, "bf16": 2, "bfloat16": 2}
+# DeepSpeed's defaults of sizes that a JSON may leave out (runtime/zero/config.py).
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
     "sub_group_size": 1_000_000_000,
@@ -26,10 +27,9 @@ _DEFAULTS = {
     "stage3_param_persistence_threshold": 100_000,
     "zero_hpz_partition_size": 1,
 }
-"""DeepSpeed's defaults of sizes that a JSON may leave out (runtime/zero/config.py)."""
 _ZERO_AS = {"contiguous_gradients": True, "stage3_module_granularity_threshold": 0}
+# Keys of the JSON that change memory, and the value that the estimate assumes for them.
 _ADAM_AS = {"fused": True, "foreach": False}
-"""Keys of the JSON that change memory, and the value that the estimate assumes for them."""
 
 
 def zero_memory(job: Job) -> EngineMemory:
