@@ -12,17 +12,10 @@ their rows here give its real sequences (deepspeed/runtime/lr_schedules.py), for
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 from ds_encdec.base.plugins import load_plugin
+from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schema import TrainingConfig
-
-
-class _Schedule(NamedTuple):
-    """A schedule: `decay` returns the factor after `done` of `steps` past the warm-up; `native` marks DeepSpeed's."""
-
-    decay: Callable[[int, int, TrainingConfig], float]
-    native: bool = False
 
 
 def _cosine(done: int, steps: int, training: TrainingConfig) -> float:
@@ -42,17 +35,18 @@ def _inverse_sqrt(done: int, steps: int, training: TrainingConfig) -> float:
     return math.sqrt(timescale / (done + timescale))
 
 
-_SCHEDULES = {
-    "WarmupDecayLR": _Schedule(lambda done, steps, _: (steps - done) / steps, native=True),  # as DeepSpeed rounds it
-    "WarmupLR": _Schedule(lambda done, steps, _: 1.0, native=True),
-    "WarmupCosineLR": _Schedule(_cosine, native=True),
-    "cosine": _Schedule(_cosine),
-    "linear": _Schedule(lambda done, steps, _: 1.0 - done / steps),
-    "constant": _Schedule(lambda done, steps, _: 1.0),
-    "wsd": _Schedule(_cosine),  # MiniCPM's (arXiv 2404.06395, section 4), with a cosine for the decay
-    "polynomial": _Schedule(_polynomial),
-    "inverse_sqrt": _Schedule(_inverse_sqrt),
+_DECAYS: dict[str, Callable[[int, int, TrainingConfig], float]] = {
+    "WarmupDecayLR": lambda done, steps, _: (steps - done) / steps,  # as DeepSpeed rounds it
+    "WarmupLR": lambda done, steps, _: 1.0,
+    "WarmupCosineLR": _cosine,
+    "cosine": _cosine,
+    "linear": lambda done, steps, _: 1.0 - done / steps,
+    "constant": lambda done, steps, _: 1.0,
+    "wsd": _cosine,  # MiniCPM's (arXiv 2404.06395, section 4), with a cosine for the decay
+    "polynomial": _polynomial,
+    "inverse_sqrt": _inverse_sqrt,
 }
+"""The factor of each schedule after `done` of `steps` past the warm-up."""
 
 
 def learning_rate(update_index: int, training: TrainingConfig) -> float:
@@ -63,19 +57,17 @@ def learning_rate(update_index: int, training: TrainingConfig) -> float:
 def lr_lambda(update_index: int, training: TrainingConfig) -> float:
     """Return `learning_rate` divided by the peak, as torch's LambdaLR needs it."""
     kind, end = training.lr_scheduler_type, training.num_train_steps
-    if kind not in _SCHEDULES:  # the user's own
+    if kind not in _DECAYS:  # the user's own
         return float(load_plugin("training.lr_scheduler_type", kind, "schedules")(update_index, training))
-    decay, native = _SCHEDULES[kind]
+    native = kind in NATIVE_SCHEDULES
     index = update_index - native  # DeepSpeed's `last_batch_iteration` is one behind
     start = max(2, training.warmup_steps) if native else training.warmup_steps
     if index < start:
-        return _native_warmup(max(0, index), start, training.warmup_type) if native else (index + 1) / start
+        if native and training.warmup_type == "log":
+            return math.log(max(0, index) + 1) / math.log(start)
+        return max(0, index) / start if native else (index + 1) / start
     if kind == "wsd":
         start = max(start, end - max(1, round(training.wsd_decay_fraction * end)))
     steps = max(1, end - start)
     done = index - start + (kind == "WarmupCosineLR") if end > start else steps
-    return decay(min(steps, max(0, done)), steps, training)
-
-
-def _native_warmup(iteration: int, steps: int, warmup_type: str) -> float:
-    return math.log(iteration + 1) / math.log(steps) if warmup_type == "log" else iteration / steps
+    return _DECAYS[kind](min(steps, max(0, done)), steps, training)
