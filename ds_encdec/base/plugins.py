@@ -60,10 +60,9 @@ def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
 
 def _which(module: str) -> str:
     """Return a message's end: Python's file for `module`, and the working folder's file that it hides."""
-    try:
+    spec = None
+    with suppress(Exception, SystemExit):  # of packages around it
         spec = importlib.util.find_spec(module)
-    except (Exception, SystemExit):  # of packages around it
-        return ""
     if spec is None:
         return ""
     found, own = spec.origin or "built into Python", os.path.abspath(module.replace(".", os.sep))
