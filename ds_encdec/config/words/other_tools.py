@@ -17,7 +17,6 @@ class Word(NamedTuple):
     """A row of other_tools.yaml, which explains its keys. `values` has a meaning for each single value."""
 
     names: str
-    tools: str
     field: str = ""
     values: Mapping[str, Meaning] = {}
     reads: str = ""
@@ -64,12 +63,6 @@ def words_by_name() -> dict[str, Word]:
 def their_sections() -> frozenset[str]:
     """Return sections of other tools whose names mean nothing: their entries are read like those at the top level."""
     return frozenset(_content()["sections"].split())
-
-
-def tools() -> dict[str, str]:
-    """Return the names of the tools by their keys."""
-    found: dict[str, str] = _content()["tools"]
-    return found
 
 
 def _train_files(value: Any) -> Meaning | None:
