@@ -64,8 +64,9 @@ def infra_rules(config: Sections) -> Iterator[Conflict]:
             f"only DeepSpeed's own schedules take these: {', '.join(NATIVE_SCHEDULES)}",
         ),
         (params.get("fused") and params.get("foreach"), f"{at}fused {at}foreach", "torch's AdamW takes one of them"),
-        *((True, f"{_EXTRA}.{path}", message) for path, message in check_extra(infra.deepspeed_extra)),
     )
+    for path, message in check_extra(infra.deepspeed_extra):  # whose paths may have blanks
+        yield Conflict((f"{_EXTRA}.{path}",), message)
 
 
 def _quantizes(config: Sections) -> bool:

@@ -73,6 +73,7 @@ infra.distributed_type=fsdp infra.offload_params=cpu infra.offload_optimizer=non
 model.tokenizer_name_or_path=builtin ; infra.offload_optimizer=nvme
 NVME infra.sharding_stage=zero2 ; infra.offload_params=nvme
 NVME infra.deepspeed_extra.zero_optimization.offload_optimizer.pipeline_read=true
+infra.deepspeed_extra={"with blanks": 1}
 infra.deepspeed_extra={bf16: {bf16_optimizer_states: true}} infra.offload_optimizer=none
 infra.deepspeed_extra={bf16: {bf16_master_weights_and_grads: true}} infra.offload_optimizer=none
 infra.deepspeed_extra={bf16: {bf16_master_weights_and_grads: true,bf16_optimizer_states: true}}
