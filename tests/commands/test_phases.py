@@ -245,6 +245,7 @@ def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
         ["--only", "medium", "--from", "full"],
         ["--from", "full", "--to", "medium"],
         ["--only", "midium"],
+        ["--only", ""],
         ["--steps-per-phase", "1"],
         ["phases.medium.num_tokns=3"],
         ["--json"],

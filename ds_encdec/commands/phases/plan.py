@@ -67,7 +67,9 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
     """Return the phases that `--only`, `--from` and `--to` name; without them, all. Raises ConfigError."""
     if only is not None and (first is not None or last is not None):
         raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
-    ends = [only or first or PHASES[0], only or last or PHASES[-1]]
+    if only is not None:
+        first = last = only
+    ends = [PHASES[0] if first is None else first, PHASES[-1] if last is None else last]
     for name in ends:
         if name not in PHASES:
             meant = closest(name, PHASES)
