@@ -124,10 +124,11 @@ def score_targets(
         ids, mask = padded([encoder_ids[number] for number in batch], pad_id, model.device)
         labels, _ = padded([target_ids[number] for number in batch], IGNORE_INDEX, model.device)
         start_ids = model.prepare_decoder_input_ids_from_labels(labels)
-        scored = model.eval()(input_ids=ids, attention_mask=mask, decoder_input_ids=start_ids, use_cache=False)
-        logits = scored.logits.float()
+        inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": start_ids}
+        logits = model.eval()(**inputs, use_cache=False).logits.float()
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
         sums, hits = (-losses.double().sum(-1)).tolist(), (logits.argmax(-1) == labels).tolist()
+        del logits, losses  # their memory is needed for the next batch
         for number, log_probability, row in zip(batch, sums, hits, strict=True):
             scores[number] = log_probability, row[: len(target_ids[number])]
     return scores
