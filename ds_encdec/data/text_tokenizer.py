@@ -86,9 +86,9 @@ class TiktokenForm:
         """Return the token ids of `text`, int32 [n]; None if only the tokenizer itself (`backend`) can encode it."""
         normal = text
         # Python's check is faster, and valid if Python knows every character.
-        is_known = text.isascii() or (text.replace("\n", "").isprintable() and unicodedata.is_normalized("NFC", text))
-        if backend.normalizer is not None and not is_known:
-            normal = backend.normalizer.normalize_str(text)
+        if backend.normalizer is not None and not text.isascii():
+            is_known = text.replace("\n", "").isprintable() and unicodedata.is_normalized("NFC", text)
+            normal = text if is_known else backend.normalizer.normalize_str(text)
         windows = (normal[at : at + _WINDOW] for at in range(0, len(normal) - _WINDOW + 1, _WINDOW))
         if any(len(window.split(None, 1)) < 2 for window in windows):
             return None
