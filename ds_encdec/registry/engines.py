@@ -58,8 +58,6 @@ ENGINES: dict[str, EngineSpec] = {
             package="deepspeed",
             state_format="deepspeed",
             saves_compute_weights=True,
-            # scripts/bench/host_time.py, 56 layers: beyond plain torch's 91 ms of CPU of an EPYC (Zen 5) 92 to 116 by
-            # layer and 215 to 270 by module; slower cores take up to three times as long (BENCHMARKS.md, host time).
             gathers_by_hooks=True,
             instead={
                 "infra.fsdp_reduce_every_micro_batch": (True, False),
