@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ from ds_encdec.training import build
 def test_what_decides_results_has_an_upper_bound() -> None:
     bounded = ("torch", "deepspeed", "transformers", "tokenizers", "datasets", "peft", "pydantic")
     assert [package for package in bounded if "<" not in range_of(package)] == []
+
+
+def test_a_clone_that_is_not_installed_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def requires(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(foreign_places, "requires", requires)
+    assert "torch" in known_ranges()
 
 
 def test_builds_are_their_version_and_nightlies_are_outside(monkeypatch: pytest.MonkeyPatch) -> None:

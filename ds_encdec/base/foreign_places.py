@@ -28,11 +28,12 @@ def known_ranges() -> dict[str, Requirement]:
     """Return the requirement for each package by name, including those of extras. A clone's pyproject.toml takes
     precedence over the installed metadata, which may be older. A range is raised only by a green run of
     `scripts/dev/newest.sh`."""
-    lines = requires(_PACKAGE) or []
+    lines: list[str] = []
     with suppress(OSError, KeyError, tomllib.TOMLDecodeError):  # installed from a wheel
         project = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
         if project["name"] == _PACKAGE:  # another project's file may lie beside the packages
             lines = sum(project["optional-dependencies"].values(), project["dependencies"])
+    lines = lines or requires(_PACKAGE) or []  # a clone need not be installed
     found: dict[str, Requirement] = {}
     for requirement in map(Requirement, lines):
         if requirement.name != _PACKAGE and requirement.specifier:
