@@ -197,7 +197,8 @@ def _source(found: re.Match[str], field: str, *, is_unknown: bool, width: int) -
     from rich.text import Text
 
     try:
-        source = Path(found["file"]).read_text().splitlines()[int(found["line"]) - 1]
+        path = Path(found["file"])  # a pipe would block
+        source = path.read_text().splitlines()[int(found["line"]) - 1] if path.is_file() else ""
     except (OSError, ValueError, IndexError):  # gone by now, or not text
         return []
     if not source.isprintable() or any(map(is_secret, _KEY.findall(source))):

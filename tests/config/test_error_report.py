@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +182,17 @@ def test_long_values_are_cut() -> None:
     line = report(None, f"training.seed=[{', '.join('7' * 200)}]").splitlines()[1]
     assert line.endswith("...")
     assert len(line) < 120
+
+
+def test_a_pipe_is_not_read_again(tmp_path: Path) -> None:
+    """Nobody writes into it any more: whoever opens it waits for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    shown: list[str] = []
+    line = f"  {tmp_path / 'pipe'}:1: training.seed = abc"
+    reader = threading.Thread(target=lambda: shown.append(marked(line, 80).plain), daemon=True)
+    reader.start()
+    reader.join(30)
+    assert shown == [line]
 
 
 def test_on_a_terminal_the_wrong_part_of_each_line_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
