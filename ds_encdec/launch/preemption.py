@@ -115,14 +115,19 @@ class StopRequest:
         self._left = threading.Event()
 
     @property
-    def requested(self) -> bool:
+    def noticed(self) -> bool:
         """True from the first signal, stop file or launcher's end on; on this rank alone, so exchange it."""
-        self.heartbeat.beat()
         if self._stop_file is not None and time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + self.poll_seconds
             if os.path.exists(self._stop_file):
                 self.reason = self.reason or BY_FILE
-        self._seen = self.reason is not None
+        return self.reason is not None
+
+    @property
+    def requested(self) -> bool:
+        """`noticed`, for the loop: reading it is this rank's heartbeat."""
+        self.heartbeat.beat()
+        self._seen = self.noticed
         return self._seen
 
     @property

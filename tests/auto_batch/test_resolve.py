@@ -149,3 +149,11 @@ def test_one_rank_that_is_asked_to_stop_stops_all() -> None:
     errors = agreed(HANGS, HANGS, stop=lambda request: request._on_signal(signal.SIGTERM, None))
     assert all(isinstance(error, Preempted) for error in errors)
     assert [str(error).split()[2] for error in errors] == ["another", "SIGTERM"]
+
+
+def test_a_stop_file_stops_the_search(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    errors = agreed(HANGS, timeout_seconds=20, stop=lambda one: one.folder_is_known(tmp_path / "stop", lambda _: None))
+    assert [str(error) for error in errors] == [
+        "stopped by ds-encdec stop before the first step: nothing to save",
+    ]

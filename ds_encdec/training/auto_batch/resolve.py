@@ -229,7 +229,7 @@ def agreed_outcome(
     failed_at = math.inf
     while True:
         now = time.monotonic()
-        records = collectives.gather((process.poll(), stop.reason is not None, now - failed_at > grace_seconds))
+        records = collectives.gather((process.poll(), stop.noticed, now - failed_at > grace_seconds))
         outcomes, stops, graces = zip(*records, strict=True)
         if any(stops):
             stop.acknowledge()
