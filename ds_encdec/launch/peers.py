@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, NoReturn
 
 import psutil
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from ds_encdec.base.plugins import whose_fault
 from ds_encdec.base.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
-from ds_encdec.launch.agreement import spans
+from ds_encdec.launch.agreement import ranks_in_words, spans
 from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -107,8 +108,12 @@ class Peers:
             gone = self._gone_here()
             return self._recorded_end() or (LostRankError(_words(gone)) if gone else None)  # a rank records, then ends
 
-        broken = f"the connection between the ranks broke; a rank of another machine is gone, or the network ({error})"
-        return awaited(self._search_seconds, look) or LostRankError(broken)
+        if found := awaited(self._search_seconds, look):
+            return found
+        elsewhere = {peer.rank: peer.host for peer in self._all if peer not in self._here}
+        who = shorten(ranks_in_words(elsewhere, elsewhere), 200, placeholder=" …")
+        gone = f"{'one of ' * (len(elsewhere) > 1)}{who} is gone" if elsewhere else "no rank is known to be gone"
+        return LostRankError(f"the connection between the ranks broke: {gone}, or the network failed ({error})")
 
     def _recorded_end(self) -> DsEncDecError | None:
         status = self._run.read_status()
