@@ -43,7 +43,7 @@ def test_as_many_steps_as_asked_for_or_as_there_are(tmp_path: Path, steps_of_the
 
 def test_a_run_without_steps_behind_the_warm_up_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(WARM_UP_STEPS, StepProfiler(2, tmp_path / "profile", rank=0))
-    assert "the run ended at step 3, in the 3 of the warm-up" in caplog.text
+    assert "none of 3 steps is behind the 3 of the warm-up" in caplog.text
     assert not (tmp_path / "profile").exists()
 
 

@@ -49,7 +49,7 @@ def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
         takes = f"({', '.join(given)})"
         if not callable(found):
             raise ConfigError(f"{field}={name} is of type {type(found).__name__}. It must be a function of {takes}")
-        with suppress(ValueError):  # written in C
+        with suppress(TypeError, ValueError):  # written in C
             signature = inspect.signature(found)
             try:
                 signature.bind(*given)

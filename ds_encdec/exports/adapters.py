@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
-from ds_encdec.checkpoint.folder import Checkpoint, written_whole
+from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from ds_encdec.checkpoint.saved_state import saved_weights
 from ds_encdec.checkpoint.zero_state import open_saved_state
@@ -98,6 +98,7 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
     """Write the adapters as a folder for peft, which names `base`, else the run's own. Raises CheckpointError."""
     from safetensors.torch import save_file
 
+    refuse_existing(out)  # before minutes of reading
     try:
         from peft import LoraConfig, TaskType
     except ImportError as error:

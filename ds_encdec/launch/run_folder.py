@@ -146,9 +146,8 @@ class RunFolder:
             below = f"; there are {', '.join(running)}" if running else ""
             raise ConfigError(f"{self.root} is not a run's folder: it has no run.json{below}")
         if status["state"] != "running":
-            return (
-                f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {status['exit_code']}"
-            )
+            code = status.get("exit_code")
+            return f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {code}"
         try:
             self.stop_file.touch()
         except OSError as error:

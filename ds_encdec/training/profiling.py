@@ -74,7 +74,7 @@ class StepProfiler(Callback):
                 if is_main:
                     logger.info("%s", text)
         if steps <= 0 and is_main:
-            logger.warning("--profile: the run ended at step %d, in the %d of the warm-up", self._seen, WARM_UP_STEPS)
+            logger.warning("--profile: none of %d steps is behind the %d of the warm-up", self._seen, WARM_UP_STEPS)
 
     def _write(self, profiled: profile, steps: int, seconds: float) -> str:
         """Write the three files, and return the text of the second. Shares are of `seconds`: `data_wait_share`, waits
