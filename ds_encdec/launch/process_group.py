@@ -144,9 +144,9 @@ def _meet(
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)  # OpenMP may have read its variable already
     elsewhere = next((address for place, address in answer["reached"] if place != mine["machine"]), None)
-    interface = gloo_interface(mine["address"], elsewhere, alone=len(answer["reached"]) == 1, master=world.master_addr)
-    if world.world_size > 1 and interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    alone, master = len(answer["reached"]) == 1, world.master_addr
+    if world.world_size > 1 and (name := gloo_interface(mine["address"], elsewhere, alone=alone, master=master)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _own_place(world: World, device: torch.device, engine: EngineName, shared: Mapping[str, str]) -> dict[str, Any]:
