@@ -1,4 +1,4 @@
-"""The calls that the documents behind this project make, as they write them. Where ours differ: docs/library.md.
+"""Calls by the names and forms that users may know from earlier programs of this kind.
 
 `export_checkpoint(checkpoint, out)` is in tests/checkpoint/test_export.py.
 """
