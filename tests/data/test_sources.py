@@ -32,7 +32,7 @@ from ds_encdec.data.build import Opener, prepare_data
 from ds_encdec.data.sources import builtin_corpus
 from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
 from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
-from ds_encdec.data.sources.sources import StreamSource
+from ds_encdec.data.sources.sources import BadRow, StreamSource, row_document
 from ds_encdec.data.sources.tables import HubStream, HubTable, ParquetFiles, open_hub_data
 from ds_encdec.training.absent import look_here
 
@@ -278,6 +278,15 @@ def test_rows_that_cannot_be_read_are_named(module: Path) -> None:
         make_data(make_config(**own()))
     with pytest.raises(DataError, match=r"must return an object with a length and numbered rows \(TypeError"):
         make_data(make_config(dataset_name="python:own_lines:nothing"))
+
+
+def test_a_row_whose_value_cannot_be_read_is_a_bad_row() -> None:
+    class Lazy(dict[str, str]):
+        def __getitem__(self, name: str) -> str:
+            raise ValueError("cut short")
+
+    row = row_document("key", lambda: Lazy(text=""), "text", "row 3")
+    assert row == BadRow("key", "row 3: a value of it cannot be read (ValueError: cut short)")
 
 
 @pytest.mark.parametrize(

@@ -145,6 +145,7 @@ def row_document(key: str, read: Callable[[], Mapping[str, Any]], column: str | 
     """
     try:
         record = read()
+        value = record[column] if column is not None and column in record else None
     # Libraries' errors for a value that Python cannot hold: a date of the year 300000, an unknown time zone.
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
@@ -154,7 +155,6 @@ def row_document(key: str, read: Callable[[], Mapping[str, Any]], column: str | 
         return Document(key, "", record=record)
     if column not in record:
         return BadRow(key, missing_column(column, where, list(record)))
-    value = record[column]
     if value is not None and not isinstance(value, str):
         return BadRow(key, f"{where}: expected text, found {type(value).__name__} {reprlib.repr(value)}")
     reason = not_unicode(value or "")
