@@ -145,8 +145,9 @@ _TYPICAL_TOKENS = 1000  # assumed for a document before any is read
 class MixtureReader:
     """Draws each document from one of several sources, by weight; references start with the source's number.
 
-    If weights count documents, a draw is keyed by its lane and number. If they count tokens, the source with the fewest
-    for its weight is next, each after a random start. Either way the lanes do not draw a rare source in step.
+    If weights count documents, a draw is keyed by its lane and number. If they count tokens, the next document is
+    one of the source with the fewest tokens for its weight; each source starts at a random count. Either way the lanes
+    do not all read a rare source at the same time.
     """
 
     def __init__(self, sources: Sequence[OpenSource], share: LaneShare, position: dict[str, Any] | None) -> None:

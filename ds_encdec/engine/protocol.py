@@ -52,7 +52,7 @@ class Engine(Protocol):
         micro-batches of the optimizer step on all ranks. `last` marks the step's last micro-batch."""
 
     def step(self, veto: Veto | None = None) -> StepResult:
-        """Clip, step the optimizer and the schedule, and clear gradients; a skipped step only clears gradients."""
+        """Unless the norm is not finite or `veto` refuses it, clip and step optimizer and schedule; clear gradients."""
 
     def evaluate(self, batch: Batch) -> LossSum:
         """Return the loss of one micro-batch without gradients, in evaluation mode."""

@@ -76,15 +76,16 @@ def try_optimizer(name: str, arguments: Mapping[str, Any], device: str = "cpu") 
         parts, _ = _stepped(name, arguments, cut)
         if not _same(whole, torch.cat([part.flatten() for part in parts])):
             raise ConfigError(
-                f"training.optimizer={name} steps a number by others of its parameter, or matrices by another rule, "
-                "but engines cut parameters anywhere. Use one that steps each number by its own gradient and state"
+                f"training.optimizer={name} updates a number from other numbers of its parameter, or treats matrices "
+                "differently. Engines split parameters anywhere: use one that updates each number from its own "
+                "gradient and state"
             )
     (resumed,), _ = _stepped(name, arguments, [numbers], resumed_with=kept)
     if not _same(whole, resumed):
         raise ConfigError(
-            f"training.optimizer={name} steps differently from states that start at zero, or in a new optimizer with "
-            "the states of another, as in a resumed run. Start exp_avg, exp_avg_sq and step at 0, keep nothing outside "
-            "the states, and step the parameters in param_groups"
+            f"training.optimizer={name} gives other results if its states start at zero, or if its saved states are "
+            "loaded into a new optimizer, as on a resume. Start exp_avg, exp_avg_sq and step at 0, keep nothing "
+            "outside the states, and step the parameters in param_groups"
         )
     _tried[key] = kept
     return kept

@@ -113,13 +113,13 @@ def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], k
 @pytest.mark.parametrize(
     ("name", "arguments", "told"),
     [
-        ("own_optimizer:Own", {"kind": "by norm"}, "steps a number by others of its parameter"),
+        ("own_optimizer:Own", {"kind": "by norm"}, "updates a number from other numbers of its parameter"),
         ("torch.optim:Adafactor", {}, "keeps "),
         ("own_optimizer:Own", {"keeps": "momentum_buffer"}, "keeps momentum_buffer, but checkpoints hold exp_avg"),
         ("own_optimizer:Own", {"kind": "other shape"}, "keeps exp_avg, but checkpoints hold exp_avg"),
         ("own_optimizer:Own", {"kind": "counts in groups"}, "counts in its groups"),
-        ("own_optimizer:Own", {"kind": "by shape"}, "or matrices by another rule, but engines cut parameters"),
-        ("own_optimizer:Own", {"kind": "begins with gradients"}, "steps differently from states that start at zero"),
+        ("own_optimizer:Own", {"kind": "by shape"}, "or treats matrices differently. Engines split"),
+        ("own_optimizer:Own", {"kind": "begins with gradients"}, "gives other results if its states start at zero"),
         ("own_optimizer:Own", {"kind": "counts in itself"}, "keep nothing outside the states"),
         ("own_optimizer:Own", {"kind": "keeps parameters"}, "and step the parameters in param_groups"),
         ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:32\)"),

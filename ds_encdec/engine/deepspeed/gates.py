@@ -32,9 +32,9 @@ from ds_encdec.engine.protocol import Veto
 
 
 def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
-    """Make the device's streams wait for each other where DeepSpeed makes the host wait, until `undo`: for buckets of
-    gradients, after backward passes, for modules' parameters (stage 3 on one rank), for offloaded gradients. The host
-    reads none of it before the norm, except states on NVMe, with which this does nothing."""
+    """Until `undo`, replace DeepSpeed's waits of the host by waits between the device's streams: for buckets of
+    gradients, backward passes, modules' parameters (stage 3 on one rank) and offloaded gradients. The host reads
+    nothing before the norm, so this is safe; with states on NVMe it does, and nothing is replaced."""
     accelerator, optimizer = get_accelerator(), engine.optimizer
     if accelerator.is_synchronized_device() or getattr(optimizer, "swap_optimizer", False):
         return
@@ -74,7 +74,8 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
 
 
 class StepGate:
-    """Guards one step at a time. Subclasses put `_skips_step` where their optimizer has its norm, until `undo`."""
+    """Decides of each step whether it is applied. Until `undo`, each subclass calls `_skips_step` where DeepSpeed's
+    optimizer computes the gradient norm."""
 
     def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
         self._engine = engine
