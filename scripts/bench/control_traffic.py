@@ -36,7 +36,7 @@ CALLS = 10
 
 
 def kinds(collectives: HostCollectives) -> dict[str, tuple[Any, Callable[[], object]]]:
-    """What an all-gather would exchange, and the exchange as the program does it."""
+    """Return, by kind, the value for an all-gather, and the exchange as the program makes it."""
     sums = torch.zeros(11, dtype=torch.float64)
 
     def summed() -> None:

@@ -66,7 +66,7 @@ def machine(kit: Kit) -> None:
 
 
 def _rates(kit: Kit) -> dict[str, float]:
-    """Of a large product in bf16, on random data since zeros would be faster, and of a copy of 4 GiB."""
+    """Measure a large product in bf16 (of random data, since zeros would be faster) and a copy of 4 GiB."""
     left, source = torch.randn(8192, 8192, device=kit.device).bfloat16(), torch.randn(2**30, device=kit.device)
     right, target = torch.randn_like(left), torch.empty_like(source)
     product, copy = _seconds(kit, lambda: torch.mm(left, right)), _seconds(kit, lambda: target.copy_(source))

@@ -1,4 +1,4 @@
-"""The words of other tools (other_tools.yaml): our field for each, or why there is none."""
+"""The words of other tools (other_tools.yaml): our field for each, or why no field fits."""
 
 from collections.abc import Callable, Mapping
 from functools import cache

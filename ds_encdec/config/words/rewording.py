@@ -135,7 +135,7 @@ def _row(path: str) -> Word | None:
 
 
 def _meaning(path: str, value: Any) -> Meaning | None:
-    """Return the fields that a setting means, why there are none, or None if it is unknown. Under a name that is not
+    """Return the fields that a setting means, why no field fits, or None if it is unknown. Under a name that is not
     ours null, and an `auto` that no field accepts, set nothing."""
     section, _, name = path.rpartition(".")
     row, known = _row(path), homes(name) if not section or section in their_sections() else []
