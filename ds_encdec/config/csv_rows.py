@@ -7,9 +7,8 @@ from itertools import chain, islice
 
 from ds_encdec.base.types import DataError
 
+# The delimiter that splits the first line into the most fields is taken, of equal ones the first.
 _DELIMITERS = ",;\t|"
-"""Possible delimiters: the one that splits the first line into the most fields is taken, of equal ones the first."""
-
 _FOREIGN_QUOTES = ("''", "``", '""', "“”", "‘’", "„“", "«»")
 
 
@@ -61,8 +60,10 @@ def _check_names(names: Sequence[str], path: str) -> None:
         if not_utf8(name):
             problem = f"is {not_utf8(name)}"
         elif not bare or "\0" in name:
-            advice = "pandas leaves out its row numbers with `to_csv(index=False)`"
-            problem = f"has no name for column {number + 1}. Write one ({advice})"
+            problem = (
+                f"has no name for column {number + 1}. Write one (pandas leaves out its row numbers with "
+                "`to_csv(index=False)`)"
+            )
         elif len(bare) > 1 and bare[0] + bare[-1] in _FOREIGN_QUOTES:
             problem = f'quotes {bare:.80}. CSV quotes by ", with no blank before it: write the file so'
         elif bare in map(str.strip, names[:number]):

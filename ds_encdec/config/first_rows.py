@@ -5,7 +5,7 @@ import os
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from ds_encdec.base.file_patterns import named_files
@@ -28,11 +28,15 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     only the format is checked, and rows that the run may skip are not. Local files are also reported if the run would
     look for them in the repository of a data set."""
     for field, source in [] if data.prepared_dir is not None else [*_trained_on(data), *_only_evaluated(data)]:
-        name = source.dataset_name
-        is_here = not os.path.isdir(name) and any(map(os.path.isfile, source.data_files or ()))
-        if local_kind(name) is None and is_here:
-            message = "there is such a file here; did you mean dataset_name=json (csv, parquet, text)?"
-            yield Conflict((field, field.replace("data_files", "dataset_name")), message)
+        if (
+            local_kind(source.dataset_name) is None
+            and not os.path.isdir(source.dataset_name)
+            and any(map(os.path.isfile, source.data_files or ()))
+        ):
+            yield Conflict(
+                (field, field.replace("data_files", "dataset_name")),
+                "there is such a file here; did you mean dataset_name=json (csv, parquet, text)?",
+            )
         try:
             rows = list(islice(_rows(source), _LOOKED_AT_ROWS))
         except DataError as error:
@@ -51,27 +55,29 @@ def _wrong(number: int, row: Mapping[str, Any] | str, source: Source, data: Data
     if isinstance(row, str):
         return row
     column = conversation_column(data, row)
-    weight = None if data.weight_column is None else present(row.get(data.weight_column))
     if (
         not OBJECTIVES[data.objective].takes_records
         or data.converter is not None
         or source.dataset_name == "parquet"
         or (column is not None and present(row[column]) is not None)
-        or weight not in (None, 1, "1", True)
+        or (data.weight_column is not None and present(row.get(data.weight_column)) not in (None, 1, "1", True))
     ):
         return None
-    for name, column in columns_by_field(data).items():
-        if field_value(row, column) is None:
-            return f"row {number} has nothing in its field {column}, which a template needs ({{{name}}})"
-    return None
+    return next(
+        (
+            f"row {number} has nothing in its field {column}, which a template needs ({{{name}}})"
+            for name, column in columns_by_field(data).items()
+            if field_value(row, column) is None
+        ),
+        None,
+    )
 
 
 def _absent_columns(
     field: str, source: Source, columns: Sequence[str], data: DataConfig, model: ModelConfig
 ) -> Iterator[Conflict]:
-    """Yield the conflicts about columns of the first row. Rows for a converter are not checked."""
     has = f"it has {', '.join(columns):.300}"
-    if data.converter is not None:
+    if data.converter is not None:  # it makes the columns
         return
     if not OBJECTIVES[data.objective].takes_records:
         if source.text_column not in columns:
@@ -80,14 +86,16 @@ def _absent_columns(
     elif conversation_column(data, columns) is None:
         for name, column in columns_by_field(data).items():
             if column not in columns and column.partition(".")[0] not in columns:
-                message = (
+                yield Conflict(
+                    (field,),
                     f"the templates need {{{name}}}, and the first row has no column {column}; {has}: "
-                    f"set data.field_mapping.{name}=COLUMN, or change the template"
+                    f"set data.field_mapping.{name}=COLUMN, or change the template",
                 )
-                yield Conflict((field,), message)
     elif model.tokenizer_name_or_path == "builtin":
-        message = "the rows are conversations, and the builtin tokenizer has no chat template: name one that has"
-        yield Conflict((field, "data.messages_column", "model.tokenizer_name_or_path"), message)
+        yield Conflict(
+            (field, "data.messages_column", "model.tokenizer_name_or_path"),
+            "the rows are conversations, and the builtin tokenizer has no chat template: name one that has",
+        )
 
 
 def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
@@ -96,9 +104,10 @@ def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
     trained = {text for _, source in _trained_on(data) for text in _texts(source)} if own else set()
     for field, source in own:
         if (both := next((text for text in _texts(source) if text in trained), None)) is not None:
-            named = field if source.data_files else field.replace("_files", "_split")
-            why = "it is also trained on, so its figures do not show how the model does on other texts"
-            yield f"warning: {named}: {both}: {why}"
+            yield (
+                f"warning: {field if source.data_files else field.replace('_files', '_split')}: {both}: it is also "
+                "trained on, so its figures do not show how the model does on other texts"
+            )
 
 
 def _texts(source: Source) -> Iterator[str]:
@@ -122,29 +131,37 @@ def _only_evaluated(data: DataConfig) -> Iterator[tuple[str, Source]]:
 
 
 def _files(source: Source) -> Iterator[str]:
-    for pattern in source.data_files or ():
-        yield from named_files(pattern)
+    return chain.from_iterable(map(named_files, source.data_files or ()))
 
 
 def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
     """Yield the first rows of a file (of a parquet file the columns only); a string reports an unreadable row. A file
-    that cannot be opened has none. Raises DataError if the rows cannot be separated."""
+    that cannot be opened has none. Raises DataError if the rows cannot be separated, or columns are repeated."""
     kind = source.dataset_name
     path = next(_files(source), None) if kind in ("json", "csv", "parquet", "text") else None
     if path is None:
         return
     try:
         if kind == "parquet":
-            yield _columns_of_parquet(source, path)
+            from pyarrow.parquet import read_metadata  # 0.2 s
+
+            filled = next((found for found in map(read_metadata, _files(source)) if found.num_rows), None)
+            if filled is None:
+                raise DataError(f"{path}: none of the files has a row. Name some that have")
+            names = filled.schema.to_arrow_schema().names
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise DataError(
+                    f"the first file has the column {', '.join(twice):.300} more than once: rename the others"
+                )
+            yield dict.fromkeys(names)
             return
         content, is_whole = first_bytes(path, _LOOKED_AT_BYTES)
     except (OSError, ValueError):
         return
     whole_lines = slice(None if is_whole else -1)
     if kind == "csv":
-        text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
-        lines = io.StringIO(text, newline="").readlines()[whole_lines]
-        for number, row in enumerate(csv_rows(lines, path, is_whole=is_whole), start=1):
+        lines = io.StringIO(content.removeprefix(BOM_UTF8).decode(errors="surrogateescape"), newline="").readlines()
+        for number, row in enumerate(csv_rows(lines[whole_lines], path, is_whole=is_whole), start=1):
             reason = row if isinstance(row, str) else not_utf8("".join(row.values()))
             yield row if reason is None else f"{path}, row {number}: {reason}"
     elif kind == "json":
@@ -158,17 +175,3 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
                     yield json_object(line)
             except RowError as error:
                 yield f"{path}, line {number}: {error}"
-
-
-def _columns_of_parquet(source: Source, path: str) -> dict[str, None]:
-    """Return the columns of the first file with rows. Raises DataError for repeated columns, or without any row."""
-    from pyarrow.parquet import read_metadata  # 0.2 s
-
-    filled = next((found for found in map(read_metadata, _files(source)) if found.num_rows), None)
-    if filled is None:
-        raise DataError(f"{path}: none of the files has a row. Name some that have")
-    names = filled.schema.to_arrow_schema().names
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        has = f"the first file has the column {', '.join(twice):.300} more than once"
-        raise DataError(f"{has}: rename the others")
-    return dict.fromkeys(names)

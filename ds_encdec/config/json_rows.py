@@ -12,20 +12,13 @@ from typing import Any
 
 from ds_encdec.base.types import DataError
 
+# Most levels of objects and lists in a line. Python's own limit depends on the caller, which must decide nothing.
 MAX_NESTING = 200
-"""Most levels of objects and lists in a line. Python's own limit depends on the caller, which must decide nothing."""
-
+# Field names under which a file of one object may hold its rows.
 _HOLDERS = ("data", "rows", "train", "examples", "instances", "records", "items", "samples", "results")
-"""Field names under which a file of one object may hold its rows."""
-
 _BLANK = re.compile(r"[ \t\r\n]*")
-
+# The first line of an object that is spread over several lines.
 _OPENING = re.compile(r'\{\s*("(\\.|[^"\\])*"\s*:\s*[\[{]?)?\s*')
-"""The first line of an object that is spread over several lines."""
-
-
-_PLAIN = (str, int, float, decimal.Decimal, datetime.date, datetime.time)
-"""Types of values that can be written as text."""
 
 
 class RowError(ValueError):
@@ -52,18 +45,22 @@ def json_row(content: bytes) -> Any:
     except RowError:
         raise
     except UnicodeDecodeError as error:
-        advice = "Convert the file, for example with `iconv -f latin1 -t utf-8`"
-        raise RowError(f"not UTF-8 text ({error.reason}). {advice}") from error
+        raise RowError(
+            f"not UTF-8 text ({error.reason}). Convert the file, for example with `iconv -f latin1 -t utf-8`"
+        ) from error
     except json.JSONDecodeError as error:
-        reason = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
-        raise RowError(f"not a JSON line ({reason})") from error
+        raise RowError(f"not a JSON line ({error.msg.removesuffix(' at')} at character {error.pos + 1})") from error
     except (ValueError, RecursionError) as error:
         raise RowError(f"not a JSON line ({error})") from error
     if content.count(b"[") + content.count(b"{") > MAX_NESTING:
         level = [record]
         for _ in range(MAX_NESTING):
-            holders = (one for one in level if isinstance(one, dict | list))
-            level = [inner for one in holders for inner in (one.values() if isinstance(one, dict) else one)]
+            level = [
+                inner
+                for one in level
+                if isinstance(one, dict | list)
+                for inner in (one.values() if isinstance(one, dict) else one)
+            ]
         if any(isinstance(one, dict | list) for one in level):
             raise RowError(f"not a JSON line (nested more than {MAX_NESTING} deep)")
     return record
@@ -98,32 +95,27 @@ def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[
     is False if the content stops within the file. Bytes that are not UTF-8 are kept."""
     text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
     try:
-        for start, end in _elements(text):
-            line = text[start:end].replace("\r", " ").replace("\n", " ")  # blanks: strings contain no bare line break
-            yield line.encode(errors="surrogateescape")
+        place = _after_blank(text, _after_blank(text, 0) + 1)
+        while text[place : place + 1] != "]":
+            _, end = _LENIENT.raw_decode(text, place)
+            # Line breaks become blanks: strings contain no bare one.
+            yield text[place:end].replace("\r", " ").replace("\n", " ").encode(errors="surrogateescape")
+            place = _after_blank(text, end)
+            if text[place : place + 1] == ",":
+                place = _after_blank(text, place + 1)
+                if text[place : place + 1] == "]":
+                    raise json.JSONDecodeError("A comma before the end of the array", text, place)
+            elif text[place : place + 1] != "]":
+                raise json.JSONDecodeError("Expecting a comma, or the end of the array", text, place)
+        if (end := _after_blank(text, place + 1)) != len(text):
+            raise json.JSONDecodeError("Something follows the end of the array", text, end)
     except json.JSONDecodeError as error:
         if is_whole or (error.pos < len(text) // 2 and not error.msg.startswith("Unterminated")):
-            reason = f"{error.msg} at line {error.lineno}, column {error.colno}"
-            raise DataError(f"{path}: a damaged JSON array ({reason})") from error
+            raise DataError(
+                f"{path}: a damaged JSON array ({error.msg} at line {error.lineno}, column {error.colno})"
+            ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: a damaged JSON array ({error})") from error
-
-
-def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """Yield where each element of the array `text` starts and ends. Raises JSONDecodeError."""
-    place = _after_blank(text, _after_blank(text, 0) + 1)
-    while text[place : place + 1] != "]":
-        _, end = _LENIENT.raw_decode(text, place)
-        yield place, end
-        place = _after_blank(text, end)
-        if text[place : place + 1] == ",":
-            place = _after_blank(text, place + 1)
-            if text[place : place + 1] == "]":
-                raise json.JSONDecodeError("A comma before the end of the array", text, place)
-        elif text[place : place + 1] != "]":
-            raise json.JSONDecodeError("Expecting a comma, or the end of the array", text, place)
-    if (end := _after_blank(text, place + 1)) != len(text):
-        raise json.JSONDecodeError("Something follows the end of the array", text, end)
 
 
 def _after_blank(text: str, place: int) -> int:
@@ -175,13 +167,15 @@ def not_unicode(text: str) -> str | None:
     try:
         text.isascii() or text.encode()
     except UnicodeEncodeError as error:
-        half = f"\\u{ord(text[error.start]):04x}"
-        return f"half of a surrogate pair, {half}, is no character (character {error.start + 1} of the text)"
+        return (
+            f"half of a surrogate pair, \\u{ord(text[error.start]):04x}, is no character "
+            f"(character {error.start + 1} of the text)"
+        )
     return None
 
 
 def as_text(value: Any) -> str:
     """Return a value as text, numbers and truth values as in JSON. Raises TypeError for lists and objects."""
-    if not isinstance(value, _PLAIN):
+    if not isinstance(value, str | int | float | decimal.Decimal | datetime.date | datetime.time):
         raise TypeError(type(value).__name__)
     return json.dumps(value) if isinstance(value, bool | float) else str(value)

@@ -10,15 +10,17 @@ from typing import Any
 
 from ds_encdec.base.types import DataError
 
+# Compressed bytes unpacked at once: few, since the best compressors pack thousands of bytes into one.
 _BLOCK_BYTES = 1 << 14
-"""Compressed bytes unpacked at once: few, since the best compressors pack thousands of bytes into one."""
-
 _LOOKED_AT_BYTES = 512
+# A frame that zstd and LZ4 skip, with its size; parallel and seekable compressors write such frames.
 _SKIPPABLE = re.compile(rb"[\x50-\x5f]\x2a\x4d\x18(.{4})", re.DOTALL)
-"""A frame that zstd and LZ4 skip, with its size; parallel and seekable compressors write such frames."""
-
+# A function that yields a file's unpacked blocks. Raises OSError, ValueError, EOFError, zlib.error, LZMAError.
 Opener = Callable[[str], Iterator[bytes]]
-"""A function that yields a file's unpacked blocks. Raises OSError, ValueError, EOFError, zlib.error, LZMAError."""
+
+
+TWICE = "it is compressed twice. Unpack it once, or leave it out of data.data_files"
+UNPACKABLE = "cannot be unpacked: damaged, or cut short"
 
 
 def _streams(new: Callable[[], Any], magic: bytes, path: str) -> Iterator[bytes]:
@@ -53,6 +55,8 @@ def _arrow(codec: str, path: str) -> Iterator[bytes]:
         raise
 
 
+# Patterns of the first bytes of files that are not plain UTF-8 text, with the function that unpacks them, or advice if
+# they are not read. UTF-16 without a mark is recognized by four Latin characters in a row.
 _KINDS: tuple[tuple[bytes, Opener | str], ...] = (
     (rb"\x1f\x8b\x08", partial(_streams, partial(zlib.decompressobj, 31), b"\x1f\x8b")),
     (rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", partial(_streams, bz2.BZ2Decompressor, b"BZh")),
@@ -73,8 +77,6 @@ _KINDS: tuple[tuple[bytes, Opener | str], ...] = (
     (rb"(.[^\0])*([^\0]\0){4}([^\0].)*", "UTF-16 text: convert it, `iconv -f utf-16le -t utf-8`"),
     (rb"([^\0].)*(\0[^\0]){4}(.[^\0])*", "UTF-16 text: convert it, `iconv -f utf-16be -t utf-8`"),
 )
-"""Patterns of the first bytes of files that are not plain UTF-8 text, with the function that unpacks them, or advice if
-they are not read. UTF-16 without a mark is recognized by four Latin characters in a row."""
 
 
 def packing(path: str) -> Opener | None:
@@ -98,8 +100,7 @@ def _opener(start: bytes, path: str) -> Opener | None:
 
 def first_bytes(path: str, size: int) -> tuple[bytes, bool]:
     """Return the first `size` bytes of the unpacked file, and whether that is all. Raises DataError, OSError."""
-    opener = packing(path)
-    if opener is None:
+    if (opener := packing(path)) is None:
         with open(path, "rb") as file:
             content = file.read(size + 1)
     else:
@@ -114,8 +115,3 @@ def first_bytes(path: str, size: int) -> tuple[bytes, bool]:
         if _opener(content[:_LOOKED_AT_BYTES], f"{path}, unpacked") is not None:
             raise DataError(f"{path}: {TWICE}")
     return content[:size], len(content) <= size
-
-
-TWICE = "it is compressed twice. Unpack it once, or leave it out of data.data_files"
-UNPACKABLE = "cannot be unpacked: damaged, or cut short"
-"""Message about a compressed file, before the reason."""

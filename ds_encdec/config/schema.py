@@ -1,8 +1,6 @@
 """Load the configuration of a run: defaults, then a YAML file, then the command line, in agreement with a DeepSpeed
 JSON. It may be for another machine, so loading looks at no file that it names: training/absent.py does."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -11,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ValidationError, ValidationInfo, model_validator
 from pydantic.json_schema import GenerateJsonSchema
@@ -51,8 +49,8 @@ def imply(settings: Settings) -> list[str]:
     notes = []
     for source, field, value in _decided(settings):
         if settings.get(field) is None:
-            reason = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
-            settings.put(field, value, f"{settings.place_of(source)} ({reason})")
+            shown = show(settings.get(source))
+            settings.put(field, value, f"{settings.place_of(source)} ({source.rpartition('.')[2]} = {shown})")
             if source == "training.fp16":  # Hugging Face has neither by default
                 notes.append(f"{mention(settings, source)} sets {field} = {show(value)}, which is true by default")
     return notes
@@ -85,8 +83,8 @@ def _is_number(value: Any) -> bool:
 
 def shortened_warmup(steps: float, schedule: str) -> int | None:
     """Return the default warm-up of a short run, a tenth of its steps, or None if the schema's default fits."""
-    has_room = steps > default_of("training.warmup_steps") or schedule in ENDLESS_SCHEDULES
-    return None if has_room else max(1, int(steps // 10))
+    is_short = steps <= default_of("training.warmup_steps") and schedule not in ENDLESS_SCHEDULES
+    return max(1, int(steps // 10)) if is_short else None
 
 
 class FullConfig(Sections):
@@ -110,14 +108,13 @@ class FullConfig(Sections):
         return settings.values
 
     @model_validator(mode="after")
-    def _reject_contradictions(self, info: ValidationInfo) -> FullConfig:
-        was_judged = (info.context or {}).get("was_judged", False)  # True also if it must not be judged
-        if not was_judged and (conflicts := find_conflicts(self)):
+    def _reject_contradictions(self, info: ValidationInfo) -> Self:
+        if not (info.context or {}).get("was_judged") and (conflicts := find_conflicts(self)):
             raise ValueError("; ".join(f"{', '.join(c.fields)}: {c.message}" for c in conflicts))
         return self
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> FullConfig:
+    def from_yaml(cls, path: str | Path, overrides: Sequence[str] = ()) -> "FullConfig":
         """Load a YAML file; see `load_config`. Raises ConfigError."""
         return load_config(Path(path), overrides)
 
@@ -129,8 +126,7 @@ class FullConfig(Sections):
         """Return every field as YAML text. Steps that are still to be counted from epochs are null."""
         values = self.model_dump(mode="json")
         if self.training.num_train_epochs is not None:
-            counted = {"num_train_steps", "warmup_steps"} - self.training.model_fields_set
-            values["training"] |= dict.fromkeys(counted)
+            values["training"] |= dict.fromkeys({"num_train_steps", "warmup_steps"} - self.training.model_fields_set)
         return write_yaml(values)
 
 
@@ -140,8 +136,8 @@ def editor_schema() -> str:
     for section in schema["$defs"].values():
         for titled in (section, *section["properties"].values()):
             titled.pop("title", None)  # made from the name ("Learning Rate"); some editors show only that
-    address = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID}
-    return json.dumps({**address, **schema, "title": "ds_encdec configuration"}, indent=1) + "\n"
+    head = {"$schema": GenerateJsonSchema.schema_dialect, "$id": SCHEMA_ID}
+    return json.dumps(head | schema | {"title": "ds_encdec configuration"}, indent=1) + "\n"
 
 
 @dataclass(frozen=True)
@@ -201,8 +197,7 @@ def read_config(
     read_overrides(settings, overrides, problems, translated)
     json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
     if json_path is not None:
-        document = read_deepspeed_json(json_path, problems, named_by)
-        settings = merge_deepspeed_json(settings, document, problems)
+        settings = merge_deepspeed_json(settings, read_deepspeed_json(json_path, problems, named_by), problems)
         settings.put(_JSON_FIELD, None, "")
     if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
         settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
@@ -249,6 +244,6 @@ def _find_json(
         found = beside if os.path.exists(beside) else find_shipped(found) or found
     named_by = mention(settings, _JSON_FIELD)
     if argument is not None and os.path.realpath(argument) != os.path.realpath(found):
-        mentions = (named_by, Mention(COMMAND_LINE, "--deepspeed_config", show(str(argument))))
-        problems.append(Problem(mentions, "two different files: name one"))
+        other = Mention(COMMAND_LINE, "--deepspeed_config", show(str(argument)))
+        problems.append(Problem((named_by, other), "two different files: name one"))
     return (found, named_by) if argument is None else (argument, None)

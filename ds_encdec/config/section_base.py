@@ -28,15 +28,12 @@ class Mark(Enum):
 
 def one_or_many(value: Any) -> Any:
     """Read a single string as a tuple of one, and Hugging Face's `none` as the empty tuple."""
-    if isinstance(value, str):
-        return () if value == "none" else (value,)
-    return value
+    return (() if value == "none" else (value,)) if isinstance(value, str) else value
 
 
 def words(value: Any) -> Any:
     """Read words between commas, as on command lines, or else as `one_or_many`; no name here contains a comma."""
-    is_list = isinstance(value, str) and "," in value
-    return tuple(map(str.strip, value.split(","))) if is_list else one_or_many(value)
+    return tuple(map(str.strip, value.split(","))) if isinstance(value, str) and "," in value else one_or_many(value)
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(one_or_many, json_schema_input_type=str | tuple[str, ...])]

@@ -11,10 +11,8 @@ from typing import Any
 from ds_encdec.base.terminal import is_secret
 from ds_encdec.base.types import ConfigError
 
-COMMAND_LINE = "command line"
-"""Place of an override."""
-DEFAULT = "default"
-"""Place of a default."""
+COMMAND_LINE = "command line"  # the place of an override
+DEFAULT = "default"  # the place of a default
 LARGEST_FLOAT32 = 3.4e38
 _NOTHING = object()
 _ALLOWED = "unknown key; allowed: "
@@ -104,7 +102,7 @@ def unusable(value: Any) -> str | None:
 
 
 def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield everything inside `value` with its dotted path; `path` is that of `value`."""
+    """Yield everything inside `value`, which stands at `path`, with its dotted path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         yield (here := join(path, key)), child
@@ -136,8 +134,7 @@ class Mention:
     shown: str = ""
 
     def __str__(self) -> str:
-        field = _printable(self.field)
-        named = f"{field} = {self.shown}" if self.shown else field
+        named = _printable(self.field) + (f" = {self.shown}" if self.shown else "")
         return ": ".join(part for part in (_printable(self.place), named) if part)
 
 
@@ -196,8 +193,7 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
             is_listed = problem.message.startswith(_ALLOWED) and problem.message in seen
             seen.add(problem.message)
             lines.append(str(Problem(problem.mentions, f"{_ALLOWED}the names above") if is_listed else problem))
-        count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
-        raise ConfigError("\n".join([f"The configuration has {count}:", *lines]))
+        raise ConfigError("\n".join([f"The configuration has {len(listed)} problem{'s' * (len(listed) > 1)}:", *lines]))
 
 
 def _order(place: str) -> tuple[bool, str, int, int]:

@@ -42,7 +42,12 @@ _EXPECTED = {
     "model_attributes_type": "a mapping (`field: value` lines)",
 }
 _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
-_BOUNDS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_BOUNDS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
 
 
 @dataclass(frozen=True)
@@ -64,8 +69,9 @@ class Checked:
 
     def is_sound_in(self, *names: str) -> bool:
         """Return whether the sections `names` have no problem."""
-        wrong = [*self.broken, *(field for fields in self.conflicts for field in fields)]
-        return not any(within(path, name) for path in wrong for name in names)
+        return not any(
+            within(path, name) for fields in (self.broken, *self.conflicts) for path in fields for name in names
+        )
 
 
 def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Checked:
@@ -82,8 +88,13 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
             break
         except ValidationError as error:
             details = error.errors()
-        unknown = [_path(detail) for detail in details if detail["type"] == "extra_forbidden"]
-        broken.update(field for path in unknown for field in meant(path)[1] if field not in settings)
+        broken.update(
+            field
+            for detail in details
+            if detail["type"] == "extra_forbidden"
+            for field in meant(_path(detail))[1]
+            if field not in settings
+        )
         # A required field that was removed below is missing in the next round, which is not the user's error.
         problems.extend(_explain(settings, detail) for detail in details if _path(detail) not in broken)
         lacking = {_path(detail) for detail in details if detail["type"] == "missing"}
@@ -121,11 +132,10 @@ def default_of(path: str) -> Any:
 
 def mention(settings: Settings, path: str) -> Mention:
     """Return the field at `path` with the place that set it, and its value."""
-    if path in settings:
-        value = settings.get(path)
-        shown = show(value if _field_at(path) else masked(path.rpartition(".")[2], value))
-        return Mention(settings.place_of(path), path, shown)
-    return Mention(DEFAULT, path, show(default_of(path)))
+    if path not in settings:
+        return Mention(DEFAULT, path, show(default_of(path)))
+    value = settings.get(path) if _field_at(path) else masked(path.rpartition(".")[2], settings.get(path))
+    return Mention(settings.place_of(path), path, show(value))
 
 
 def mention_all(settings: Settings, conflict: Conflict) -> Problem:
@@ -138,30 +148,25 @@ def _path(detail: ErrorDetails) -> str:
 
 
 def _explain(settings: Settings, detail: ErrorDetails) -> Problem:
-    path = _path(detail)
-    parent, _, key = path.rpartition(".")
-    if detail["type"] == "missing":
+    path, kind = _path(detail), detail["type"]
+    if kind == "missing":
         return Problem((Mention(settings.place_of(path), path),), "the field is required")
-    if detail["type"] == "extra_forbidden":
-        return Problem((mention(settings, path),), meant(path)[0])
     # Nobody wrote the items of a list if a single string or a mapping stands for it.
-    written = parent if key.isdigit() and path not in settings else path
-    return Problem((mention(settings, written),), _allowed(detail))
+    written = above(path) if path not in settings and path.rpartition(".")[2].isdigit() else path
+    return Problem((mention(settings, written),), meant(path)[0] if kind == "extra_forbidden" else _allowed(detail))
 
 
 def _allowed(detail: ErrorDetails) -> str:
     kind, context = detail["type"], detail.get("ctx", {})
     if kind == "literal_error":
         expected = context["expected"]
-        names = [name.strip("'") for name in expected.replace(" or ", ", ").split(", ")]
+        names = (name.strip("'") for name in expected.replace(" or ", ", ").split(", "))
         guess = closest(str(detail["input"]), names, cutoff=0.6)  # few names: stf is as near as this to sft
         return f"allowed: {expected}" + (f"; did you mean `{guess}`?" if guess else "")
     if kind in _BOUNDS:
-        limit = next(context[name] for name in ("gt", "ge", "lt", "le") if name in context)
-        return f"must be {_BOUNDS[kind]} {limit}"
-    if kind in _EXPECTED:
-        return f"must be {_EXPECTED[kind]}"
-    return detail["msg"].removeprefix("Value error, ")
+        sign, limit = _BOUNDS[kind]
+        return f"must be {sign} {context[limit]}"
+    return f"must be {_EXPECTED[kind]}" if kind in _EXPECTED else detail["msg"].removeprefix("Value error, ")
 
 
 def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
@@ -179,8 +184,7 @@ def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
 
 def stand_in(path: str) -> Any:
     """Return a valid value for the required field at `path`, about which nothing will be reported."""
-    info = _field_at(path)
-    return _STAND_INS[info.annotation if info else None]
+    return _STAND_INS[fields()[_in_schema(path)].annotation]
 
 
 def _field_at(path: str) -> FieldInfo | None:
@@ -234,7 +238,7 @@ def meant(path: str) -> tuple[str, list[str]]:
 def _elsewhere(parent: str) -> dict[str, str]:
     """Return the names that need no section, and other tools' words that are read in `parent`, with their fields."""
     names = {} if parent else dict.fromkeys(their_sections(), "")
-    words = {word.removeprefix(f"{parent}."): row.field for word, row in words_by_name().items()}
+    words = ((word.removeprefix(f"{parent}."), row.field) for word, row in words_by_name().items())
+    names |= {name: field for name, field in words if "." not in name}
     own = {path.rpartition(".")[2] for path in fields() if "." in path}
-    names |= {name: field for name, field in words.items() if "." not in name}
     return names | {name: homes(name)[0] for name in own if len(homes(name)) == 1}

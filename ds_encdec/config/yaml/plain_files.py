@@ -68,7 +68,7 @@ def read_plain(path: str | Path, max_bytes: int | None) -> str:
 
 def read_config(path: str | Path) -> str:
     """Return the text of a configuration that the user names, which may be a pipe. Raises as `read_plain` does."""
-    read = _read_pipe.__wrapped__ if os.path.isfile(path) else _read_pipe
+    read = _read_pipe.__wrapped__ if os.path.isfile(path) else _read_pipe  # a pipe can be read once
     return _decoded(read(os.fspath(path)), MAX_CONFIG_BYTES)
 
 

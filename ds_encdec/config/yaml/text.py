@@ -65,23 +65,21 @@ for _side in (_Loader, _Dumper):
 
 def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     """Return the settings in the YAML file `path`, and append its problems to `problems`."""
-    text = read_text(path, problems)
-    if text is None:
+    if (text := read_text(path, problems)) is None:
         return Settings()
     reader = _NodeReader(lambda line: f"{path}:{line}", problems)
     try:
         root = compose(text)
-        values = None if root is None else reader.read(root, "")
+        if root is None:
+            problem = file_problem(path, "the file is empty; ds-encdec init writes one")
+        elif isinstance(values := reader.read(root, ""), dict):
+            return Settings(values, reader.places)
+        else:
+            held = f"the file holds {'a list' if isinstance(values, list) else 'a single value'}"
+            problem = file_problem(path, f"{held}; sections with `field: value` lines are needed", _line(root))
     except UnreadableError as error:
-        problems.append(file_problem(path, f"not valid YAML: {error}", error.line, field=error.field))
-        return Settings()
-    if isinstance(values, dict):
-        return Settings(values, reader.places)
-    kind = "a list" if isinstance(values, list) else "a single value"
-    message = f"the file holds {kind}; sections with `field: value` lines are needed"
-    if root is None:
-        message = "the file is empty; ds-encdec init writes one"
-    problems.append(file_problem(path, message, _line(root) if root else None))
+        problem = file_problem(path, f"not valid YAML: {error}", error.line, field=error.field)
+    problems.append(problem)
     return Settings()
 
 
@@ -108,8 +106,8 @@ def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator
             message = f"not a setting; its words are joined by underscores: {spelt}"
         else:
             message = "not a setting; write `section.field=value`"
-        field = argument.partition("=")[0] or argument  # the value may be a secret
-        problems.append(Problem((Mention(COMMAND_LINE, field),), message))
+        # Only the name is shown: the value may be a secret.
+        problems.append(Problem((Mention(COMMAND_LINE, argument.partition("=")[0] or argument),), message))
 
 
 def _is_name(name: str) -> bool:
@@ -117,17 +115,15 @@ def _is_name(name: str) -> bool:
 
 
 def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
-    """Return the value that `text` of the command line stands for: one number, word or text, unless it begins like a
-    list, a mapping or a quoted text, which YAML reads. Mistakes inside are appended to `problems` under `field`. Raises
+    """Return the value of `text` on the command line: one number, word or text, unless it begins like a list, a mapping
+    or a quoted text, which YAML reads. Mistakes inside are appended to `problems` under `field`. Raises
     UnreadableError if YAML does not read all of it, since nothing may be dropped."""
     body = text.strip()
     if not body.startswith(("[", "{", '"', "'")):
-        kinds = (kind for kind, (pattern, _) in _PLAIN.items() if re.fullmatch(pattern, body))
-        kind = next(kinds, None) if body or not text else None
-        return text if kind is None else _read(_PREFIX + kind, body, 1, field)
+        kind = next((kind for kind, (pattern, _) in _PLAIN.items() if re.fullmatch(pattern, body)), None)
+        return text if kind is None or (text and not body) else _read(_PREFIX + kind, body, 1, field)
     root = compose(body)
-    is_flow = getattr(root, "flow_style", True) and root is not None and root.end_mark.index == len(body)
-    if not is_flow or "\n" in body:
+    if root is None or not getattr(root, "flow_style", True) or root.end_mark.index != len(body) or "\n" in body:
         raise UnreadableError("YAML reads a part of it: write it on one line, a line's end in quotes as \\n", 1, field)
     for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if not isinstance(key, yaml.ScalarNode) or value.start_mark.index == value.end_mark.index:
@@ -140,12 +136,10 @@ def read_text(path: Path, problems: list[Problem], named_by: Mention | None = No
     try:
         return read_config(path)
     except FileNotFoundError:
-        looked = "" if path.is_absolute() else f" in {Path.cwd()}"
-        message = f"no such file{looked}{shipped_instead(path)}"
+        message = f"no such file{'' if path.is_absolute() else f' in {Path.cwd()}'}{shipped_instead(path)}"
     except (OSError, ValueError) as error:
         message = f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
-    problem = file_problem(path, message)
-    problems.append(Problem((named_by, *problem.mentions), message) if named_by else problem)
+    problems.append(Problem((*([named_by] if named_by else ()), Mention(str(path), "")), message))
     return None
 
 
@@ -193,8 +187,8 @@ def compose(text: str) -> yaml.Node | None:
         loader = _Loader(text)
         return loader.get_single_node()
     except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise UnreadableError(f"the character U+{error.character:04X} is not allowed", line) from error
+        message = f"the character U+{error.character:04X} is not allowed"
+        raise UnreadableError(message, text.count("\n", 0, error.position) + 1) from error
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or ""
         raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1 if mark else 1) from error
@@ -208,10 +202,9 @@ def _line(node: yaml.Node) -> int:
 
 
 def _read(tag: str, text: str, line: int, field: str) -> Any:
-    """Read a scalar. Raises UnreadableError, such as for a number with more digits than Python reads."""
     try:
         return _READERS[tag](text)
-    except (KeyError, ValueError):
+    except (KeyError, ValueError):  # such as a number with more digits than Python reads
         raise UnreadableError(f"{show(text)} cannot be read", line, field) from None
 
 
@@ -230,8 +223,9 @@ class _NodeReader:
         if self._depth > MAX_DEPTH:
             raise UnreadableError(f"nested more than {MAX_DEPTH} deep", _line(node), path)
         if self._values > MAX_NODES:
-            message = f"more than {MAX_NODES} values, those behind aliases counted each time"
-            raise UnreadableError(message, _line(node), path)
+            raise UnreadableError(
+                f"more than {MAX_NODES} values, those behind aliases counted each time", _line(node), path
+            )
         if isinstance(node, yaml.ScalarNode) and node.tag in _READERS:
             value = _read(node.tag, node.value, _line(node), path)
         elif isinstance(node, yaml.SequenceNode) and node.tag == _PREFIX + "seq":
@@ -239,8 +233,9 @@ class _NodeReader:
         elif isinstance(node, yaml.MappingNode) and node.tag == _PREFIX + "map":
             value = self._read_mapping(node, path)
         else:
-            tag = node.tag.replace(_PREFIX, "!!")
-            raise UnreadableError(f"unknown tag {tag}: write plain values", _line(node), path)
+            raise UnreadableError(
+                f"unknown tag {node.tag.replace(_PREFIX, '!!')}: write plain values", _line(node), path
+            )
         self._depth -= 1
         return value
 
@@ -251,17 +246,15 @@ class _NodeReader:
             name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
             at, message = join(path, name or '""'), ""
             if key.tag == _MERGE:
-                sources = value.value if isinstance(value, yaml.SequenceNode) else [value]
-                read = [self.read(source, path) for source in reversed(sources)]
-                for source in read:
-                    values |= source if isinstance(source, dict) else {}
-                if not all(isinstance(source, dict) for source in read):
-                    message = "needs a mapping, or a list of mappings"
+                for source in reversed(value.value if isinstance(value, yaml.SequenceNode) else [value]):
+                    if isinstance(read := self.read(source, path), dict):
+                        values |= read
+                    else:
+                        message = "needs a mapping, or a list of mappings"
             elif not isinstance(key, yaml.ScalarNode) or not name or "." in name:
                 message = "not a key: sections are nested, with one `field: value` line each"
             else:
-                if name in lines:
-                    message = f"the key is already set in line {lines[name]}"
+                message = f"the key is already set in line {lines[name]}" if name in lines else ""
                 lines.setdefault(name, _line(key))
                 values[name] = self._read_item(key, value, at)
             if message:
