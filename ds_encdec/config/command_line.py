@@ -15,8 +15,7 @@ from ds_encdec.base.types import ConfigError
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
 
-_ASSIGNED = re.compile(r"[^/]*=")
-"""The beginning of a setting. A path may have the sign, but after a slash."""
+_ASSIGNED = re.compile(r"[^/]*=")  # the beginning of a setting; a path may have the sign, but after a slash
 
 
 def read_arguments(
@@ -47,8 +46,8 @@ def read_arguments(
         known = {name.strip("-"): name for name in named if name.startswith("-")}
         found = (difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8) for name in names)
         guess = next((f"; did you mean {known[near[0]]}?" for near in found if near), "")
-        message = f"unrecognized arguments: {' '.join(names or rest)}{guess}"
-        raise mistake(message, parser.prog if given[0].startswith("-") else f"{parser.prog} {given[0]}")
+        program = parser.prog if given[0].startswith("-") else f"{parser.prog} {given[0]}"
+        raise mistake(f"unrecognized arguments: {' '.join(names or rest)}{guess}", program)
     if (by_option := vars(options).pop("config_option", None)) is not None:
         if options.config is not None:
             raise ConfigError(f"{options.config} and --config {by_option}: both name a configuration; give only one")

@@ -13,8 +13,8 @@ from ds_encdec.base.types import DataError
 from ds_encdec.config.csv_rows import csv_rows, not_utf8
 from ds_encdec.config.data_sections import DataConfig, Source
 from ds_encdec.config.json_rows import RowError, array_rows, field_value, is_array, json_object, not_lines, present
-from ds_encdec.config.model_sections import ModelConfig
 from ds_encdec.config.packed_files import first_bytes
+from ds_encdec.config.sections import ModelConfig
 from ds_encdec.config.settings import Conflict
 from ds_encdec.registry.objectives import OBJECTIVES, columns_by_field, conversation_column
 from ds_encdec.registry.source_kinds import local_kind

@@ -24,8 +24,8 @@ def read_hosts(path: Path, problems: list[Problem]) -> dict[str, int]:
         if not line or line.startswith("#"):
             continue
         if found is None or found[1] in hosts:
-            message = "not `HOST slots=N`" if found is None else "the host is listed twice"
-            problems.append(file_problem(path, message, number, field=line if found is None else found[1]))
+            message, name = ("not `HOST slots=N`", line) if found is None else ("the host is listed twice", found[1])
+            problems.append(file_problem(path, message, number, field=name))
         else:
             hosts[found[1]] = int(found[2])
     if text is not None and not any(hosts.values()):
@@ -48,16 +48,12 @@ def read_variables(problems: list[Problem]) -> dict[str, str]:
     return variables
 
 
-def _print(hostfile: Path | None) -> int:
+if __name__ == "__main__":
     problems: list[Problem] = []
-    if hostfile is None:
-        lines = [f"{name}={value}\n" for name, value in read_variables(problems).items()]
+    if sys.argv[1:]:
+        lines = [f"{host} {slots}\n" for host, slots in read_hosts(Path(sys.argv[1]), problems).items()]
     else:
-        lines = [f"{host} {slots}\n" for host, slots in read_hosts(hostfile, problems).items()]
+        lines = [f"{name}={value}\n" for name, value in read_variables(problems).items()]
     sys.stdout.writelines(lines)
     sys.stderr.writelines(f"error: {str(problem).strip()}\n" for problem in problems)
-    return ConfigError.exit_code if problems else 0
-
-
-if __name__ == "__main__":
-    sys.exit(_print(Path(sys.argv[1]) if sys.argv[1:] else None))
+    sys.exit(ConfigError.exit_code if problems else 0)

@@ -1,27 +1,36 @@
 """Rules about contradictions in a configuration. Each names all fields that it reads: reports give their places."""
 
 import math
+import re
 from collections.abc import Iterator
+from itertools import chain
 
-from ds_encdec.config.data_rules import data_rules
+from ds_encdec.base.plugins import PYTHON, is_dotted
+from ds_encdec.config.data_sections import LOCAL_FORMATS, DataConfig, EvalSet, Source
 from ds_encdec.config.engine_rules import LACKS, infra_rules
-from ds_encdec.config.monitor_sections import LARGEST_LOSS
-from ds_encdec.config.sections import Sections
-from ds_encdec.config.settings import Conflict, broken
+from ds_encdec.config.sections import LARGEST_LOSS, Sections
+from ds_encdec.config.settings import Conflict, broken, unknown_key
 from ds_encdec.config.training_rules import training_rules
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.engines import ENGINES, EngineName, EngineSpec
+from ds_encdec.registry.objectives import OBJECTIVES, template_parts
+from ds_encdec.registry.source_kinds import LOCAL_SOURCES, local_kind
 
+# Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence.
 SMALLEST_VOCABULARY = 258
-"""Ids of a byte-level tokenizer before the first merge: 256 bytes, padding, end of sequence."""
+# Formats by the endings of local files, which are not names of data sets.
+_FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in kind.endings}
 
 
 def find_conflicts(config: Sections) -> list[Conflict]:
     """Return all contradictions in `config`."""
-    found = [*_model(config), *data_rules(config.data), *training_rules(config), *infra_rules(config), *_phases(config)]
-    kind = config.infra.distributed_type
-    lacks = [engine_conflicts(config, row.name) for row in ENGINES.values() if kind in (*row.distributed_types, "auto")]
-    return found + ([conflict for each in lacks for conflict in each] if all(lacks) else [])
+    found = [*_model(config), *_data(config.data), *training_rules(config), *infra_rules(config), *_phases(config)]
+    lacks = [
+        engine_conflicts(config, row.name)
+        for row in ENGINES.values()
+        if config.infra.distributed_type in (*row.distributed_types, "auto")
+    ]
+    return found + (list(chain(*lacks)) if all(lacks) else [])
 
 
 def _model(config: Sections) -> Iterator[Conflict]:
@@ -72,6 +81,149 @@ def _model(config: Sections) -> Iterator[Conflict]:
                 "an example may be longer than the model is declared for",
             )
             for name in ("max_encoder_length", "max_decoder_length")
+        ),
+    )
+
+
+def _data(data: DataConfig) -> Iterator[Conflict]:
+    is_mixed, names, weights = data.mixture is not None, ", ".join(DENOISERS), data.ul2_task_weights
+    for at, source in data.sources_by_path().items():
+        yield from _source(source, at)
+    yield from broken(
+        "data",
+        (data.mixture == (), "mixture", "a mixture needs at least one source"),
+        (
+            data.mixture_weights_count == "tokens" and not is_mixed,
+            "mixture_weights_count mixture",
+            "only a mixture has weights: remove it",
+        ),
+        *(
+            (is_mixed, f"mixture {name}", f"a mixture replaces {name}: remove it, or make it one of its sources")
+            for name in data.changed(*Source.model_fields)
+        ),
+        (len(weights) != len(DENOISERS), "ul2_task_weights", f"must be {len(DENOISERS)} weights, of {names}"),
+        (min(weights, default=0) < 0, "ul2_task_weights", f"weights of {names} must be >= 0"),
+        (not any(weights), "ul2_task_weights", f"at least one of {names} must have a weight > 0"),
+    )
+    yield from _unread(data)
+    if OBJECTIVES[data.objective].takes_records:
+        yield from _records(data)
+    yield from _evaluation(data, "data")
+    yield from _split(data, "test_files", "test_split", "data")
+    for name in data.eval_sets:
+        alone, path = data.of_eval_set(name), f"data.eval_sets.{name}"
+        if re.fullmatch(r"[\w-]+", name, re.ASCII) is None:
+            yield Conflict(("data.eval_sets",), f"{name!r}: names are of letters, digits, `_` and `-`")
+            continue
+        if alone.own_split("validation") is None:
+            yield Conflict((path,), "name its texts: eval_files, eval_dataset_name or eval_split")
+        yield from _evaluation(alone, path)
+
+
+def _source(source: Source, at: str) -> Iterator[Conflict]:
+    name, kind, files = source.dataset_name, local_kind(source.dataset_name), source.data_files
+    reads_files = kind is not None and kind.reads_files
+    no_reader = name.startswith(PYTHON) and not is_dotted(name.removeprefix(PYTHON))
+    no_format = f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`"
+    no_files = f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}"
+    return broken(
+        at,
+        (no_reader, "dataset_name", "write `python:module:function`"),
+        (name in _FORMAT_OF, "dataset_name", no_format),
+        (reads_files and not files, "dataset_name data_files", f"{name} needs data_files, paths or patterns of files"),
+        (kind and not reads_files and files is not None, "dataset_name data_files", no_files),
+    )
+
+
+def _unread(data: DataConfig) -> Iterator[Conflict]:
+    """Yield fields that are set although the objective does not read them."""
+    objective = OBJECTIVES[data.objective]
+    for other, row in OBJECTIVES.items():
+        names = row.split_fields if objective.takes_records else row.own_fields
+        mine = objective.split_fields if objective.takes_records else objective.own_fields
+        fix = " and ".join(mine) if objective.takes_records else f"objective={other}"
+        for name in data.changed(*(name for name in names if name not in mine)):
+            yield Conflict(
+                (f"data.{name}", "data.objective"), f"{data.objective} does not read it: set {fix}, or remove it"
+            )
+
+
+def _records(data: DataConfig) -> Iterator[Conflict]:
+    with_columns = ", ".join(name for name, kind in LOCAL_SOURCES.items() if kind.has_columns)
+    for at, source in data.sources_by_path().items():
+        if (kind := local_kind(source.dataset_name)) and not kind.has_columns:
+            yield Conflict(
+                ("data.objective", f"{at}.dataset_name"),
+                f"its rows have no columns: take {with_columns}, or a data set of the hub",
+            )
+    known: set[str] = set()
+    for name in ("input_template", "output_template"):
+        try:
+            fields = {field for _, field in template_parts(getattr(data, name)) if field is not None}
+        except ValueError as error:
+            yield Conflict((f"data.{name}",), f"is no template ({error})")
+            continue
+        known |= fields
+        if not fields:
+            yield Conflict((f"data.{name}",), "must hold a field, `{name}`, that a row fills in")
+    for field in sorted(data.field_mapping.keys() - known) if known else ():
+        yield Conflict(("data.field_mapping",), f"no template has a field {field}: {unknown_key(field, known)}")
+    if data.converter is not None and not is_dotted(data.converter):
+        yield Conflict(("data.converter",), "write `module:function`")
+
+
+def _at(section: str, *names: str) -> str:
+    """Return the dotted fields: an evaluation set has a part of them, and shares the others with `data`."""
+    return " ".join(f"{section if name in EvalSet.model_fields else 'data'}.{name}" for name in names)
+
+
+def _split(data: DataConfig, files: str, split: str, section: str) -> Iterator[Conflict]:
+    name, paths = data.eval_dataset_name, getattr(data, files)
+    is_files, is_split = paths is not None, getattr(data, split) is not None
+    kind = None if data.mixture and name is None else local_kind(name or data.dataset_name)
+    field = "eval_dataset_name" if name or data.mixture else "dataset_name"
+    return broken(
+        section,
+        (is_files and is_split, _at(section, files, split), "files have no splits: remove one of the two"),
+        (paths == (), _at(section, files), "no file is named: name one, or remove the field"),
+        (
+            (is_files or is_split) and data.mixture and name is None,
+            _at(section, "mixture", files if is_files else split, "eval_dataset_name"),
+            "a mixture is of several data sets: set eval_dataset_name to the one of this",
+        ),
+        (
+            is_files and not (kind and kind.reads_files) and not data.mixture,
+            _at(section, files, field),
+            f"set {field} to the kind of these files: {', '.join(LOCAL_FORMATS)}",
+        ),
+        (
+            is_split and not is_files and kind is not None,
+            _at(section, split, field),
+            "only data sets of the hub have splits",
+        ),
+    )
+
+
+def _evaluation(data: DataConfig, section: str) -> Iterator[Conflict]:
+    name = data.eval_dataset_name
+    kind = local_kind(name) if name is not None else None
+    yield from _split(data, "eval_files", "eval_split", section)
+    yield from broken(
+        section,
+        (
+            kind and kind.reads_files and data.eval_files is None,
+            "eval_dataset_name eval_files",
+            f"{name} needs eval_files, paths or patterns of files",
+        ),
+        (
+            data.eval_dataset_config is not None and name is None and data.eval_split is None,
+            "eval_dataset_config eval_dataset_name",
+            "goes with eval_dataset_name or eval_split",
+        ),
+        (
+            kind and not kind.has_columns and OBJECTIVES[data.objective].takes_records,
+            "data.objective eval_dataset_name",
+            "its rows have no columns",
         ),
     )
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from ds_encdec.base.types import ConfigError
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 
+# SageMaker copies this folder to the job's `checkpoint_s3_uri`, and back before it starts the job again.
 CHECKPOINTS = "/opt/ml/checkpoints"
-"""SageMaker copies this folder to the job's `checkpoint_s3_uri`, and back before it starts the job again."""
-
 _HYPERPARAMETERS = "SM_HPS"
 _FOLDERS = ("infra.output_dir", "output_dir", "output-dir")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")

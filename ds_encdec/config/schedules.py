@@ -35,6 +35,7 @@ def _inverse_sqrt(done: int, steps: int, training: TrainingConfig) -> float:
     return math.sqrt(timescale / (done + timescale))
 
 
+# The factor of each schedule after `done` of `steps` past the warm-up.
 _DECAYS: dict[str, Callable[[int, int, TrainingConfig], float]] = {
     "WarmupDecayLR": lambda done, steps, _: (steps - done) / steps,  # as DeepSpeed rounds it
     "WarmupLR": lambda done, steps, _: 1.0,
@@ -46,7 +47,6 @@ _DECAYS: dict[str, Callable[[int, int, TrainingConfig], float]] = {
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
 }
-"""The factor of each schedule after `done` of `steps` past the warm-up."""
 
 
 def learning_rate(update_index: int, training: TrainingConfig) -> float:

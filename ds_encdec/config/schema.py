@@ -18,12 +18,19 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.config.data_sections import DataConfig, MixtureSource, Source  # noqa: F401  also importable from here
 from ds_encdec.config.first_rows import evaluated_and_trained_on
 from ds_encdec.config.hostfile import read_hosts, read_variables
-from ds_encdec.config.infra_sections import InfraConfig  # noqa: F401
-from ds_encdec.config.model_sections import ArchitectureConfig, LoraConfig, ModelConfig  # noqa: F401
-from ds_encdec.config.monitor_sections import MonitorConfig, PhaseOverrides, PhasesConfig  # noqa: F401
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.section_base import Mark, Section  # noqa: F401
-from ds_encdec.config.sections import Sections, marked  # noqa: F401
+from ds_encdec.config.sections import (  # noqa: F401
+    ArchitectureConfig,
+    InfraConfig,
+    LoraConfig,
+    ModelConfig,
+    MonitorConfig,
+    PhaseOverrides,
+    PhasesConfig,
+    Sections,
+    marked,
+)
 from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped

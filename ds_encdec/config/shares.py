@@ -6,17 +6,16 @@ import logging
 from typing import Literal, TypeVar
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.infra_sections import InfraConfig
-from ds_encdec.config.sections import Sections
+from ds_encdec.config.sections import InfraConfig, Sections
 from ds_encdec.config.training_sections import TrainingConfig
 
 Run = TypeVar("Run", bound=Sections)
 logger = logging.getLogger(__name__)
 
+# The value of `training.per_device_train_batch_size` for which the run finds the size that fits, and the size that is
+# assumed for it if the global batch follows from it.
 AUTO: Literal["auto"] = "auto"
-"""The value of `training.per_device_train_batch_size` for which the run finds the size that fits."""
 DEFAULT_MICRO_BATCH_SIZE: int = TrainingConfig.model_fields["per_device_train_batch_size"].default
-"""The size that is assumed for `auto` if the global batch follows from it."""
 
 
 def is_auto(config: Sections) -> bool:
@@ -44,17 +43,16 @@ def plan_lanes(config: Sections, world_size: int, saved_lanes: int | None = None
     """Return the micro-batches per optimizer step over all ranks (a run's lanes, which never change) and on each rank.
     Raises ConfigError if the ranks do not divide them."""
     lanes = saved_lanes or micro_batches_per_step(config, world_size)
-    origin = "training.global_batch_size / training.per_device_train_batch_size"
-    if saved_lanes or config.data.num_lanes:
-        origin = "data.num_lanes (fixed when this run first started)" if saved_lanes else "data.num_lanes"
-    return lanes, per_rank(lanes, world_size, origin)
+    if saved_lanes:
+        return lanes, per_rank(lanes, world_size, "data.num_lanes (fixed when this run first started)")
+    by_size = "training.global_batch_size / training.per_device_train_batch_size"
+    return lanes, per_rank(lanes, world_size, "data.num_lanes" if config.data.num_lanes else by_size)
 
 
 def micro_batch_candidates(config: Sections, world_size: int) -> list[int]:
     """Return the sizes that `auto` may take, largest first: the divisors of one rank's share of the global batch.
     Raises ConfigError if the ranks do not divide the global batch."""
-    sequences = global_batch_size(config, world_size)
-    share = per_rank(sequences, world_size, "training.global_batch_size", multiple=True)
+    share = per_rank(global_batch_size(config, world_size), world_size, "training.global_batch_size", multiple=True)
     return [size for size in range(share, 0, -1) if share % size == 0]
 
 
@@ -88,8 +86,7 @@ def with_first_batch_size(config: Run, world_size: int) -> Run:
     of the global batch. Raises ConfigError as `micro_batch_candidates` does."""
     if not is_auto(config):
         return config
-    candidates = micro_batch_candidates(config, world_size)
-    size = next(size for size in candidates if size <= DEFAULT_MICRO_BATCH_SIZE)
+    size = next(size for size in micro_batch_candidates(config, world_size) if size <= DEFAULT_MICRO_BATCH_SIZE)
     return with_micro_batch_size(config, size, world_size)
 
 
@@ -98,10 +95,9 @@ def per_rank(count: int, ranks: int, what: str, *, multiple: bool = False) -> in
     proposes numbers of ranks which divide them, or with `multiple` the next count that fits."""
     if count % ranks == 0:
         return count // ranks
-    if multiple:
-        fix = f"make it a multiple of {ranks}, such as {-(-count // ranks) * ranks}"
-    else:
-        divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
+    fix = f"make it a multiple of {ranks}, such as {-(-count // ranks) * ranks}"
+    if not multiple:
+        divisors = (str(number) for number in range(1, count + 1) if count % number == 0)
         fix = f"use one of these numbers of ranks: {', '.join(divisors)}"
     raise ConfigError(f"{what}={count} cannot be divided evenly among {ranks} ranks: {fix}.")
 

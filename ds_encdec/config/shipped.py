@@ -14,8 +14,8 @@ from ds_encdec.base.types import ConfigError
 _PACKAGE = Path(__file__).resolve().parents[1]
 _FOLDERS = ("ds_configs", "hostfiles")
 _ENDINGS = ("", ".yaml", ".json")
+# The line that names the schema for editors, which is only beside the repository's files.
 _MODELINE = re.compile("# yaml-language-server: .*\n")
-"""The line that names the schema for editors, which is only beside the repository's files."""
 INIT: Arguments = {
     "name": value("of a configuration, DeepSpeed JSON or host file (default: list them)", nargs="?"),
     "--out": value("file to write; must not exist (default: its own name, in this folder)", Path, metavar="FILE"),
@@ -31,8 +31,7 @@ def find_shipped(path: str | Path | None) -> Path | None:
     if path.is_absolute() or (os.path.exists(path) and not os.path.isdir(path)):
         return path
     *folder, name = path.parts or ("",)
-    folders = _FOLDERS if not folder else [one for one in _FOLDERS if folder == [one]]
-    found = (_PACKAGE / one / f"{name}{ending}" for one in folders for ending in _ENDINGS)
+    found = (_PACKAGE / one / f"{name}{ending}" for one in _FOLDERS if folder in ([], [one]) for ending in _ENDINGS)
     return next((file.resolve() for file in found if os.path.isfile(file)), path)
 
 
@@ -52,8 +51,9 @@ def shipped_instead(path: Path) -> str:
     """Return the end of a sentence about a missing configuration: a similar shipped file, or for a bare name all."""
     if (similar := similar_shipped(path)) or len(path.parts) != 1 or path.suffix == ".json":
         return similar
-    names = ", ".join(_name(file) for file in shipped_files() if file.suffix == ".yaml")
-    return f"; configurations that come with the program are found by name: {names}"
+    return "; configurations that come with the program are found by name: " + ", ".join(
+        _name(file) for file in shipped_files() if file.suffix == ".yaml"
+    )
 
 
 def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
@@ -68,9 +68,11 @@ def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
     if source is None:
         raise ConfigError(f"there is no shipped file {wanted}; `ds-encdec init` lists them{similar_shipped(wanted)}")
     out = options.out or Path(source.name)
-    text = _MODELINE.sub("", source.read_text(encoding="utf-8"))
-    text = text.replace(f"{source.parent.name}/{source.name}", str(out))
-    text = text.replace(" ds_encdec/train.py", " --module ds_encdec.train")  # works without a clone, too
+    text = (
+        _MODELINE.sub("", source.read_text(encoding="utf-8"))
+        .replace(f"{source.parent.name}/{source.name}", str(out))
+        .replace(" ds_encdec/train.py", " --module ds_encdec.train")  # works without a clone, too
+    )
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)

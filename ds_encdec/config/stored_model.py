@@ -1,31 +1,26 @@
 """Find the folder of a model or tokenizer, and read its files as transformers does, refusing models that the engine
 cannot train. It needs neither torch nor transformers, so estimates and runs read the same sizes."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ds_encdec.base.types import CheckpointError
+from ds_encdec.config.sections import Sections
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.registry.denoisers import DENOISERS
 
-if TYPE_CHECKING:
-    from ds_encdec.config.sections import Sections
-
+# Files downloaded for a model (none that would have to be unpickled or executed), and for a tokenizer.
 MODEL_FILES = ("*.json", "*.safetensors")
-"""Files downloaded for a model: none that would have to be unpickled or executed."""
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
-"""Files downloaded for a tokenizer."""
+# Optional tokens that name the denoiser of an example, in the order of `DENOISERS`.
 MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
-"""Optional tokens that name the denoiser of an example, in the order of `DENOISERS`."""
 DECODER_ONLY = "qwen3"
 OF_OUR_OWN = "qwen3_seq2seq"
-COUNTS = (
+COUNTS = (  # the sizes that every `config.json` has: whole numbers above 0
     "hidden_size",
     "intermediate_size",
     "num_hidden_layers",
@@ -33,10 +28,6 @@ COUNTS = (
     "num_key_value_heads",
     "vocab_size",
 )
-"""Sizes that every `config.json` has: whole numbers above 0."""
-_WINDOWS = "use_sliding_window (layers that attend over a window)"
-_HEAD_DIM = 128
-"""The width that transformers' Qwen3 uses if `head_dim` is missing, whatever the hidden size."""
 
 
 def is_hub_name(name_or_path: str) -> bool:
@@ -58,11 +49,10 @@ def model_folder(name_or_path: str, files: Sequence[str], *, field: str) -> Path
     try:
         return Path(snapshot_download(name_or_path, allow_patterns=list(files)))
     except (OSError, ValueError) as error:
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise CheckpointError(
             f"{field}: {name_or_path} is not a local folder, is not in the Hugging Face cache, and could not be "
-            f"downloaded ({reason}). Check its name and the network (and HF_TOKEN for a gated one), or download it "
-            "elsewhere and give the folder's path"
+            f"downloaded ({type(error).__name__}: {str(error).splitlines()[0]}). Check its name and the network (and "
+            "HF_TOKEN for a gated one), or download it elsewhere and give the folder's path"
         ) from error
 
 
@@ -91,23 +81,30 @@ def read_stored_model(file: Path) -> dict[str, Any]:
         )
     if stored.get("num_key_value_heads", 0) is None:
         stored["num_key_value_heads"] = stored.get("num_attention_heads")
-    stored.setdefault("head_dim", _HEAD_DIM)
-    if wrong := [name for name in (*COUNTS, "head_dim") if not _is_count(stored.get(name))]:
+    stored.setdefault("head_dim", 128)  # as transformers' Qwen3, whatever the hidden size
+    if wrong := [
+        name
+        for name in (*COUNTS, "head_dim")
+        if not isinstance(number := stored.get(name), int) or isinstance(number, bool) or number < 1
+    ]:
         raise CheckpointError(f"{file} lacks {', '.join(wrong)} (whole numbers above 0)")
-    kinds, first = stored.get("layer_types"), stored.get("max_window_layers", 28)
-    if kinds is None:
-        slides = bool(stored.get("use_sliding_window")) and stored.get("sliding_window", 4096) is not None
-        slides = slides and not (isinstance(first, int) and first >= stored["num_hidden_layers"])
-    else:
+    if (kinds := stored.get("layer_types")) is not None:
         slides = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    if names := ["attention_bias"] * bool(stored.get("attention_bias")) + [_WINDOWS] * slides:
+    else:
+        first = stored.get("max_window_layers", 28)
+        slides = (
+            bool(stored.get("use_sliding_window"))
+            and stored.get("sliding_window", 4096) is not None
+            and not (isinstance(first, int) and first >= stored["num_hidden_layers"])
+        )
+    windows = ["use_sliding_window (layers that attend over a window)"] * slides
+    if names := ["attention_bias"] * bool(stored.get("attention_bias")) + windows:
         raise CheckpointError(f"{file}: not supported: {', '.join(names)}")
     try:
-        rope = _rope(stored)
+        rope = {"rope_parameters": _rope(stored)}
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    kept = {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")}
-    return kept | {"rope_parameters": rope}
+    return {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")} | rope
 
 
 def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool) -> str:
@@ -118,10 +115,6 @@ def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool
         f"ones: set model.num_sentinel_tokens={sentinels}"
         + (" and data.use_mode_tokens=false" if asks_for_modes and not modes else "")
     )
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _rope(stored: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +132,7 @@ def _rope(stored: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"not supported: rope type {kind!r} ({name})")
         bases[f"{name}.rope_theta"] = rope.get("rope_theta")
     if bases["rope_theta"] is None and bases.get("rope_scaling.rope_theta", 0) is None:
-        beside = bases.get("rope_parameters.rope_theta")
-        bases["rope_scaling.rope_theta"] = None if beside is None else 10_000.0
+        bases["rope_scaling.rope_theta"] = None if bases.get("rope_parameters.rope_theta") is None else 10_000.0
     known = {name: base for name, base in bases.items() if base is not None}
     for name, base in known.items():
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < inf:
@@ -165,12 +157,11 @@ def too_few_rows(rows: int, ids: int) -> str | None:
 
 def tokenizer_lacks_rows(config: Sections) -> str | None:
     """Return an error if `model.architecture.vocab_size` is too small for a tokenizer on this machine, else None."""
-    section = config.model
-    name = section.tokenizer_name_or_path
+    section, name = config.model, config.model.tokenizer_name_or_path
     if section.architecture is None or name is None or (file := _file_of(name)) is None:
         return None
-    wanted = {sentinel(index) for index in range(section.num_sentinel_tokens)}
-    wanted |= {*MODE_TOKENS} if config.data.use_mode_tokens else set()
+    modes = MODE_TOKENS if config.data.use_mode_tokens else ()
+    wanted = {*map(sentinel, range(section.num_sentinel_tokens)), *modes}
     try:
         stored = read_json(file)
         # BPE, WordPiece and WordLevel map tokens to ids, Unigram lists pairs with scores.

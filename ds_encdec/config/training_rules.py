@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from ds_encdec.base.plugins import is_dotted
-from ds_encdec.config.monitor_sections import MonitorConfig
-from ds_encdec.config.sections import Sections
+from ds_encdec.config.sections import MonitorConfig, Sections
 from ds_encdec.config.settings import Conflict, broken, closest
 from ds_encdec.config.training_sections import (
     CROSS_ENTROPY,

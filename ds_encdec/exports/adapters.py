@@ -16,8 +16,8 @@ from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_who
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from ds_encdec.checkpoint.saved_state import saved_weights
 from ds_encdec.checkpoint.zero_state import open_saved_state
-from ds_encdec.config.model_sections import LoraConfig as LoraSection
 from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
+from ds_encdec.config.sections import LoraConfig as LoraSection
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.exports.model_card import hub_id
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig

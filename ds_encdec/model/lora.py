@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from ds_encdec.base.foreign_places import write
 from ds_encdec.base.types import ConfigError, WeightSource
-from ds_encdec.config.model_sections import LoraConfig
-from ds_encdec.config.sections import Sections
+from ds_encdec.config.sections import LoraConfig, Sections
 from ds_encdec.model.parameter_count import (
     ADAPTER,
     LORA_A,

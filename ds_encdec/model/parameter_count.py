@@ -11,8 +11,7 @@ from math import prod
 from typing import Protocol
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.model_sections import LoraConfig
-from ds_encdec.config.sections import Sections
+from ds_encdec.config.sections import LoraConfig, Sections
 from ds_encdec.config.settings import closest
 
 # peft's name of the one adapter, which is part of the names of modules, and not of the files it saves.

@@ -9,8 +9,8 @@ import yaml
 
 from ds_encdec.registry.source_kinds import kind_of_file
 
+# The fields that a word sets (empty: none), or why no field can stand for it.
 Meaning = Mapping[str, Any] | str
-"""The fields that a word sets (empty: none), or why no field can stand for it."""
 
 
 class Word(NamedTuple):
@@ -97,10 +97,10 @@ def _seconds(value: Any) -> Meaning | None:
     return {"infra.distributed_timeout_minutes": min(value, 6_000_000) / 60} if is_number else None
 
 
+# Readers of values that no table can list; the documentation quotes their docstrings.
 READERS: dict[str, Callable[[Any], Meaning | None]] = {
     "train_files": _train_files,
     "fsdp": _fsdp,
     "ratio": _ratio,
     "seconds": _seconds,
 }
-"""Readers of values that no table can list; the documentation quotes their docstrings."""

@@ -13,15 +13,13 @@ from ds_encdec.config.validation import homes, meant, mention, wrong_value
 from ds_encdec.config.words.other_tools import Meaning, Word, their_sections, words_by_name
 from ds_encdec.config.yaml.text import read_settings
 
+# Two fields for one thing: on the command line, one replaces the other.
 _INSTEAD = {
     "training.num_train_epochs": "training.num_train_steps",
     "training.num_train_steps": "training.num_train_epochs",
     "training.warmup_ratio": "training.warmup_steps",
     "training.warmup_steps": "training.warmup_ratio",
 }
-"""Two fields for one thing: on the command line, one replaces the other."""
-_BATCH = "training.per_device_train_batch_size"
-"""In Hugging Face's words a number may stand beside `auto`, which then counts."""
 
 
 def read_words(settings: Settings, problems: list[Problem], notes: list[str]) -> dict[str, Any]:
@@ -55,8 +53,8 @@ def _set(settings: Settings, problems: list[Problem], field: str, wanted: Any, w
     """Set `field` to the wanted value, unless the settings have another one. `{}` switches a block on and keeps its
     content; null switches it off, and then it must be empty."""
     present = settings.get(field)
-    if field == _BATCH and "auto" in (present, wanted):
-        present = wanted = "auto"
+    if field == "training.per_device_train_batch_size" and "auto" in (present, wanted):
+        present = wanted = "auto"  # in Hugging Face's words a number may stand beside it
         settings.put(field, wanted, settings.place_of(field) or word.place)
     blocks = (path for path, info in fields().items() if "." in path and section_in(info.annotation))
     off = next((block for block in blocks if settings.get(block, wanted) is None and within(field, block)), None)
@@ -65,8 +63,7 @@ def _set(settings: Settings, problems: list[Problem], field: str, wanted: Any, w
         both = off or field
         problems.append(Problem((word, mention(settings, both)), f"both are {both}: make them equal, or remove one"))
     elif present is None:
-        place = word.place if word.place == COMMAND_LINE else f"{word.place} ({word.field})"
-        settings.put(field, deepcopy(wanted), place)
+        settings.put(field, deepcopy(wanted), word.place + (f" ({word.field})" if word.place != COMMAND_LINE else ""))
 
 
 def read_overrides(
@@ -90,9 +87,8 @@ def read_overrides(
             if not settings.put(field, deepcopy(wanted), COMMAND_LINE):
                 message = "no such field: what stands above it is set to a single value"
                 problems.append(Problem((Mention(COMMAND_LINE, name),), message))
-            other = _INSTEAD.get(field, "")
-            if wanted is not None and settings.get(other) is not None and other:
-                settings.put(other, None, COMMAND_LINE)
+            if wanted is not None and field in _INSTEAD and settings.get(_INSTEAD[field]) is not None:
+                settings.put(_INSTEAD[field], None, COMMAND_LINE)
     return found
 
 

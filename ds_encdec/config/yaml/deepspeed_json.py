@@ -6,7 +6,6 @@ import json
 import logging
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 _EXTRA = "infra.deepspeed_extra."
 _STAGE = "infra.sharding_stage"
+_MICRO_BATCH = "training.per_device_train_batch_size"
 _HPZ = f"{_EXTRA}zero_optimization.zero_hpz_partition_size"
 
 
@@ -28,8 +28,7 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
     """Return the entries of a DeepSpeed JSON under DeepSpeed's names, and append the file's problems to `problems`.
     Places are `file:line:column`, since such files are often one line; YAML's reader finds them, because JSON is also
     YAML except for odd characters. `named_by` is the setting that names the file, if any."""
-    text = read_text(path, problems, named_by)
-    if text is None:
+    if (text := read_text(path, problems, named_by)) is None:
         return Settings()
     try:
         values, problem = json.loads(text), None
@@ -45,11 +44,10 @@ def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention |
         return Settings()
     document = Settings(values, {"": f"{path}:1"})
     for key, mark in _keys(root, ""):
-        place = mark.line + 1, mark.column + 1
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}"
         if key in document.places:
-            message = f"`{key.rpartition('.')[2]}` is set twice in one block"
-            problems.append(file_problem(path, message, *place, field=key))
-        document.places[key] = ":".join(map(str, (path, *place)))
+            problems.append(Problem((Mention(place, key),), f"`{key.rpartition('.')[2]}` is set twice in one block"))
+        document.places[key] = place
     for key, message in document.unusable().items():
         problems.append(Problem((_mention(document, key, document.get(key)),), message))
         document.put(key, None, document.place_of(key))
@@ -70,75 +68,63 @@ def _keys(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.Mark]]:
 def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[Problem]) -> Settings:
     """Return `settings`, extended by `document` (see `read_deepspeed_json`). Unknown keys, and values that disagree
     with `settings` or with each other, are appended to `problems`."""
-    result, claims = deepcopy(settings), _Claims(settings, document, problems)
-    claims.read()
-    for name, (value, key) in claims.fields.items():
+    result, claimed = deepcopy(settings), _claimed(settings, document, problems)
+    for name, (value, key) in claimed.items():
         if (present := settings.get(name)) is None:
             result.put(name, value, f"{key.place} ({key.field})")
         elif not _agree(name, present, value, key, problems):
             message = 'the two disagree: make them equal, or leave it to one (null here, or "auto" in the JSON)'
             problems.append(Problem((mention(settings, name), key), message))
-    if (stage := claims.fields.get(_STAGE)) is not None:
+    if (stage := claimed.get(_STAGE)) is not None:
         for name in ("infra.offload_optimizer", "infra.offload_params"):
             if result.get(name) is None:
                 result.put(name, "none", f"{stage[1].place} ({stage[1].field})")
     return result
 
 
-@dataclass
-class _Claims:
-    """Fields that a JSON sets, each with the value and the key that sets it."""
+def _claimed(settings: Settings, document: Settings, problems: list[Problem]) -> dict[str, tuple[Any, Mention]]:
+    """Return the fields that a JSON sets, each with the value and the key that sets it."""
+    fields: dict[str, tuple[Any, Mention]] = {}
 
-    settings: Settings
-    document: Settings
-    problems: list[Problem]
-    fields: dict[str, tuple[Any, Mention]] = field(default_factory=dict)
+    def claim(name: str, value: Any, key: Mention) -> None:
+        earlier, by = fields.setdefault(name, (value, key))
+        if not _agree(name, earlier, value, key, problems):
+            problems.append(Problem((by, key), f"both set `{name}` and must agree"))
 
-    def claim(self, name: str, value: Any, key: Mention) -> None:
-        """Record that `key` sets a field, or report that another key of the same JSON sets it to another value."""
-        earlier, by = self.fields.setdefault(name, (value, key))
-        if not _agree(name, earlier, value, key, self.problems):
-            self.problems.append(Problem((by, key), f"both set `{name}` and must agree"))
-
-    def read(self) -> None:
-        """Read the whole document."""
-        for path, value, message in check_keys(self.document.values):
-            key = _mention(self.document, path, value)
-            switched_off = f"{above(path)}.enabled" in self.document and not path.endswith(".enabled")
-            if path in IGNORED and message is None and value and not switched_off:
-                logger.warning("%s: `%s` does nothing here: %s", key.place, path, IGNORED[path])
-            found = message or ({} if value is None else _meant(path, value))
-            if isinstance(found, str):
-                self.problems.append(Problem((key,), found))
-            else:
-                for name, wanted in found.items():
-                    self.claim(name, wanted, key)
-        size, by = self.fields.pop(_HPZ, (1, None))
-        if by is not None and size > 1:  # a secondary partition (hpZ)
-            self.fields[_HPZ] = size, by
-            stage, stage_by = self.fields.pop(_STAGE, ("zero3", by))
-            if stage != "zero3":
-                message = "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"
-                self.problems.append(Problem((stage_by, by), message))
-            self.claim(_STAGE, "zero3_hybrid", by)
-        self.read_batch()
-
-    def read_batch(self) -> None:
-        """Translate `train_batch_size` into the micro-batches of an optimizer step, whatever the number of ranks."""
-        total, name = self.document.get("train_batch_size"), "training.per_device_train_batch_size"
-        key = _mention(self.document, "train_batch_size", total)
-        set_here = self.settings.get(name, default_of(name)), mention(self.settings, name)
-        micro, by = self.fields.get(name, set_here)
-        if total in (None, "auto"):
-            return
-        if not _is_count(total):
-            self.problems.append(Problem((key,), 'must be a whole number >= 1, or "auto"'))
-        elif micro == "auto":  # of the YAML file: the number of micro-batches is not known yet
-            self.claim("training.global_batch_size", total, key)
-        elif _is_count(micro) and total % micro:
-            self.problems.append(Problem((key, by), "train_batch_size must be a multiple of the micro-batch size"))
-        elif _is_count(micro):
-            self.claim("data.num_lanes", total // micro, key)
+    for path, value, message in check_keys(document.values):
+        key = _mention(document, path, value)
+        switched_off = f"{above(path)}.enabled" in document and not path.endswith(".enabled")
+        if path in IGNORED and message is None and value and not switched_off:
+            logger.warning("%s: `%s` does nothing here: %s", key.place, path, IGNORED[path])
+        found = message or ({} if value is None else _meant(path, value))
+        if isinstance(found, str):
+            problems.append(Problem((key,), found))
+        else:
+            for name, wanted in found.items():
+                claim(name, wanted, key)
+    size, hpz = fields.pop(_HPZ, (1, None))
+    if hpz is not None and size > 1:  # a secondary partition (hpZ)
+        fields[_HPZ] = size, hpz
+        stage, stage_by = fields.pop(_STAGE, ("zero3", hpz))
+        if stage != "zero3":
+            message = "hpZ is part of ZeRO-3: set stage 3, or remove zero_hpz_partition_size"
+            problems.append(Problem((stage_by, hpz), message))
+        claim(_STAGE, "zero3_hybrid", hpz)
+    # `train_batch_size` becomes the micro-batches of an optimizer step, whatever the number of ranks.
+    if (total := document.get("train_batch_size")) in (None, "auto"):
+        return fields
+    key = _mention(document, "train_batch_size", total)
+    set_here = settings.get(_MICRO_BATCH, default_of(_MICRO_BATCH)), mention(settings, _MICRO_BATCH)
+    micro, by = fields.get(_MICRO_BATCH, set_here)
+    if not _is_count(total):
+        problems.append(Problem((key,), 'must be a whole number >= 1, or "auto"'))
+    elif micro == "auto":  # of the YAML file: the number of micro-batches is not known yet
+        claim("training.global_batch_size", total, key)
+    elif _is_count(micro) and total % micro:
+        problems.append(Problem((key, by), "train_batch_size must be a multiple of the micro-batch size"))
+    elif _is_count(micro):
+        claim("data.num_lanes", total // micro, key)
+    return fields
 
 
 def _agree(name: str, earlier: Any, value: Any, key: Mention, problems: list[Problem]) -> bool:
@@ -152,7 +138,7 @@ def _agree(name: str, earlier: Any, value: Any, key: Mention, problems: list[Pro
 
 
 def _meant(path: str, value: Any) -> dict[str, Any] | str:
-    """Return the fields and values that a key sets, or an error message. `read_batch` reads `train_batch_size`."""
+    """Return the fields and values that a key sets, or an error message. `_claimed` reads `train_batch_size`."""
     if path == "zero_optimization.stage":
         is_stage = value in (0, 1, 2, 3) and not isinstance(value, bool)
         return {_STAGE: f"zero{int(value)}"} if is_stage else 'allowed: 0, 1, 2, 3 or "auto"'

@@ -18,31 +18,24 @@ _OF_BLOCK = {
 
 def _by_key(table: dict[str, str]) -> dict[str, str]:
     """Return the reason for each key; a block stands for the keys in it."""
-    named = {name: why for names, why in table.items() for name in names.split()}
-    return {key: why for name, why in named.items() for key in _OF_BLOCK.get(name, [name])}
+    return {key: why for names, why in table.items() for name in names.split() for key in _OF_BLOCK.get(name, [name])}
 
 
+# Keys for which the schema has a field; keys without effect, each with the reason for the warning; keys that may only
+# have certain values, with the reason; and keys that are errors unless switched off, each with the alternative.
 SCHEMA_FIELDS: dict[str, str] = _TABLES["fields"]
-"""Keys for which the schema has a field."""
 IGNORED = _by_key(_TABLES["ignored"])
-"""Keys that are accepted without effect, each with the reason for the warning."""
 FIXED: dict[str, tuple[list[Any], str]] = {key: (values, why) for key, (values, why) in _TABLES["fixed"].items()}
-"""Keys that may only have certain values, with the reason."""
 REFUSED = _by_key(_TABLES["refused"]) | dict.fromkeys(
     _SNAPSHOT["removed"], "DeepSpeed 0.19 no longer has this; remove it"
 )
-"""Keys that are errors unless switched off, each with the alternative."""
-
 _TYPES: dict[str, type] = {"int": int, "float": float, "bool": bool, "str": str, "list": list}
 _DECIDED = {*SCHEMA_FIELDS, *IGNORED, *FIXED, *REFUSED}
+# Keys that are passed to DeepSpeed unchanged (`infra.deepspeed_extra`), with the type of their value.
 PASSED_ON = {key: _TYPES[kind] for kind, keys in _TABLES["passed_on"].items() for key in keys.split()}
 PASSED_ON |= {key: _TYPES[kind] for keys in _OF_BLOCK.values() for key, kind in keys.items() if key not in _DECIDED}
-"""Keys that are passed to DeepSpeed unchanged (`infra.deepspeed_extra`), with the type of their value."""
-
-KEYS = frozenset([*SCHEMA_FIELDS, *PASSED_ON, *IGNORED, *FIXED, *REFUSED])
-"""Every known key, dotted."""
+KEYS = frozenset([*_DECIDED, *PASSED_ON])  # every known key, dotted
 _BLOCKS = frozenset(key[:end] for key in KEYS for end in range(len(key)) if key[end] == ".")
-
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string", list: "a list"}
 
 
@@ -86,8 +79,8 @@ def _unknown(key: str, path: str) -> str:
 
 def _wrong(path: str, value: Any) -> str | None:
     if path in REFUSED:
-        switched_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
-        return None if switched_off else REFUSED[path]
+        is_off = value is False or (isinstance(value, dict) and value.get("enabled") is False)
+        return None if is_off else REFUSED[path]
     if path in FIXED:
         allowed, reason = FIXED[path]
         return None if value in allowed else f"only {' or '.join(map(show, allowed))} works here: {reason}"

@@ -11,17 +11,12 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-MAX_CONFIG_BYTES = 1_000_000
-"""Largest YAML or JSON file that people write."""
-MAX_RECORD_BYTES = 32_000_000
-"""Largest manifest or index, which programs write: enough for about 100,000 files or tensors."""
-MAX_DEPTH = 100
-"""Deepest nesting of mappings and lists."""
-MAX_NODES = 10_000
-"""Most keys, values and list items of a configuration; those behind an alias count each time."""
-
+MAX_CONFIG_BYTES = 1_000_000  # of a YAML or JSON file that people write
+MAX_RECORD_BYTES = 32_000_000  # of a manifest or index, which programs write: enough for about 100,000 files or tensors
+MAX_DEPTH = 100  # of nested mappings and lists
+MAX_NODES = 10_000  # keys, values and list items of a configuration; those behind an alias count each time
+# Brackets, and the strings (also one that never ends) in which they mean nothing.
 _BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*\\?(?:"|\Z)|[\[\]{}]', re.DOTALL)
-"""Brackets, and the strings (also one that never ends) in which they mean nothing."""
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFLNK: "a symbolic link",

@@ -17,6 +17,7 @@ from ds_encdec.config.yaml.plain_files import MAX_DEPTH, MAX_NODES, read_config
 
 _PREFIX = "tag:yaml.org,2002:"
 _MERGE = _PREFIX + "merge"
+# Kinds of plain scalars other than text: pattern and reader.
 _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     "bool": ("true|True|TRUE|false|False|FALSE", lambda text: {"true": True, "false": False}[text.lower()]),
     "int": (r"[-+]?(?:0|[1-9][0-9_]*)", lambda text: int(text.replace("_", ""))),
@@ -27,7 +28,6 @@ _PLAIN: dict[str, tuple[str, Callable[[str], Any]]] = {
     ),
     "null": ("~|null|Null|NULL|", lambda text: None),
 }
-"""Kinds of plain scalars other than text: pattern and reader."""
 _READERS: dict[str, Callable[[str], Any]] = {
     _PREFIX + "str": str,
     **{_PREFIX + kind: read for kind, (_, read) in _PLAIN.items()},
@@ -171,13 +171,13 @@ class UnreadableError(ValueError):
         self.line, self.field = line, field
 
 
+# Common complaints of PyYAML, with the fix for each.
 _IN_OTHER_WORDS = {
     "found character '\\t' that cannot start any token": "found a tab: indent with spaces",
     "expected <block end>, but found '<block mapping start>'": "a line that is indented otherwise than its neighbours",
     "mapping values are not allowed here": "mapping values are not allowed here: indent the line as its neighbours, "
     "and quote a value that holds a colon",
 }
-"""Common complaints of PyYAML, with the fix for each."""
 
 
 def compose(text: str) -> yaml.Node | None:
