@@ -9,8 +9,8 @@ from ds_encdec.config.settings import unknown_key
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 
+# Names of data sets that stand for local files.
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
-"""Names of data sets that stand for local files."""
 
 
 def _by_denoiser(value: Any) -> Any:
@@ -178,8 +178,10 @@ class DataConfig(Source):
 
     def own_split(self, split: str) -> MixtureSource | None:
         """Return the source of the split `validation` or `test`, or None if it is held out of the training data."""
-        fields = {"validation": (self.eval_files, self.eval_split), "test": (self.test_files, self.test_split)}
-        files, part = fields.get(split, (None, None))
+        files, part = {
+            "validation": (self.eval_files, self.eval_split),
+            "test": (self.test_files, self.test_split),
+        }.get(split, (None, None))
         other = self.eval_dataset_name
         is_same = other in (None, self.dataset_name)
         if files is None and part is None and not (other and split == "validation"):

@@ -8,8 +8,7 @@ from ds_encdec.config.yaml.deepspeed_keys import check_extra
 from ds_encdec.registry.engines import ByEngine
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
-NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")
-"""Schedules that are DeepSpeed's own classes."""
+NATIVE_SCHEDULES = ("WarmupDecayLR", "WarmupLR", "WarmupCosineLR")  # DeepSpeed's own classes
 _ENGINE, _STAGE, _EXTRA = "infra.distributed_type", "infra.sharding_stage", "infra.deepspeed_extra"
 
 
@@ -23,13 +22,13 @@ def infra_rules(config: Sections) -> Iterator[Conflict]:
     )
     params = Settings(infra.deepspeed_extra).get("optimizer.params")
     params, at = params if isinstance(params, dict) else {}, f"{_EXTRA}.optimizer.params."
-    stages = "" if is_ddp else ", or zero1 to zero3"
     yield from broken(
         "infra",
         (
             stage == "zero0" and infra.offload_optimizer != "none",
             f"{'distributed_type' if is_ddp else ''} sharding_stage offload_optimizer",
-            f"without sharding there is nothing to offload: set offload_optimizer=none{stages}",
+            "without sharding there is nothing to offload: set offload_optimizer=none"
+            + ("" if is_ddp else ", or zero1 to zero3"),
         ),
         (
             infra.offload_params != "none" and not is_zero3,
@@ -203,5 +202,5 @@ def _fsdp_lacks(config: Sections) -> Iterator[Conflict]:
     )
 
 
+# Functions that yield the requests of a configuration that an engine cannot fulfil.
 LACKS: ByEngine[Callable[[Sections], Iterator[Conflict]]] = ByEngine(deepspeed=_deepspeed_lacks, fsdp=_fsdp_lacks)
-"""Functions that yield the requests of a configuration that an engine cannot fulfil."""

@@ -123,15 +123,24 @@ def _data(data: DataConfig) -> Iterator[Conflict]:
 def _source(source: Source, at: str) -> Iterator[Conflict]:
     name, kind, files = source.dataset_name, local_kind(source.dataset_name), source.data_files
     reads_files = kind is not None and kind.reads_files
-    no_reader = name.startswith(PYTHON) and not is_dotted(name.removeprefix(PYTHON))
-    no_format = f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`"
-    no_files = f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}"
     return broken(
         at,
-        (no_reader, "dataset_name", "write `python:module:function`"),
-        (name in _FORMAT_OF, "dataset_name", no_format),
+        (
+            name.startswith(PYTHON) and not is_dotted(name.removeprefix(PYTHON)),
+            "dataset_name",
+            "write `python:module:function`",
+        ),
+        (
+            name in _FORMAT_OF,
+            "dataset_name",
+            f"no data set; for local files of this kind write `{_FORMAT_OF.get(name)}`",
+        ),
         (reads_files and not files, "dataset_name data_files", f"{name} needs data_files, paths or patterns of files"),
-        (kind and not reads_files and files is not None, "dataset_name data_files", no_files),
+        (
+            kind and not reads_files and files is not None,
+            "dataset_name data_files",
+            f"{name} reads no files; for yours set {', '.join(LOCAL_FORMATS)}",
+        ),
     )
 
 
@@ -173,7 +182,7 @@ def _records(data: DataConfig) -> Iterator[Conflict]:
 
 
 def _at(section: str, *names: str) -> str:
-    """Return the dotted fields: an evaluation set has a part of them, and shares the others with `data`."""
+    # An evaluation set has a part of the fields, and shares the others with `data`.
     return " ".join(f"{section if name in EvalSet.model_fields else 'data'}.{name}" for name in names)
 
 
@@ -257,5 +266,5 @@ def engine_candidates(config: Sections) -> list[EngineSpec]:
     """Return the engines that `infra.distributed_type` allows, the preferred one first; never empty. `auto` allows
     those that can run `config`; the rules refuse a configuration that no engine can run."""
     rows = list(ENGINES.values())
-    matching = [row for row in rows if config.infra.distributed_type in row.distributed_types]
-    return matching or [row for row in rows if not engine_conflicts(config, row.name)] or rows[-1:]
+    named = [row for row in rows if config.infra.distributed_type in row.distributed_types]
+    return named or [row for row in rows if not engine_conflicts(config, row.name)] or rows[-1:]

@@ -34,8 +34,8 @@ def container_arguments(environ: Mapping[str, str], given: Sequence[str], option
         name, text = name.replace("-", "_"), value if isinstance(value, str) else json.dumps(value)
         words.append(f"--{name}={text}" if f"--{name}" in options else f"{name}={text}")
     has_folder = any(word.lstrip("-").partition("=")[0] in _FOLDERS for word in (*words, *given))
-    folder = [] if has_folder else [f"infra.output_dir={CHECKPOINTS}"]
-    return ["--resume=auto", *folder, *_channels(environ), *words, *given]
+    implied = ["--resume=auto"] if has_folder else ["--resume=auto", f"infra.output_dir={CHECKPOINTS}"]
+    return [*implied, *_channels(environ), *words, *given]
 
 
 def _channels(environ: Mapping[str, str]) -> Iterator[str]:

@@ -56,8 +56,8 @@ def imply(settings: Settings) -> list[str]:
     notes = []
     for source, field, value in _decided(settings):
         if settings.get(field) is None:
-            shown = show(settings.get(source))
-            settings.put(field, value, f"{settings.place_of(source)} ({source.rpartition('.')[2]} = {shown})")
+            decided_by = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
+            settings.put(field, value, f"{settings.place_of(source)} ({decided_by})")
             if source == "training.fp16":  # Hugging Face has neither by default
                 notes.append(f"{mention(settings, source)} sets {field} = {show(value)}, which is true by default")
     return notes

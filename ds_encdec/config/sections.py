@@ -13,8 +13,8 @@ from ds_encdec.config.settings import join
 from ds_encdec.config.training_sections import TrainingConfig
 from ds_encdec.registry.engines import DistributedType
 
+# The matrices of a layer that can have adapters.
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""The matrices of a layer that can have adapters."""
 
 
 class ArchitectureConfig(Section):
@@ -156,8 +156,8 @@ class InfraConfig(Section):
     """W&B run name; None lets W&B choose."""
 
 
+# Nats per target token, above the first loss of any model: a guess among the 151,936 ids of Qwen3 costs 11.9.
 LARGEST_LOSS = 20.0
-"""Nats per target token, above the first loss of any model: a guess among the 151,936 ids of Qwen3 costs 11.9."""
 
 
 class MonitorConfig(Section):
@@ -270,8 +270,7 @@ class Sections(Section):
     @field_validator("*", mode="before")
     @classmethod
     def _empty_section(cls, value: Any) -> Any:
-        """Leave a section at its defaults if all its lines are commented out."""
-        return {} if value is None else value
+        return {} if value is None else value  # where all lines of a section are commented out
 
 
 def section_in(annotation: Any) -> type[Section] | None:

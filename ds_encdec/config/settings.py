@@ -102,7 +102,6 @@ def unusable(value: Any) -> str | None:
 
 
 def _paths_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield everything inside `value`, which stands at `path`, with its dotted path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in items:
         yield (here := join(path, key)), child
@@ -197,7 +196,7 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
 
 
 def _order(place: str) -> tuple[bool, str, int, int]:
-    """Return a sort key: files first, by line and column, then the command line and defaults."""
+    # Files first, by line and column, then the command line and defaults.
     match = re.match(r"(.*?):(\d+)(?::(\d+))?(?= |$)", place)
     if match is None:
         return (place in (COMMAND_LINE, DEFAULT), place, 0, 0)

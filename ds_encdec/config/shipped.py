@@ -90,6 +90,5 @@ def _name(file: Path) -> str:
 def _purpose(file: Path) -> str:
     if file.suffix == ".json":
         return "a DeepSpeed JSON, for --deepspeed_config"
-    lines = _MODELINE.sub("", file.read_text(encoding="utf-8")).splitlines()
-    comment = " ".join(line.removeprefix("#").strip() for line in lines[:4])
-    return re.split(r"[.:](?:\s|$)", comment)[0]
+    first_lines = _MODELINE.sub("", file.read_text(encoding="utf-8")).splitlines()[:4]
+    return re.split(r"[.:](?:\s|$)", " ".join(line.removeprefix("#").strip() for line in first_lines))[0]

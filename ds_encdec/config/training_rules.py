@@ -19,20 +19,19 @@ from ds_encdec.config.training_sections import (
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
-ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")
-"""Fields of `monitor` whose value may be `rollback`."""
+ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")  # fields that may be `rollback`
+# Fields that not every schedule, or optimizer, reads, with those that do.
 _READ_BY_SCHEDULES = {
     "min_lr_ratio": ("cosine", "wsd", "polynomial", "WarmupCosineLR"),
     "lr_scheduler_power": ("polynomial",),
     "lr_scheduler_timescale": ("inverse_sqrt",),
     "wsd_decay_fraction": ("wsd",),
 }
-"""Fields that not every schedule reads, with the schedules that do."""
 _READ_BY_OPTIMIZERS = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), tuple(OPTIMIZERS)),
     "muon_momentum": ("muon",),
 }
-"""Fields that not every optimizer reads, with the optimizers that do."""
+# Fields for a name that is built in, or `module:name`.
 _NAMED: dict[str, Iterable[str]] = {
     "lr_scheduler_type": get_args(Schedule),
     "loss": (CROSS_ENTROPY,),
@@ -41,7 +40,6 @@ _NAMED: dict[str, Iterable[str]] = {
     "callbacks": (),
     "metric_for_best_model": (*LOSS_FIGURES, *TEXT_FIGURES),
 }
-"""Fields for a name that is built in, or `module:name`."""
 
 
 def training_rules(config: Sections) -> Iterator[Conflict]:
@@ -52,8 +50,10 @@ def training_rules(config: Sections) -> Iterator[Conflict]:
         names = (value,) if isinstance(value, str) else value
         if (name := next((name for name in names if name not in allowed and not is_dotted(name)), None)) is not None:
             guess = closest(name, allowed)
-            message = f"allowed: {', '.join([*allowed, '`module:name`'])}"
-            yield Conflict((f"training.{field}",), message + (f"; did you mean `{guess}`?" if guess else ""))
+            yield Conflict(
+                (f"training.{field}",),
+                f"allowed: {', '.join([*allowed, '`module:name`'])}" + (f"; did you mean `{guess}`?" if guess else ""),
+            )
     yield from _batches(config)
     yield from _schedule(training)
     yield from _optimization(config)
@@ -65,8 +65,8 @@ def _batches(config: Sections) -> Iterator[Conflict]:
     size, lanes = config.training.per_device_train_batch_size, config.data.num_lanes
     sequences, field = config.training.global_batch_size, "per_device_train_batch_size"
     if size == "auto":
-        message = "auto decides the micro-batches of a step: set global_batch_size, and num_lanes=null"
-        return broken("training", (lanes is not None, f"{field} data.num_lanes", message))
+        advice = "auto decides the micro-batches of a step: set global_batch_size, and num_lanes=null"
+        return broken("training", (lanes is not None, f"{field} data.num_lanes", advice))
     is_uneven = sequences is not None and sequences % size != 0
     return broken(
         "training",
@@ -115,8 +115,10 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
             if training.min_lr_ratio == is_endless:
                 continue
             why = f"{schedule} always ends at {is_endless:d} times the peak"
-        fix = f"set lr_scheduler_type={' or '.join(_READ_BY_SCHEDULES[field][:3])}, or remove {field}"
-        yield Conflict(("training.lr_scheduler_type", f"training.{field}"), f"{why}: {fix}")
+        yield Conflict(
+            ("training.lr_scheduler_type", f"training.{field}"),
+            f"{why}: set lr_scheduler_type={' or '.join(_READ_BY_SCHEDULES[field][:3])}, or remove {field}",
+        )
 
 
 def _set_by_a_person(training: TrainingConfig, names: Iterable[str]) -> list[str]:
@@ -186,7 +188,6 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
     objective, has_own = OBJECTIVES[data.objective], data.own_split("validation") is not None
     eval_set, _, figure = best.rpartition("/")
     is_of_texts = figure not in LOSS_FIGURES and (figure in TEXT_FIGURES or is_dotted(figure))
-    decided = ("early_stopping_patience", "save_on_best", "load_best_model_at_end", "eval_generate_samples")
     return broken(
         "training",
         (
@@ -221,7 +222,13 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
                 f"{name} eval_samples",
                 "this is done in evaluations, or decided by them: set eval_samples > 0, or turn it off",
             )
-            for name in training.changed(*decided, "save_strategy")
+            for name in training.changed(
+                "early_stopping_patience",
+                "save_on_best",
+                "load_best_model_at_end",
+                "eval_generate_samples",
+                "save_strategy",
+            )
         ),
     )
 

@@ -17,14 +17,11 @@ from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.section_base import Mark, Names, Section, words
 from ds_encdec.registry.text_metrics import FIGURES
 
-ENDLESS_SCHEDULES = ("WarmupLR", "constant")
-"""Schedules that do not depend on the length of the run."""
+ENDLESS_SCHEDULES = ("WarmupLR", "constant")  # those that do not depend on the length of the run
+# Figures of generated texts that evaluations in training have, and whether the higher one is better.
 TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() if not row.needs_model}
-"""Figures of generated texts that evaluations in training have, and whether the higher one is better."""
-LOSS_FIGURES = ("loss", "perplexity")
-"""Figures that every evaluation has."""
-CROSS_ENTROPY = "cross_entropy"
-"""The value of `training.loss` for the built-in loss."""
+LOSS_FIGURES = ("loss", "perplexity")  # figures that every evaluation has
+CROSS_ENTROPY = "cross_entropy"  # the value of `training.loss` for the built-in loss
 Schedule = Literal[
     "WarmupDecayLR",
     "WarmupLR",
@@ -197,16 +194,14 @@ class TrainingConfig(Section):
     @field_validator("max_grad_norm", mode="before")
     @classmethod
     def _no_clipping(cls, value: Any) -> Any:
-        """Read null as 0, since other tools turn clipping off by null."""
-        return 0.0 if value is None else value
+        return 0.0 if value is None else value  # other tools turn clipping off by null
 
     @field_validator("per_device_train_batch_size", mode="wrap")
     @classmethod
     def _number_or_auto(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        """Raise one message instead of pydantic's one for each alternative."""
         try:
             return validate(value)
-        except ValidationError:
+        except ValidationError:  # which has a message for each alternative
             raise ValueError("must be a whole number >= 1, or `auto`") from None
 
     @property

@@ -35,9 +35,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's loader for the kinds above alone."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  only the kinds above
 
 
 class _Dumper(yaml.SafeDumper):
