@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 
 from ds_encdec.base.types import ConfigError
 
+# Keywords of argparse for each argument, by its names (separated by blanks); those with `only_one` exclude each other.
 Arguments = dict[str, dict[str, Any]]
-"""Keywords of argparse for each argument, by its names (separated by blanks); those with `only_one` exclude each other.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +96,13 @@ def positive(number: type[int] | type[float]) -> Callable[[str], float]:
 
 
 COUNT, RATE = positive(int), positive(float)
+# The name of a value of each type in the help, if its argument has no better one.
 _VALUES: dict[Any, str] = {Path: "FILE", COUNT: "N", int: "N", RATE: "X", float: "X"}
-"""The name of a value of each type in the help, if its argument has no better one."""
 
 
 def tokens(text: str) -> int:
     """Read a number of tokens as people write it: 5e11, 500B, 10M."""
-    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-    unit = units.get(text[-1:].upper(), 1.0)
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1.0)
     try:
         number = float(text if unit == 1.0 else text[:-1]) * unit
     except ValueError:
@@ -115,11 +113,11 @@ def tokens(text: str) -> int:
 
 
 JSON: Arguments = {"--json": flag("print one JSON object")}
+# A configuration that may stand without `--config`; `read_arguments` in config/command_line.py merges the two.
 CONFIG: Arguments = {
     "config": value("YAML file, or a shipped one's name (ds-encdec init lists them)", Path, nargs="?"),
     "--config": value("the same, as an option", Path, dest="config_option"),
 }
-"""A configuration that may stand without `--config`; `read_arguments` in config/command_line.py merges the two."""
 CONFIG_FILES = CONFIG | {"--deepspeed_config --deepspeed-config": value("raw DeepSpeed JSON", Path)}
 VERBOSITY: Arguments = {
     "-v --verbose": flag("log more: developer messages, and those of other ranks") | {"only_one": True},

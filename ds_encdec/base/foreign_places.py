@@ -58,8 +58,8 @@ def outside_tested_ranges() -> list[str]:
     return lines
 
 
+# The ways to use a place. `read` and `write` are of fields, which may exist on objects alone.
 Use = Literal["call", "read", "write", "replace", "hide", "override"]
-"""The ways to use a place. `read` and `write` are of fields, which may exist on objects alone."""
 
 
 class Place(NamedTuple):
@@ -230,8 +230,8 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
 PLACES = tuple(Place(owner, name, use, user) for owner, use, user, names in _ROWS for name in names.split())
 _BY_NAME = {name: [place for place in PLACES if place.name == name] for name in {place.name for place in PLACES}}
 _MISSING = object()
+# Owner and name → the original, and its replacements, the last one in force. They leave in any order.
 _layers: dict[tuple[int, str], list[list[Any]]] = {}
-"""Owner and name → the original, and its replacements, the last one in force. They leave in any order."""
 
 
 def check(*libraries: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from ds_encdec.base.types import ConfigError
 
 PYTHON = "python:"  # the beginning of a data set's name that stands for a reader in the user's code
+# The arguments of each kind of part, in their order (docs/library.md).
 _CALLED_WITH = {
     "metrics": ("predictions", "references"),
     "losses": ("logits", "labels"),
@@ -23,7 +24,6 @@ _CALLED_WITH = {
     "sinks": ("config", "logging_dir", "start_step"),
     "callbacks": ("config",),
 }
-"""The arguments of each kind of part, in their order (docs/library.md)."""
 
 
 def is_dotted(name: str) -> bool:

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 _ERASED_LINE = "\r\x1b[K"
 
+# A pattern for a part of each name of a setting, option or variable with a secret, whose value is never printed.
+# `num_tokens`, tokenizers and authors do not match.
 SECRET = (
     r"secret|passw|passphrase|pass(?![a-z])|pwd|credential|auth(?!or(?!iz))|bearer|token(?!s|iz)"
     r"|key(?:[_-]?(?:id|file|path))?(?![\w.-])"
 )
-"""A pattern for a part of each name of a setting, option or variable with a secret, whose value is never printed.
-`num_tokens`, tokenizers and authors do not match."""
 
 _PLACE = re.compile(r"  (?P<place>(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?: [^:]*)?): (?P<said>.+)")
 _KEY = re.compile(r"([\w.-]+)[\"']?\s*:")
@@ -182,8 +182,8 @@ def marked(report: str, width: int) -> Text:
         if found := _PLACE.fullmatch(line):
             field, equals, value = found["said"].partition(" = ")
             shown.append(Text.assemble("  ", (found["place"], "cyan"), ": ", (field, "bold"), equals, (value, "red")))
-            explained = next((below for below in lines[number + 1 :] if below.startswith("      ")), "")
-            shown += _source(found, field, is_unknown="unknown key" in explained, width=width)
+            message = next((below for below in lines[number + 1 :] if below.startswith("      ")), "")
+            shown += _source(found, field, is_unknown="unknown key" in message, width=width)
         elif line.startswith("      "):
             shown.append(Text("\n".join(wrap(line, width, subsequent_indent=" " * 6, break_long_words=False))))
             shown[-1].highlight_regex(r"`[^`]+`", "bold green")
@@ -193,7 +193,7 @@ def marked(report: str, width: int) -> Text:
 
 
 def _source(found: re.Match[str], field: str, *, is_unknown: bool, width: int) -> list[Text]:
-    """Return the line of the file, and marks below it: under the value, or the key if that `is_unknown`."""
+    # The line of the file, and marks below it: under the value, or the key if that is unknown.
     from rich.text import Text
 
     try:
@@ -254,8 +254,9 @@ def outlive_readers() -> None:
                 stream.flush()
             file = _Output(stream.fileno(), "w", closefd=False)
             buffered = file if stream.write_through else io.BufferedWriter(file)  # Python's own has none with -u
-            kept = ("encoding", "errors", "line_buffering", "write_through")
-            options = {option: getattr(stream, option) for option in kept}
+            options = {
+                option: getattr(stream, option) for option in ("encoding", "errors", "line_buffering", "write_through")
+            }
             setattr(sys, name, io.TextIOWrapper(buffered, **options))
 
 

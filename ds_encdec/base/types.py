@@ -144,12 +144,14 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch on `device`; copies are asynchronous if the memory is pinned."""
-        moved = {
-            field.name: value.to(device, non_blocking=True)
-            for field in dataclasses.fields(self)
-            if hasattr(value := getattr(self, field.name), "to")
-        }
-        return dataclasses.replace(self, **moved)
+        return dataclasses.replace(
+            self,
+            **{
+                field.name: value.to(device, non_blocking=True)
+                for field in dataclasses.fields(self)
+                if hasattr(value := getattr(self, field.name), "to")
+            },
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +257,9 @@ class TrainingState:
 
     def without_best(self) -> TrainingState:
         """Return the state without the results of its evaluations."""
-        forgotten: dict[str, Any] = {"best_value": None, "best_step": None, "leading_value": None}
-        return dataclasses.replace(self, **forgotten, evaluations_since_leading=0)
+        return dataclasses.replace(
+            self, best_value=None, best_step=None, leading_value=None, evaluations_since_leading=0
+        )
 
 
 class Callback:
@@ -281,11 +284,10 @@ class WeightSource(Protocol):
         """Return the parameter, or `rows` (start and stop, no step) of its first dimension, in any floating dtype."""
 
 
+# The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments.
 StateKind = Literal["weight", "exp_avg", "exp_avg_sq"]
-"""The parts of each trained parameter's state: its float32 weight, and AdamW's first and second moments."""
-
+# The moments that optimizers may keep: AdamW keeps both, Muon only the first of a hidden matrix.
 MOMENTS: tuple[StateKind, StateKind] = ("exp_avg", "exp_avg_sq")
-"""The moments that optimizers may keep: AdamW keeps both, Muon only the first of a hidden matrix."""
 
 
 def is_hidden_matrix(name: str) -> bool:

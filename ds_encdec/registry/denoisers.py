@@ -41,6 +41,8 @@ class Denoiser:
         return DenoisedLengths(raw_tokens - noise + spans, noise + spans + 1, noise, spans)
 
 
+# The rows by name, in the order of `data.ul2_task_weights`, of mode tokens and of all sums by denoiser. New rows go to
+# the end: checkpoints and exported models hold such lists.
 DENOISERS = {
     "R1": Denoiser(mean_span=3, density=0.15, weight=1),
     "R2": Denoiser(mean_span=12, density=0.50, weight=1),
@@ -48,11 +50,8 @@ DENOISERS = {
     "X2": Denoiser(mean_span=32, density=0.50, weight=1),
     "S": Denoiser(density=0.75, weight=4),
 }
-"""The rows by name, in the order of `data.ul2_task_weights`, of mode tokens and of all sums by denoiser. New rows go to
-the end: checkpoints and exported models hold such lists."""
 
-_LONG_TEXT = 1_200_000
-"""Tokens of a text so long that a denoiser's roundings do not show."""
+_LONG_TEXT = 1_200_000  # tokens of a text so long that a denoiser's roundings do not show
 
 
 def expected_ratio(task_weights: tuple[float, ...]) -> float:

@@ -7,8 +7,8 @@ from typing import Generic, Literal, TypeVar
 
 T = TypeVar("T")
 EngineName = Literal["deepspeed", "fsdp"]
+# The values of `infra.distributed_type`: an engine's name, another word of its row, or `auto`.
 DistributedType = Literal[EngineName, "ddp", "auto"]
-"""The values of `infra.distributed_type`: an engine's name, another word of its row, or `auto`."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class EngineSpec:
     instead: Mapping[str, tuple[bool | str, bool | str]] = field(default_factory=dict)
 
 
+# The rows by name, in the order of preference of `infra.distributed_type=auto`.
 ENGINES: dict[str, EngineSpec] = {
     row.name: row
     for row in (
@@ -75,7 +76,6 @@ ENGINES: dict[str, EngineSpec] = {
         ),
     )
 }
-"""The rows by name, in the order of preference of `infra.distributed_type=auto`."""
 
+# Rows by the format of the states that they write in checkpoints.
 STATE_FORMATS: dict[str, EngineSpec] = {row.state_format: row for row in ENGINES.values()}
-"""Rows by the format of the states that they write in checkpoints."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from ds_encdec.registry.denoisers import DENOISERS, expected_ratio
 
+# The kinds of examples by name, in the order of all sums by kind: the denoisers, and pairs of input and output.
 TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
-"""The kinds of examples by name, in the order of all sums by kind: the denoisers, and pairs of input and output."""
 
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
@@ -51,22 +51,22 @@ class Objective:
         return self.columns is not None
 
 
+# Forms of the inputs of fine-tuning: a row's fields in `input_template`, and a conversation.
 TEMPLATES, CHAT = "templates", "chat template"
-"""Forms of the inputs of fine-tuning: a row's fields in `input_template`, and a conversation."""
 
 
 def columns_by_field(data: Any) -> dict[str, str]:
     """Return the columns that fill the templates, by the names of the templates' fields."""
-    parts = [*template_parts(data.input_template), *template_parts(data.output_template)]
+    parts = template_parts(data.input_template) + template_parts(data.output_template)
     return {name: data.field_mapping.get(name, name) for _, name in parts if name is not None}
 
 
+# Columns of conversations in the formats of OpenAI, which is the default of `messages_column`, and of ShareGPT.
 _MESSAGES, _SHAREGPT = "messages", "conversations"
-"""Columns of conversations in the formats of OpenAI, which is the default of `messages_column`, and of ShareGPT."""
 
 
+# Column of the system's turn beside a conversation, as LLaMA-Factory and ms-swift have it.
 SYSTEM = "system"
-"""Column of the system's turn beside a conversation, as LLaMA-Factory and ms-swift have it."""
 
 
 def conversation_column(data: Any, existing: Container[str]) -> str | None:
@@ -84,14 +84,22 @@ def _filling(data: Any, existing: Container[str]) -> set[str]:
 def _columns_of_records(data: Any, existing: Sequence[str]) -> Sequence[str]:
     filling, conversation = _filling(data, existing), conversation_column(data, existing)
     needs_all = data.converter is not None or not (filling <= {*existing} or conversation)
-    beside = {conversation, data.tools_column, SYSTEM} if conversation else {data.tools_column}
-    read = {*filling, *beside, data.weight_column}
+    read = {*filling, data.tools_column, data.weight_column, *((conversation, SYSTEM) if conversation else ())}
     return [name for name in existing if needs_all or name in read]
 
 
-_RENDERED: tuple[str, ...] = ("input_template", "output_template", "field_mapping", "converter")
-_RENDERED += ("messages_column", "tools_column", "weight_column", "chat_targets")
+_RENDERED = (
+    "input_template",
+    "output_template",
+    "field_mapping",
+    "converter",
+    "messages_column",
+    "tools_column",
+    "weight_column",
+    "chat_targets",
+)
 
+# The rows by the value of `data.objective`.
 OBJECTIVES = {
     "ul2": Objective(
         tasks=DENOISERS,
@@ -117,4 +125,3 @@ OBJECTIVES = {
         read_fields=_RENDERED,
     ),
 }
-"""The rows by the value of `data.objective`."""

@@ -24,6 +24,7 @@ class SourceKind:
         return "files" in self.needs
 
 
+# The rows by the value of `data.dataset_name`.
 LOCAL_SOURCES: dict[str, SourceKind] = {
     "builtin": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinCorpus", has_columns=False),
     "builtin_task": SourceKind("ds_encdec.data.sources.builtin_corpus:BuiltinTask"),
@@ -35,18 +36,18 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
         "ds_encdec.data.sources.tables:ParquetFiles", ("files", "text_column", "num_lanes", "columns")
     ),
 }
-"""The rows by the value of `data.dataset_name`."""
 
 
 def kind_of_file(name: str) -> str | None:
     """Return the kind of local files by a file's ending, below that of a compression; None for other endings."""
     ending = re.sub(r"\.(gz|bz2|xz|lzma|zst|lz4)$", "", name.lower()).rpartition(".")[2]
-    kinds = (kind for kind, row in LOCAL_SOURCES.items() if row.reads_files and ending in (kind, *row.endings))
-    return next(kinds, None)
+    return next(
+        (kind for kind, row in LOCAL_SOURCES.items() if row.reads_files and ending in (kind, *row.endings)), None
+    )
 
 
+# The kind of all other names: a data set of the hub, or of a folder laid out like one.
 HUB = SourceKind("ds_encdec.data.sources.tables:open_hub_data", ("entry", "num_lanes", "streaming", "columns"))
-"""The kind of all other names: a data set of the hub, or of a folder laid out like one."""
 
 OWN = SourceKind("ds_encdec.data.sources.sources:UserReader", ("entry", "text_column"))
 

@@ -29,10 +29,8 @@ TEXT_METRICS: dict[str, TextMetric] = {
         ("bertscore_precision", "bertscore_recall", "bertscore_f1"), "bert_score", "bertscore", needs_model=True
     ),
 }
-"""The rows by name."""
 
 FIGURES: dict[str, TextMetric] = {figure: row for row in TEXT_METRICS.values() for figure in row.figures}
-"""The row that yields each figure."""
 
 
 def text_metric(name: str) -> TextMetric | None:

@@ -35,13 +35,13 @@ def load_tokenizer(
                 f"model.tokenizer_name_or_path: {BUILTIN} goes with model.architecture only; a pretrained model needs "
                 "the tokenizer it was trained with"
             )
-        reserved = section.num_sentinel_tokens + (len(MODE_TOKENS) if mode_tokens else 0)
+        reserved = section.num_sentinel_tokens + len(MODE_TOKENS) * mode_tokens
         tokenizer = builtin_tokenizer(builtin_texts(), section.architecture.vocab_size - reserved)
     elif name_or_path is None:
         raise ConfigError(f"model.tokenizer_name_or_path: name a folder, a hub id, or {BUILTIN} for model.architecture")
     else:
-        field = "tokenizer_name_or_path" if section.tokenizer_name_or_path else "model_name_or_path"
-        tokenizer = pretrained_tokenizer(name_or_path, field=f"model.{field}")
+        which = "tokenizer" if section.tokenizer_name_or_path else "model"
+        tokenizer = pretrained_tokenizer(name_or_path, field=f"model.{which}_name_or_path")
     return tokenizer, add_sentinels(tokenizer, section.num_sentinel_tokens, mode_tokens=mode_tokens)
 
 
@@ -75,16 +75,21 @@ def builtin_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokeni
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
-        alphabet, special = pre_tokenizers.ByteLevel.alphabet(), [PAD_TOKEN, EOS_TOKEN]
         trainer = trainers.BpeTrainer(
-            vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+            vocab_size=vocab_size,
+            special_tokens=[PAD_TOKEN, EOS_TOKEN],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
         )
         tokenizer.train_from_iterator(corpus, trainer)
         return tokenizer.to_str()
 
     made_from = (part.encode() for part in (f"{vocab_size} {tokenizers.__version__}", *corpus))
-    trained = Tokenizer.from_str(cached("tokenizer", made_from, train))
-    return PreTrainedTokenizerFast(tokenizer_object=trained, pad_token=PAD_TOKEN, eos_token=EOS_TOKEN)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(cached("tokenizer", made_from, train)),
+        pad_token=PAD_TOKEN,
+        eos_token=EOS_TOKEN,
+    )
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -96,6 +101,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         fields.pop(of_this_machine, None)
     if isinstance(fields.get("extra_special_tokens"), list):
         fields["additional_special_tokens"] = fields.pop("extra_special_tokens")
-    fields["tokenizer_class"] = "PreTrainedTokenizerFast"
-    fields["model_input_names"] = ["input_ids", "attention_mask"]  # 4.57 would add token types, which no model here has
+    fields |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],  # 4.57 would add token types, which no model here has
+    }
     path.write_text(json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
