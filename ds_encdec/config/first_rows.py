@@ -10,9 +10,18 @@ from typing import Any
 
 from ds_encdec.base.file_patterns import named_files
 from ds_encdec.base.types import DataError
-from ds_encdec.config.csv_rows import csv_rows, not_utf8
 from ds_encdec.config.data_sections import DataConfig, Source
-from ds_encdec.config.json_rows import RowError, array_rows, field_value, is_array, json_object, not_lines, present
+from ds_encdec.config.file_rows import (
+    RowError,
+    array_rows,
+    csv_rows,
+    field_value,
+    is_array,
+    json_object,
+    not_lines,
+    not_utf8,
+    present,
+)
 from ds_encdec.config.packed_files import first_bytes
 from ds_encdec.config.sections import ModelConfig
 from ds_encdec.config.settings import Conflict

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_encdec.base.types import DataError
-from ds_encdec.config.csv_rows import csv_rows
-from ds_encdec.config.json_rows import (
+from ds_encdec.config.file_rows import (
     RowError,
     array_rows,
     as_text,
+    csv_rows,
     field_value,
     is_array,
     json_object,

@@ -25,7 +25,7 @@ import numpy as np
 
 from ds_encdec.base.plugins import converter_digest, load_plugin
 from ds_encdec.base.types import ConfigError, DataError, Document, Example
-from ds_encdec.config.json_rows import as_text, field_value, not_unicode, present
+from ds_encdec.config.file_rows import as_text, field_value, not_unicode, present
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.examples.protocol import ALL, ExampleMaker, Made
 from ds_encdec.data.sources.sources import BadRow

@@ -22,8 +22,7 @@ import numpy as np
 
 from ds_encdec.base.file_patterns import named_files, no_file_matches
 from ds_encdec.base.types import ConfigError, DataError, Document
-from ds_encdec.config.csv_rows import csv_rows
-from ds_encdec.config.json_rows import RowError, array_rows, is_array, json_object, json_row, not_lines
+from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, json_row, not_lines
 from ds_encdec.config.packed_files import TWICE, UNPACKABLE, packing
 from ds_encdec.data.sources.sources import BadRow, Row, row_document
 from ds_encdec.launch.disk import atomic_file, cache_folder

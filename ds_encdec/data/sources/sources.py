@@ -15,7 +15,7 @@ import numpy as np
 
 from ds_encdec.base.plugins import PYTHON, code_digest, load_plugin
 from ds_encdec.base.types import DataError, Document
-from ds_encdec.config.json_rows import not_unicode
+from ds_encdec.config.file_rows import not_unicode
 from ds_encdec.config.schema import DataConfig, MixtureSource, Source
 from ds_encdec.data.randomness import Permutation, unit_hash
 
