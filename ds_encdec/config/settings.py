@@ -187,11 +187,13 @@ def raise_if_any(problems: Sequence[Problem]) -> None:
     """Raise one ConfigError that lists `problems` in the order of their places, if there are any."""
     if problems:
         listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
-        lines, seen = list[str](), set[str]()
-        for problem in listed:  # only the first in a section lists the allowed names
-            is_listed = problem.message.startswith(_ALLOWED) and problem.message in seen
-            seen.add(problem.message)
-            lines.append(str(Problem(problem.mentions, f"{_ALLOWED}the names above") if is_listed else problem))
+        first = {problem.message: problem for problem in reversed(listed)}
+        lines = (  # only the first in a section lists the allowed names
+            str(Problem(problem.mentions, f"{_ALLOWED}the names above"))
+            if problem.message.startswith(_ALLOWED) and first[problem.message] is not problem
+            else str(problem)
+            for problem in listed
+        )
         raise ConfigError("\n".join([f"The configuration has {len(listed)} problem{'s' * (len(listed) > 1)}:", *lines]))
 
 

@@ -42,15 +42,13 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-@cache
-def _content() -> dict[str, Any]:
-    return read_table(Path(__file__).with_suffix(".yaml"))
+_CONTENT = read_table(Path(__file__).with_suffix(".yaml"))
 
 
 @cache
 def all_words() -> tuple[Word, ...]:
     """Return the rows in the order of the file."""
-    return tuple(Word(**row) for row in _content()["words"])
+    return tuple(Word(**row) for row in _CONTENT["words"])
 
 
 @cache
@@ -62,7 +60,7 @@ def words_by_name() -> dict[str, Word]:
 @cache
 def their_sections() -> frozenset[str]:
     """Return sections of other tools whose names mean nothing: their entries are read like those at the top level."""
-    return frozenset(_content()["sections"].split())
+    return frozenset(_CONTENT["sections"].split())
 
 
 def _train_files(value: Any) -> Meaning | None:

@@ -31,9 +31,8 @@ def read_words(settings: Settings, problems: list[Problem], notes: list[str]) ->
         if meaning is None and section not in their_sections():
             continue  # the schema reports it
         word, row = mention(settings, path), _row(path)
-        values = settings.get(section)
-        values.pop(name, None)
-        if section in their_sections() and not values:
+        settings.get(section).pop(name, None)
+        if section in their_sections() and not settings.get(section):
             settings.values.pop(section, None)
         if meaning is None:
             problems.append(Problem((word,), meant(path)[0]))
