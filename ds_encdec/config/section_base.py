@@ -44,12 +44,7 @@ class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are immutable and never converted from other types."""
 
     model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        defer_build=True,
-        protected_namespaces=(),
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, defer_build=True, protected_namespaces=()
     )
 
     @field_validator("*", mode="before")

@@ -59,8 +59,7 @@ class LoraConfig(Section):
     lora_dropout: float = Field(default=0.1, ge=0, lt=1)
     """Share of an adapter's inputs that are dropped in training."""
     target_modules: Annotated[
-        tuple[LoraTarget, ...],
-        BeforeValidator(words, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...]),
+        tuple[LoraTarget, ...], BeforeValidator(words, json_schema_input_type=LoraTarget | tuple[LoraTarget, ...])
     ] = get_args(LoraTarget)
     """The matrices of each layer that have an adapter."""
     quantize: Literal["none", "nf4"] = "none"

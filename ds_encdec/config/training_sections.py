@@ -23,15 +23,7 @@ TEXT_FIGURES = {figure: row.higher_is_better for figure, row in FIGURES.items() 
 LOSS_FIGURES = ("loss", "perplexity")  # figures that every evaluation has
 CROSS_ENTROPY = "cross_entropy"  # the value of `training.loss` for the built-in loss
 Schedule = Literal[
-    "WarmupDecayLR",
-    "WarmupLR",
-    "WarmupCosineLR",
-    "cosine",
-    "linear",
-    "constant",
-    "wsd",
-    "polynomial",
-    "inverse_sqrt",
+    "WarmupDecayLR", "WarmupLR", "WarmupCosineLR", "cosine", "linear", "constant", "wsd", "polynomial", "inverse_sqrt"
 ]
 Tracker = Literal["wandb", "tensorboard"]
 Trackers = Annotated[
