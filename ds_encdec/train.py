@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 from ds_encdec.base.arguments import COUNT, Arguments, Verb, flag, value
 from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_error
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
-from ds_encdec.config.command_line import read_program
-from ds_encdec.config.sagemaker import container_arguments, is_container
+from ds_encdec.config.command_line import container_arguments, is_container, read_program
 from ds_encdec.launch.host import no_gpu, wait_without_spinning
 from ds_encdec.launch.startup_errors import startup_errors_shared
 from ds_encdec.launch.world import World, discover

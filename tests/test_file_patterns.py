@@ -9,8 +9,8 @@ import pytest
 
 from ds_encdec.base.file_patterns import named_files
 from ds_encdec.base.types import ConfigError, DataError
+from ds_encdec.config.command_line import container_arguments
 from ds_encdec.config.data_sections import DataConfig, MixtureSource
-from ds_encdec.config.sagemaker import container_arguments
 from ds_encdec.config.schema import read_config
 from ds_encdec.data.sources.local_files import expand_files
 from ds_encdec.data.sources.tables import open_hub_data

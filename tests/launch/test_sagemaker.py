@@ -11,7 +11,7 @@ from tiny_run import QUICKSTART, launcher, overrides, run
 
 from ds_encdec import train
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.sagemaker import container_arguments
+from ds_encdec.config.command_line import container_arguments
 from ds_encdec.config.schema import FullConfig, load_config
 
 
