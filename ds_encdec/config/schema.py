@@ -243,7 +243,7 @@ def _find_json(
 ) -> tuple[Path | None, Mention | None]:
     """Return the DeepSpeed JSON to read and the setting that names it. The YAML file's may be relative to that file."""
     named = settings.get(_JSON_FIELD)
-    if not isinstance(named, str) or unusable(named):
+    if not isinstance(named, str):
         return argument, None
     found = Path(named)
     if yaml_path is not None and settings.place_of(_JSON_FIELD) != COMMAND_LINE:

@@ -16,12 +16,10 @@ TASKS: Mapping[str, Any] = ChainMap({"SFT": None}, DENOISERS)
 
 def template_parts(template: str) -> list[tuple[str, str | None]]:
     """Return the parts of a template: a text, and the field behind it, or None. Raises ValueError."""
-    parts = []
-    for text, name, form, conversion in Formatter().parse(template):
-        if name == "" or form or conversion:
-            raise ValueError("write fields as {name} and braces that are text as {{ and }}")
-        parts.append((text, name))
-    return parts
+    parts = list(Formatter().parse(template))
+    if any(name == "" or form or conversion for _, name, form, conversion in parts):
+        raise ValueError("write fields as {name} and braces that are text as {{ and }}")
+    return [(text, name) for text, name, _, _ in parts]
 
 
 @dataclass(frozen=True, slots=True)
