@@ -105,7 +105,7 @@ def _data(data: DataConfig) -> Iterator[Conflict]:
         (min(weights, default=0) < 0, "ul2_task_weights", f"weights of {names} must be >= 0"),
         (not any(weights), "ul2_task_weights", f"at least one of {names} must have a weight > 0"),
     )
-    yield from _unread(data)
+    yield from _fields_not_read(data)
     if OBJECTIVES[data.objective].takes_records:
         yield from _records(data)
     yield from _evaluation(data, "data")
@@ -144,8 +144,7 @@ def _source(source: Source, at: str) -> Iterator[Conflict]:
     )
 
 
-def _unread(data: DataConfig) -> Iterator[Conflict]:
-    """Yield fields that are set although the objective does not read them."""
+def _fields_not_read(data: DataConfig) -> Iterator[Conflict]:
     objective = OBJECTIVES[data.objective]
     for other, row in OBJECTIVES.items():
         names = row.split_fields if objective.takes_records else row.own_fields

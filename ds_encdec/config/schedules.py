@@ -24,13 +24,11 @@ def _cosine(done: int, steps: int, training: TrainingConfig) -> float:
 
 
 def _polynomial(done: int, steps: int, training: TrainingConfig) -> float:
-    """Follow transformers' get_polynomial_decay_schedule_with_warmup, with `lr_end` = `min_lr_ratio` times the peak."""
     low = training.min_lr_ratio
     return low + (1.0 - low) * (1.0 - done / steps) ** training.lr_scheduler_power
 
 
 def _inverse_sqrt(done: int, steps: int, training: TrainingConfig) -> float:
-    """Follow transformers' get_inverse_sqrt_schedule, which does not depend on the length of the run."""
     timescale = training.lr_scheduler_timescale or training.warmup_steps or 10_000
     return math.sqrt(timescale / (done + timescale))
 
@@ -44,6 +42,8 @@ _DECAYS: dict[str, Callable[[int, int, TrainingConfig], float]] = {
     "linear": lambda done, steps, _: 1.0 - done / steps,
     "constant": lambda done, steps, _: 1.0,
     "wsd": _cosine,  # MiniCPM's (arXiv 2404.06395, section 4), with a cosine for the decay
+    # transformers' get_polynomial_decay_schedule_with_warmup, with `lr_end` = `min_lr_ratio` times the peak, and
+    # get_inverse_sqrt_schedule, which does not depend on the length of the run
     "polynomial": _polynomial,
     "inverse_sqrt": _inverse_sqrt,
 }

@@ -50,9 +50,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _read_plain_types(cls, value: Any) -> Any:
-        """Convert lists to tuples, and whole numbers written like 1e5 to integers."""
         if isinstance(value, list):
             return tuple(value)
+        # Whole numbers may be written like 1e5.
         return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**63 else value
 
     @classmethod

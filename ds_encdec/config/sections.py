@@ -91,9 +91,8 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _start_from_scratch(cls, values: Any) -> Any:
-        """Remove the default checkpoint if `architecture` is set, but not one that is named."""
         if isinstance(values, dict) and values.get("architecture") is not None:
-            return {"model_name_or_path": None, **values}
+            return {"model_name_or_path": None, **values}  # the default is gone, but not a checkpoint that is named
         return values
 
 

@@ -238,8 +238,8 @@ class _NodeReader:
         return value
 
     def _read_mapping(self, node: yaml.MappingNode, path: str) -> dict[str, Any]:
-        """Return the values of a mapping; its own keys replace those of its `<<` keys."""
         values, lines = dict[str, Any](), dict[str, int]()
+        # The mapping's own keys come last: they replace those of its `<<` keys.
         for key, value in sorted(node.value, key=lambda pair: pair[0].tag != _MERGE):
             name = key.value if isinstance(key, yaml.ScalarNode) else "a list or a mapping"
             at, message = join(path, name or '""'), ""
