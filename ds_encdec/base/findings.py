@@ -21,8 +21,7 @@ class Finding:
 
 
 def describe(findings: Sequence[Finding], width: int = sys.maxsize, column: int = 0) -> str:
-    """Return the findings in lines of `width` columns; hosts with the same one share them. Messages begin at `column`
-    or later."""
+    """Return the findings in lines of `width` columns, messages from `column` on; hosts with the same one share it."""
     hosts = {finding.host for finding in findings if finding.host}
     indent = " " * max(column, 3 + max(len(finding.check) for finding in findings))
     shared: dict[tuple[str, str, str, str], list[str]] = {}

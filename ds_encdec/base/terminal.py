@@ -44,8 +44,7 @@ def is_secret(name: str) -> bool:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the console of log and progress, on standard output, or with `stderr` on standard error if the former is
-    no terminal. rich honours NO_COLOR."""
+    """Return the console of log and progress: standard output, or with `stderr` the other if that is no terminal."""
     return _console(stderr and not is_terminal(sys.stdout))
 
 

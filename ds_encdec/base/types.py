@@ -90,8 +90,7 @@ class Document:
 @dataclass(frozen=True, slots=True)
 class Example:
     """One training pair: int32 arrays of token ids. `decoder_ids` are the *targets*; the decoder's input is the same
-    sequence shifted right behind `decoder_start_token_id`. `denoiser`: one of `TASKS`. `document`: its `Document`'s
-    key."""
+    sequence shifted right behind `decoder_start_token_id`. `denoiser`: one of `TASKS`. `document`: its key."""
 
     encoder_ids: np.ndarray
     decoder_ids: np.ndarray

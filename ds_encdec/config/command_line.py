@@ -34,8 +34,7 @@ _KIND_OF = {
 def read_arguments(
     parser: argparse.ArgumentParser, table: Arguments, given: Sequence[str], *, takes_settings: bool = True
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options, the verb's own by `table`, and the settings. Options may have underscores for hyphens. Raises
-    ConfigError, also for other arguments."""
+    """Return the options of `table` and the settings. Options may have underscores for hyphens. Raises ConfigError."""
     named = {name: how for names, how in {**table, **VERBOSITY}.items() for name in names.split()}
     own, settings, remaining = list[str](), list[str](), list(given)
     while remaining:

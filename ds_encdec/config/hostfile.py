@@ -20,12 +20,12 @@ def read_hosts(path: Path, problems: list[Problem]) -> dict[str, int]:
     path = find_shipped(path) or path
     text, hosts = read_text(path, problems), dict[str, int]()
     for number, line in enumerate(map(str.strip, (text or "").splitlines()), start=1):
-        found = _HOST.match(line)
         if not line or line.startswith("#"):
             continue
-        if found is None or found[1] in hosts:
-            message, name = ("not `HOST slots=N`", line) if found is None else ("the host is listed twice", found[1])
-            problems.append(file_problem(path, message, number, field=name))
+        if (found := _HOST.match(line)) is None:
+            problems.append(file_problem(path, "not `HOST slots=N`", number, field=line))
+        elif found[1] in hosts:
+            problems.append(file_problem(path, "the host is listed twice", number, field=found[1]))
         else:
             hosts[found[1]] = int(found[2])
     if text is not None and not any(hosts.values()):

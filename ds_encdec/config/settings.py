@@ -117,8 +117,7 @@ class Conflict:
 
 
 def broken(section: str, *rules: tuple[object, str, str]) -> Iterator[Conflict]:
-    """Yield a conflict for each rule (is it broken, fields, message) whose first item is true. Fields without a dot are
-    those of `section`."""
+    """Yield a conflict for each broken rule: is it broken, fields (those without a dot are of `section`), message."""
     for is_broken, fields, message in rules:
         if is_broken:
             yield Conflict(tuple(name if "." in name else f"{section}.{name}" for name in fields.split()), message)

@@ -108,22 +108,18 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
         ),
     )
     for field in _set_by_a_person(training, _READ_BY_SCHEDULES) if schedule in get_args(Schedule) else ():
-        if schedule in _READ_BY_SCHEDULES[field]:
+        has_fixed_end = field == "min_lr_ratio" and schedule != "inverse_sqrt"
+        if schedule in _READ_BY_SCHEDULES[field] or (has_fixed_end and training.min_lr_ratio == is_endless):
             continue
-        why = f"{schedule} does not read it"
-        if field == "min_lr_ratio" and schedule != "inverse_sqrt":
-            if training.min_lr_ratio == is_endless:
-                continue
-            why = f"{schedule} always ends at {is_endless:d} times the peak"
+        why = f"always ends at {is_endless:d} times the peak" if has_fixed_end else "does not read it"
         yield Conflict(
             ("training.lr_scheduler_type", f"training.{field}"),
-            f"{why}: set lr_scheduler_type={' or '.join(_READ_BY_SCHEDULES[field][:3])}, or remove {field}",
+            f"{schedule} {why}: set lr_scheduler_type={' or '.join(_READ_BY_SCHEDULES[field][:3])}, or remove {field}",
         )
 
 
 def _set_by_a_person(training: TrainingConfig, names: Iterable[str]) -> list[str]:
-    """Return the fields of `names` that a person has set. In a run's file, with all fields, defaults are not
-    choices."""
+    # In a run's file, with all fields, defaults are not choices.
     is_of_a_run = {*_READ_BY_SCHEDULES, *_READ_BY_OPTIMIZERS} <= training.model_fields_set
     return training.changed(*names) if is_of_a_run else [name for name in names if name in training.model_fields_set]
 

@@ -77,8 +77,7 @@ def _decoded(content: bytes, max_bytes: int | None) -> str:
 
 
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
-    """Parse a JSON file of a program. Raises OSError, and ValueError if it is not JSON, too large, or nested too
-    deep."""
+    """Parse a program's JSON file. Raises OSError, and ValueError if it is not JSON, too large, or nested too deep."""
     text, depth = read_plain(path, max_bytes), 0
     for token in _BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
