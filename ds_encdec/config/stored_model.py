@@ -97,9 +97,12 @@ def read_stored_model(file: Path) -> dict[str, Any]:
             and stored.get("sliding_window", 4096) is not None
             and not (isinstance(first, int) and first >= stored["num_hidden_layers"])
         )
-    windows = ["use_sliding_window (layers that attend over a window)"] * slides
-    if names := ["attention_bias"] * bool(stored.get("attention_bias")) + windows:
-        raise CheckpointError(f"{file}: not supported: {', '.join(names)}")
+    features = {
+        "attention_bias": stored.get("attention_bias"),
+        "use_sliding_window (layers that attend over a window)": slides,
+    }
+    if any(features.values()):
+        raise CheckpointError(f"{file}: not supported: {', '.join(name for name, used in features.items() if used)}")
     try:
         rope = {"rope_parameters": _rope(stored)}
     except ValueError as error:

@@ -48,7 +48,12 @@ def check_keys(block: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any
         if known and here in _BLOCKS and isinstance(value, dict):
             yield from check_keys(value, here)
         elif not known:
-            yield here, value, _unknown(key, path)
+            siblings = {
+                name[len(path) :].lstrip(".").split(".")[0] for name in KEYS if not path or name.startswith(f"{path}.")
+            }
+            elsewhere = sorted(name for name in KEYS | _BLOCKS if name.rpartition(".")[2] == key)
+            message = unknown_key(key, siblings - REFUSED.keys(), elsewhere[:1])
+            yield here, value, message if path else f"{message} (DeepSpeed would ignore it silently)"
         elif value is None or value == "auto":
             yield here, None, None
         elif here in _BLOCKS:
@@ -66,15 +71,6 @@ def check_extra(extra: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield path, f"set `{SCHEMA_FIELDS[path]}` instead"
         elif path in IGNORED:
             yield path, f"does nothing here: {IGNORED[path]}"
-
-
-def _unknown(key: str, path: str) -> str:
-    siblings = {
-        known[len(path) :].lstrip(".").split(".")[0] for known in KEYS if not path or known.startswith(path + ".")
-    }
-    elsewhere = sorted(known for known in KEYS | _BLOCKS if known.rpartition(".")[2] == key)
-    message = unknown_key(key, siblings - REFUSED.keys(), elsewhere[:1])
-    return message + " (DeepSpeed would ignore it silently)" if not path else message
 
 
 def _wrong(path: str, value: Any) -> str | None:
