@@ -67,9 +67,8 @@ def _which(module: str) -> str:
         return ""
     found, own = spec.origin or "built into Python", os.path.abspath(module.replace(".", os.sep))
     file = next((path for path in (f"{own}.py", f"{own}{os.sep}__init__.py") if os.path.isfile(path)), found)
-    if os.path.realpath(file) == os.path.realpath(found):
-        return f"; {module} is {found}"
-    return f"; {module} is {found}, which hides {file}: rename that file"
+    hides = os.path.realpath(file) != os.path.realpath(found)
+    return f"; {module} is {found}" + f", which hides {file}: rename that file" * hides
 
 
 def whose_fault(error: BaseException, *, or_library: bool = True) -> str:

@@ -42,9 +42,9 @@ def micro_batches_per_step(config: Sections, world_size: int) -> int:
 def plan_lanes(config: Sections, world_size: int, saved_lanes: int | None = None) -> tuple[int, int]:
     """Return the micro-batches per optimizer step over all ranks (a run's lanes, which never change) and on each rank.
     Raises ConfigError if the ranks do not divide them."""
-    lanes = saved_lanes or micro_batches_per_step(config, world_size)
     if saved_lanes:
-        return lanes, per_rank(lanes, world_size, "data.num_lanes (fixed when this run first started)")
+        return saved_lanes, per_rank(saved_lanes, world_size, "data.num_lanes (fixed when this run first started)")
+    lanes = micro_batches_per_step(config, world_size)
     by_size = "training.global_batch_size / training.per_device_train_batch_size"
     return lanes, per_rank(lanes, world_size, "data.num_lanes" if config.data.num_lanes else by_size)
 
