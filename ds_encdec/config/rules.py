@@ -197,7 +197,7 @@ def _split(data: DataConfig, files: str, split: str, section: str) -> Iterator[C
         (
             (is_files or is_split) and data.mixture and name is None,
             _at(section, "mixture", files if is_files else split, "eval_dataset_name"),
-            "a mixture is of several data sets: set eval_dataset_name to the one of this",
+            "a mixture has several data sets: set eval_dataset_name to one of them, or to another",
         ),
         (
             is_files and not (kind and kind.reads_files) and not data.mixture,
