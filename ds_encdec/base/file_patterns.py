@@ -5,8 +5,6 @@ import re
 from collections.abc import Iterator, Sequence
 from glob import escape, iglob
 
-_VARIABLE = re.compile(r"\$(\{[^}]*\}|[A-Za-z_]\w*)")
-
 
 def named_files(name: str, folder: str = "") -> Iterator[str]:
     """Yield the files that `name` means, in no order: the one with this path, or else all that it matches as a pattern.
@@ -37,7 +35,7 @@ def no_file_matches(patterns: Sequence[str]) -> str:
 
 def variable_in(name: str) -> str | None:
     """Return a message if a path has a shell's variable in it; None if it has none."""
-    found = _VARIABLE.search(name)
+    found = re.search(r"\$(\{[^}]*\}|[A-Za-z_]\w*)", name)
     return (
         f"{found[0]} is part of the name: shell variables are not expanded here, so write the value" if found else None
     )

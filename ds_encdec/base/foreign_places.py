@@ -106,7 +106,6 @@ _STAGE3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
 _STAGE2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
-_CHECKER = "deepspeed.runtime.utils:CheckOverflow"
 _CUT = "deepspeed.runtime.zero.partition_parameters"
 _SWAP = "deepspeed.runtime.swap_tensor.optimizer_utils"
 _FSDP = "torch.distributed.fsdp._fully_shard"
@@ -131,7 +130,7 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("deepspeed.runtime.bf16_optimizer", "replace", _GATES, "get_global_norm_of_tensors"),
     ("deepspeed.runtime.fp16.unfused_optimizer", "replace", _GATES, "get_weight_norm"),
     (_UNFUSED, "read", _GATES, "overflow_checker"),
-    (_CHECKER, "replace", _GATES, "check has_overflow"),
+    ("deepspeed.runtime.utils:CheckOverflow", "replace", _GATES, "check has_overflow"),
     (_ENGINE, "replace", _GATES, "clip_fp32_gradients"),
     (_ENGINE, "write", _GATES, "micro_steps global_steps skipped_steps"),
     (_ENGINE, "call", _GATES, "was_step_applied"),

@@ -35,7 +35,6 @@ SECRET = (
 )
 
 _PLACE = re.compile(r"  (?P<place>(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?: [^:]*)?): (?P<said>.+)")
-_KEY = re.compile(r"([\w.-]+)[\"']?\s*:")
 
 
 def is_secret(name: str) -> bool:
@@ -200,7 +199,7 @@ def _source(found: re.Match[str], field: str, *, is_unknown: bool, width: int) -
         source = path.read_text().splitlines()[int(found["line"]) - 1] if path.is_file() else ""
     except (OSError, ValueError, IndexError):  # gone by now, or not text
         return []
-    if not source.isprintable() or any(map(is_secret, _KEY.findall(source))):
+    if not source.isprintable() or any(map(is_secret, re.findall(r"([\w.-]+)[\"']?\s*:", source))):
         return []
     key = re.escape(field.rpartition(".")[2])
     pattern = rf"(?<![\w.])({key})\b" if is_unknown else rf"(?<![\w.]){key}[\"']?\s*:\s*([^#]*[^#\s,}}])"

@@ -20,12 +20,10 @@ from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
 
-_ASSIGNED = re.compile(r"[^/]*=")  # the beginning of a setting; a path may have the sign, but after a slash
 # SageMaker copies this folder to the job's `checkpoint_s3_uri`, and back before it starts the job again.
 CHECKPOINTS = "/opt/ml/checkpoints"
 _HYPERPARAMETERS = "SM_HPS"
 _FOLDER_FIELDS = ("infra.output_dir", "output_dir", "output-dir")
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _KIND_OF = {
     ending: name for name, kind in LOCAL_SOURCES.items() if kind.reads_files for ending in (name, *kind.endings)
 }
@@ -50,7 +48,8 @@ def read_arguments(
 
             settings.append(word if equals else with_value(word, remaining))
         else:
-            is_setting = takes_settings and _ASSIGNED.match(word) and not word.startswith("-")
+            # A path may have the sign, too, but after a slash.
+            is_setting = takes_settings and re.match("[^/]*=", word) and not word.startswith("-")
             (settings if is_setting else own).append(word)
     options, rest = parser.parse_known_args(own)
     if rest and not takes_settings:
@@ -119,7 +118,7 @@ def _channels(environ: Mapping[str, str]) -> Iterator[str]:
         if variable := next((name for name in variables if environ.get(name)), None):
             folder, endings = Path(environ[variable]), set[tuple[str, str]]()
             for path in folder.rglob("*"):
-                packed = path.suffix if path.suffix in _COMPRESSED else ""
+                packed = path.suffix if path.suffix in (".gz", ".bz2", ".xz", ".zst") else ""
                 ending = path.name.removesuffix(packed).rpartition(".")[2]
                 if ending in _KIND_OF and path.is_file():
                     endings.add((ending, packed))

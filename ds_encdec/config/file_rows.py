@@ -15,8 +15,6 @@ from typing import Any
 
 from ds_encdec.base.types import DataError
 
-# The delimiter that splits the first line into the most fields is taken, of equal ones the first.
-_DELIMITERS = ",;\t|"
 _FOREIGN_QUOTES = ("''", "``", '""', "“”", "‘’", "„“", "«»")
 # Most levels of objects and lists in a line. Python's own limit depends on the caller, which must decide nothing.
 MAX_NESTING = 200
@@ -34,7 +32,8 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
     csv.field_size_limit(sys.maxsize)
     rest, row_lines, names = iter(lines), list[str](), list[str]()
     head = list(islice(rest, 1))
-    delimiter = max(_DELIMITERS, key=lambda one: len(next(csv.reader(head, delimiter=one), ())))
+    # The delimiter that splits the first line into the most fields, of equal ones the first.
+    delimiter = max(",;\t|", key=lambda one: len(next(csv.reader(head, delimiter=one), ())))
 
     def recorded() -> Iterator[str]:
         for line in chain(head, rest):

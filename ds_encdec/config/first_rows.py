@@ -28,9 +28,6 @@ from ds_encdec.config.settings import Conflict
 from ds_encdec.registry.objectives import OBJECTIVES, columns_by_field, conversation_column
 from ds_encdec.registry.source_kinds import local_kind
 
-_LOOKED_AT_BYTES = 1 << 20
-_LOOKED_AT_ROWS = 100
-
 
 def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     """Yield the problems of each source's first file: a wrong format, unreadable rows, missing columns. Of a text file
@@ -47,7 +44,7 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
                 "there is such a file here; did you mean dataset_name=json (csv, parquet, text)?",
             )
         try:
-            rows = list(islice(_rows(source), _LOOKED_AT_ROWS))
+            rows = list(islice(_rows(source), 100))
         except DataError as error:
             yield Conflict((field,), str(error))
             continue
@@ -164,7 +161,7 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
                 )
             yield dict.fromkeys(names)
             return
-        content, is_whole = first_bytes(path, _LOOKED_AT_BYTES)
+        content, is_whole = first_bytes(path, 1 << 20)
     except (OSError, ValueError):
         return
     whole_lines = slice(None if is_whole else -1)

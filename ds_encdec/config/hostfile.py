@@ -12,8 +12,6 @@ from ds_encdec.config.settings import Problem
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.yaml.text import file_problem, read_text
 
-_HOST = re.compile(r"(\S+)\s+slots=(\d{1,9})(?!\d)")
-
 
 def read_hosts(path: Path, problems: list[Problem]) -> dict[str, int]:
     """Return each host's slots from the file `path`, or from the shipped file of that name."""
@@ -22,7 +20,7 @@ def read_hosts(path: Path, problems: list[Problem]) -> dict[str, int]:
     for number, line in enumerate(map(str.strip, (text or "").splitlines()), start=1):
         if not line or line.startswith("#"):
             continue
-        if (found := _HOST.match(line)) is None:
+        if (found := re.match(r"(\S+)\s+slots=(\d{1,9})(?!\d)", line)) is None:
             problems.append(file_problem(path, "not `HOST slots=N`", number, field=line))
         elif found[1] in hosts:
             problems.append(file_problem(path, "the host is listed twice", number, field=found[1]))
