@@ -48,7 +48,6 @@ _DEEPSPEED_KEYS = {
     "zero_optimization",
     "zero_allow_untested_optimizer",
 }
-_PROJECT_FIELD, _PROJECT_VARIABLE = "infra.wandb_project", "WANDB_PROJECT"
 
 
 def imply(settings: Settings) -> list[str]:
@@ -202,12 +201,22 @@ def read_config(
         raise_if_any([file_problem(Path(str(path)), message)])
     read_words(settings, problems, translated)
     read_overrides(settings, overrides, problems, translated)
-    json_path, named_by = _find_json(settings, path, deepspeed_config, problems)
+    json_path, named_by = deepspeed_config, None
+    if isinstance(named := settings.get(_JSON_FIELD), str):
+        file, mentioned = Path(named), mention(settings, _JSON_FIELD)
+        if path is not None and settings.place_of(_JSON_FIELD) != COMMAND_LINE:  # it may be beside the YAML file
+            beside = path.parent / file
+            file = beside if os.path.exists(beside) else find_shipped(file) or file
+        if deepspeed_config is None:
+            json_path, named_by = file, mentioned
+        elif os.path.realpath(deepspeed_config) != os.path.realpath(file):
+            other = Mention(COMMAND_LINE, "--deepspeed_config", show(str(deepspeed_config)))
+            problems.append(Problem((mentioned, other), "two different files: name one"))
     if json_path is not None:
         settings = merge_deepspeed_json(settings, read_deepspeed_json(json_path, problems, named_by), problems)
         settings.put(_JSON_FIELD, None, "")
-    if settings.get(_PROJECT_FIELD) is None and os.environ.get(_PROJECT_VARIABLE):
-        settings.put(_PROJECT_FIELD, os.environ[_PROJECT_VARIABLE], _PROJECT_VARIABLE)
+    if settings.get("infra.wandb_project") is None and (project := os.environ.get("WANDB_PROJECT")):
+        settings.put("infra.wandb_project", project, "WANDB_PROJECT")
     implied = imply(settings)
     return Loaded(settings, validate(settings, problems, unread), problems, [*translated, *implied])
 
@@ -236,21 +245,3 @@ def load_saved(path: Path) -> FullConfig:
         return FullConfig.model_validate(settings.values, context={"was_judged": True})
     except ValidationError as error:
         raise ConfigError(f"{path} is no configuration that a run has saved: {error}") from error
-
-
-def _find_json(
-    settings: Settings, yaml_path: Path | None, argument: Path | None, problems: list[Problem]
-) -> tuple[Path | None, Mention | None]:
-    """Return the DeepSpeed JSON to read and the setting that names it. The YAML file's may be relative to that file."""
-    named = settings.get(_JSON_FIELD)
-    if not isinstance(named, str):
-        return argument, None
-    found = Path(named)
-    if yaml_path is not None and settings.place_of(_JSON_FIELD) != COMMAND_LINE:
-        beside = yaml_path.parent / found
-        found = beside if os.path.exists(beside) else find_shipped(found) or found
-    named_by = mention(settings, _JSON_FIELD)
-    if argument is not None and os.path.realpath(argument) != os.path.realpath(found):
-        other = Mention(COMMAND_LINE, "--deepspeed_config", show(str(argument)))
-        problems.append(Problem((named_by, other), "two different files: name one"))
-    return (found, named_by) if argument is None else (argument, None)
