@@ -65,8 +65,14 @@ def _batches(config: Sections) -> Iterator[Conflict]:
     size, lanes = config.training.per_device_train_batch_size, config.data.num_lanes
     sequences, field = config.training.global_batch_size, "per_device_train_batch_size"
     if size == "auto":
-        advice = "auto decides the micro-batches of a step: set global_batch_size, and num_lanes=null"
-        return broken("training", (lanes is not None, f"{field} data.num_lanes", advice))
+        return broken(
+            "training",
+            (
+                lanes is not None,
+                f"{field} data.num_lanes",
+                "auto decides the micro-batches of a step: set global_batch_size, and num_lanes=null",
+            ),
+        )
     is_uneven = sequences is not None and sequences % size != 0
     return broken(
         "training",

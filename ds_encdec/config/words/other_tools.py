@@ -31,9 +31,7 @@ class Word(NamedTuple):
             for texts, meaning in self.values.items():
                 if str(value).lower() in texts.split():
                     return meaning
-        if self.field:
-            return {self.field: value}
-        return {} if self.ignored else self.why or None
+        return {self.field: value} if self.field else {} if self.ignored else self.why or None
 
 
 def read_table(path: Path) -> dict[str, Any]:

@@ -185,8 +185,9 @@ def compose(text: str) -> yaml.Node | None:
         loader = _Loader(text)
         return loader.get_single_node()
     except yaml.reader.ReaderError as error:
-        message = f"the character U+{error.character:04X} is not allowed"
-        raise UnreadableError(message, text.count("\n", 0, error.position) + 1) from error
+        raise UnreadableError(
+            f"the character U+{error.character:04X} is not allowed", text.count("\n", 0, error.position) + 1
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, error.problem or error.context or ""
         raise UnreadableError(_IN_OTHER_WORDS.get(problem, problem), mark.line + 1 if mark else 1) from error
