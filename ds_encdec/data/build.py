@@ -112,8 +112,9 @@ def build_data(
     facts = fingerprint(config, pipeline, own)
     if saved is not None and not accept_other_data:
         require_same(saved["fingerprint"], facts)
-    workers = data.preprocessing_num_workers
-    loader = LaneLoader(pipeline, rank=rank, world_size=world_size, num_workers=workers, pin_memory=pin_memory)
+    loader = LaneLoader(
+        pipeline, rank=rank, world_size=world_size, num_workers=data.preprocessing_num_workers, pin_memory=pin_memory
+    )
     evaluated = partial(_evaluated, config, pipeline, loader, survey.ratio, evaluation_cache)
     batches, examples = evaluated(own)
     eval_sets = {}
@@ -148,9 +149,11 @@ def _evaluated(
 
 def held_out_shares(data: DataConfig) -> dict[Split, float]:
     """Return the shares of the training data that are held out for `validation` and, behind it, for `test`."""
-    splits: tuple[Split, Split] = ("validation", "test")
-    shares = OBJECTIVES[data.objective].held_out(data)
-    return {split: 0.0 if data.own_split(split) else share for split, share in zip(splits, shares, strict=True)}
+    validation, test = OBJECTIVES[data.objective].held_out(data)
+    return {
+        "validation": 0.0 if data.own_split("validation") else validation,
+        "test": 0.0 if data.own_split("test") else test,
+    }
 
 
 def example_maker(
@@ -194,8 +197,7 @@ class Opener:
         for number, entry in enumerate(source_entries(self.data)):
             source = self.open(entry, f"source-{number}", num_lanes)
             below = held_out_below(source, validation)
-            below_test = below + test if test else 0.0
-            opened.append(OpenSource(source, entry.weight, below, number, below_test, counts_tokens))
+            opened.append(OpenSource(source, entry.weight, below, number, below + test if test else 0.0, counts_tokens))
         return tuple(opened)
 
     def open_split(self, split: str, eval_set: str | None = None) -> tuple[OpenSource, ...]:
@@ -234,5 +236,4 @@ class Opener:
             "streaming": data.streaming,
             "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
         }
-        source: AnySource = resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})
-        return source
+        return resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})

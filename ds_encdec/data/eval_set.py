@@ -34,15 +34,19 @@ def evaluation_examples(
     """Return the first `num_examples` held-out examples, or all. Raises DataError if there are none."""
     kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.json"
     if kept and kept.exists():
-        return _read_examples(kept)
+        try:
+            rows = json.loads(kept.read_bytes())
+            return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(f"{kept}: cannot be read ({error}). Delete it: a run makes it again") from error
     if kept:
         logger.info("building the evaluation set (cached in %s)", kept)
     examples = list(islice(held_out_examples(pipeline, own), num_examples))
     if not examples:
-        where = "the files or the split to evaluate on (eval_files, eval_split)" if own else "the held-out documents"
         raise DataError(
-            f"{where} give no example: there are none, or they are empty, too long (data.on_long_row) or of weight 0. "
-            "Raise data.eval_fraction (for sft lower data.train_split_ratio), add documents (two at least), or turn "
+            f"{'the files or the split to evaluate on (eval_files, eval_split)' if own else 'the held-out documents'} "
+            "give no example: there are none, or they are empty, too long (data.on_long_row) or of weight 0. Raise "
+            "data.eval_fraction (for sft lower data.train_split_ratio), add documents (two at least), or turn "
             "evaluation off with training.eval_samples=0"
         )
     if kept:
@@ -50,14 +54,6 @@ def evaluation_examples(
         rows = [(one.encoder_ids.tolist(), one.decoder_ids.tolist(), one.denoiser, one.document) for one in examples]
         write_atomically(kept, json.dumps(rows))
     return examples
-
-
-def _read_examples(path: Path) -> list[Example]:
-    try:
-        rows = json.loads(path.read_bytes())
-        return [Example(np.array(ids, np.int32), np.array(target, np.int32), *rest) for ids, target, *rest in rows]
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: cannot be read ({error}). Delete it: a run makes it again") from error
 
 
 def packed(examples: Iterable[Example], pipeline: LanePipeline, budgets: Budgets) -> Iterator[list[Example]]:

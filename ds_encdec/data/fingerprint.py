@@ -38,9 +38,8 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
     mine = OBJECTIVES[config.data.objective]
     foreign = {name for row in OBJECTIVES.values() if row is not mine for name in row.own_fields}
     ordering = [path.removeprefix("data.") for path in marked(Mark.ORDER)]
-    names = dict.fromkeys(name for name in (*ordering, *mine.own_fields) if name not in foreign)
-    facts: Facts = {f"data.{name}": getattr(config.data, name) for name in names}
-    facts |= {
+    facts: Facts = {
+        **{f"data.{name}": getattr(config.data, name) for name in (*ordering, *mine.own_fields) if name not in foreign},
         "data.num_lanes": pipeline.num_lanes,
         "training.seed": pipeline.seed,
         "training.per_device_train_batch_size": config.training.micro_batch_size,
@@ -98,25 +97,26 @@ def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> l
     if not differing(saved, now):
         return records
     kept = _kept(saved, now)
-    cut_alike = all(saved.get(name) == now.get(name) for name in {**saved, **now} if name not in _CHOICE_FACTS)
-    waiting = kept if cut_alike else set()
+    changed = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
+    waiting = kept if {*changed} <= {*_CHOICE_FACTS} else set()
     usable = []
     for record in records if kept else ():
         reader, chunk = record["reader"], record["next_chunk"]
         sources = {number: place for number, place in reader["sources"].items() if int(number) in kept}
-        changed = {
-            "reader": {**reader, "sources": sources},
-            "next_chunk": chunk if chunk and chunk[0][0] in waiting else None,
-            "waiting": [entry for entry in record["waiting"] if entry[0][0] in waiting],
-        }
-        usable.append(record | changed)
+        usable.append(
+            {
+                **record,
+                "reader": {**reader, "sources": sources},
+                "next_chunk": chunk if chunk and chunk[0][0] in waiting else None,
+                "waiting": [entry for entry in record["waiting"] if entry[0][0] in waiting],
+            }
+        )
     return usable
 
 
 def digest(value: Any) -> str:
     """Return a short name for a JSON-able value."""
-    text = json.dumps(value, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def source_facts(sources: Iterable[OpenSource]) -> list[Facts]:
@@ -129,8 +129,7 @@ def source_facts(sources: Iterable[OpenSource]) -> list[Facts]:
 
 def unknown_sources(saved: Facts, now: Sequence[Facts]) -> list[str]:
     """Describe the sources of `now` that the fingerprint `saved` lacks, or has with other content."""
-    known = [_identity(facts) for facts in saved["sources"]]
-    return [_words(facts) for facts in now if _identity(facts) not in known]
+    return [_words(facts) for facts in now if _identity(facts) not in map(_identity, saved["sources"])]
 
 
 def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[OpenSource, ...]:

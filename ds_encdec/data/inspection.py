@@ -57,17 +57,25 @@ def inspect_data(
     for side in _SIDES:
         budget = getattr(pipeline.budgets, f"{side}_tokens")
         tokens = np.array([len(getattr(example, f"{side}_ids")) for example in made])
-        lengths: Mapping[str, Any] = {"min": int(tokens.min()), "median": float(np.median(tokens))}
-        lengths = {**lengths, "mean": float(tokens.mean()), "max": int(tokens.max())}
-        fill = float(tokens.sum() / (batches * budget))
-        statistics |= {f"{side}_budget_tokens": budget, f"{side}_fill": fill, f"{side}_tokens": lengths}
+        statistics |= {
+            f"{side}_budget_tokens": budget,
+            f"{side}_fill": float(tokens.sum() / (batches * budget)),
+            f"{side}_tokens": {
+                "min": int(tokens.min()),
+                "median": float(np.median(tokens)),
+                "mean": float(tokens.mean()),
+                "max": int(tokens.max()),
+            },
+        }
     objective = OBJECTIVES[pipeline.data.objective]
-    statistics["denoisers"] = {name: sum(one.denoiser == name for one in made) for name in objective.tasks}
     read = [lane(number).record for number in range(min(batches, pipeline.num_lanes))]
-    statistics |= {name: sum(sum(record[name]) for record in read) for name in ("long_rows", "bad_rows")}
-    statistics["skipped_documents"] = sum(record["skipped_documents"] for record in read)
-    if data.too_short:
-        statistics["too_short"] = data.too_short
+    statistics |= {
+        "denoisers": {name: sum(one.denoiser == name for one in made) for name in objective.tasks},
+        "long_rows": sum(sum(record["long_rows"]) for record in read),
+        "bad_rows": sum(sum(record["bad_rows"]) for record in read),
+        "skipped_documents": sum(record["skipped_documents"] for record in read),
+        **({"too_short": data.too_short} if data.too_short else {}),
+    }
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
         rows = [{name: getattr(example, name) for name in fields} for example in made[:num_examples]]
@@ -140,26 +148,23 @@ def split_examples(
     sources = own or opener.open_sources(1)
     if trained is not None and split != "train" and not own:
         _require_held_out(split, data, sources, trained)
-    examples = keyed_examples(sources, split, maker, data.bad_row_limit)
-    result = []
-    for key, example in islice(examples, max_samples):
-        text = tokenizer.decode(example.encoder_ids.tolist(), clean_up_tokenization_spaces=False)
-        result.append(TextExample(key, text, example.encoder_ids, example.decoder_ids))
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    result = [
+        TextExample(key, decode(example.encoder_ids.tolist()), example.encoder_ids, example.decoder_ids)
+        for key, example in islice(keyed_examples(sources, split, maker, data.bad_row_limit), max_samples)
+    ]
     if not result:
         fields = ", ".join(f"data.{name}" for name in OBJECTIVES[data.objective].split_fields)
         named = {"validation": ", data.eval_files, data.eval_split", "test": ", data.test_files, data.test_split"}
         for_validation, for_test = OBJECTIVES[data.objective].held_out(data)
-        has_other = split == "test" and for_validation and not for_test
         instead = "; its texts for evaluation are --split validation (--max-new-tokens 0: their loss alone)"
-        raise DataError(
-            f"the split {split} is empty{instead if has_other else ''}: see {fields}{named.get(split, '')}, or add "
-            "documents"
-        )
+        instead = instead if split == "test" and for_validation and not for_test else ""
+        raise DataError(f"the split {split} is empty{instead}: see {fields}{named.get(split, '')}, or add documents")
     return result
 
 
 def _require_held_out(split: Split, data: DataConfig, sources: Sequence[OpenSource], trained: TrainedData) -> None:
-    """Raise ConfigError if the training held out other sources or shares: keys are numbers of rows."""
+    # Keys are numbers of rows: with other sources or shares they mean other rows.
     then, now = held_out_shares(trained.data), held_out_shares(data)
     sizes: tuple[Split, ...] = ("validation",) if split == "validation" else ("validation", "test")
     differing = [
@@ -170,8 +175,8 @@ def _require_held_out(split: Split, data: DataConfig, sources: Sequence[OpenSour
     others = unknown_sources(trained.saved["fingerprint"], source_facts(sources))
     differing += [f"{name} was not in the training data" for name in others]
     if differing:
-        files = "data.eval_files" if split == "validation" else "data.test_files"
         raise ConfigError(
             f"the split {split} is not that of the run that trained the model, and may have rows that it was trained "
-            f"on: {'; '.join(differing)}. Restore the run's settings and files, or name a separate split ({files})"
+            f"on: {'; '.join(differing)}. Restore the run's settings and files, or name a separate split "
+            f"({'data.eval_files' if split == 'validation' else 'data.test_files'})"
         )

@@ -95,8 +95,11 @@ class Lane:
         for reference, epoch, chunk in origins:
             wanted.setdefault((reference, epoch), set()).add(chunk)
         read = {place: self._fetch(*place) for place in wanted}
-        made = (entry for place, chunks in wanted.items() for entry in self._cut(*read[place], chunks, again=True))
-        entries = {entry.item[1]: entry for entry in made}
+        entries = {
+            entry.item[1]: entry
+            for place, chunks in wanted.items()
+            for entry in self._cut(*read[place], chunks, again=True)
+        }
         for origin in origins:
             if origin not in entries:
                 located, _ = read[origin.reference, origin.epoch]
@@ -140,11 +143,10 @@ class Lane:
         rows[epoch] += 1
 
     def _pass_over(self, row: BadRow, epoch: int) -> None:
-        """Count a bad row in its pass, and log it unless an earlier pass must have logged it. Raises DataError."""
         self._count("bad_rows", epoch)
         *earlier, found = self._counts["bad_rows"][: epoch + 1]
         check_bad_rows(found, self._pipeline.data.bad_row_limit, row.problem)
-        # All rows of a damaged row group have the same problem.
+        # Logged unless an earlier pass must have logged it. All rows of a damaged row group have the same problem.
         last = self._counts["last_bad_row"]
         if found > max(earlier, default=0) and (last is None or last[1] != row.problem):
             logger.warning("passed over: %s", row.problem)

@@ -29,6 +29,8 @@ from ds_encdec.data.workers import Worker
 from ds_encdec.registry.objectives import TASKS
 
 READY_BATCHES_PER_LANE = 2  # that a worker prepares in advance
+# One stream of a device for all steps: memory that one stream has used cannot serve another.
+_side_stream = cache(torch.cuda.Stream)
 _LESS = (
     "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
     "(data.preprocessing_num_workers=0)"
@@ -73,20 +75,22 @@ class LaneLoader:
             return
         # Workers ignore signals: after a crash they would otherwise live until their next write.
         atexit.register(self.close)
-        for numbers in [self.lanes[worker :: self._num_workers] for worker in range(self._num_workers)]:
+        for first in range(self._num_workers):
+            numbers = self.lanes[first :: self._num_workers]
             mine = {lane: self._records[lane] for lane in numbers if lane in self._records}
             ahead = READY_BATCHES_PER_LANE * len(numbers)
-            worker = Worker(lane_batches, self._pipeline, numbers, mine, ahead=ahead, advice=_LESS)
-            self.workers.append(worker)
-            self._running |= dict.fromkeys(numbers, worker)
+            self.workers.append(Worker(lane_batches, self._pipeline, numbers, mine, ahead=ahead, advice=_LESS))
+            self._running |= dict.fromkeys(numbers, self.workers[-1])
 
     def collated(self, packed: Iterable[Sequence[Example]], budgets: Budgets) -> list[Batch]:
         """Return this rank's share of batches that all ranks have; empty ones make the shares equally long."""
         batches = list(packed)
         batches += [[]] * (-len(batches) % self._world_size)
         pad_id = self._pipeline.maker.vocabulary.pad_id
-        mine = batches[self._rank :: self._world_size]
-        return [collate(examples, budgets, pad_id, pin_memory=self._pin_memory) for examples in mine]
+        return [
+            collate(examples, budgets, pad_id, pin_memory=self._pin_memory)
+            for examples in batches[self._rank :: self._world_size]
+        ]
 
     @property
     def epoch(self) -> int:
@@ -140,10 +144,9 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     encoder = partial(_padded, size=budgets.encoder_tokens)
     decoder = partial(_padded, size=budgets.decoder_tokens)
     numbers = {name: number for number, name in enumerate(TASKS)}
-    shifted = [np.insert(example.decoder_ids[:-1], 0, pad_id) for example in examples]
     batch = Batch(
         encoder_ids=encoder([example.encoder_ids for example in examples], fill=pad_id),
-        decoder_input_ids=decoder(shifted, fill=pad_id),
+        decoder_input_ids=decoder([np.insert(one.decoder_ids[:-1], 0, pad_id) for one in examples], fill=pad_id),
         labels=decoder([example.decoder_ids for example in examples], fill=IGNORE_INDEX),
         encoder_positions=encoder([np.arange(length) for length in encoder_lengths]),
         decoder_positions=decoder([np.arange(length) for length in decoder_lengths]),
@@ -160,7 +163,6 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
 
 
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
-    """Concatenate `pieces` and fill up to `size`; int64 [size]."""
     joined = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
     if len(joined) > size:
         raise ValueError(f"{len(joined)} tokens in a buffer of {size}")
@@ -168,7 +170,6 @@ def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
 
 
 def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
-    """Return cumulative lengths from 0, the last one repeated; int32 [max_examples + 1]."""
     return torch.from_numpy(np.cumsum([0, *lengths, *[0] * (max_examples - len(lengths))], dtype=np.int32))
 
 
@@ -192,18 +193,11 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
         yield _for_current_stream(*ahead.pop(), device)
 
 
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all steps: memory that one stream has used cannot serve another."""
-    return torch.cuda.Stream(device)
-
-
 def _for_current_stream(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    """Make the current stream wait for the copies, and keep their memory until it has used them."""
     using = torch.cuda.current_stream(device)
     using.wait_event(copied)
     for tensor in _tensors(batch).values():
-        tensor.record_stream(using)
+        tensor.record_stream(using)  # which keeps its memory until this stream has used it
     return batch
 
 

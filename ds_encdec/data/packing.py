@@ -109,5 +109,4 @@ class Packer(Generic[Item]):
         """Return the free share of the emptier side, [...], of `left` tokens [2, ...]; infinite if a side overflows."""
         encoder_left, decoder_left = left
         share = np.maximum(encoder_left / self._capacity[0], decoder_left / self._capacity[1])
-        share[(encoder_left < 0) | (decoder_left < 0)] = np.inf
-        return share
+        return np.where((encoder_left < 0) | (decoder_left < 0), np.inf, share)

@@ -1,7 +1,10 @@
 """Readers: the order in which a lane reads its share of a source, or of a mixture of sources.
 
-A position is a small dict of integers; a reference is a tuple of integers, by which `fetch` reads a document again.
+A position is a small dict of integers; a reference is a tuple of integers, by which `fetch` reads a document again. It
+raises DataError if the source has become shorter.
 """
+
+# ruff: noqa: D102  (see above)
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -24,7 +27,6 @@ class LaneShare(NamedTuple):
     shuffle_buffer_size: int
 
     def nothing_to_read(self, there: str) -> DataError:
-        """Return the error for a lane that has no part of a source of the size `there`."""
         return DataError(
             f"lane {self.lane} of {self.num_lanes} has nothing to read: the source has {there}. Lower data.num_lanes "
             "(or training.gradient_accumulation_steps), or add data"
@@ -71,7 +73,6 @@ class MapReader:
         return Permutation(len(self._source), self._share.seed, "documents", self._number, epoch)
 
     def fetch(self, reference: Reference) -> Row:
-        """Return document number `reference[0]`. Raises DataError if the source has become shorter."""
         if reference[0] >= len(self._source):
             raise changed_since(f"document {reference[0]} behind {self._source.key(len(self._source) - 1)}")
         return self._source.document(reference[0])
@@ -109,9 +110,8 @@ class StreamReader:
         return Located(document, reference, self.position["epoch"])
 
     def fetch(self, reference: Reference) -> Row:
-        """Return row `reference[1]` of unit `reference[0]`. Raises DataError if the unit has become shorter."""
-        window, (unit, row) = dict(self._current_window()), reference
-        document = window.get(reference) or next(self._source.documents(unit, row), None)
+        unit, row = reference
+        document = dict(self._current_window()).get(reference) or next(self._source.documents(unit, row), None)
         if document is None:
             first = next(self._source.documents(unit, 0), None) if unit < self._source.num_units else None
             raise changed_since(f"row {row} of unit {unit} ({'empty' if first is None else f'from {first.key} on'})")
@@ -175,12 +175,14 @@ class MixtureReader:
     @property
     def position(self) -> dict[str, Any]:
         """Return the JSON-able position in each source by its number, the draws, and the tokens over the weights."""
-        sources = {str(number): reader.position for number, reader in self._readers.items()}
         had = {str(number): had for number, had in self._had.items()}
-        return {"draws": self._draws, "sources": sources} | ({"tokens_over_weight": had} if had else {})
+        return {
+            "draws": self._draws,
+            "sources": {str(number): reader.position for number, reader in self._readers.items()},
+            **({"tokens_over_weight": had} if had else {}),
+        }
 
     def took(self, number: int, tokens: int) -> None:
-        """Count the tokens of a document from the source `number`."""
         if self._had:
             self._had[number] += tokens / self._weights[number]
 
@@ -197,5 +199,4 @@ class MixtureReader:
         return located._replace(reference=(number, *located.reference))
 
     def fetch(self, reference: Reference) -> Row:
-        """Read a document of the source with number `reference[0]` again."""
         return self._readers[reference[0]].fetch(reference[1:])

@@ -58,8 +58,8 @@ def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: Exampl
         all_read = [ids for _, ids in islice(usable_documents(rows, bad_row_limit), SAMPLE_DOCUMENTS)]
     usable = [ids for ids in all_read if maker.size(ids)]
     if not usable:
-        looked_at = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
-        first = next((ids for _, ids in with_ids(looked_at, maker)), None)
+        first_rows = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
+        _, first = next(with_ids(first_rows, maker), (None, None))
         if isinstance(first, BadRow):
             raise DataError(f"the data set is empty: no row of the sample can be used. {first.problem}")
         raise DataError(
@@ -92,7 +92,7 @@ def _too_short(config: FullConfig, ratio: float, documents: float, tokens: float
 def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
     """Return the configuration with `steps` for its epochs. Raises ConfigError if its other fields do not fit them."""
     training = config.training
-    warmup_steps, epochs = training.warmup_steps, training.num_train_epochs
+    warmup_steps = training.warmup_steps
     if training.warmup_ratio is not None:
         warmup_steps = math.ceil(steps * training.warmup_ratio)
     elif "warmup_steps" not in training.model_fields_set:
@@ -102,7 +102,9 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
     counted = config.model_copy(update={"training": training.model_copy(update=changes)})
     if conflicts := find_conflicts(counted):
         lines = "\n".join(f"  {', '.join(conflict.fields)}: {conflict.message}" for conflict in conflicts)
-        raise ConfigError(f"training.num_train_epochs={epochs} are {steps} optimizer steps:\n{lines}")
+        raise ConfigError(
+            f"training.num_train_epochs={training.num_train_epochs} are {steps} optimizer steps:\n{lines}"
+        )
     return counted
 
 
@@ -124,8 +126,7 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
         rows.append(number)
         readings += number * (pipeline.num_lanes if is_stream else 1)
     # Of many passes a few are counted; a part of a pass counts as the same part of its steps.
-    counted = min(epochs, COUNTED_READINGS // max(1, readings))
-    if counted:
+    if counted := min(epochs, COUNTED_READINGS // max(1, readings)):
         longest = max(_batches(Lane(pipeline, number), counted) for number in range(pipeline.num_lanes))
         return math.ceil(longest * (epochs / counted))
     logger.info("num_train_epochs=%g: the steps are estimated from %d documents", epochs, _LARGE_SAMPLE_DOCUMENTS)
@@ -140,8 +141,8 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
         passes = max(passes, number * (1 - opened.held_out) * mean_size * total / opened.weight)
     usable = usable_documents(split_rows(pipeline.sources, "train", maker), pipeline.data.bad_row_limit)
     sample = list(islice(usable, _LARGE_SAMPLE_DOCUMENTS))
-    made = (one.example for document, ids in sample for one in maker.examples(ids, document.key, 0))
-    batches = sum(1 for _ in packed((one for one in made if one is not None), pipeline, pipeline.budgets))
+    made = (one.example for document, ids in sample for one in maker.examples(ids, document.key, 0) if one.example)
+    batches = sum(1 for _ in packed(made, pipeline, pipeline.budgets))
     size = sum(weighed_size(pipeline.sources[0], maker, ids) for _, ids in sample)
     return math.ceil(epochs * passes * batches / max(1, size) / pipeline.num_lanes)
 

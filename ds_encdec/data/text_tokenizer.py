@@ -126,8 +126,8 @@ def tiktoken_form(backend: Tokenizer) -> TiktokenForm | None:
     )
     if not lacks:
         form = _form(spec, str(pattern))
-        encoded = {text: ids for text in SAMPLE if (ids := form.encode(text, backend)) is not None}
-        differs = [text for text, ids in encoded.items() if not np.array_equal(ids, slow_ids(backend, text))]
+        encoded = ((text, form.encode(text, backend)) for text in SAMPLE)
+        differs = [text for text, ids in encoded if not (ids is None or np.array_equal(ids, slow_ids(backend, text)))]
         if not differs:
             return form
         lacks = f"tiktoken's ids differ for {differs[0]!r:.40}"
@@ -139,14 +139,14 @@ def _form(spec: dict[str, Any], pattern: str) -> TiktokenForm:
     # Imported here: a TextTokenizer without this form does not need it.
     import tiktoken
 
-    vocabulary, spelled = spec["model"]["vocab"], _byte_characters()
-    to_byte = {character: byte for byte, character in enumerate(spelled)}
-    tokens = [*spelled, *dict.fromkeys(left + right for left, right in spec["model"]["merges"])]
+    to_byte = {character: byte for byte, character in enumerate(_byte_characters())}
+    tokens = [*to_byte, *dict.fromkeys(left + right for left, right in spec["model"]["merges"])]
     ranks = {bytes(map(to_byte.__getitem__, token)): rank for rank, token in enumerate(tokens)}
     encoding = tiktoken.Encoding("equal", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    ids = np.array([spec["model"]["vocab"][token] for token in tokens], dtype=np.int32)
     ordinary = [token["content"] for token in spec["added_tokens"] if not token["special"]]
     added = {form for token in ordinary for form in (token, unicodedata.normalize("NFC", token))}
-    return TiktokenForm(encoding, np.array([vocabulary[token] for token in tokens], dtype=np.int32), tuple(added))
+    return TiktokenForm(encoding, ids, tuple(added))
 
 
 def _pattern(spec: dict[str, Any]) -> str | None:
@@ -178,8 +178,8 @@ def _unlike(spec: dict[str, Any]) -> str:
     bare = {**spec, "model": {**spec["model"], "ignore_merges": False}}
     alone = Tokenizer.from_str(json.dumps({**bare, "normalizer": None, "pre_tokenizer": None, "added_tokens": []}))
     pieces = alone.encode_batch_fast(list(order), add_special_tokens=False)
-    lost = next((token for token, made in zip(order, pieces, strict=True) if len(made.ids) != 1), None)
-    return "" if lost is None else f"its merges do not lead to its token {lost}"
+    lost = (token for token, made in zip(order, pieces, strict=True) if len(made.ids) != 1)
+    return next((f"its merges do not lead to its token {token}" for token in lost), "")
 
 
 def _byte_characters() -> list[str]:

@@ -143,7 +143,6 @@ class ChunkMaker(ExampleMaker):
         return self.tokenize(document)
 
     def size(self, ids: np.ndarray) -> int:
-        """Return the tokens before denoising; 0 for a text that is too short for it."""
         return len(ids) if len(ids) >= MIN_RAW_TOKENS else 0
 
     def ratio(self, read: Sequence[np.ndarray]) -> float:
@@ -156,11 +155,9 @@ class ChunkMaker(ExampleMaker):
                 yield Made(chunk.index, self.chunker.example(chunk, ids, document), is_last)
 
     def of_evaluation(self) -> ChunkMaker:
-        """Return a maker whose randomness does not depend on the run's seed, so that runs can be compared."""
-        return replace(self, chunker=replace(self.chunker, seed=0))
+        return replace(self, chunker=replace(self.chunker, seed=0))  # whatever the run's seed is
 
     def checked(self, ids: np.ndarray, document: str) -> Iterator[tuple[str, bool]]:
-        """Yield each weighted denoiser, and whether its longest example gives back its tokens."""
         for denoiser, weight in zip(DENOISERS, self.chunker.weights, strict=False):
             if weight:
                 length = min(len(ids), max_raw_length(denoiser, self.chunker.bounds))
@@ -198,8 +195,7 @@ def max_raw_length(denoiser: str, bounds: LengthBounds) -> int:
         )
 
     # All lengths grow with the raw length.
-    candidates = range(MIN_RAW_TOKENS, bounds.max_raw_tokens + 1)
-    longest = MIN_RAW_TOKENS - 1 + bisect_left(candidates, True, key=too_long)
+    longest = MIN_RAW_TOKENS - 1 + bisect_left(range(MIN_RAW_TOKENS, bounds.max_raw_tokens + 1), True, key=too_long)
     if longest <= MIN_RAW_TOKENS:
         raise ConfigError(
             f"denoiser {denoiser} cannot work on {longest + 1} tokens within {bounds.max_encoder_tokens} encoder "
@@ -291,5 +287,4 @@ def reconstruct(encoder_ids: np.ndarray, decoder_ids: np.ndarray, vocabulary: Vo
         raise ValueError("encoder and decoder sequences hold different sentinels")
     spans = np.split(decoder_ids, heads[1:])
     kept = np.split(encoder_ids, holes)
-    behind = (part[1:] for pair in zip(spans, kept[1:], strict=True) for part in pair)
-    return np.concatenate([kept[0], *behind])
+    return np.concatenate([kept[0], *(part[1:] for pair in zip(spans, kept[1:], strict=True) for part in pair)])

@@ -35,25 +35,20 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
     except DsEncDecError:
         raise
     except Exception as error:
-        if is_folder:
-            way_out = (
-                "Check dataset_config and dataset_split. In a folder, files with train, dev, valid or test in their "
-                "names are read as those splits; loose files are read by data.dataset_name=text (json, csv, parquet) "
-                "data.data_files='FOLDER/**'"
-            )
-        elif isinstance(error, ValueError):  # an unknown configuration or split; the message lists the known ones
-            way_out = "Check dataset_config and dataset_split, or eval_split and test_split"
-        elif isinstance(error, FileNotFoundError):
-            way_out = (
-                "It is not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet"
-            )
-        elif is_of_network(error):
-            way_out = (
-                "The hub cannot be reached, and the data set is not in the local cache. Without a network use local "
-                "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`"
-            )
-        else:
-            way_out = "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"
+        way_out = (
+            "Check dataset_config and dataset_split. In a folder, files with train, dev, valid or test in their names "
+            "are read as those splits; loose files are read by data.dataset_name=text (json, csv, parquet) "
+            "data.data_files='FOLDER/**'"
+            if is_folder
+            else "Check dataset_config and dataset_split, or eval_split and test_split"
+            if isinstance(error, ValueError)  # an unknown configuration or split; the message lists the known ones
+            else "It is not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet"
+            if isinstance(error, FileNotFoundError)
+            else "The hub cannot be reached, and the data set is not in the local cache. Without a network use local "
+            "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`"
+            if is_of_network(error)
+            else "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"
+        )
         raise DataError(f"data.dataset_name={name}: `datasets` cannot open it ({_reason(error)}). {way_out}") from error
 
 
@@ -93,17 +88,16 @@ def is_remote(path: str) -> bool:
 
 def is_of_network(error: BaseException) -> bool:
     """Return whether `error`, or the one that `datasets` wrapped in it, is the system's or an HTTP client's."""
-    is_wrapped = type(error).__module__.startswith("datasets") and error.__cause__ is not None
-    if is_wrapped and not isinstance(error, OSError):
-        return is_of_network(error.__cause__)  # type: ignore[arg-type]
+    wrapped = error.__cause__ if type(error).__module__.startswith("datasets") else None
+    if wrapped is not None and not isinstance(error, OSError):
+        return is_of_network(wrapped)
     # huggingface_hub changes its HTTP client with its releases.
     return isinstance(error, OSError) or any(one.__module__.startswith(_HTTP_CLIENTS) for one in type(error).__mro__)
 
 
 def _reason(error: BaseException) -> str:
-    """Return the reason of an error in one line, from its cause if `datasets` gives no reason."""
-    cause = error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None
-    named = cause or error
+    # `datasets` gives no reason, and leaves it to the cause.
+    named = (error.__cause__ if type(error).__module__.startswith("datasets.exceptions") else None) or error
     return f"{type(named).__name__}: {' '.join(str(named).split()):.600}"
 
 

@@ -13,6 +13,8 @@ A map's rows keep their places, so a run may switch to its prepared copy. A stre
 interruption the next start makes the parts without a list of shards.
 """
 
+# ruff: noqa: D102  (sources.MapSource documents the methods)
+
 from __future__ import annotations
 
 import hashlib
@@ -24,7 +26,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +96,13 @@ class PreparedSource:
             self.identity["kind"] = f"prepared {self.identity['kind']}"
         files: Sequence[str] = ()
         with suppress(DataError):  # the files may be missing on this machine
-            is_local = local_kind(entry.dataset_name) is not None
-            is_folder = not is_local and os.path.isdir(entry.dataset_name)
-            files = folder_files(entry) if is_folder else expand_files(entry.data_files or ()) if is_local else ()
+            files = (
+                expand_files(entry.data_files or ())
+                if local_kind(entry.dataset_name) is not None
+                else folder_files(entry)
+                if os.path.isdir(entry.dataset_name)
+                else ()
+            )
         if files and "files" in self.identity:
             _require_made_from(self._folder, self.identity["files"], file_digests(files))
 
@@ -107,20 +113,16 @@ class PreparedSource:
         return {**self.__dict__, "_batches": {}}
 
     def key(self, index: int) -> str:
-        """Return the document's key in its source."""
         batch, row = self._locate(index)
         return batch.column("key")[row].as_py()
 
     def document(self, index: int) -> Row:
-        """Return document `index`, with the ids that its maker read."""
         batch, row = self._locate(index)
         key, problem = batch.column("key")[row].as_py(), batch.column("problem")[row].as_py()
         if problem is not None:
             return BadRow(key, problem)
         pieces = [piece.values.to_numpy() for piece in batch.column("token_ids")[row]]
-        if self._makes_pairs:
-            return Document(key, "", tuple(zip(pieces[::2], pieces[1::2], strict=True)))
-        return Document(key, "", pieces[0])
+        return Document(key, "", tuple(zip(pieces[::2], pieces[1::2], strict=True)) if self._makes_pairs else pieces[0])
 
     def _locate(self, index: int) -> tuple[Any, int]:
         """Return a document's shard, an arrow batch that is mapped into memory, and its row. Raises DataError."""
@@ -144,9 +146,12 @@ def prepared_folder(data: DataConfig) -> Path:
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
     """Return the JSON-able facts that decide a source's rows and token ids; those that are fields have their names."""
     objective, vocabulary = OBJECTIVES[data.objective], maker.vocabulary
-    facts: dict[str, Any] = {"data.objective": data.objective, "the format of prepared data": _FORMAT}
-    facts |= {f"data.{name}": getattr(entry, name) for name in Source.model_fields}
-    facts |= {f"data.{name}": getattr(data, name) for name in objective.read_fields}
+    facts: dict[str, Any] = {
+        "data.objective": data.objective,
+        "the format of prepared data": _FORMAT,
+        **{f"data.{name}": getattr(entry, name) for name in Source.model_fields},
+        **{f"data.{name}": getattr(data, name) for name in objective.read_fields},
+    }
     if "seed" in (local_kind(entry.dataset_name) or HUB).needs:
         facts["training.seed"] = seed
     if entry.dataset_name.startswith(PYTHON):
@@ -158,8 +163,7 @@ def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -
 
 
 def _require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
-    if names:
+    if names := [name for name in {**there, **now} if there.get(name) != now.get(name)]:
         facts = [f"{name}: {reprlib.repr(there.get(name))} there, {reprlib.repr(now.get(name))} now" for name in names]
         raise DataError(
             f"data.prepared_dir: {folder} was made from something else ({'; '.join(facts):.600}). Restore that, or "
@@ -240,7 +244,6 @@ def _check(shards: Sequence[Shard], bad_row_limit: int) -> None:
 
 
 def _work_off(todo: Sequence[tuple[int, range]], num_proc: int, *work: Any) -> Iterator[Shard]:
-    """Make the parts `todo` in processes; yield their shards, in turns. Raises a process's error."""
     workers: list[Worker] = []
     try:
         for first in range(min(num_proc, len(todo))):
@@ -270,7 +273,6 @@ def _make(
 def _shard_rows(
     source: AnySource, places: range, maker: ExampleMaker, bad_row_limit: int
 ) -> Iterator[list[tuple[str, Any | BadRow]]]:
-    """Yield the rows of each shard of a part, by their keys."""
     rows: list[tuple[str, Any | BadRow]] = []
     tokens = bad = 0
     for place in places:
@@ -292,20 +294,19 @@ def _shard_rows(
 def _write_shard(path: Path, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
     import pyarrow as pa
 
-    pieces: list[list[np.ndarray]] = []
-    problems: list[str | None] = []
-    for _, ids in rows:
-        problems.append(ids.problem if isinstance(ids, BadRow) else None)
-        is_text = isinstance(ids, np.ndarray)
-        pieces.append([] if isinstance(ids, BadRow) else [ids] if is_text else [side for pair in ids for side in pair])
-    flat = [piece for row in pieces for piece in row]
+    problems = [ids.problem if isinstance(ids, BadRow) else None for _, ids in rows]
+    pieces: list[list[np.ndarray]] = [
+        [] if isinstance(ids, BadRow) else [ids] if isinstance(ids, np.ndarray) else [*chain(*ids)] for _, ids in rows
+    ]
+    flat = [*chain.from_iterable(pieces)]
     ids = pa.ListArray.from_arrays(_edges(map(len, flat)), np.concatenate([np.zeros(0, np.int32), *flat]))
-    columns = {
-        "key": pa.array([key for key, _ in rows], pa.string()),
-        "problem": pa.array(problems, pa.string()),
-        "token_ids": pa.ListArray.from_arrays(_edges(map(len, pieces)), ids),
-    }
-    batch = pa.RecordBatch.from_pydict(columns)
+    batch = pa.RecordBatch.from_pydict(
+        {
+            "key": pa.array([key for key, _ in rows], pa.string()),
+            "problem": pa.array(problems, pa.string()),
+            "token_ids": pa.ListArray.from_arrays(_edges(map(len, pieces)), ids),
+        }
+    )
     buffer = pa.BufferOutputStream()
     with pa.ipc.new_file(buffer, batch.schema) as writer:
         writer.write_batch(batch)
@@ -327,5 +328,4 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _writing(folder: Path) -> AbstractContextManager[None]:
-    """Raise DiskRefusedError with advice if the file system of the folder refuses a file."""
     return Writing(folder, "The prepared data", "Free space there, and run the same command again.").explain_refusals()

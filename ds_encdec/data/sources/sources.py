@@ -4,6 +4,8 @@ A `MapSource` returns document i, so its order is a permutation. A `StreamSource
 row group, a file, a shard), so its order is shuffled in windows. Both are pickled into worker processes.
 """
 
+# ruff: noqa: D102  (MapSource and StreamSource document the methods)
+
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -83,7 +85,6 @@ class OpenSource:
         return max(self.held_out_below, self.test_below)
 
     def holds_out(self, key: str) -> bool:
-        """Return whether the document `key` is not trained on."""
         return held_out_hash(key) < self.held_out
 
     @property
@@ -117,10 +118,11 @@ def held_out_hash(key: str) -> float:
 
 def held_out_below(source: AnySource, eval_fraction: float) -> float:
     """Return `eval_fraction`, raised for a small source until one document of two or more is held out."""
-    if isinstance(source, StreamSource):
-        keys: Iterator[str] = (row.key for row in all_rows(source, "keys"))
-    else:
-        keys = map(source.key, range(len(source)))
+    keys: Iterator[str] = (
+        (row.key for row in all_rows(source, "keys"))
+        if isinstance(source, StreamSource)
+        else map(source.key, range(len(source)))
+    )
     hashes = sorted(map(held_out_hash, islice(keys, _SMALL_SOURCE_DOCUMENTS + 1)))
     if eval_fraction == 0 or len(hashes) < 2:
         return 0.0
@@ -204,12 +206,15 @@ def _width(kind: Any) -> int | None:
 
     if types.is_float16(kind) or types.is_float32(kind):
         return int(kind.bit_width)
-    if types.is_struct(kind):
-        inner = [kind.field(number).type for number in range(kind.num_fields)]
-    elif types.is_map(kind):
-        inner = [kind.item_type]
-    else:
-        inner = [kind.value_type] if types.is_nested(kind) and hasattr(kind, "value_type") else []
+    inner = (
+        [kind.field(number).type for number in range(kind.num_fields)]
+        if types.is_struct(kind)
+        else [kind.item_type]
+        if types.is_map(kind)
+        else [kind.value_type]
+        if types.is_nested(kind) and hasattr(kind, "value_type")
+        else []
+    )
     return 0 if any(_width(one) is not None for one in inner) else None
 
 
@@ -241,11 +246,9 @@ class UserReader:
         return vars(self) | {"_rows": None}
 
     def key(self, index: int) -> str:
-        """Return the name of the reader, and the row's number."""
         return f"{self._name}/{index}"
 
     def document(self, index: int) -> Row:
-        """Return row `index`; a bad row if the reader raises."""
         key = self.key(index)
         try:
             row = self._reader()[index]

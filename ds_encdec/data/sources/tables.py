@@ -4,6 +4,8 @@ A downloaded data set is a memory-mapped table, read by row. Our own reader stre
 jumps to its place; other formats go through `datasets`' stream, whose shards a resume reads again from their start.
 """
 
+# ruff: noqa: D102  (sources.MapSource and StreamSource document the methods)
+
 from __future__ import annotations
 
 import logging
@@ -48,9 +50,7 @@ logger = logging.getLogger(__name__)
 
 
 def _read_columns(text_column: str | None, columns: Columns | None, existing: Sequence[str]) -> list[str]:
-    if text_column is not None:
-        return [text_column]
-    return list(existing if columns is None else columns(existing))
+    return [text_column] if text_column is not None else [*(existing if columns is None else columns(existing))]
 
 
 class ParquetFiles:
@@ -87,7 +87,6 @@ class ParquetFiles:
         return None if self.is_remote else sum(self._open(file).metadata.num_rows for file in range(len(self._files)))
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
-        """Yield the (`wanted`) documents of `unit` from row `first_row` on; one row group is in memory at a time."""
         read, path = partial(self._rows, unit, wanted), self._files[self._units[unit][0]]
         rows = retry_rows(read, first_row, path) if is_remote(path) else read(first_row)
         return (document for document in rows if document is not None)
@@ -111,7 +110,6 @@ class ParquetFiles:
             first_row = max(0, first_row - num_rows)
 
     def _read(self, parquet: Any, file: int, group: int) -> Any:
-        """Return the Arrow table of a row group's columns, or the problem of a damaged one in a local file."""
         from pyarrow import ArrowException
 
         columns = _read_columns(self._text_column, self._columns, parquet.schema_arrow.names)
@@ -163,10 +161,11 @@ def open_hub_data(
     name, is_folder = _name(entry), os.path.isdir(entry.dataset_name)
     with readable_errors(entry, name):
         builder, files = _builder_and_files(entry)
-        if is_folder:  # identified by its files, so that it may move
-            identity = {"kind": "folder", "files": file_digests(files), "text_column": column}
-        else:
-            identity = {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
+        identity = (
+            {"kind": "folder", "files": file_digests(files), "text_column": column}  # without a name: it may move
+            if is_folder
+            else {"kind": "hub", "name": name, "commit": builder.hash, "text_column": column}
+        )
         if _is_saved(path):
             return HubTable(name, column, datasets.load_from_disk(path), identity, columns)
         if reader := _row_reader(builder, files, streaming=streaming):
@@ -208,9 +207,8 @@ def _builder_and_files(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, l
         revision=entry.dataset_revision,
     )
     parts = dict(builder.config.data_files or {})
-    if _is_saved(entry.dataset_name):
-        return builder, [*chain(*parts.values())]
-    return builder, list(parts.get(entry.dataset_split, []))
+    files = chain(*parts.values()) if _is_saved(entry.dataset_name) else parts.get(entry.dataset_split, ())
+    return builder, list(files)
 
 
 def _row_reader(builder: datasets.DatasetBuilder, files: Sequence[str], *, streaming: bool) -> type[JsonLines] | None:
@@ -261,11 +259,9 @@ class HubTable:
         return len(self._table)
 
     def key(self, index: int) -> str:
-        """Return `DATASET/CONFIG/SPLIT:ROW`."""
         return f"{self._name}:{index}"
 
     def document(self, index: int) -> Row:
-        """Return row `index`."""
         key = self.key(index)
         return row_document(key, lambda: shortened_fields(self._table[index], self.types), self._column, key)
 
@@ -292,7 +288,6 @@ class HubStream:
             _require_column(column, name, list(first))
 
     def documents(self, unit: int, first_row: int, wanted: Callable[[str], bool] | None = None) -> Iterator[Row]:
-        """Yield the (`wanted`) documents of a shard from row `first_row` on; rows before it are read and dropped."""
         for row, record in enumerate(self._records(unit, first_row), start=first_row):
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
