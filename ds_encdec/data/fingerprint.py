@@ -85,7 +85,7 @@ def require_same(saved: Facts, now: Facts) -> None:
 
 def changes(saved: Facts, now: Facts) -> str:
     """Return which sources a run that goes on with the data `now` continues, and which it begins."""
-    kept = _kept(saved, now)
+    kept = _unchanged(saved, now)
     continued = [_words(facts) for facts in now["sources"] if facts["number"] in kept]
     begun = [_words(facts) for facts in now["sources"] if facts["number"] not in kept]
     parts = {"continue where they were": continued, "begin at their start": begun}
@@ -96,7 +96,7 @@ def usable_records(records: list[dict[str, Any]], saved: Facts, now: Facts) -> l
     """Return the lanes' saved `records`, with only the places and waiting examples that are valid for `now`."""
     if not differing(saved, now):
         return records
-    kept = _kept(saved, now)
+    kept = _unchanged(saved, now)
     changed = [name for name in {**saved, **now} if saved.get(name) != now.get(name)]
     waiting = kept if {*changed} <= {*_CHOICE_FACTS} else set()
     usable = []
@@ -145,8 +145,7 @@ def numbered(sources: Sequence[OpenSource], saved: Sequence[Facts]) -> tuple[Ope
     return tuple(result)
 
 
-def _kept(saved: Facts, now: Facts) -> set[int]:
-    """Return the numbers of the unchanged sources; none if a setting changes the order within all of them."""
+def _unchanged(saved: Facts, now: Facts) -> set[int]:
     if any(saved.get(name) != now[name] for name in _POSITION_FACTS):
         return set()
     then = {facts["number"]: _identity(facts) for facts in saved["sources"]}

@@ -110,7 +110,6 @@ class Lane:
         ]
 
     def _read_examples(self) -> Iterator[Waiting[_Placed]]:
-        """Yield examples in reading order, endlessly. Raises DataError if no document seems to have text."""
         if self._next_chunk:
             reference, epoch, chunk = self._next_chunk
             yield from self._cut(*self._fetch(reference, epoch), ALL[chunk:])

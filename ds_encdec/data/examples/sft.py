@@ -17,6 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -73,9 +74,9 @@ class ChatTemplate:
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> ChatTemplate | None:
         """Return the chat templates of `tokenizer`, or None if it has none."""
-        chat_template: Any = tokenizer.chat_template
-        templates = chat_template if isinstance(chat_template, dict) else {"default": chat_template}
-        return cls(templates, dict(tokenizer.special_tokens_map)) if chat_template else None
+        found: Any = tokenizer.chat_template
+        templates = found if isinstance(found, dict) else {"default": found}
+        return cls(templates, dict(tokenizer.special_tokens_map)) if found else None
 
     def render(self, messages: list[Any], tools: list[Any] | None, *, is_prompt: bool) -> str:
         """Return the conversation as text; `is_prompt`: the assistant's turn is begun. Raises `UnusableError`."""
@@ -94,12 +95,11 @@ class ChatTemplate:
 
 
 class PairMaker(ExampleMaker):
-    """The `ExampleMaker` of fine-tuning."""
+    """The `ExampleMaker` of fine-tuning. Raises ConfigError for a converter that cannot be imported."""
 
     tokenize: TextTokenizer
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary) -> None:
-        """Raise ConfigError for a converter that cannot be imported."""
         self.data, self.vocabulary = data, vocabulary
         self.tokenize = TextTokenizer(tokenizer.backend_tokenizer)
         self.chat = ChatTemplate.of(tokenizer)
@@ -108,8 +108,7 @@ class PairMaker(ExampleMaker):
             self._facts["chat template"] = hashlib.sha256(repr(self.chat.templates).encode()).hexdigest()[:12]
         self._templates = [template_parts(template) for template in (data.input_template, data.output_template)]
         # A weight in a template is an ordinary column.
-        is_ordinary = data.weight_column in columns_by_field(data).values()
-        self._weight_column = None if is_ordinary else data.weight_column
+        self._weight_column = None if data.weight_column in columns_by_field(data).values() else data.weight_column
         # A single character cannot be broken up, so it is always ordinary text.
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().items()
         self._specials = {token.content: number for number, token in added if token.special and len(token.content) > 1}
@@ -122,9 +121,9 @@ class PairMaker(ExampleMaker):
     @property
     def why_empty(self) -> str:
         data = self.data
-        made_nothing = "" if data.converter is None else ", made into nothing by data.converter"
         return (
-            f"held out, not readable, of weight 0{made_nothing}, or above "
+            "held out, not readable, of weight 0"
+            f"{'' if data.converter is None else ', made into nothing by data.converter'}, or above "
             f"data.max_encoder_length={data.max_encoder_length} or "
             f"data.max_decoder_length={data.max_decoder_length} with data.on_long_row={data.on_long_row}. Check these "
             "and data.train_split_ratio"
@@ -157,13 +156,11 @@ class PairMaker(ExampleMaker):
         return sum(len(source) + len(target) for source, target in ids)
 
     def ratio(self, read: Sequence[Sequence[Pair]]) -> float:
-        """Return the input tokens per output token, long ones counted up to their maximum."""
         most = (self.data.max_encoder_length, self.data.max_decoder_length)
         source, target = (sum(min(len(pair[side]), most[side]) for pairs in read for pair in pairs) for side in (0, 1))
         return source / target
 
     def examples(self, ids: Sequence[Pair], document: str, epoch: int, wanted: Container[int] = ALL) -> Iterator[Made]:
-        """Yield an example of each pair. Raises DataError for a long one if `data.on_long_row` is "stop"."""
         longest, longest_target = self.data.max_encoder_length, self.data.max_decoder_length
         for number, (source, target) in enumerate(ids):
             if number not in wanted:
@@ -174,14 +171,14 @@ class PairMaker(ExampleMaker):
             )
             problems = [input_problem] * (len(source) > longest) + [output_problem] * (len(target) > longest_target)
             if problems and self.data.on_long_row == "stop":
-                way_out = "Raise that, or set data.on_long_row=skip or truncate"
-                raise DataError(f"{document}: {'; '.join(problems)}. {way_out}")
+                raise DataError(
+                    f"{document}: {'; '.join(problems)}. Raise that, or set data.on_long_row=skip or truncate"
+                )
             is_kept = not problems or self.data.on_long_row == "truncate"
             example = Example(source[:longest], target[:longest_target], _TASK, document) if is_kept else None
             yield Made(number, example, number + 1 == len(ids), bool(problems))
 
     def checked(self, ids: Sequence[Pair], document: str) -> Iterator[tuple[str, bool]]:
-        """Yield for each pair whether its input is not empty, and its output has tokens before EOS."""
         for source, target in ids:
             yield _TASK, len(source) > 0 and len(target) > 1 and target[-1] == self.vocabulary.eos_id
 
@@ -215,13 +212,11 @@ class PairMaker(ExampleMaker):
         except Exception as error:
             raise UnusableError(f"{named} raised {type(error).__name__}: {error}") from error
         made = made if isinstance(made, list) else [made]
-        for one in made:
-            if not isinstance(one, dict):
-                raise UnusableError(f"{named} returned {type(one).__name__}, and must return a dict or a list of dicts")
+        if wrong := [type(one).__name__ for one in made if not isinstance(one, dict)]:
+            raise UnusableError(f"{named} returned {wrong[0]}, and must return a dict or a list of dicts")
         return made
 
     def _texts(self, record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield inputs and outputs of a record; none if its weight is 0."""
         weight = None if self._weight_column is None else present(record.get(self._weight_column))
         try:
             if weight is not None and not _is_learnt(weight, f"its {self._weight_column}"):
@@ -253,11 +248,10 @@ class PairMaker(ExampleMaker):
         value = field_value(record, column)
         if value is None:
             meant = f"{{{name}}}" if name == column else f"{{{name}}} (data.field_mapping: {column})"
-            is_there = column.partition(".")[0] in record
             way_out = f"; set data.field_mapping.{name}=COLUMN, or name another field in the template"
             raise UnusableError(
                 f"its field {meant} has no value, and a template uses it; it has {', '.join(record):.300}"
-                + ("" if is_there else way_out)
+                + ("" if column.partition(".")[0] in record else way_out)
             )
         try:
             return as_text(value)
@@ -283,8 +277,7 @@ class PairMaker(ExampleMaker):
         for number in [turn for turn in turns if turn] or turns if self.data.chat_targets == "every" else turns[-1:]:
             prompt = chat.render(conversation[:number], tools or None, is_prompt=True)
             whole = chat.render(conversation[: number + 1], tools or None, is_prompt=False)
-            content = conversation[number].get("content")
-            target = whole.removeprefix(prompt) if whole.startswith(prompt) else content
+            target = whole.removeprefix(prompt) if whole.startswith(prompt) else conversation[number].get("content")
             pairs.append((prompt, self._ending.sub("", target) if isinstance(target, str) else ""))
         yield from [pair for pair in pairs if pair[0] and pair[1].strip()] or [_not_empty(*pairs[-1])]
 
@@ -296,7 +289,6 @@ def _not_empty(source: str, target: str) -> tuple[str, str]:
 
 
 def _is_learnt(weight: Any, what: str) -> bool:
-    """Return whether an item of this weight (null: no weight) is learnt. Raises `UnusableError` naming `what`."""
     written = str(weight).strip().lower()
     if written not in _WEIGHTS:
         raise UnusableError(f"{what} is {weight!r:.80}, and must be 0 (not learnt) or 1")
@@ -304,7 +296,6 @@ def _is_learnt(weight: Any, what: str) -> bool:
 
 
 def _as_list(value: Any, name: str) -> list[Any]:
-    """Return a list, or the list that a text holds as JSON. Raises `UnusableError` naming `name`."""
     try:
         items = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -328,7 +319,6 @@ def _read_conversation(messages: list[Any], system: Any) -> list[tuple[dict[str,
 
 
 def _read_turn(message: Any) -> tuple[dict[str, Any], bool]:
-    """Return a turn with a `role`, without weights and empty fields, and whether it is learnt."""
     # Tables fill in null if a message lacks a field.
     fields = message.items() if isinstance(message, Mapping) else ()
     turn = {name: value for name, part in fields if (value := present(part)) is not None}
@@ -351,10 +341,8 @@ def _from_sharegpt(speaker: str, content: Any) -> dict[str, Any]:
     if role is None:
         raise UnusableError(f"a turn is from {speaker!r:.80}; known are {', '.join(_ROLES)}")
     if speaker.lower() == "function_call":
-        try:
+        with suppress(TypeError, ValueError):
             call = json.loads(content)
-        except (TypeError, ValueError):
-            call = None
-        if isinstance(call, dict) and "name" in call:
-            return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]}
+            if isinstance(call, dict) and "name" in call:
+                return {"role": role, "content": "", "tool_calls": [{"type": "function", "function": call}]}
     return {"role": role, "content": content}

@@ -46,8 +46,7 @@ logger = logging.getLogger(__name__)
 def expand_files(patterns: Sequence[str], field: str = "data.data_files") -> tuple[str, ...]:
     """Return the sorted files of paths and glob patterns (`**` included). Raises DataError with the unmatched ones."""
     matches = {pattern: [*named_files(pattern)] for pattern in patterns}
-    missing = [pattern for pattern, paths in matches.items() if not paths]
-    if missing:
+    if missing := [pattern for pattern, paths in matches.items() if not paths]:
         raise DataError(f"{field}: {no_file_matches(missing)}")
     return tuple(sorted({os.path.abspath(path) for paths in matches.values() for path in paths}))
 
@@ -221,7 +220,6 @@ class JsonLines(_FileRanges):
             raise DataError(f"{path}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
 
         def write_rows(plain: str, out: IO[bytes]) -> None:
-            """Write each element of the array, which is read into memory whole, as a line. Raises DataError."""
             with local_errors(path), open(plain, "rb") as file:
                 content = file.read()
             out.writelines(row + b"\n" for row in array_rows(content, path))
@@ -258,8 +256,7 @@ class CsvFiles(JsonLines):
 
     def _as_lines(self, path: str) -> str:
         def write_rows(plain: str, out: IO[bytes]) -> None:
-            """Write each row as a JSON object on a line, or a text for an unreadable one. Raises DataError."""
-            # Bytes that are not UTF-8 are copied unchanged, so only the row that has them is unreadable.
+            # An unreadable row becomes a text. Bytes that are not UTF-8 are copied, so only their row is unreadable.
             with open(plain, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
                 for row in csv_rows(file, path):
                     out.write(json.dumps(row, ensure_ascii=False).encode(errors="surrogateescape") + b"\n")
@@ -274,7 +271,6 @@ class CsvFiles(JsonLines):
 
 
 def _line_index(path: str) -> np.ndarray:
-    """Return the start of each line, and the file's end; a large file's index is kept, and memory-mapped."""
     if os.path.getsize(path) >= INDEXED_BYTES:
         with suppress(DataError, ValueError, OSError):  # there is no cache folder, or the index is cut short
             kept = kept_file(path, "lines", lambda source, out: np.save(out, _line_edges(source)))
