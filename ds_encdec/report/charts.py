@@ -20,10 +20,10 @@ from ds_encdec.registry.objectives import TASKS
 from ds_encdec.report.page import number, power_of_ten
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
 
+# The colours of a light page by name, from its stylesheet: no two are the same.
 COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
 )
-"""The colours of a light page by name, from its stylesheet: no two are the same."""
 MAX_MARKS = 150  # most alerts marked in one chart, the highest ones; the table has the others too
 FEW_POINTS = 60  # most points with which a curve that is not smoothed has a mark at each
 LOG_SCALE_FROM = 20.0  # highest value over the median from which a curve with `log` is drawn on a logarithmic scale
@@ -92,7 +92,7 @@ class ChartPlan:
 
 
 _NATS = "nats per token"
-PLANS = {
+PLANS = {  # by key
     plan.key: plan
     for plan in (
         ChartPlan("loss", "Training loss", _NATS, {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
@@ -126,7 +126,6 @@ PLANS = {
                   limits={f"alert above {{}}, {PERSISTENT_INTERVALS} times in a row": "monitor.straggler_threshold"}),
     )
 }  # fmt: skip
-"""The charts of a run by key."""
 
 
 @styled
@@ -255,8 +254,7 @@ def finish(axes: Axes, plan: ChartPlan, caption: str, known: np.ndarray, picture
     figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     if pictures is not None:
         figure.set_layout_engine("none")  # a second layout would take as long again
-        png = pictures / f"{plan.key}.png"
-        figure.savefig(png, format="png", dpi=160, facecolor="white", metadata={"Software": None})
+        figure.savefig(pictures / f"{plan.key}.png", dpi=160, facecolor="white", metadata={"Software": None})
     return Chart(caption, _for_page(svg.getvalue(), plan.key, f"{plan.heading}: {caption}"))
 
 

@@ -43,9 +43,8 @@ def number(value: object, unit: str = "", digits: int = 4) -> str:
     """Return a number with `digits` significant digits and its unit; `NOTHING` for None, other values as they are."""
     if not is_number(value):
         return ("" if value is None else str(value)) or NOTHING
-    text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
-    if 0 < abs(value) < 1e-3:
-        text = power_of_ten(value, digits)
+    is_tiny = 0 < abs(value) < 1e-3
+    text = power_of_ten(value, digits) if is_tiny else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"
     return f"{text}{'' if unit in ('', '%') else ' '}{unit}"
 
 

@@ -153,8 +153,7 @@ def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
     notes.extend(f"config.yaml: {problem.message}." for problem in problems)
     samples = _read_lines(folder.samples, notes)
     saved = committed_steps(folder.checkpoints)
-    trainer = read_json(saved[max(saved)] / "trainer.json", []) if saved else None
-    facts = _value_at(trainer, "data.fingerprint", None)
+    facts = _value_at(read_json(saved[max(saved)] / "trainer.json", []), "data.fingerprint", None) if saved else None
     return Run(
         path=root,
         status=status,
@@ -205,7 +204,6 @@ def _value_at(values: object, path: str, default: Any) -> Any:
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the lines of metrics or events; other content becomes a note."""
     lines, problem, is_torn = read_step_lines(path)
     torn = f"{path.name}: the last line is not complete and is left out" if is_torn else ""
     notes.extend(f"{note}." for note in (problem, torn) if note)
@@ -221,7 +219,7 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
 
 
 def _read_events(path: Path, notes: list[str]) -> list[Entry]:
-    """Return the entries; of an event that a resume met again, at the same data step, the last one."""
+    # Of an event that a resume met again, at the same data step, the last one counts.
     entries = [line for line in _read_lines(path, notes) if isinstance(line.get("kind"), str)]
     starts = list(accumulate(entry["kind"] == "start" for entry in entries))
     events = [(one["kind"], str(one.get("type")), str(one.get("data_step"))) for one in entries]

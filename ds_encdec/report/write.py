@@ -36,7 +36,6 @@ COMPARED = (
     DIFFERENCE_PLAN,
     *(PLANS[key] for key in ("loss", "eval_loss", "grad_norm", "tokens_per_sec", "learning_rate")),
 )
-"""The charts of a comparison."""
 _LOSSES = ("train/loss", "eval/loss")
 _MEANINGS = {
     Mark.TOKENS: "losses per token of different tokenizers or vocabularies cannot be compared",
@@ -46,13 +45,13 @@ _MEANINGS = {
 }
 # The effect on losses of a difference in these fields of the configuration, for runs without checkpoints.
 _FIELDS = {path: meaning for mark, meaning in _MEANINGS.items() for path in marked(mark)}
+# The same for facts in the checkpoints of comparable runs (data/fingerprint.py).
 _DATA_FACTS = {
     "tokenizer": _MEANINGS[Mark.TOKENS],
     "special tokens": _MEANINGS[Mark.TOKENS],
     "sources": _MEANINGS[Mark.TEXTS],
     **{path: _FIELDS[path] for path in marked(Mark.EXAMPLES, Mark.MIXTURE)},
 }
-"""The same for facts in the checkpoints of comparable runs (data/fingerprint.py)."""
 _PHASE_NAME: Style = {
     "xycoords": ("data", "axes fraction"), "xytext": (-3, -4), "textcoords": "offset points",
     "rotation": 90, "ha": "right", "va": "top", "fontsize": 8.5, "color": COLOURS["muted"],
@@ -69,11 +68,11 @@ def write_report(
     for runs that cannot be compared."""
     paths = [one.expanduser() for one in (path, *compare)]
     folder = (paths[0] / ("report-compared" if compare else "report") if out is None else out).expanduser()
-    pipelines = [one for one in paths if phase_folders(one) and not (one / "metrics.jsonl").exists()]
+    pipelines = [one for one in paths if _phase_folders(one) and not (one / "metrics.jsonl").exists()]
     if pipelines and compare:
         raise ConfigError(
             f"{pipelines[0]} is the folder of a pipeline of phases, and --compare takes single runs: name one of its "
-            f"phases, e.g. {phase_folders(pipelines[0])[-1]}."
+            f"phases, e.g. {_phase_folders(pipelines[0])[-1]}."
         )
     try:
         if pipelines:
@@ -98,7 +97,7 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
             metrics = " and ".join(_LOSSES)
             raise DataError(f"{run.path} and {other.path} cannot be compared: neither of {metrics} was logged by both.")
     folder.mkdir(parents=True, exist_ok=True)  # before drawing, which takes time
-    names, pictures = distinct_names(runs), folder if png else None
+    names, pictures = _distinct_names(runs), folder if png else None
     comparison: dict[str, Any] = {}
     if others:
         table = zip(*map(outcomes, runs), strict=True)
@@ -124,8 +123,7 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
     return page, comparison.get("warnings", [])
 
 
-def distinct_names(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the runs' folders, with parents up to the folder that holds them all."""
+def _distinct_names(runs: Sequence[Run]) -> list[str]:
     above = os.path.commonpath([run.path.parent for run in runs])
     return [os.path.relpath(run.path, above) for run in runs]
 
@@ -133,8 +131,8 @@ def distinct_names(runs: Sequence[Run]) -> list[str]:
 def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
     """Yield sentences about why losses of the first run and the others do not mean the same, by their newest
     checkpoints, or else by their configurations."""
-    first = runs[0]
-    for other, name in zip(runs[1:], names[1:], strict=True):
+    first, *others = runs
+    for other, name in zip(others, names[1:], strict=True):
         meaning = _DATA_FACTS if first.data and other.data else _FIELDS
         facts = [
             [run.data.get(what, run.setting(what, default_of(what))) for what in meaning] for run in (first, other)
@@ -183,17 +181,15 @@ def difference(curve: Curve, first: Curve) -> Curve:
     return Curve(curve.steps[inside], (curve.values - expected)[inside])
 
 
-def phase_folders(root: Path) -> list[Path]:
-    """Return the folders of the phases in `root` in their order; empty if it holds no pipeline."""
+def _phase_folders(root: Path) -> list[Path]:
     order = list(PhasesConfig.model_fields)
     found = [path for path in (root / "phases").glob("*") if path.is_dir()]
     return sorted(found, key=lambda path: (order.index(path.name) if path.name in order else len(order), path.name))
 
 
 def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
-    """Write the page of all phases, begun or not, and of each one's run. Raises DataError if none has logged any."""
     notes: list[str] = []
-    folders = {path.name: path for path in phase_folders(root)}
+    folders = {path.name: path for path in _phase_folders(root)}
     phases: list[dict[str, Any]] = []
     runs: list[Run] = []
     for name in dict.fromkeys([*PhasesConfig.model_fields, *folders]):
@@ -211,13 +207,13 @@ def _write_phases(root: Path, folder: Path, *, png: bool) -> Path:
     for run in runs:
         _write_run([run], folder / run.path.name, png=png)
     charts = [_chart_of_phases(PLANS[key], runs, folder if png else None) for key in ("loss", "eval_loss")]
-    values = {"root": root, "phases": phases, "notes": notes, "charts": list(filter(None, charts))}
-    return write_page(folder, "phases.html.j2", **values)
+    return write_page(
+        folder, "phases.html.j2", root=root, phases=phases, notes=notes, charts=list(filter(None, charts))
+    )
 
 
 @styled
 def _chart_of_phases(plan: ChartPlan, runs: Sequence[Run], pictures: Path | None) -> Chart | None:
-    """Draw the plan's metric over the steps of all phases in order; None if none has logged it."""
     (metric,) = plan.metrics
     ends = np.cumsum([run.steps for run in runs])
     curves = [run.curve(metric) for run in runs]

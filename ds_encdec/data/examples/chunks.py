@@ -132,8 +132,7 @@ class ChunkMaker(ExampleMaker):
     def from_config(
         cls, data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
     ) -> ChunkMaker:
-        chunker = Chunker.from_config(data, seed, vocabulary)
-        return cls(vocabulary, TextTokenizer(tokenizer.backend_tokenizer), chunker)
+        return cls(vocabulary, TextTokenizer(tokenizer.backend_tokenizer), Chunker.from_config(data, seed, vocabulary))
 
     @property
     def why_empty(self) -> str:

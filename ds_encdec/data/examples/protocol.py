@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from ds_encdec.base.types import Document, Example
 from ds_encdec.data.sources.sources import BadRow, Row, check_bad_rows
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ds_encdec.tokenizer.sentinels import Vocabulary
+from ds_encdec.tokenizer.sentinels import Vocabulary
 
 ALL = range(1 << 62)  # every example of a document
 

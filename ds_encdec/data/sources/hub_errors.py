@@ -1,7 +1,5 @@
 """Errors of `datasets`, pyarrow and HTTP clients: network errors are retried, others become DataErrors."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

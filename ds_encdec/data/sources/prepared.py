@@ -15,8 +15,6 @@ interruption the next start makes the parts without a list of shards.
 
 # ruff: noqa: D102  (sources.MapSource documents the methods)
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
