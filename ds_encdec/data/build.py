@@ -160,9 +160,11 @@ def example_maker(
     data: DataConfig, seed: int, tokenizer: PreTrainedTokenizerFast, vocabulary: Vocabulary
 ) -> ExampleMaker:
     """Return the maker of the examples for `data`, by its objective. Raises ConfigError."""
-    if data.objective == "sft":
-        return PairMaker(data, tokenizer, vocabulary)
-    return ChunkMaker.from_config(data, seed, tokenizer, vocabulary)
+    return (
+        PairMaker(data, tokenizer, vocabulary)
+        if data.objective == "sft"
+        else ChunkMaker.from_config(data, seed, tokenizer, vocabulary)
+    )
 
 
 def prepare_data(

@@ -48,11 +48,9 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
         "sources": source_facts(pipeline.sources),
         "mixture weights": {opened.number: opened.weight for opened in pipeline.sources},
         **maker.facts(),
+        **({"mixture weights count": "tokens"} if any(one.counts_tokens for one in pipeline.sources) else {}),
+        **({"evaluation sources": source_facts(own_evaluation)} if own_evaluation else {}),
     }
-    if any(opened.counts_tokens for opened in pipeline.sources):
-        facts["mixture weights count"] = "tokens"
-    if own_evaluation:
-        facts["evaluation sources"] = source_facts(own_evaluation)
     if mine.held_out(config.data)[1] and config.data.own_split("test"):
         facts["share held out for the test"] = 0.0  # so these rows are trained on
     return json.loads(json.dumps(facts))

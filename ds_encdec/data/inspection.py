@@ -92,22 +92,26 @@ def inspect_data(
 
 
 def _in_words(statistics: Mapping[str, Any], weights: Sequence[float]) -> list[str]:
-    lines = [f"── {count(statistics['examples'], 'example')} in {count(statistics['micro_batches'], 'micro-batch')}"]
-    lines += (
-        f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
-        "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
-        for side in _SIDES
-    )
-    lines.append("             examples   share   by weight")
-    for (name, drawn), weight in zip(statistics["denoisers"].items(), weights, strict=True):
-        lines.append(f"{name:<10}{drawn:11,}{drawn / statistics['examples']:8.1%}{weight / sum(weights):12.1%}")
     counted = {
         "skipped_documents": ("document", "that were read gave no example"),
         "bad_rows": ("bad row", "among those read"),
         "long_rows": ("example", "of those read exceeded the lengths"),
     }
-    lines += [f"{count(statistics[name], one)} {rest}" for name, (one, rest) in counted.items() if statistics[name]]
-    return lines + ([f"A run refuses this data: {statistics['too_short']}"] if "too_short" in statistics else [])
+    return [
+        f"── {count(statistics['examples'], 'example')} in {count(statistics['micro_batches'], 'micro-batch')}",
+        *(
+            f"{side}: {statistics[f'{side}_fill']:.1%} of {statistics[f'{side}_budget_tokens']} tokens filled; lengths "
+            "{min} to {max}, median {median:.0f}, mean {mean:.0f}".format(**statistics[f"{side}_tokens"])
+            for side in _SIDES
+        ),
+        "             examples   share   by weight",
+        *(
+            f"{name:<10}{drawn:11,}{drawn / statistics['examples']:8.1%}{weight / sum(weights):12.1%}"
+            for (name, drawn), weight in zip(statistics["denoisers"].items(), weights, strict=True)
+        ),
+        *(f"{count(statistics[name], one)} {rest}" for name, (one, rest) in counted.items() if statistics[name]),
+        *([f"A run refuses this data: {statistics['too_short']}"] if "too_short" in statistics else []),
+    ]
 
 
 class TextExample(NamedTuple):

@@ -100,10 +100,9 @@ class Lane:
             for place, chunks in wanted.items()
             for entry in self._cut(*read[place], chunks, again=True)
         }
-        for origin in origins:
-            if origin not in entries:
-                located, _ = read[origin.reference, origin.epoch]
-                raise changed_since(f"example {origin.chunk} of {located.document.key}")
+        if lost := [origin for origin in origins if origin not in entries]:
+            located, _ = read[lost[0].reference, lost[0].epoch]
+            raise changed_since(f"example {lost[0].chunk} of {located.document.key}")
         return [
             dataclasses.replace(entries[origin], waited_batches=waited)
             for origin, (*_, waited) in zip(origins, waiting, strict=True)

@@ -157,9 +157,8 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
         decoder_lengths=decoder_lengths,
         documents=tuple(example.document for example in examples),
     )
-    if not pin_memory:
-        return batch
-    return dataclasses.replace(batch, **{name: tensor.pin_memory() for name, tensor in _tensors(batch).items()})
+    pinned = {name: tensor.pin_memory() for name, tensor in _tensors(batch).items()} if pin_memory else {}
+    return dataclasses.replace(batch, **pinned)
 
 
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:

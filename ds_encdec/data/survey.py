@@ -60,11 +60,11 @@ def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: Exampl
     if not usable:
         first_rows = (row for opened in sources for row in islice(all_rows(opened.source, "sample"), 1))
         _, first = next(with_ids(first_rows, maker), (None, None))
-        if isinstance(first, BadRow):
-            raise DataError(f"the data set is empty: no row of the sample can be used. {first.problem}")
         raise DataError(
-            f"the data set is empty: none of the {len(all_read)} documents of a sample has text to train on. All were "
-            f"{maker.why_empty}"
+            f"the data set is empty: no row of the sample can be used. {first.problem}"
+            if isinstance(first, BadRow)
+            else f"the data set is empty: none of the {len(all_read)} documents of a sample has text to train on. All "
+            f"were {maker.why_empty}"
         )
     ratio = maker.ratio(usable)
     return Survey(ratio, sorted(filter(None, forms)), _too_short(config, ratio, documents, tokens, num_lanes))

@@ -90,9 +90,8 @@ class TiktokenForm:
             is_known = text.replace("\n", "").isprintable() and unicodedata.is_normalized("NFC", text)
             normal = text if is_known else backend.normalizer.normalize_str(text)
         windows = (normal[at : at + _WINDOW] for at in range(0, len(normal) - _WINDOW + 1, _WINDOW))
-        if any(len(window.split(None, 1)) < 2 for window in windows):
-            return None
-        if any(token in form for form in {text, normal} for token in self.added):
+        is_slow = any(len(window.split(None, 1)) < 2 for window in windows)
+        if is_slow or any(token in form for form in {text, normal} for token in self.added):
             return None
         return self.ids[self.encoding.encode_ordinary(normal)]
 

@@ -80,18 +80,16 @@ class PreparedSource:
             )
         _require_made_from(self._folder, index["made_from"], made_from(data, entry, maker, seed))
         self._shards = [Shard(**facts) for facts in index["shards"]]
-        for shard in self._shards:
-            if not _is_whole(self._folder, shard):
-                raise DataError(
-                    f"data.prepared_dir: {self._folder / shard.file} is missing or damaged: run `ds-encdec prepare` "
-                    "with this configuration, which makes it again"
-                )
+        if damaged := [self._folder / shard.file for shard in self._shards if not _is_whole(self._folder, shard)]:
+            raise DataError(
+                f"data.prepared_dir: {damaged[0]} is missing or damaged: run `ds-encdec prepare` with this "
+                "configuration, which makes it again"
+            )
         self._first = [0, *accumulate(shard.rows for shard in self._shards)]
         self._makes_pairs = OBJECTIVES[data.objective].takes_records
         self._batches: dict[int, Any] = {}
-        self.identity: dict[str, Any] = dict(index["identity"])
-        if index["is_stream"]:
-            self.identity["kind"] = f"prepared {self.identity['kind']}"
+        kind = {"kind": f"prepared {index['identity']['kind']}"} if index["is_stream"] else {}
+        self.identity: dict[str, Any] = {**index["identity"], **kind}
         files: Sequence[str] = ()
         with suppress(DataError):  # the files may be missing on this machine
             files = (
@@ -144,20 +142,20 @@ def prepared_folder(data: DataConfig) -> Path:
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
     """Return the JSON-able facts that decide a source's rows and token ids; those that are fields have their names."""
     objective, vocabulary = OBJECTIVES[data.objective], maker.vocabulary
+    specials = [vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.mode_token_ids]
     facts: dict[str, Any] = {
         "data.objective": data.objective,
         "the format of prepared data": _FORMAT,
         **{f"data.{name}": getattr(entry, name) for name in Source.model_fields},
         **{f"data.{name}": getattr(data, name) for name in objective.read_fields},
+        **({"training.seed": seed} if "seed" in (local_kind(entry.dataset_name) or HUB).needs else {}),
+        **({"the reader's code": reader_digest(entry.dataset_name)} if entry.dataset_name.startswith(PYTHON) else {}),
+        "tokenizer": digest([maker.tokenize(Document("", text)).tolist() for text in SAMPLE]),
+        # Templates may hold special tokens.
+        **({"special tokens": digest(specials)} if objective.takes_records else {}),
+        **maker.facts(),
     }
-    if "seed" in (local_kind(entry.dataset_name) or HUB).needs:
-        facts["training.seed"] = seed
-    if entry.dataset_name.startswith(PYTHON):
-        facts["the reader's code"] = reader_digest(entry.dataset_name)
-    facts["tokenizer"] = digest([maker.tokenize(Document("", text)).tolist() for text in SAMPLE])
-    if objective.takes_records:  # templates may hold special tokens
-        facts["special tokens"] = digest([vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.mode_token_ids])
-    return json.loads(json.dumps(facts | maker.facts()))
+    return json.loads(json.dumps(facts))
 
 
 def _require_made_from(folder: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -207,7 +205,7 @@ def prepare_source(
         count = max(1, min(size if is_stream else size // PART_ROWS, MOST_PARTS))
         edges = [number * size // count for number in range(count + 1)]
         index = {"made_from": facts, "identity": identity, "is_stream": is_stream, "parts": edges, "shards": None}
-        _write_json(folder / INDEX, index)
+        _write(folder / INDEX, json.dumps(index))
     _require_made_from(folder, index["made_from"], facts)
     _require_made_from(folder, index["identity"], identity)
     shards: list[Shard] = []
@@ -231,7 +229,7 @@ def prepare_source(
             total = "" if is_stream else f" of {size:,}"
             logger.info(f"{folder.name}: {sum(one.rows for one in shards):,}{total} rows")
     shards.sort(key=lambda shard: shard.file)
-    _write_json(folder / INDEX, index | {"shards": [asdict(shard) for shard in shards]})
+    _write(folder / INDEX, json.dumps(index | {"shards": [asdict(shard) for shard in shards]}))
     rows, tokens, bad = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "tokens", "bad_rows"))
     return f"{folder}: {rows:,} rows, {tokens:,} tokens in {len(shards)} shards; {bad} rows could not be read"
 
@@ -265,7 +263,7 @@ def _make(
         for rows in _shard_rows(source, places, maker, bad_row_limit):
             shards.append(_write_shard(folder / f"{number:04}-{len(shards):05}.arrow", rows))
             yield shards[-1]
-        _write_json(folder / f"{number:04}.json", [asdict(shard) for shard in shards])
+        _write(folder / f"{number:04}.json", json.dumps([asdict(shard) for shard in shards]))
 
 
 def _shard_rows(
@@ -309,8 +307,7 @@ def _write_shard(path: Path, rows: Sequence[tuple[str, Any | BadRow]]) -> Shard:
     with pa.ipc.new_file(buffer, batch.schema) as writer:
         writer.write_batch(batch)
     content = buffer.getvalue().to_pybytes()
-    with _writing(path.parent):
-        write_atomically(path, content)
+    _write(path, content)
     bad, tokens = [problem for problem in problems if problem is not None], sum(map(len, flat))
     problem, sha256 = bad[-1] if bad else None, hashlib.sha256(content).hexdigest()
     return Shard(path.name, len(rows), tokens, len(bad), problem, len(content), sha256)
@@ -320,9 +317,9 @@ def _edges(lengths: Iterable[int]) -> np.ndarray:
     return np.fromiter(accumulate(lengths, initial=0), dtype=np.int32)
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write(path: Path, content: bytes | str) -> None:
     with _writing(path.parent):
-        write_atomically(path, json.dumps(value))
+        write_atomically(path, content)
 
 
 def _writing(folder: Path) -> AbstractContextManager[None]:

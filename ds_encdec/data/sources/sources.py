@@ -101,8 +101,10 @@ def source_entries(data: DataConfig) -> Sequence[MixtureSource]:
 def named_sources(data: DataConfig) -> dict[str, MixtureSource]:
     """Return all sources of `data`, those of separate validation and test splits too, by the names of their folders."""
     trained = {f"source-{number}": entry for number, entry in enumerate(source_entries(data))}
-    splits = {split: data.own_split(split) for split in ("validation", "test")}
-    splits |= {f"eval-{name}": data.of_eval_set(name).own_split("validation") for name in data.eval_sets}
+    splits = {
+        **{split: data.own_split(split) for split in ("validation", "test")},
+        **{f"eval-{name}": data.of_eval_set(name).own_split("validation") for name in data.eval_sets},
+    }
     return trained | {name: entry for name, entry in splits.items() if entry}
 
 
@@ -150,9 +152,9 @@ def row_document(key: str, read: Callable[[], Mapping[str, Any]], column: str | 
         value = record[column] if column is not None and column in record else None
     # Libraries' errors for a value that Python cannot hold: a date of the year 300000, an unknown time zone.
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            return BadRow(key, f"{where}: not UTF-8 text ({error.reason})")
-        return BadRow(key, f"{where}: a value of it cannot be read ({type(error).__name__}: {error})")
+        named = f"a value of it cannot be read ({type(error).__name__}: {error})"
+        reason = f"not UTF-8 text ({error.reason})" if isinstance(error, UnicodeDecodeError) else named
+        return BadRow(key, f"{where}: {reason}")
     if column is None:
         return Document(key, "", record=record)
     if column not in record:
@@ -171,12 +173,12 @@ def missing_column(column: str, where: str, existing: Sequence[str]) -> str:
 
 def check_bad_rows(found: int, limit: int, last: str) -> None:
     """Raise DataError if `found` bad rows, the newest with the problem `last`, are more than `limit`."""
-    if found > limit == 0:
-        raise DataError(f"{last}. Mend it or, where such rows are few, pass over them: data.on_bad_row=skip")
     if found > limit:
         raise DataError(
-            f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or raise "
-            "data.max_bad_rows"
+            f"{last}. Mend it or, where such rows are few, pass over them: data.on_bad_row=skip"
+            if limit == 0
+            else f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or "
+            "raise data.max_bad_rows"
         )
 
 
