@@ -15,7 +15,7 @@ from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.fingerprint import Facts, digest
 from ds_encdec.data.lane import LanePipeline
-from ds_encdec.data.packing import Packer, Waiting
+from ds_encdec.data.packing import Waiting
 from ds_encdec.data.sources.sources import BadRow, OpenSource, Row, Split, all_rows, held_out_hash
 from ds_encdec.launch.disk import write_atomically
 
@@ -58,9 +58,8 @@ def evaluation_examples(
 
 def packed(examples: Iterable[Example], pipeline: LanePipeline, budgets: Budgets) -> Iterator[list[Example]]:
     """Yield the examples in micro-batches."""
-    packer: Packer[Example] = pipeline.packer(budgets)
     arrivals = (Waiting(one, len(one.encoder_ids), len(one.decoder_ids)) for one in examples)
-    return iter(lambda: packer.pack(arrivals), [])
+    return iter(partial(pipeline.packer(budgets).pack, arrivals), [])
 
 
 def held_out_examples(pipeline: LanePipeline, own: Sequence[OpenSource] = ()) -> Iterator[Example]:

@@ -4,10 +4,9 @@ The record holds only references; restoring it reads the documents behind them a
 """
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from ds_encdec.base.types import DataError, Example
@@ -104,7 +103,7 @@ class Lane:
             located, _ = read[lost[0].reference, lost[0].epoch]
             raise changed_since(f"example {lost[0].chunk} of {located.document.key}")
         return [
-            dataclasses.replace(entries[origin], waited_batches=waited)
+            replace(entries[origin], waited_batches=waited)
             for origin, (*_, waited) in zip(origins, waiting, strict=True)
         ]
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ds_encdec.base.types import IGNORE_INDEX, Batch, CheckpointError, Example, RowCounts
 from ds_encdec.config.shares import per_rank
@@ -38,12 +37,14 @@ _LESS = (
 
 
 class LaneLoader:
-    """An endless iterator: each `next` returns this rank's micro-batches of a step, in the order of its lanes."""
+    """An endless iterator: each `next` returns this rank's micro-batches of a step, in the order of its lanes.
+
+    The first one starts the workers. `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError.
+    """
 
     def __init__(
         self, pipeline: LanePipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
     ) -> None:
-        """Read nothing and start no worker yet; `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError."""
         per_rank(pipeline.num_lanes, world_size, "data.num_lanes")
         self.lanes = tuple(range(rank, pipeline.num_lanes, world_size))
         self.workers: list[Worker] = []
@@ -161,14 +162,14 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     return dataclasses.replace(batch, **pinned)
 
 
-def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> Tensor:
+def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> torch.Tensor:
     joined = np.concatenate([np.empty(0, dtype=np.int64), *pieces])
     if len(joined) > size:
         raise ValueError(f"{len(joined)} tokens in a buffer of {size}")
     return torch.from_numpy(np.pad(joined, (0, size - len(joined)), constant_values=fill))
 
 
-def _boundaries(lengths: Sequence[int], max_examples: int) -> Tensor:
+def _boundaries(lengths: Sequence[int], max_examples: int) -> torch.Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths, *[0] * (max_examples - len(lengths))], dtype=np.int32))
 
 
@@ -201,4 +202,4 @@ def _for_current_stream(batch: Batch, copied: torch.cuda.Event, device: torch.de
 
 
 def _tensors(batch: Batch) -> dict[str, Any]:
-    return {name: value for name in Batch.__slots__ if isinstance(value := getattr(batch, name), Tensor)}
+    return {name: value for name in Batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -119,7 +117,7 @@ class Run:
         return float(value) if is_number(value) and value > 0 else None
 
 
-def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
+def read_run(path: Path, ending: Entry | None = None) -> Run:
     """Read the run in the folder `path`; `ending` replaces entries of run.json that are not final yet. Raises
     ConfigError if it is not a run's folder, and DataError without metrics. Other unreadable content becomes a note."""
     folder = RunFolder(str(path))
@@ -133,7 +131,7 @@ def read_run(path: Path, ending: Entry = MappingProxyType({})) -> Run:
         )
     notes: list[str] = []
     problems: list[Problem] = []  # of the configuration
-    status = {**(read_json(folder.run_json, notes) or {}), **ending}
+    status = {**(read_json(folder.run_json, notes) or {}), **(ending or {})}
     curves = _curves(_read_lines(folder.metrics, notes))
     if not curves:
         state = f"its state is {status['state']}" if "state" in status else "it has no run.json"
@@ -214,7 +212,7 @@ def _curves(lines: Sequence[Entry]) -> dict[str, Curve]:
     points: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for step, name, value in ((line["step"], *item) for line in lines for item in line.items()):
         if "/" in name and isinstance(value, int | float | None):
-            points[name].append((step, value if is_number(value) else math.nan))
+            points[name].append((step, value if is_number(value) else np.nan))
     return {name: Curve(*np.array(found, dtype=np.float64).T) for name, found in points.items()}
 
 

@@ -109,7 +109,6 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
             "differing": differences([run.config for run in runs]),
         }
     charts, empty = charts_of(run, pictures)
-    alerts = Counter(str(entry.get("type", "unknown")) for entry in run.entries("alert"))
     page = write_page(
         folder,
         "run.html.j2",
@@ -117,7 +116,7 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
         comparison=comparison,
         charts=charts,
         empty=empty,
-        alert_types=alerts.most_common(),
+        alert_types=Counter(str(entry.get("type", "unknown")) for entry in run.entries("alert")).most_common(),
         steps_taken_back=int(sum(entry["step"] - back_to(entry) for entry in run.entries("rollback"))),
     )
     return page, comparison.get("warnings", [])

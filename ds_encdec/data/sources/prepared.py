@@ -68,10 +68,12 @@ class Shard:
 
 
 class PreparedSource:
-    """The documents of a finished folder, with token ids instead of texts. A `MapSource`."""
+    """The documents of a finished folder, with token ids instead of texts. A `MapSource`.
+
+    Raises DataError if the folder is unfinished or damaged, or its facts or files changed.
+    """
 
     def __init__(self, data: DataConfig, name: str, entry: MixtureSource, maker: ExampleMaker, seed: int) -> None:
-        """Open the folder `name`. Raises DataError if it is unfinished or damaged, or its facts or files changed."""
         self._folder = prepared_folder(data) / name
         index = _read_index(self._folder)
         if index is None or index["shards"] is None:

@@ -152,9 +152,9 @@ def row_document(key: str, read: Callable[[], Mapping[str, Any]], column: str | 
         value = record[column] if column is not None and column in record else None
     # Libraries' errors for a value that Python cannot hold: a date of the year 300000, an unknown time zone.
     except (ArithmeticError, LookupError, NotImplementedError, TypeError, ValueError) as error:
-        named = f"a value of it cannot be read ({type(error).__name__}: {error})"
-        reason = f"not UTF-8 text ({error.reason})" if isinstance(error, UnicodeDecodeError) else named
-        return BadRow(key, f"{where}: {reason}")
+        problem = f"a value of it cannot be read ({type(error).__name__}: {error})"
+        problem = f"not UTF-8 text ({error.reason})" if isinstance(error, UnicodeDecodeError) else problem
+        return BadRow(key, f"{where}: {problem}")
     if column is None:
         return Document(key, "", record=record)
     if column not in record:
