@@ -95,8 +95,7 @@ def build_data(
     `accept_other_data`).
     """
     data, training = config.data, config.training
-    if commits is None:
-        commits = resolve_commits(data, saved["dataset_commits"] if saved else None)
+    commits = resolve_commits(data, saved["dataset_commits"] if saved else None) if commits is None else commits
     maker = example_maker(data, training.seed, tokenizer, vocabulary)
     opener = Opener(data, training.seed, maker, commits)
     own, sources = opener.open_split("validation"), opener.open_sources(num_lanes)

@@ -38,6 +38,7 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
     mine = OBJECTIVES[config.data.objective]
     foreign = {name for row in OBJECTIVES.values() if row is not mine for name in row.own_fields}
     ordering = [path.removeprefix("data.") for path in marked(Mark.ORDER)]
+    tests_elsewhere = mine.held_out(config.data)[1] and config.data.own_split("test")
     facts: Facts = {
         **{f"data.{name}": getattr(config.data, name) for name in (*ordering, *mine.own_fields) if name not in foreign},
         "data.num_lanes": pipeline.num_lanes,
@@ -50,9 +51,8 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
         **maker.facts(),
         **({"mixture weights count": "tokens"} if any(one.counts_tokens for one in pipeline.sources) else {}),
         **({"evaluation sources": source_facts(own_evaluation)} if own_evaluation else {}),
+        **({"share held out for the test": 0.0} if tests_elsewhere else {}),  # so these rows are trained on
     }
-    if mine.held_out(config.data)[1] and config.data.own_split("test"):
-        facts["share held out for the test"] = 0.0  # so these rows are trained on
     return json.loads(json.dumps(facts))
 
 

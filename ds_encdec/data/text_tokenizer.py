@@ -68,8 +68,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the token ids of `text`, int32 [n]; half a surrogate pair (JSON can hold it) is read as `?`."""
-        if not text.isascii():
-            text = text.encode("utf-8", errors="replace").decode("utf-8")
+        text = text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
         ids = self.faster.encode(text, self.backend) if self.faster else None
         return slow_ids(self.backend, text) if ids is None else ids
 

@@ -272,10 +272,8 @@ def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.nd
 
 def reconstruct(encoder_ids: np.ndarray, decoder_ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     """Invert `denoise`: return the original tokens, int32 [n]. Raises ValueError if the sentinels differ."""
-    if vocabulary.mode_token_ids:
-        encoder_ids = encoder_ids[1:]
-    if decoder_ids[-1] == vocabulary.eos_id:
-        decoder_ids = decoder_ids[:-1]
+    encoder_ids = encoder_ids[1:] if vocabulary.mode_token_ids else encoder_ids
+    decoder_ids = decoder_ids[:-1] if decoder_ids[-1] == vocabulary.eos_id else decoder_ids
     if not len(decoder_ids) or decoder_ids[0] != vocabulary.sentinel_ids[0]:
         return np.concatenate([encoder_ids, decoder_ids])
 
