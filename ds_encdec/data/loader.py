@@ -189,7 +189,8 @@ def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Bat
             ahead.append((batch.to(device), side.record_event()))
         if len(ahead) == 2:
             yield _for_current_stream(*ahead.pop(0), device)
-    yield from (_for_current_stream(*last, device) for last in ahead)
+    if ahead:
+        yield _for_current_stream(*ahead.pop(), device)
 
 
 def _for_current_stream(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:

@@ -97,15 +97,18 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
             metrics = " and ".join(_LOSSES)
             raise DataError(f"{run.path} and {other.path} cannot be compared: neither of {metrics} was logged by both.")
     folder.mkdir(parents=True, exist_ok=True)  # before drawing, which takes time
-    names, pictures = _distinct_names(runs), folder if png else None
+    pictures = folder if png else None
+    above = os.path.commonpath([one.path.parent for one in runs])  # names have parents up to this folder
+    names = [os.path.relpath(one.path, above) for one in runs]
     comparison: dict[str, Any] = {}
     if others:
-        table = zip(*map(outcomes, runs), strict=True)
         comparison = {
             "names": names,
             "warnings": list(incomparable(runs, names)),
             "charts": [chart for plan in COMPARED if (chart := _chart_of_runs(plan, runs, names, pictures))],
-            "outcomes": [[rows[0][0], *(value for _, value in rows)] for rows in table],
+            "outcomes": [
+                [rows[0][0], *(value for _, value in rows)] for rows in zip(*map(outcomes, runs), strict=True)
+            ],
             "differing": differences([run.config for run in runs]),
         }
     charts, empty = charts_of(run, pictures)
@@ -120,11 +123,6 @@ def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, l
         steps_taken_back=int(sum(entry["step"] - back_to(entry) for entry in run.entries("rollback"))),
     )
     return page, comparison.get("warnings", [])
-
-
-def _distinct_names(runs: Sequence[Run]) -> list[str]:
-    above = os.path.commonpath([run.path.parent for run in runs])
-    return [os.path.relpath(run.path, above) for run in runs]
 
 
 def incomparable(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:

@@ -305,24 +305,25 @@ def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) ->
 
     A data set that the hub does not show is left out: opening it tries the local cache, and reports the problem.
     """
-    commits: dict[str, str] = {}
-    for entry in ({} if data.prepared_dir else named_sources(data)).values():
-        if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name):
-            commit = (saved or {}).get(hub_name(entry)) or _hub_commit(entry.dataset_name, entry.dataset_revision)
-            commits |= {hub_name(entry): commit} if commit else {}
-    return commits
+    entries = {
+        hub_name(entry): entry
+        for entry in ({} if data.prepared_dir else named_sources(data)).values()
+        if local_kind(entry.dataset_name) is None and not os.path.exists(entry.dataset_name)
+    }
+    commits = {name: (saved or {}).get(name) or _hub_commit(entry) for name, entry in entries.items()}
+    return {name: commit for name, commit in commits.items() if commit}
 
 
-def _hub_commit(dataset_name: str, revision: str | None) -> str | None:
+def _hub_commit(entry: MixtureSource) -> str | None:
     # Imported here because runs on local data do not need it.
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().dataset_info(dataset_name, revision=revision).sha
+        return HfApi().dataset_info(entry.dataset_name, revision=entry.dataset_revision).sha
     except Exception as error:
         if not (isinstance(error, ValueError) or is_of_network(error)):
             raise
-        logger.warning("%s: its commit is not known (%s: %s)", dataset_name, type(error).__name__, error)
+        logger.warning("%s: its commit is not known (%s: %s)", entry.dataset_name, type(error).__name__, error)
         return None
 
 
