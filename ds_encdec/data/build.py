@@ -86,14 +86,11 @@ def build_data(
     pin_memory: bool = False,
     may_be_short: bool = False,
 ) -> TrainingData:
-    """Open the sources and make the loader; starts no process, and reads a few hundred documents at most.
-
-    `saved`: the run's earlier `TrainingData.saved()`. `commits`: one rank's `resolve_commits`, for all ranks; None:
-    looked up here. `evaluation_cache`: a folder for the evaluation examples, which are then made now; None: every rank
-    makes them at the first evaluation. Raises DataError for sources that are missing, unreadable or too small,
-    ConfigError for lanes that ranks do not divide, and CheckpointError if the data is not that of `saved` (unless
-    `accept_other_data`).
-    """
+    """Open the sources and make the loader; starts no process, and reads a few hundred documents at most. `saved`: the
+    run's earlier `TrainingData.saved()`. `commits`: one rank's `resolve_commits`, for all ranks; None: looked up here.
+    `evaluation_cache`: a folder for the evaluation examples, which are then made now; None: every rank makes them at
+    the first evaluation. Raises DataError for sources that are missing, unreadable or too small, ConfigError for lanes
+    that ranks do not divide, and CheckpointError if the data is not that of `saved` (unless `accept_other_data`)."""
     data, training = config.data, config.training
     commits = resolve_commits(data, saved["dataset_commits"] if saved else None) if commits is None else commits
     maker = example_maker(data, training.seed, tokenizer, vocabulary)
@@ -202,10 +199,8 @@ class Opener:
         return tuple(opened)
 
     def open_split(self, split: str, eval_set: str | None = None) -> tuple[OpenSource, ...]:
-        """Open the separate source of a split, all of it in that split; () if it has none.
-
-        `eval_set`: the name of the set in `data.eval_sets` that this opener's `data` describes.
-        """
+        """Open the separate source of a split, all of it in that split; () if it has none. `eval_set`: the name of the
+        set in `data.eval_sets` that this opener's `data` describes."""
         entry = self.data.own_split(split)
         if entry is None:
             return ()

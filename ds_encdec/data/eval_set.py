@@ -79,10 +79,8 @@ def keyed_examples(
 
 
 def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker) -> Iterator[tuple[Row, Any | BadRow]]:
-    """Yield the rows of a split `with_ids`; every prefix is in proportion to the weights, in their unit.
-
-    The next row is of the source that is furthest behind its share; a source drops out at its end.
-    """
+    """Yield the rows of a split `with_ids`; every prefix is in proportion to the weights, in their unit. The next row
+    is of the source that is furthest behind its share; a source drops out at its end."""
 
     def is_wanted(opened: OpenSource, key: str) -> bool:
         own = "validation" if held_out_hash(key) < opened.held_out_below else "test"

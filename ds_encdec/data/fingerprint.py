@@ -29,11 +29,9 @@ _CHOICE_FACTS = ("sources", "mixture weights", "mixture weights count", "evaluat
 
 
 def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequence[OpenSource] = ()) -> Facts:
-    """Return JSON-able facts; two runs with equal facts see the same examples in the same order.
-
-    The tokenizer is identified by its ids of a fixed text, sources by commit (hub), content (built-in corpus), or
-    names, sizes, beginnings and ends of their files (local).
-    """
+    """Return JSON-able facts; two runs with equal facts see the same examples in the same order. The tokenizer is
+    identified by its ids of a fixed text, sources by commit (hub), content (built-in corpus), or names, sizes,
+    beginnings and ends of their files (local)."""
     maker, ids = pipeline.maker, pipeline.maker.vocabulary
     mine = OBJECTIVES[config.data.objective]
     foreign = {name for row in OBJECTIVES.values() if row is not mine for name in row.own_fields}

@@ -43,9 +43,8 @@ def inspect_data(
     data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_examples: int, as_json: bool, with_ids: bool = False
 ) -> str:
     """Return the run's first `num_examples` examples, in the order of its lanes, as text or JSON. Raises DataError.
-
-    Statistics are of all micro-batches made for them. Of data that a run refuses as too short, one lane reads it once.
-    """
+    Statistics are of all micro-batches made for them. Of data that a run refuses as too short, one lane reads it
+    once."""
     pipeline = dataclasses.replace(data.pipeline, num_lanes=1) if data.too_short else data.pipeline
     lane = cache(partial(Lane, pipeline))
     made: list[Example] = []
@@ -139,11 +138,9 @@ def split_examples(
     commits: Mapping[str, str] | None = None,
     trained: TrainedData | None = None,
 ) -> list[TextExample]:
-    """Return the first `max_samples` (None: all) examples of a split, in the fixed order of an evaluation.
-
-    `commits`: see `build_data`. `trained`: a model's training data, which must have held them out. Raises DataError for
-    an empty split or too many bad rows, and ConfigError if the training had another split.
-    """
+    """Return the first `max_samples` (None: all) examples of a split, in the fixed order of an evaluation. `commits`:
+    see `build_data`. `trained`: a model's training data, which must have held them out. Raises DataError for an empty
+    split or too many bad rows, and ConfigError if the training had another split."""
     data, seed = config.data, config.training.seed
     commits = resolve_commits(data) if commits is None else commits
     maker = example_maker(data, seed, tokenizer, vocabulary).of_evaluation()

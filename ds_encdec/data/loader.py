@@ -37,10 +37,8 @@ _LESS = (
 
 
 class LaneLoader:
-    """An endless iterator: each `next` returns this rank's micro-batches of a step, in the order of its lanes.
-
-    The first one starts the workers. `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError.
-    """
+    """An endless iterator: each `next` returns this rank's micro-batches of a step, in the order of its lanes. The
+    first one starts the workers. `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError."""
 
     def __init__(
         self, pipeline: LanePipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
@@ -134,10 +132,8 @@ def count_rows(records: Iterable[Mapping[str, Any]]) -> RowCounts:
 
 
 def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_memory: bool = False) -> Batch:
-    """Concatenate examples into one micro-batch, with boundaries, padded at the end to the budgets; see `Batch`.
-
-    The decoder's input is each target shifted right behind `pad_id`, as in T5. Raises ValueError beyond the budgets.
-    """
+    """Concatenate examples into one micro-batch, with boundaries, padded at the end to the budgets; see `Batch`. The
+    decoder's input is each target shifted right behind `pad_id`, as in T5. Raises ValueError beyond the budgets."""
     if len(examples) > budgets.max_examples:
         raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
     encoder_lengths = tuple(len(example.encoder_ids) for example in examples)
@@ -174,10 +170,8 @@ def _boundaries(lengths: Sequence[int], max_examples: int) -> torch.Tensor:
 
 
 def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches on `device`; each is copied on a side stream as soon as the one before it is yielded.
-
-    Copies of page-locked memory then run beside the device's work, and at most two batches are on the device.
-    """
+    """Yield the batches on `device`; each is copied on a side stream as soon as the one before it is yielded. Copies of
+    page-locked memory then run beside the device's work, and at most two batches are on the device."""
     if device.type != "cuda":
         yield from batches
         return

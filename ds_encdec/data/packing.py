@@ -29,9 +29,7 @@ class Waiting(Generic[Item]):
 
 class _Plan(NamedTuple):
     """The space left in the last batch (number `turn`) if batches are filled strictly in order of arrival (next fit).
-
-    Next fit is monotone: removing examples never makes a later one leave later, so best fit keeps a plan's promise.
-    """
+    Next fit is monotone: removing examples never makes a later one leave later, so best fit keeps a plan's promise."""
 
     turn: int
     encoder_room: int
@@ -85,11 +83,9 @@ class Packer(Generic[Item]):
         return _Plan(turn, encoder_room - entry.encoder_tokens, decoder_room - entry.decoder_tokens, examples_room - 1)
 
     def _best_fit(self, room: np.ndarray) -> int | None:
-        """Return the index of the next waiting example to take, or None if none fits into `room`.
-
-        Order of arrival fills the first half of a batch, so that the pool keeps examples of all shapes (best fit from
-        the start: 96 % fill instead of 98 %). Then the example, or the pair, that fills the worse side best is taken.
-        """
+        """Return the index of the next waiting example to take, or None if none fits into `room`. Order of arrival
+        fills the first half of a batch, so that the pool keeps examples of all shapes (best fit from the start: 96 %
+        fill instead of 98 %). Then the example, or the pair, that fills the worse side best is taken."""
         sizes = np.array([[entry.encoder_tokens, entry.decoder_tokens] for entry in self.waiting]).reshape(-1, 2).T
         left = room[:, None] - sizes
         fits = (left >= 0).all(axis=0)

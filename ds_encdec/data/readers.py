@@ -79,10 +79,8 @@ class MapReader:
 
 
 class StreamReader:
-    """Reads the rows of the lane's units, in windows of `shuffle_buffer_size` documents, each permuted.
-
-    With fewer units than lanes, every lane reads all units and keeps its rows. A resume reads the current window again.
-    """
+    """Reads the rows of the lane's units, in windows of `shuffle_buffer_size` documents, each permuted. With fewer
+    units than lanes, every lane reads all units and keeps its rows. A resume reads the current window again."""
 
     def __init__(self, source: StreamSource, number: int, share: LaneShare, position: dict[str, Any] | None) -> None:
         self._source, self._number, self._share = source, number, share

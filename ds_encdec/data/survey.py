@@ -109,10 +109,8 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
 
 
 def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
-    """Return the optimizer steps in which every lane returns all examples of `epochs` passes over its data.
-
-    Passes over a mixture are those over its slowest source. Raises DataError for a stream of unknown length.
-    """
+    """Return the optimizer steps in which every lane returns all examples of `epochs` passes over its data. Passes over
+    a mixture are those over its slowest source. Raises DataError for a stream of unknown length."""
     rows: list[int] = []
     readings = 0
     for opened in pipeline.sources:

@@ -53,10 +53,8 @@ logger = logging.getLogger(__name__)
 
 
 class TextTokenizer:
-    """Turns documents into token ids as a fast tokenizer's Rust half does, and is loaded without transformers.
-
-    Special tokens in a text are split into ordinary ones, so a document's `<|endoftext|>` ends no sequence.
-    """
+    """Turns documents into token ids as a fast tokenizer's Rust half does, and is loaded without transformers. Special
+    tokens in a text are split into ordinary ones, so a document's `<|endoftext|>` ends no sequence."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self.backend = backend

@@ -207,10 +207,8 @@ def max_raw_length(denoiser: str, bounds: LengthBounds) -> int:
 def denoise(
     tokens: np.ndarray, denoiser: str, vocabulary: Vocabulary, rng: np.random.Generator, *, document_ends: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each.
-
-    The caller keeps `n` within `max_raw_length`, and sentinels out of `tokens`. A mode token is the encoder's first.
-    """
+    """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each. The caller keeps `n` within
+    `max_raw_length`, and sentinels out of `tokens`. A mode token is the encoder's first."""
     lengths = DENOISERS[denoiser].lengths(len(tokens))
     if DENOISERS[denoiser].has_spans:
         encoder_ids, decoder_ids = _corrupt_spans(tokens, lengths, vocabulary, rng)
@@ -249,12 +247,10 @@ def _corrupt_spans(
 
 
 def _kept_lengths(kept_tokens: int, spans: int, noise_density: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw the lengths of the kept segments around `spans` spans; only the outer two may be 0; int64 [spans + 1].
-
-    With all segments alike, the ends are corrupted too rarely, above all by dense noise; with the outer two as one
-    segment cut in two, sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x density
-    corrupts positions most evenly for all four denoisers.
-    """
+    """Draw the lengths of the kept segments around `spans` spans; only the outer two may be 0; int64 [spans + 1]. With
+    all segments alike, the ends are corrupted too rarely, above all by dense noise; with the outer two as one segment
+    cut in two, sparse noise piles up near the ends. Taking the first way with probability 1 - 2 x density corrupts
+    positions most evenly for all four denoisers."""
     if rng.random() < 1 - 2 * noise_density:
         lengths = _random_partition(kept_tokens + 2, spans + 1, rng)
         lengths[[0, -1]] -= 1

@@ -101,9 +101,7 @@ def _reason(error: BaseException) -> str:
 
 def retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str, *, is_local: bool = False) -> Iterator[T]:
     """Yield the rows of `read(first_row)`; after a transient failure `read(row)` continues with the first missing row.
-
-    Raises DataError naming `what` after the last attempt, or at once if the data and not the network is at fault.
-    """
+    Raises DataError naming `what` after the last attempt, or at once if the data and not the network is at fault."""
     row, failures = first_row, 0
     while True:
         try:

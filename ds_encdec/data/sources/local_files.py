@@ -68,9 +68,8 @@ def local_errors(path: str, what: str = "cannot be read") -> Iterator[None]:
 
 def file_digests(files: Sequence[str]) -> dict[str, str]:
     """Return each file's size in bytes and a digest of its first and last 64 KiB, by its short name. Raises DataError.
-
-    This is cheap for any number of gigabytes. It misses a change in the middle that keeps the size, and ignores times.
-    """
+    This is cheap for any number of gigabytes. It misses a change in the middle that keeps the size, and ignores
+    times."""
     digests = {}
     for name, path in zip(short_names(files), files, strict=True):
         with local_errors(path), open(path, "rb") as file:
@@ -84,10 +83,8 @@ def file_digests(files: Sequence[str]) -> dict[str, str]:
 
 def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) -> str:
     """Return the file `KIND-DIGEST` of the cache folder, which `make(source, file)` writes again if `source` changes.
-
     One process of a machine makes it while the others wait; it appears whole or not at all, with the permissions of
-    `source`. Raises the errors of `make`, and DataError if it cannot be kept.
-    """
+    `source`. Raises the errors of `make`, and DataError if it cannot be kept."""
     try:
         status = os.stat(source)
         made_from = f"{_FORMAT} {os.path.realpath(source)} {status.st_size} {status.st_mtime_ns}"
@@ -139,10 +136,8 @@ def plain_file(path: str) -> str:
 
 
 class _FileRanges(ABC):
-    """Documents that are byte ranges of local files, compressed ones included. A `MapSource`.
-
-    `plain`: the plain files. `edges` returns the starts of one file's documents, and its end; int64 [documents + 1].
-    """
+    """Documents that are byte ranges of local files, compressed ones included. A `MapSource`. `plain`: the plain files.
+    `edges` returns the starts of one file's documents, and its end; int64 [documents + 1]."""
 
     def __init__(
         self, files: Sequence[str], plain: Sequence[str], edges: Callable[[str], np.ndarray], **facts: str | None

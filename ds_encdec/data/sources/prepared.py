@@ -68,10 +68,8 @@ class Shard:
 
 
 class PreparedSource:
-    """The documents of a finished folder, with token ids instead of texts. A `MapSource`.
-
-    Raises DataError if the folder is unfinished or damaged, or its facts or files changed.
-    """
+    """The documents of a finished folder, with token ids instead of texts. A `MapSource`. Raises DataError if the
+    folder is unfinished or damaged, or its facts or files changed."""
 
     def __init__(self, data: DataConfig, name: str, entry: MixtureSource, maker: ExampleMaker, seed: int) -> None:
         self._folder = prepared_folder(data) / name

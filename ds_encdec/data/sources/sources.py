@@ -67,10 +67,8 @@ AnySource: TypeAlias = MapSource | StreamSource
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source in a run: its share of the documents, and the rule that holds documents out.
-
-    Keys that hash below `held_out_below` are for evaluation, and from there to `test_below` for the test, in all runs.
-    """
+    """A source in a run: its share of the documents, and the rule that holds documents out. Keys that hash below
+    `held_out_below` are for evaluation, and from there to `test_below` for the test, in all runs."""
 
     source: AnySource
     weight: float
@@ -144,9 +142,7 @@ def all_rows(source: AnySource, purpose: str, wanted: Callable[[str], bool] | No
 
 def row_document(key: str, read: Callable[[], Mapping[str, Any]], column: str | None, where: str) -> Row:
     """Return the document of the text in the field `column` of the row that `read` returns; of the whole row if None.
-
-    Null is an empty text. A row that cannot be read, or has no text there, is a bad row.
-    """
+    Null is an empty text. A row that cannot be read, or has no text there, is a bad row."""
     try:
         record = read()
         value = record[column] if column is not None and column in record else None
@@ -226,10 +222,8 @@ def reader_digest(name: str) -> str:
 
 
 class UserReader:
-    """The rows of a user's reader as a `MapSource`: `reader[i]`, of `len(reader)`, is a text or a row by columns.
-
-    The mapping `reader.identity` is part of its identity. Each process calls the function, so no two share open files.
-    """
+    """The rows of a user's reader as a `MapSource`: `reader[i]`, of `len(reader)`, is a text or a row by columns. The
+    mapping `reader.identity` is part of its identity. Each process calls the function, so no two share open files."""
 
     def __init__(self, entry: Source, text_column: str | None) -> None:
         self._name, self._column = entry.dataset_name, text_column

@@ -54,10 +54,8 @@ def _read_columns(text_column: str | None, columns: Columns | None, existing: Se
 
 
 class ParquetFiles:
-    """Parquet files, local or behind an fsspec URL. A `StreamSource`.
-
-    A unit is a file if there are many, else a row group: reading thousands of footers over a network takes minutes.
-    """
+    """Parquet files, local or behind an fsspec URL. A `StreamSource`. A unit is a file if there are many, else a row
+    group: reading thousands of footers over a network takes minutes."""
 
     FILES_PER_LANE = 2
 
@@ -213,9 +211,8 @@ def _builder_and_files(entry: MixtureSource) -> tuple[datasets.DatasetBuilder, l
 
 def _row_reader(builder: datasets.DatasetBuilder, files: Sequence[str], *, streaming: bool) -> type[JsonLines] | None:
     """Return our row-by-row reader of a folder's files; None if its card sets how they are read, and for other kinds.
-
-    `datasets` needs the same columns in all files, and shifts rows of CSV that have more fields than there are names.
-    """
+    `datasets` needs the same columns in all files, and shifts rows of CSV that have more fields than there are
+    names."""
     kind = type(builder).__module__.rpartition(".")[2]
     readers: dict[str, type[JsonLines]] = {"csv": CsvFiles} if streaming else {"json": JsonLines, "csv": CsvFiles}
     reader = readers.get(kind)
@@ -301,10 +298,8 @@ class HubStream:
 
 
 def resolve_commits(data: DataConfig, saved: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the commit (a sha) of each hub data set of `data` by its `hub_name`; those in `saved` stay.
-
-    A data set that the hub does not show is left out: opening it tries the local cache, and reports the problem.
-    """
+    """Return the commit (a sha) of each hub data set of `data` by its `hub_name`; those in `saved` stay. A data set
+    that the hub does not show is left out: opening it tries the local cache, and reports the problem."""
     entries = {
         hub_name(entry): entry
         for entry in ({} if data.prepared_dir else named_sources(data)).values()
