@@ -46,10 +46,14 @@ def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: Exampl
         read = list(islice(usable_documents(rows, bad_row_limit), most + 1))
         forms |= {maker.form(document) for document, ids in read[:most] if maker.size(ids)}
         trained = [ids for document, ids in read[:most] if not opened.holds_out(document.key)]
-        size: float = len(trained)
-        if len(read) > most:  # the whole source's size; unknown for a stream that is longer than the sample
-            is_stream = isinstance(opened.source, StreamSource)
-            size = math.inf if is_stream else round(opened.size * (1 - opened.held_out))
+        # The whole source's size; unknown for a stream that is longer than the sample.
+        size: float = (
+            len(trained)
+            if len(read) <= most
+            else math.inf
+            if isinstance(opened.source, StreamSource)
+            else round(opened.size * (1 - opened.held_out))
+        )
         all_read += trained
         documents += size
         tokens += math.inf if size == math.inf else size * sum(map(maker.size, trained)) / max(1, len(trained))
@@ -92,12 +96,15 @@ def _too_short(config: FullConfig, ratio: float, documents: float, tokens: float
 def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
     """Return the configuration with `steps` for its epochs. Raises ConfigError if its other fields do not fit them."""
     training = config.training
-    warmup_steps = training.warmup_steps
-    if training.warmup_ratio is not None:
-        warmup_steps = math.ceil(steps * training.warmup_ratio)
-    elif "warmup_steps" not in training.model_fields_set:
-        shorter = shortened_warmup(steps, training.lr_scheduler_type)
-        warmup_steps = warmup_steps if shorter is None else shorter
+    is_set = "warmup_steps" in training.model_fields_set
+    shorter = None if is_set else shortened_warmup(steps, training.lr_scheduler_type)
+    warmup_steps = (
+        math.ceil(steps * training.warmup_ratio)
+        if training.warmup_ratio is not None
+        else training.warmup_steps
+        if shorter is None
+        else shorter
+    )
     changes = {"num_train_steps": steps, "num_train_epochs": None, "warmup_steps": warmup_steps, "warmup_ratio": None}
     counted = config.model_copy(update={"training": training.model_copy(update=changes)})
     if conflicts := find_conflicts(counted):
@@ -111,18 +118,19 @@ def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
 def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
     """Return the optimizer steps in which every lane returns all examples of `epochs` passes over its data. Passes over
     a mixture are those over its slowest source. Raises DataError for a stream of unknown length."""
-    rows: list[int] = []
-    readings = 0
-    for opened in pipeline.sources:
-        is_stream = isinstance(opened.source, StreamSource)
-        number = getattr(opened.source, "num_rows", None) if is_stream else opened.size
-        if number is None:
-            raise DataError(
-                "training.num_train_epochs: the length of streamed data is not known before its end. Give "
-                "training.num_train_steps, or read it whole with data.streaming=false"
-            )
-        rows.append(number)
-        readings += number * (pipeline.num_lanes if is_stream else 1)
+    streams = [isinstance(opened.source, StreamSource) for opened in pipeline.sources]
+    found = [
+        getattr(opened.source, "num_rows", None) if is_stream else opened.size
+        for opened, is_stream in zip(pipeline.sources, streams, strict=True)
+    ]
+    rows = [number for number in found if number is not None]
+    if len(rows) < len(found):
+        raise DataError(
+            "training.num_train_epochs: the length of streamed data is not known before its end. Give "
+            "training.num_train_steps, or read it whole with data.streaming=false"
+        )
+    # Every lane reads all units of a stream.
+    readings = sum(rows[i] * (pipeline.num_lanes if is_stream else 1) for i, is_stream in enumerate(streams))
     # Of many passes a few are counted; a part of a pass counts as the same part of its steps.
     if counted := min(epochs, COUNTED_READINGS // max(1, readings)):
         longest = max(_batches(Lane(pipeline, number), counted) for number in range(pipeline.num_lanes))
