@@ -50,7 +50,8 @@ _Placed: TypeAlias = tuple[Example, _Origin]
 
 
 class Lane:
-    """Lane `number` of `pipeline.num_lanes`, from its beginning or from a `record`."""
+    """Lane `number` of `pipeline.num_lanes`, from its beginning or from a `record`. Each `next` is the examples of a
+    micro-batch. Raises DataError."""
 
     def __init__(self, pipeline: LanePipeline, number: int, record: dict[str, Any] | None = None) -> None:
         self._pipeline, self._number, start = pipeline, number, record or {}
@@ -65,7 +66,6 @@ class Lane:
         self._arrivals = self._read_examples()
 
     def __next__(self) -> list[Example]:
-        """Return the examples of the next micro-batch. Raises DataError."""
         made = self._packer.pack(self._arrivals)
         self._counts["batches"] += 1
         return [example for example, _ in made]

@@ -38,7 +38,8 @@ _LESS = (
 
 class LaneLoader:
     """An endless iterator: each `next` returns this rank's micro-batches of a step, in the order of its lanes. The
-    first one starts the workers. `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError."""
+    first one starts the workers. `pin_memory`: use page-locked memory, for a GPU. Raises ConfigError for lanes that
+    ranks do not divide; a `next` raises DataError, also for a failure in a worker."""
 
     def __init__(
         self, pipeline: LanePipeline, *, rank: int, world_size: int, num_workers: int, pin_memory: bool = False
@@ -53,7 +54,6 @@ class LaneLoader:
         self._running: dict[int, Iterator[tuple[list[Example], dict[str, Any]]]] = {}  # by lane
 
     def __next__(self) -> list[Batch]:
-        """Return the micro-batches of the next step. Raises DataError, also for a failure in a worker."""
         if not self._running:
             self._start()
         taken = [next(self._running[lane]) for lane in self.lanes]

@@ -32,7 +32,8 @@ class WorkerKilledError(DataError):
 
 
 class Worker:
-    """An iterator over the items of `function(*arguments)` in another process, at most `ahead` in advance."""
+    """An iterator over the items of `function(*arguments)` in another process, at most `ahead` in advance. It raises
+    the function's error, or DataError if the process is gone."""
 
     def __init__(self, function: Callable[..., Iterator[Any]], *arguments: Any, ahead: int, advice: str) -> None:
         self._advice = advice
@@ -48,7 +49,6 @@ class Worker:
         return self
 
     def __next__(self) -> Any:
-        """Return the next item. Raises the function's error, or DataError if the process is gone."""
         try:
             item = pickle.load(cast(IO[bytes], self.process.stdout))
         except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:

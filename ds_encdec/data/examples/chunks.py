@@ -116,8 +116,7 @@ class Chunker:
 
 @lru_cache
 def _inner_edges(weights: tuple[float, ...]) -> list[float]:
-    """Return where the shares of [0, 1) end, without the last, which is 1 up to rounding."""
-    return list(accumulate(weight / sum(weights) for weight in weights))[:-1]
+    return list(accumulate(weight / sum(weights) for weight in weights))[:-1]  # the last is 1 up to rounding
 
 
 @dataclass(frozen=True)

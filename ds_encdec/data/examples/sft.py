@@ -306,7 +306,6 @@ def _as_list(value: Any, name: str) -> list[Any]:
 
 
 def _read_conversation(messages: list[Any], system: Any) -> list[tuple[dict[str, Any], bool]]:
-    """Return all turns, the row's `system` first, and whether each is learnt. Raises `UnusableError`."""
     turns = [_read_turn(message) for message in messages]
     if present(system) is None or system == "":
         return turns

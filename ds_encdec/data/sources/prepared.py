@@ -121,7 +121,6 @@ class PreparedSource:
         return Document(key, "", tuple(zip(pieces[::2], pieces[1::2], strict=True)) if self._makes_pairs else pieces[0])
 
     def _locate(self, index: int) -> tuple[Any, int]:
-        """Return a document's shard, an arrow batch that is mapped into memory, and its row. Raises DataError."""
         import pyarrow as pa
 
         number = int(np.searchsorted(self._first, index, side="right")) - 1
