@@ -31,7 +31,7 @@ from ds_encdec.data.sources.sources import (
     source_entries,
 )
 from ds_encdec.data.sources.tables import resolve_commits
-from ds_encdec.data.survey import Survey, take_survey
+from ds_encdec.data.survey import take_survey
 from ds_encdec.launch.run_folder import take_folder
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.source_kinds import HUB, local_kind
@@ -58,7 +58,7 @@ class TrainingData:
     ratio: float  # encoder tokens per decoder token
     commits: Mapping[str, str]  # see `resolve_commits`
     eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
-    forms: Sequence[str] = ()  # see `Survey`
+    forms: Sequence[str] = ()  # see `take_survey`
     too_short: str | None = None  # why a run refuses this data; only with `may_be_short`
 
     def saved(self) -> dict[str, Any]:
@@ -97,13 +97,13 @@ def build_data(
     opener = Opener(data, training.seed, maker, commits)
     own, sources = opener.open_split("validation"), opener.open_sources(num_lanes)
     if saved is None:
-        survey = take_survey(config, sources, maker, num_lanes)
-        if survey.too_short and not may_be_short:
-            raise DataError(survey.too_short)
+        ratio, forms, too_short = take_survey(config, sources, maker, num_lanes)
+        if too_short and not may_be_short:
+            raise DataError(too_short)
     else:
-        survey = Survey(saved["encoder_decoder_ratio"], tuple(saved.get("input_forms", ())), None)
+        ratio, forms, too_short = saved["encoder_decoder_ratio"], saved.get("input_forms", ()), None
         sources = numbered(sources, saved["fingerprint"]["sources"])
-    budgets = token_budgets(data, training.micro_batch_size, survey.ratio)
+    budgets = token_budgets(data, training.micro_batch_size, ratio)
     pipeline = LanePipeline(sources, maker, budgets, num_lanes, training.seed, data)
     facts = fingerprint(config, pipeline, own)
     if saved is not None and not accept_other_data:
@@ -111,7 +111,7 @@ def build_data(
     loader = LaneLoader(
         pipeline, rank=rank, world_size=world_size, num_workers=data.preprocessing_num_workers, pin_memory=pin_memory
     )
-    evaluated = partial(_evaluated, config, pipeline, loader, survey.ratio, evaluation_cache)
+    evaluated = partial(_evaluated, config, pipeline, loader, ratio, evaluation_cache)
     batches, examples = evaluated(own)
     eval_sets = {}
     for name in data.eval_sets:
@@ -120,9 +120,7 @@ def build_data(
             eval_sets[name], _ = evaluated(of_set.open_split("validation", name))
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
-    return TrainingData(
-        loader, batches, examples, pipeline, facts, survey.ratio, commits, eval_sets, survey.forms, survey.too_short
-    )
+    return TrainingData(loader, batches, examples, pipeline, facts, ratio, commits, eval_sets, forms, too_short)
 
 
 def _evaluated(

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from ds_encdec.base.quantities import count
 from ds_encdec.base.types import ConfigError, DataError
@@ -26,16 +26,12 @@ _LARGE_SAMPLE_DOCUMENTS = 4000  # documents from which the steps of more reading
 logger = logging.getLogger(__name__)
 
 
-class Survey(NamedTuple):
-    """Facts about the training documents, from a sample of them."""
-
-    ratio: float  # encoder tokens per decoder token after denoising
-    forms: Sequence[str]  # sorted forms of the inputs, from `ExampleMaker.form`
-    too_short: str | None  # why a run refuses the data: it is smaller than one optimizer step
-
-
-def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker, num_lanes: int) -> Survey:
-    """Sample the sources in proportion to their weights. Raises DataError if there is no text at all."""
+def take_survey(
+    config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker, num_lanes: int
+) -> tuple[float, Sequence[str], str | None]:
+    """Sample the sources in proportion to their weights. Return the encoder tokens per decoder token after denoising,
+    the sorted forms of the inputs (from `ExampleMaker.form`), and why a run refuses the data: it is smaller than one
+    optimizer step. Raises DataError if there is no text at all."""
     total_weight, bad_row_limit = sum(opened.weight for opened in sources), config.data.bad_row_limit
     all_read: list[Any] = []
     documents = tokens = 0.0
@@ -71,7 +67,7 @@ def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: Exampl
             f"were {maker.why_empty}"
         )
     ratio = maker.ratio(usable)
-    return Survey(ratio, sorted(filter(None, forms)), _too_short(config, ratio, documents, tokens, num_lanes))
+    return ratio, sorted(filter(None, forms)), _too_short(config, ratio, documents, tokens, num_lanes)
 
 
 def _too_short(config: FullConfig, ratio: float, documents: float, tokens: float, num_lanes: int) -> str | None:
