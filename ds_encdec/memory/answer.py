@@ -1,11 +1,9 @@
 """The answer of `estimate_memory`, printed or as JSON: a table per engine, the configured run, and a recommendation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
@@ -13,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_encdec.base.quantities import count, in_gib
+from ds_encdec.memory.breakdown import TracedMemory
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.question import EstimateRequest
@@ -31,9 +30,6 @@ from ds_encdec.memory.variants import (
     variants,
 )
 from ds_encdec.registry.engines import ENGINES
-
-if TYPE_CHECKING:
-    from ds_encdec.memory.trace import TracedMemory
 
 _WORDS = {
     "weights": "weights",
@@ -74,9 +70,9 @@ def estimate_tables(request: EstimateRequest) -> list[EngineTable]:
     for engine in sorted(ENGINES, key=lambda name: name != job.engine):
         needed: Change = {}  # changes that every setting needs to run on this GPU
         if engine != job.engine:
-            needed["infra.distributed_type"] = engine
             instead = ENGINES[engine].instead.items()
-            needed |= {name: taken for name, (refused, taken) in instead if attrgetter(name)(job.config) == refused}
+            taken = {name: value for name, (refused, value) in instead if attrgetter(name)(job.config) == refused}
+            needed = {"infra.distributed_type": engine, **taken}
         if not request.runs(job):
             needed |= {"training.bf16": False, "training.fp16": True}  # FSDP2 and zero0 refuse fp16
         base = changed(job, needed)
@@ -93,7 +89,16 @@ def estimate_tables(request: EstimateRequest) -> list[EngineTable]:
 def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:
     """Return the answer as JSON, sizes in bytes; docs/estimate-memory.md lists the keys."""
     job, on_gpu = request.job, request.job.device == "cuda"
-    found: dict[str, Any] = {
+    trace = traced and {
+        "bytes": {
+            **{name: held if name in traced.categories else None for name, held in traced.peak._asdict().items()},
+            "peak": traced.peak.total,
+        },
+        "moment": traced.moment,
+        "seconds": traced.seconds,
+        "remark": traced.remark,
+    }
+    return {
         "inputs": {
             "model": job.config.model.model_name_or_path,
             "sizes": asdict(job.sizes),
@@ -120,16 +125,8 @@ def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: Tra
             for table in tables
         },
         "remarks": request.remarks,
+        **({"trace": trace} if trace else {}),
     }
-    if traced is not None:
-        seen = {name: held if name in traced.categories else None for name, held in traced.peak._asdict().items()}
-        found["trace"] = {
-            "bytes": {**seen, "peak": traced.peak.total},
-            "moment": traced.moment,
-            "seconds": traced.seconds,
-            "remark": traced.remark,
-        }
-    return found
 
 
 def _row(request: EstimateRequest, row: Variant) -> dict[str, Any]:
@@ -194,8 +191,11 @@ def show(
         *([] if traced is None else [_beside(configured, traced), traced.remark]),
     ]
     for table in shown:
-        parts.append(_drawn(request, table, everything, boxed=console.is_terminal))
-        parts += ["\n".join(f"- {why}" for why in dict.fromkeys(row.reason for row in table.rows) if why)] * everything
+        reasons = dict.fromkeys(row.reason for row in table.rows if row.reason and everything)
+        parts += [
+            _drawn(request, table, everything, boxed=console.is_terminal),
+            "\n".join(f"- {reason}" for reason in reasons),
+        ]
     console.width = max(console.width, COLUMNS)
     for part in filter(None, parts):  # lines that are to be pasted are not broken
         console.print(part, soft_wrap=not isinstance(part, Table), markup=False, highlight=False)
@@ -221,10 +221,9 @@ def _drawn(request: EstimateRequest, table: EngineTable, everything: bool, *, bo
     )
     for name in ("", "stage", "offload", "recompute", *_COLUMNS, "peak", "host", "fits"):
         shown.add_column(name, justify="right" if name in (*_COLUMNS, "peak", "host") else "left", no_wrap=True)
-    lines = (_cells(request, row) for row in table.rows if everything or not row.reason)
-    for cells in dict.fromkeys(lines):  # one line for a setting that does not exist, whatever it recomputes
-        fits = Text(cells[-1], style="green" if cells[-1] == "yes" else "red")
-        shown.add_row(*cells[:-1], fits, style="bold" if cells[0] else "")
+    # One line for a setting that does not exist, whatever it recomputes.
+    for *cells, fits in dict.fromkeys(_cells(request, row) for row in table.rows if everything or not row.reason):
+        shown.add_row(*cells, Text(fits, "green" if fits == "yes" else "red"), style="bold" if cells[0] else "")
     return shown
 
 
@@ -243,15 +242,14 @@ def _cells(request: EstimateRequest, row: Variant) -> tuple[str, ...]:
 
 
 def _how_to_read(request: EstimateRequest, everything: bool) -> list[str]:
-    known = request.host_bytes and f"A host has {in_gib(request.host_bytes)} GiB"
     return [
         "Each row is at its own worst moment of a step, which may be the optimizer's or an evaluation's.",
         "offload both: the optimizer's states and the parameters.",
         "grads: gradients; optimizer: float32 master weights and Adam's moments; activ.: what the backward pass needs; "
         "other: buckets, gathered parameters, CUDA context, NCCL, fragmentation; host: all ranks of a node.",
         f'* is the configured run. "fits" means {HEADROOM:.0%} of GPU memory stays free.',
-        f"{known}, of which {HOST_HEADROOM:.0%} must stay free."
-        if known
+        f"A host has {in_gib(request.host_bytes)} GiB, of which {HOST_HEADROOM:.0%} must stay free."
+        if request.host_bytes
         else "Host memory is not checked: pass --host-memory.",
         "GPU figures are computed; none has been compared with a GPU run yet.",
         *([] if everything else ["--all shows both engines, and why a setting does not exist."]),
@@ -259,8 +257,7 @@ def _how_to_read(request: EstimateRequest, everything: bool) -> list[str]:
 
 
 def _offload_name(job: Job) -> str:
-    infra = job.config.infra
-    return offload_of(job) or f"{infra.offload_optimizer}+{infra.offload_params}"
+    return offload_of(job) or f"{job.config.infra.offload_optimizer}+{job.config.infra.offload_params}"
 
 
 def _configured(request: EstimateRequest, row: Variant) -> str:
@@ -300,14 +297,17 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
         lines = [f"{name}: nothing fits."]
         if smallest := [row for row in smallest_variants(table.job) if not row.reason]:
             least = min(smallest, key=lambda row: row.estimate.peak.total)
-            host = in_gib(min(row.node_bytes for row in smallest))
             lines.append(
                 "Even a micro-batch of 1 with everything sharded, recomputed and offloaded needs "
-                f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_largest(least)}, and {host} GiB per host "
-                "or more: use more GPUs or a smaller model."
+                f"{in_gib(least.estimate.peak.total)} GiB per GPU, mostly {_largest(least)}, and "
+                f"{in_gib(min(row.node_bytes for row in smallest))} GiB per host or more: use more GPUs or a smaller "
+                "model."
             )
-        fitting = ((as_overrides(near.overrides), in_gib(near.estimate.peak.total)) for near in table.nearest)
-        return "\n".join([*lines, *(f"This fits: {overrides} ({held} GiB)" for overrides, held in fitting)])
+        lines += [
+            f"This fits: {as_overrides(near.overrides)} ({in_gib(near.estimate.peak.total)} GiB)"
+            for near in table.nearest
+        ]
+        return "\n".join(lines)
     batch, steps = best.job.config.training.micro_batch_size, best.job.gradient_accumulation_steps
     before = (request.job.config.training.micro_batch_size, request.job.gradient_accumulation_steps)
     was = "" if (batch, steps) == before else f" instead of {before[0]} and {before[1]}"
@@ -324,10 +324,12 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
 def _beside(configured: Variant, traced: TracedMemory) -> str:
     formula = configured.estimate.peak._asdict()
     rows = [
-        (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")
-        for name, held in formula.items()
+        *(
+            (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")
+            for name, held in formula.items()
+        ),
+        ("traced ones", sum(formula[name] for name in traced.categories), in_gib(traced.peak.total)),
     ]
-    rows.append(("traced ones", sum(formula[name] for name in traced.categories), in_gib(traced.peak.total)))
     return "\n".join(
         [
             f"The configured run traced; GiB per GPU (formula: {configured.estimate.moment}; trace: {traced.moment})",

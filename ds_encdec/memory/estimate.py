@@ -50,13 +50,13 @@ def estimate(job: Job) -> Estimate:
     framework = RANK_PROCESS_BYTES["cpu"]
     process = engine.host.process + DATA_WORKER_BYTES * job.config.data.preprocessing_num_workers
     if job.device == "cuda":
-        communicators = engine.communicators if job.world_size > 1 else 0
-        framework = CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators + FRAGMENTATION * peak.total
+        nccl = NCCL_BYTES * engine.communicators * (job.world_size > 1)
+        framework = CUDA_CONTEXT_BYTES + nccl + FRAGMENTATION * peak.total
         process += RANK_PROCESS_BYTES["cuda"]
-    layers = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).layers()
+    kept = sum(layer.kept for layer in MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).layers())
     # Half more if pinned. Assumed.
-    offloaded = sum(layer.kept for layer in layers) * (1.5 if job.device == "cuda" else 1.0)
-    host = engine.host._replace(activations=offloaded * training.activation_offload, process=process)
+    offloaded = kept * (1.5 if job.device == "cuda" else 1.0) * training.activation_offload
+    host = engine.host._replace(activations=offloaded, process=process)
     return Estimate(peak + Breakdown(framework=framework), moment, host)
 
 
@@ -72,11 +72,9 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     """Yield each moment that may be the worst of a step, with its bytes except for the framework's share."""
     resting, embedding, training, sizes = engine.resting, job.model.of("shared."), job.config.training, job.sizes
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
-    layers = batch.layers()
+    # What is offloaded comes back for one layer's work at a time.
+    layers = [layer._replace(kept=layer.kept * (not training.activation_offload)) for layer in batch.layers()]
     kept = sum(layer.kept for layer in layers)
-    if training.activation_offload:  # one layer's are in use
-        kept = 0.0
-        layers = [layer._replace(kept=0.0) for layer in layers]
     at_loss = resting + engine.forward + Breakdown(activations=kept)
     yield "loss", at_loss + batch.at_worst("loss")
     yield "backward of the head", at_loss + batch.at_worst("head")
@@ -84,26 +82,25 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
     done = job.model.of("lm_head.")
     for layer in reversed(layers):
         kept -= layer.kept
-        below = resting + Breakdown(activations=kept)
         unit = job.model.layers[layer.name]
+        below = resting + Breakdown(activations=kept)
         yield f"backward of {layer.name}", below + engine.backward(done, unit) + layer.working
         done += unit
     # Autograd adds the embedding's gradient, which the engine counts, to a waiting one: the sum is a third.
-    at_embedding = resting + engine.backward(done, embedding)
-    yield "backward of the embedding", at_embedding + batch.at_worst("embedding")
+    yield "backward of the embedding", resting + engine.backward(done, embedding) + batch.at_worst("embedding")
     yield "reduction after the backward pass", resting + engine.last_reduction
     yield "optimizer step", resting + engine.step
     if training.eval_samples:
-        sized = replace(job, gradient_accumulation_steps=1)  # there are no earlier gradients
-        sized = with_micro_batch(sized, training.per_device_eval_batch_size)
+        # There are no earlier gradients.
+        sized = with_micro_batch(replace(job, gradient_accumulation_steps=1), training.per_device_eval_batch_size)
         yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
     if training.eval_generate_samples:  # with a whole copy of the model, and a cache of keys and values
         settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
         row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
         tokens = max(row, min(ceil(training.eval_generate_samples / job.world_size) * row, settings.batch_tokens))
         cache_numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * tokens
-        held = {"weights": job.compute_bytes * job.parameters, "activations": job.compute_bytes * cache_numbers}
-        yield "generation", resting + Breakdown(**held)
+        copy = Breakdown(weights=job.compute_bytes * job.parameters, activations=job.compute_bytes * cache_numbers)
+        yield "generation", resting + copy
     yield "building of the engine", engine.build
 
 
@@ -127,7 +124,7 @@ class MicroBatch:
             job.decoder_tokens / decoder_length,
         )
         segments = min(ceil(documents), job.config.data.max_examples_per_micro_batch) + 1
-        self._job = job
+        self._job, lora = job, job.config.model.lora
         self._symbols = {
             "E": job.encoder_tokens,
             "D": job.decoder_tokens,
@@ -143,16 +140,15 @@ class MicroBatch:
             "0": 0,
             "Q": sizes.num_attention_heads * sizes.head_dim,
             "K": sizes.num_key_value_heads * sizes.head_dim,
+            "r": 0 if lora is None else lora.r,
         }
-        training = job.config.training
-        mode = training.recomputation
+        self._encoder_output = job.encoder_tokens * sizes.hidden_size * job.compute_bytes
+        training, mode = job.config.training, job.config.training.recomputation
         self._mode = "full" if mode == "every_n" else mode
         self._interval = {"none": 0, "every_n": training.activation_checkpointing_every_n}.get(mode, 1)
         numbers = "bf16" if training.bf16 else "fp16" if training.fp16 else "fp32"
-        lora = job.config.model.lora
         adapters = "" if lora is None else " lora dropout" if lora.lora_dropout else " lora"
         self._kind = f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}{adapters}"
-        self._symbols["r"] = 0 if lora is None else lora.r
         self._keeps_inputs = keeps_inputs and lora is not None
         self._is_head_trained = ("shared" if sizes.tie_word_embeddings else "lm_head") + ".weight" in job.model.trained
 
@@ -162,22 +158,18 @@ class MicroBatch:
         worst = self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
         return worst + Breakdown(activations=-self._unread() if part in ("loss", "head") else 0.0)
 
-    def layers(self) -> list[Layer]:
-        """Return all layers in the order of the forward pass."""
-        sizes, make = self._job.sizes, cache(self._layer)  # most layers are alike
+    def layers(self) -> Iterator[Layer]:
+        """Yield all layers in the order of the forward pass."""
+        sizes, model, make = self._job.sizes, self._job.model, cache(self._layer)  # most layers are alike
         counts: dict[Side, int] = {"encoder": sizes.num_encoder_layers, "decoder": sizes.num_hidden_layers}
-        found, model = list[Layer](), self._job.model
-        is_reached = (
-            "shared.weight" in model.trained
-        )  # the backward pass ends at the first layer with trained parameters
+        is_reached = "shared.weight" in model.trained  # the backward pass ends at the first layer with trained ones
         for side, count in counts.items():
             for index in range(count):
                 name = f"{side} layer {index}"
                 is_reached = is_reached or bool(model.layers[name].trained)
                 recomputes = self._interval > 0 and index % self._interval == 0
                 of_layer = make(side, recomputes, is_last=index == count - 1) if is_reached else (0.0, Breakdown())
-                found.append(Layer(name, *of_layer))
-        return found
+                yield Layer(name, *of_layer)
 
     def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> tuple[float, Breakdown]:
         job, formulas = self._job, _formulas(self._kind, self._mode if recomputes else "none")
@@ -186,18 +178,18 @@ class MicroBatch:
         at_work: list[str] = formulas[f"last {side}" if is_last else side]
         kept, working = self._value(formulas["kept"][side]), self._worst(at_work, without)
         tokens, training = self._symbols[side[0].upper()], job.config.training
-        masks = 2 * tokens * job.sizes.hidden_size * (1 if job.device == "cuda" else job.compute_bytes)
-        masks *= training.residual_dropout > 0
+        of_mask = (1 if job.device == "cuda" else job.compute_bytes) * (training.residual_dropout > 0)
+        masks = 2 * tokens * job.sizes.hidden_size * of_mask
         # What only frozen products keep: dropout gives adapters other inputs, emulation copies.
         of_frozen, wide = 0.0, self._symbols["Q"] + job.sizes.intermediate_size
         if self._keeps_inputs and job.emulates_bf16:
-            encoded = 2 * self._symbols["E"] * (side == "decoder")
-            of_frozen = _FLOAT32 * (tokens * (5 * job.sizes.hidden_size + wide) + encoded * job.sizes.hidden_size)
+            inputs = 5 * tokens + 2 * self._symbols["E"] * (side == "decoder")
+            of_frozen = _FLOAT32 * (tokens * wide + inputs * job.sizes.hidden_size)
         elif self._keeps_inputs and self._kind.endswith("dropout"):
             of_frozen = job.compute_bytes * tokens * (2 * job.sizes.hidden_size + wide)
         # Nor does any layer wait for the gradient of an encoder's output whose norm keeps nothing.
         unread = self._unread() if side == "decoder" else 0.0
-        unread += self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes * (unread > 0)
+        unread += self._encoder_output * (unread > 0)
         kept += 0 if recomputes else masks + of_frozen
         working += Breakdown(activations=masks - unread)
         if not job.uses_flash and (job.device == "cuda" or training.attention_dropout):
@@ -212,8 +204,7 @@ class MicroBatch:
         job, head = self._job, _formulas(self._kind, self._mode)["head"][0]
         if job.model.of("encoder.").trained or job.model.of("shared.").trained:
             return 0.0
-        output = self._symbols["E"] * job.sizes.hidden_size * job.compute_bytes
-        return self._value(head) - self._value(head, "E*H") - output
+        return self._value(head) - self._value(head, "E*H") - self._encoder_output
 
     def _scores(self, side: Side) -> tuple[float, float]:
         """Return the bytes that attention without a flash kernel keeps, and those of its backward pass.
@@ -228,25 +219,26 @@ class MicroBatch:
         all_keys = symbols["E"] + (symbols["D"] if side == "decoder" else 0)
         if job.device == "cpu":  # instead of its kernel's queries, keys, values and output
             instead = 2 * (tokens * symbols["Q"] + all_keys * symbols["K"])
-            kept = 3.0 * heads * tokens * keys * _FLOAT32 + _FLOAT32 * (tokens + 2 * all_keys) * symbols["Q"]
-            kept -= _FLOAT32 * instead
+            kept = float(_FLOAT32 * (3 * heads * tokens * keys + (tokens + 2 * all_keys) * symbols["Q"] - instead))
         else:
             of_score = dtype + (1 + dtype) * (job.config.training.attention_dropout > 0)
             kept = tokens / queries * keys * heads * (queries * of_score + 2 * job.sizes.head_dim * dtype)
         return kept, 3 * heads * queries * keys * _FLOAT32 + (tokens + 2 * all_keys) * symbols["Q"] * dtype
 
     def _worst(self, formulas: list[str], without: str) -> Breakdown:
-        moments = [
-            Breakdown(activations=self._value(formula, without), logits=self._value(formula, without, logits=True))
-            for formula in formulas
-        ]
-        return max(moments, key=lambda moment: moment.total, default=Breakdown())
+        return max(
+            (
+                Breakdown(activations=self._value(formula, without), logits=self._value(formula, without, logits=True))
+                for formula in formulas
+            ),
+            key=lambda moment: moment.total,
+            default=Breakdown(),
+        )
 
     def _value(self, formula: str, without: str = "", *, logits: bool = False) -> float:
         """Return the bytes of the terms with the vocabulary (`logits`), or of the others."""
-        symbols = self._symbols
         return sum(
-            times * prod([symbols[name] for name in product.split("*")])
+            times * prod([self._symbols[name] for name in product.split("*")])
             for times, product in _terms(formula, logits)
             if product != without
         )
@@ -254,11 +246,10 @@ class MicroBatch:
 
 @cache
 def _formulas(kind: str, mode: str) -> dict[str, Any]:
-    table: dict[str, dict[str, dict[str, Any]]] = json.loads(TABLE.read_text())
-    return table[kind][mode]
+    return dict(json.loads(TABLE.read_text())[kind][mode])
 
 
 @cache
 def _terms(formula: str, logits: bool) -> tuple[tuple[int, str], ...]:
-    terms = (term.partition("*") for term in formula.split(" + "))
-    return tuple((int(times), product) for times, _, product in terms if ("V" in product) == logits)
+    terms = (term.split("*", 1) for term in formula.split(" + "))
+    return tuple((int(times), product) for times, product in terms if ("V" in product) == logits)

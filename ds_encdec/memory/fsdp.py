@@ -79,9 +79,10 @@ class _Sharding:
 
         def group(*, in_layer: bool, only_trained: bool) -> _Group:
             """Return the root's group, or the mean of the layers'."""
-            kinds = ((kind, times) for kind, times in model.kinds.items() if kind not in in_4_bits)
             found = self._group(
-                (kind[0], times) for kind, times in kinds if kind[1] is in_layer and (kind[2] or not only_trained)
+                (kind[0], times)
+                for kind, times in model.kinds.items()
+                if kind[1] is in_layer and (kind[2] or not only_trained) and kind not in in_4_bits
             )
             return _Group(*(numel / self.layers for numel in found)) if in_layer else found
 
@@ -157,11 +158,10 @@ class _Sharding:
         """Return the worst of foreach_reduce of the root, before or after its gradients are copied, and Muon's work."""
         held, root = self.held_gradients(self.layers), self.trained_root
         buffer = _FLOAT32 * root.gathered
-        before = 0.0 if self.accumulates_whole else self.compute * root.parameters
-        after = _FLOAT32 * (root.shard - root.parameters * self.accumulates_whole)
+        whole = root.parameters * self.accumulates_whole
         return max(
-            Breakdown(gradients=held + before, communication=buffer),
-            Breakdown(gradients=held + after, communication=buffer * (1 + self.clones)),
+            Breakdown(gradients=held + self.compute * (root.parameters - whole), communication=buffer),
+            Breakdown(gradients=held + _FLOAT32 * (root.shard - whole), communication=buffer * (1 + self.clones)),
             Breakdown(
                 gradients=held + _FLOAT32 * root.shard * self.keeps_gradients, optimizer=self._orthogonalization()
             ),
@@ -180,10 +180,10 @@ class _Sharding:
 
     def host(self) -> HostBreakdown:
         """Return offloaded shards, gradients and moments, and the copies of a background save."""
-        pins = self.job.config.infra.pin_memory and self.job.device == "cuda"
+        job, model = self.job, self.job.model
         # .pin_memory() of the shards, and .to("cpu", non_blocking=True) of the gradients: a buffer each.
-        model, size = self.job.model, power_of_two if pins else float
-        matrices, kept = {name for name, _ in self.job.stepped_matrices}, self.job.moments
+        size = power_of_two if job.config.infra.pin_memory and job.device == "cuda" else float
+        matrices, kept = {name for name, _ in job.stepped_matrices}, job.moments
         shapes = Counter((shape, name in model.trained, kept[name in matrices]) for name, shape in model.shapes.items())
         plain = held = frozen = copied = 0.0
         for (shape, is_trained, moments), times in shapes.items():  # layers are alike
@@ -195,5 +195,5 @@ class _Sharding:
         states = held + held * (not self.keeps_gradients) + plain + frozen
         # engine/fsdp2.py: weights and moments, each copied by one of the replicas (the mean of them), also
         # where the run waits for the save (training.async_save=false).
-        saved = copied + frozen * (self.job.config.model.lora is None)
-        return HostBreakdown(states=states * self.offloads, save=saved / self.replicas)
+        saved = (copied + frozen * (job.config.model.lora is None)) / self.replicas
+        return HostBreakdown(states=states * self.offloads, save=saved)

@@ -14,7 +14,6 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -40,7 +39,7 @@ from ds_encdec.engine.sharded_engine import compute_dtype, draws_masks, packed_f
 from ds_encdec.engine.user_code import load_loss, try_optimizer
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World
-from ds_encdec.memory.breakdown import Breakdown
+from ds_encdec.memory.breakdown import Breakdown, TracedMemory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.storage_log import StorageLog, storages_of
 from ds_encdec.memory.variants import changed, with_fields
@@ -57,20 +56,6 @@ _ACTIVATIONS = ("activations", "logits")
 _ENGINE = ("weights", "master_weights", "gradients", "optimizer", *_ACTIVATIONS, "communication")
 
 _DEVICE = torch.device("cpu")
-
-
-@dataclass(frozen=True, slots=True)
-class TracedMemory:
-    """Bytes on one rank's device at the worst moment of a traced step; categories that are not traced are 0 in `peak`.
-
-    `moment`: the part of the step and the running layer. `remark`: untraced parts of this job, in whole sentences.
-    """
-
-    peak: Breakdown
-    categories: tuple[str, ...]
-    moment: str
-    seconds: float
-    remark: str
 
 
 def trace_memory(job: Job) -> TracedMemory:

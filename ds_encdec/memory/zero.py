@@ -35,8 +35,8 @@ _ADAM_AS = {"fused": True, "foreach": False}
 def zero_memory(job: Job) -> EngineMemory:
     """Return the memory of `job` on the rank with the most. Raises ConfigError for an impossible JSON."""
     s = _Settings(job)
-    is_replicated = s.stage == 0 or s.is_bf16_optimizer
-    memory = (_replicated if is_replicated else _sharded if s.stage == 3 else _partitioned)(s)
+    by_stage = {0: _replicated, 1: _replicated if s.is_bf16_optimizer else _partitioned, 2: _partitioned, 3: _sharded}
+    memory = by_stage[s.stage](s)
     on_device = 0 if s.offloads_optimizer else s.states
     states = Breakdown(
         weights=0 if s.offloads_parameters else s.weight * s.weight_partition,  # bit16_groups_flat, lp_param_buffer
@@ -66,8 +66,10 @@ def not_estimated(job: Job) -> list[str]:
     """Return the settings of the JSON whose effect on memory the estimate does not follow."""
     rendered = _Settings(job).rendered
     zero, adam = rendered["zero_optimization"], rendered.get("optimizer", {}).get("params", {})
-    found = [f"zero_optimization.{key}" for key, value in _ZERO_AS.items() if zero.get(key, value) != value]
-    return found + [f"optimizer.params.{key}" for key, value in _ADAM_AS.items() if adam.get(key, value) != value]
+    return [
+        *(f"zero_optimization.{key}" for key, value in _ZERO_AS.items() if zero.get(key, value) != value),
+        *(f"optimizer.params.{key}" for key, value in _ADAM_AS.items() if adam.get(key, value) != value),
+    ]
 
 
 class _Settings:
@@ -96,8 +98,7 @@ class _Settings:
         )
         zero = rendered["zero_optimization"]
         self.number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
-        ranks = job.world_size
-        offload = zero.get("offload_optimizer", {})
+        ranks, offload = job.world_size, zero.get("offload_optimizer", {})
         self.job, self.parameters, self.trainable = job, job.parameters, job.trainable_parameters
         self.stage: int = zero["stage"]
         self.offloads_optimizer: bool = offload.get("device", "none") != "none"
@@ -110,10 +111,9 @@ class _Settings:
         self.weight = job.compute_bytes
         self.accumulation = _bytes(rendered.get("data_types", {}), "grad_accum_dtype", self.weight)
         self.communication = _bytes(rendered, "communication_data_type", self.weight)
-        low_master = rendered["bf16"].get("bf16_master_weights_and_grads", False)  # those of fp16 are refused
-        master = 2 if low_master and self.stage > 0 else 4
-        self.master = master if self.stage or self.weight < 4 else 0
-        self.moment, self.moments = master, job.moments[0]
+        is_low = rendered["bf16"].get("bf16_master_weights_and_grads", False)  # those of fp16 are refused
+        self.moment, self.moments = 2 if is_low and self.stage > 0 else 4, job.moments[0]
+        self.master = self.moment if self.stage or self.weight < 4 else 0
         # engine.py _do_optimizer_sanity_check
         self.is_bf16_optimizer = (
             self.stage == 1 and job.config.training.bf16 and self.accumulation == 4 and not self.offloads_optimizer
@@ -132,8 +132,9 @@ class _Settings:
         self.states = self.partition if self.stage else self.trainable
         self.is_compact = self.accumulation == 4 and self.weight != 4
         self.owned = _owned(job.model, ranks)
-        whole = 0 if self.offloads_optimizer else self.weight * self.owned
-        self.kept = self.accumulation * self.partition if self.is_compact else whole
+        self.kept = self.weight * self.owned * (not self.offloads_optimizer)
+        if self.is_compact:
+            self.kept = self.accumulation * self.partition
 
         self.sub_group = min(self.partition, self.number["sub_group_size"] + ceil(self.largest / ranks))
         self.gathers_layers = any(zero.get("leaf_module", {}).values())
@@ -202,12 +203,12 @@ def _replicated(s: _Settings) -> EngineMemory:
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy, also on a single rank; two in two dtypes.
     reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest) * (s.reduced if s.is_bf16_optimizer else s.weight)
-    copied = not s.is_bf16_optimizer and s.weight < 4  # fp32_param.grad, before p.grad goes
+    copied = 4 * s.trainable * (s.weight < 4 and not s.is_bf16_optimizer)  # fp32_param.grad, before p.grad goes
     return EngineMemory(
         resting=Breakdown(gradients=s.accumulation * s.trainable * s.is_bf16_optimizer),
         forward=Breakdown(gradients=gradients * s.accumulates),
         backward=lambda done, unit: Breakdown(gradients=s.whole_gradients(s.weight, done, unit)),
-        step=Breakdown(gradients=gradients + copied * 4 * s.trainable),
+        step=Breakdown(gradients=gradients + copied),
         last_reduction=Breakdown(gradients=gradients, communication=reduced),
     )
 
@@ -247,8 +248,8 @@ def _partitioned(s: _Settings) -> EngineMemory:
     # DeepSpeedZeroOptimizer.step: the partition's gradients flat in the master weights' dtype, and where they are not
     # compact before .to(), which copies only into another dtype. The second group's tensors keep the common
     # grads_in_partition while the first group is updated.
-    flat = 0 if s.is_compact or s.master == s.weight else s.weight * s.partition
-    copied = 0 if s.is_compact and s.master == s.accumulation else flat + s.master * s.partition
+    flat = 0 if s.is_compact or s.master == s.weight else s.weight
+    copied = 0 if s.is_compact and s.master == s.accumulation else (flat + s.master) * s.partition
     return EngineMemory(
         # temp_grad_buffer_for_gpu_offload
         resting=Breakdown(communication=s.weight * s.largest * s.offloads_optimizer),
@@ -280,16 +281,17 @@ def _sharded(s: _Settings) -> EngineMemory:
     secondary_ranks = number["zero_hpz_partition_size"]
     secondary = s.weight * s.parameters / secondary_ranks if secondary_ranks > 1 else 0.0
     # Parameters so small that they are whole on every rank. One rank's are no tensors of their own (NoGatherHandle).
-    threshold = number["stage3_param_persistence_threshold"]
-    persistent = sum(size * times for size, times in s.sizes.items() if size <= threshold)
+    persistent = sum(
+        size * times for size, times in s.sizes.items() if size <= number["stage3_param_persistence_threshold"]
+    )
     is_gathered = ranks > 1 or (s.offloads_parameters and s.job.device != "cpu")
     # The prefetcher runs ahead, a bucket for each module entered, and what it has passed on its way from a use in the
     # forward pass to the next is not released (__params_to_release, fetch_sub_module).
     layer = max(unit.all for unit in s.job.model.layers.values()) if s.gathers_layers else 0
     # The way back counts for the distance, except for leaves (__params_to_release).
     distance = number["stage3_max_reuse_distance"] // (1 if s.gathers_layers else 2)
-    kept = max(number["stage3_max_live_parameters"], distance)
-    live = kept + number["stage3_prefetch_bucket_size"] + max(*s.sizes, layer)
+    live = max(number["stage3_max_live_parameters"], distance)
+    live += number["stage3_prefetch_bucket_size"] + max(*s.sizes, layer)
     bucket = min(s.bucket, s.trainable)
     # A bucket on its way is put together by rank (reduce_scatter_coalesced); itself it is in the collective's dtype.
     scattered = s.communication * bucket + _scattering(s, bucket, alone=False)
@@ -311,8 +313,7 @@ def _sharded(s: _Settings) -> EngineMemory:
     last = max(scattered, _scattering(s, s.largest, alone=True) if s.largest > s.bucket else 0)
     # _prepare_fp32_grad_for_sub_group: the gradients of one sub-group, which the parameter that fills it closes, flat,
     # in the master weights' dtype.
-    sub_group = s.sub_group
-    prepared = s.accumulation + (0 if s.master == s.accumulation else s.master)
+    prepared = s.sub_group * (s.accumulation + (0 if s.master == s.accumulation else s.master))
     return EngineMemory(
         resting=Breakdown(
             gradients=s.accumulation * on_device,  # grad_partitions_flat_buffer
@@ -321,7 +322,7 @@ def _sharded(s: _Settings) -> EngineMemory:
         ),
         forward=Breakdown(communication=gathered(0)),
         backward=backward,
-        step=Breakdown(gradients=0 if s.offloads_optimizer else prepared * sub_group, communication=secondary),
+        step=Breakdown(gradients=0 if s.offloads_optimizer else prepared, communication=secondary),
         keeps_frozen_inputs=True,  # zero/linear.py: LinearFunctionForZeroStage3
         last_reduction=Breakdown(
             gradients=s.weight * s.largest if s.trainable > s.bucket else 0,
@@ -333,15 +334,14 @@ def _sharded(s: _Settings) -> EngineMemory:
 def _scattering(s: _Settings, elements: int, *, alone: bool) -> float:
     """Return the bytes beyond a collective's input. `alone`: of a parameter that bypasses the bucket."""
     ranks, is_cpu = s.job.world_size, s.job.device == "cpu"
-    parts = (
+    return (
         # a dtype that the collective does not take: __avg_scatter_grads
-        (alone and s.communication != s.weight, s.communication * elements),
-        (s.communication != s.accumulation, s.accumulation * elements / ranks),  # after it
-        (is_cpu and ranks > 1, s.communication * elements),  # torch's ProcessGroupGloo works on a copy
+        s.communication * elements * (alone and s.communication != s.weight)
+        + s.accumulation * elements / ranks * (s.communication != s.accumulation)  # after it
+        + s.communication * elements * (is_cpu and ranks > 1)  # torch's ProcessGroupGloo works on a copy
         # partition_grads: one parameter's, on the device to be added
-        (s.offloads_optimizer and not is_cpu, s.accumulation * min(elements, s.largest) / ranks),
+        + s.accumulation * min(elements, s.largest) / ranks * (s.offloads_optimizer and not is_cpu)
     )
-    return sum(num_bytes for is_there, num_bytes in parts if is_there)
 
 
 def _host(s: _Settings) -> HostBreakdown:
