@@ -1,12 +1,11 @@
 """The run's memory estimate: logged at the start, compared with the measured peak, explained when memory runs out."""
 
-import dataclasses
 import logging
 import math
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -95,10 +94,11 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
         if proposed
         else "No other setting of this run is estimated to fit: use more ranks, or a smaller model.",
     ]
-    for number, row in enumerate(proposed, start=1):
-        only = "in a new run only: " if is_for_new_run(row) else ""
-        needs = dataclasses.replace(expected, job=row.job, estimate=row.estimate)
-        lines.append(f"  {number}. {only}{as_overrides(row.overrides)} ({needs})")
+    lines += [
+        f"  {number}. {'in a new run only: ' * is_for_new_run(row)}{as_overrides(row.overrides)} "
+        f"({replace(expected, job=row.job, estimate=row.estimate)})"
+        for number, row in enumerate(proposed, start=1)
+    ]
     return "\n".join(lines)
 
 
@@ -126,8 +126,8 @@ def settings_that_fit(expected: Variant, device_bytes: float, host_bytes: float,
 
 def is_for_new_run(setting: Variant) -> bool:
     """Return whether the run has checkpoints that cannot continue under this setting, because it reorders the data."""
-    has_checkpoint = (RunFolder(setting.job.config.infra.output_dir).checkpoints / "latest").exists()
-    return has_checkpoint and bool(BATCH_FIELDS & setting.overrides.keys())
+    folder = RunFolder(setting.job.config.infra.output_dir)
+    return bool(BATCH_FIELDS & setting.overrides.keys()) and (folder.checkpoints / "latest").exists()
 
 
 def _limit(needed: float, fixed: float, capacity: float) -> float:

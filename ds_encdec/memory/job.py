@@ -147,8 +147,7 @@ class Job:
     @property
     def longest_document(self) -> tuple[int, int]:
         """Encoder and decoder tokens of the longest document that a micro-batch may hold."""
-        data = self.config.data
-        return data.max_encoder_length, data.max_decoder_length
+        return self.config.data.max_encoder_length, self.config.data.max_decoder_length
 
     @property
     def compute_bytes(self) -> int:
@@ -214,8 +213,8 @@ def checkpoint_bytes_per_parameter(job: Job) -> float:
     that layers compute with (in float32 under ZeRO-0 these are the same).
     """
     stage = job.config.infra.sharding_stage
-    only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
-    weights = 0 if only_states or not ENGINES[job.engine].saves_compute_weights else job.compute_bytes
+    has_states_alone = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
+    weights = job.compute_bytes * (ENGINES[job.engine].saves_compute_weights and not has_states_alone)
     matrices, (moments, of_matrices) = sum(prod(shape) for _, shape in job.stepped_matrices), job.moments
     fewer = 4 * (moments - of_matrices) * matrices / job.trainable_parameters if matrices else 0
     return 4 * (1 + moments) + weights - fewer
@@ -236,9 +235,10 @@ def saves_at_most(training: TrainingConfig, steps: int) -> int:
 
 def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
     """Return how many of `saves` checkpoints exist at a time: kept ones, the best, and the one being written."""
-    keep = saves if training.save_total_limit is None else training.save_total_limit
+    if training.save_total_limit is None:
+        return saves
     # The best may be older than the newest, and a new one is complete before an old one is deleted.
-    return min(saves, keep + bool(training.eval_samples) + 1)
+    return min(saves, training.save_total_limit + bool(training.eval_samples) + 1)
 
 
 def disk_shortage(folder: Path, committed: int, config: FullConfig, job: Job) -> str | None:
@@ -283,8 +283,11 @@ def run_sizes(config: FullConfig) -> Sizes:
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
     folder = Path(name).expanduser()
-    sizes = None if folder.is_dir() else PUBLISHED.get(name)
-    sizes = sizes or _stored_sizes(folder / "config.json" if folder.is_dir() else _cached_config(name))
+    sizes = (
+        _stored_sizes(folder / "config.json")
+        if folder.is_dir()
+        else PUBLISHED.get(name) or _stored_sizes(_cached_config(name))
+    )
     if sizes.vocab_size != QWEN3_ROWS:
         return sizes  # other tokenizers are not read: their rows are assumed to suffice
     # Qwen3's embedding grows if sentinels and mode tokens do not fit.
@@ -319,7 +322,6 @@ def _stored_sizes(file: Path) -> Sizes:
 
 
 def _cached_config(name: str) -> Path:
-    """Return a hub repository's newest config.json in the Hugging Face cache. Raises ConfigError without one."""
     from huggingface_hub import try_to_load_from_cache  # takes a tenth of a second
     from huggingface_hub.errors import HFValidationError
 

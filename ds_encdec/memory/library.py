@@ -68,9 +68,13 @@ def get_memory_stats(device: torch.device | str | int | None = None) -> dict[str
     if place.type == "cuda":
         of_torch = (torch.cuda.memory_allocated, torch.cuda.memory_reserved, torch.cuda.max_memory_allocated)
         held = [figure(place) for figure in of_torch]
-    figures = (*held, capacity.free_bytes, capacity.total_bytes)
-    names = ("allocated_gb", "reserved_gb", "max_allocated_gb", "free_gb", "total_gb")
-    return {name: num_bytes / GB for name, num_bytes in zip(names, figures, strict=True)}
+    return {
+        "allocated_gb": held[0] / GB,
+        "reserved_gb": held[1] / GB,
+        "max_allocated_gb": held[2] / GB,
+        "free_gb": capacity.free_bytes / GB,
+        "total_gb": capacity.total_bytes / GB,
+    }
 
 
 def log_memory_stats(prefix: str = "", device: torch.device | str | int | None = None) -> None:
@@ -191,10 +195,8 @@ def auto_find_batch_size(
         reason = None
         try:
             batch = sample_batch_fn(size)
-            if isinstance(batch, Mapping):
-                output = model(**batch)
-            else:
-                output = model(*batch) if isinstance(batch, Sequence) else model(batch)
+            positional = batch if isinstance(batch, Sequence) else [batch]
+            output = model(**batch) if isinstance(batch, Mapping) else model(*positional)
             (output if isinstance(output, Tensor) else output.loss).sum().backward()
         except Exception as error:
             if not is_out_of_memory(error):
@@ -202,7 +204,7 @@ def auto_find_batch_size(
             reason = in_one_line(error)
         finally:
             model.zero_grad(set_to_none=True)
-        batch = output = None  # frees their memory
+        batch = positional = output = None  # frees their memory
         clear_memory()  # not inside `except`, where the error keeps frames and their activations alive
         if reason is None:
             return size

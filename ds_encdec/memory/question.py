@@ -71,8 +71,11 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> Estim
     host_bytes = parse_bytes(options.host_memory or "")
     if options.host_memory is not None and (host_bytes or 0) < GIB:
         problems.append(f"--host-memory {options.host_memory}: not a size of a machine; write 512GiB, 1TB or bytes")
-    counts = {"--gpus": options.gpus, "--nodes": options.nodes}
-    wrong = [f"{name} {count}: must be at least 1" for name, count in counts.items() if count is not None and count < 1]
+    wrong = [
+        f"{name} {count}: must be at least 1"
+        for name, count in (("--gpus", options.gpus), ("--nodes", options.nodes))
+        if count is not None and count < 1
+    ]
     problems += wrong
     own: list[str] = []  # this command's options as overrides, which belong to the recommendation
     if options.model is not None:
@@ -99,7 +102,6 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> Estim
 
 
 def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -> Found | None:
-    """Return the result of `read`; on a ConfigError add it to `problems` and return None."""
     try:
         return read(*arguments)
     except ConfigError as error:

@@ -86,8 +86,7 @@ def trace_memory(job: Job) -> TracedMemory:
         load_loss(training.loss)
     if lora is not None:
         job = changed(job, {"model.lora": lora.model_copy(update={"quantize": "none"})})
-    log = watched_pass(job) if traced is None else traced(job)
-    held, moment = log.peak(_ACTIVATIONS if traced is None else _ENGINE)
+    held, moment = traced(job).peak(_ENGINE) if traced else watched_pass(job).peak(_ACTIVATIONS)
     remark = " ".join(remark for remark, applies in remarks.items() if applies)
     return TracedMemory(Breakdown(**held), tuple(held), moment, time.monotonic() - start, remark)
 

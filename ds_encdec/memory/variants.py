@@ -164,9 +164,8 @@ def batches(job: Job) -> dict[int, Change]:
     configured = job.config.training.micro_batch_size
     sequences = configured * job.gradient_accumulation_steps
     # Set even if a global_batch_size decides it, which `auto` may have set and not the user.
-    name, ranks = "training.gradient_accumulation_steps", 1
-    if job.config.data.num_lanes:
-        name, ranks = "data.num_lanes", job.world_size
+    name = "data.num_lanes" if job.config.data.num_lanes else "training.gradient_accumulation_steps"
+    ranks = job.world_size if job.config.data.num_lanes else 1
     found: dict[int, Change] = {
         size: {"training.per_device_train_batch_size": size, name: sequences // size * ranks}
         for size in range(1, sequences + 1)
@@ -191,8 +190,9 @@ def choose_recompute(job: Job, device_bytes: float, *, first: str | None = None)
             break
     else:
         mode, even = MODES[-1], ", and even that does not fit"
-    needs = f"(estimated: {', '.join(tried)}; available: {in_gib(limit_bytes)} GiB)"
-    return mode, f"{RECOMPUTATION}=auto is {mode}{even} {needs}"
+    return mode, (
+        f"{RECOMPUTATION}=auto is {mode}{even} (estimated: {', '.join(tried)}; available: {in_gib(limit_bytes)} GiB)"
+    )
 
 
 def recommend(job: Job, fits: Fits) -> Variant | None:
@@ -287,14 +287,12 @@ def _smaller(job: Job) -> Iterator[Change]:
     offloads = list(_DISK_OFFLOADS if offload in _DISK_OFFLOADS else OFFLOADS)
     offloads = offloads[offloads.index(offload) :]
     sharing = itertools.product(stages, offloads, dict.fromkeys((training.activation_checkpointing, "full")))
-    evaluating: Change = {"training.per_device_eval_batch_size": 1}
-    # In chunks of fewer than 128 tokens the head's matrix products are too small to be fast.
-    smaller_chunk: Change = {"model.loss_chunk_tokens": max(128, chunk // 4)}
-    choices = (
-        [{}, evaluating] if training.per_device_eval_batch_size > 1 else [{}],
-        [{}, smaller_chunk] if chunk > 128 else [{}],
+    combined = _combined(
+        [{}, {"training.per_device_eval_batch_size": 1}] if training.per_device_eval_batch_size > 1 else [{}],
+        # In chunks of fewer than 128 tokens the head's matrix products are too small to be fast.
+        [{}, {"model.loss_chunk_tokens": max(128, chunk // 4)}] if chunk > 128 else [{}],
         [change for change in _reductions(job) if True in change.values() or not change],
         [batch for size, batch in batches(job).items() if size <= training.micro_batch_size],
         [{}, *filter(None, (setting(job, *row) for row in sharing))],
     )
-    return filter(None, _combined(*choices))
+    return filter(None, combined)

@@ -35,8 +35,7 @@ _ADAM_AS = {"fused": True, "foreach": False}
 def zero_memory(job: Job) -> EngineMemory:
     """Return the memory of `job` on the rank with the most. Raises ConfigError for an impossible JSON."""
     s = _Settings(job)
-    by_stage = {0: _replicated, 1: _replicated if s.is_bf16_optimizer else _partitioned, 2: _partitioned, 3: _sharded}
-    memory = by_stage[s.stage](s)
+    memory = (_replicated if s.stage == 0 or s.is_bf16_optimizer else _sharded if s.stage == 3 else _partitioned)(s)
     on_device = 0 if s.offloads_optimizer else s.states
     states = Breakdown(
         weights=0 if s.offloads_parameters else s.weight * s.weight_partition,  # bit16_groups_flat, lp_param_buffer

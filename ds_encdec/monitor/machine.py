@@ -84,15 +84,14 @@ def performance_metrics(
     """Return the `perf/` metrics of an interval; `perf/mfu` only if the peak is known. `tokens` (non-padding, both
     sides) and `flops` (of the model, without recomputation) are of all ranks."""
     seconds = max(lap.training_s, 1e-9)
-    metrics = {
+    mfu = peak_flops_per_device and flops / seconds / (peak_flops_per_device * num_devices)
+    return {
         "perf/tokens_per_sec": tokens / seconds,
         "perf/tokens_per_sec_per_gpu": tokens / seconds / num_devices,
         "perf/step_time_s": seconds / max(num_steps, 1),
         "perf/data_wait_frac": lap.data_wait_s / seconds,
+        **({} if mfu is None else {"perf/mfu": mfu}),
     }
-    if peak_flops_per_device is not None:
-        metrics["perf/mfu"] = flops / seconds / (peak_flops_per_device * num_devices)
-    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +156,12 @@ def _multiply(device: torch.device, times: int) -> None:
 
 @cache
 def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return two random square matrices (zeros would draw less power) and an empty one for their product."""
+    """Return two random square matrices (zeros would draw less power) and one for their product."""
     # float16 is fast on every GPU with tensor cores; 2,048 wide, a product takes longer than its launch.
     size, dtype = (2048, torch.float16) if device.type == "cuda" else (256, torch.float32)
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
-    return left, right, torch.empty_like(left)
+    seeded = torch.Generator(device).manual_seed(0)
+    left, right, product = torch.randn(3, size, size, device=device, dtype=dtype, generator=seeded)
+    return left, right, product
 
 
 class MachineWatch:
@@ -186,8 +185,9 @@ class MachineWatch:
         self._memory_intervals += 1
         ranks, settings = len(rank_stats), self._settings
         speed, drop = tokens_per_second / ranks, settings.throughput_drop_threshold
-        is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
-        least = drop * self.throughput.mean if is_compared else 0.0
+        least = 0.0
+        if self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES:
+            least = drop * self.throughput.mean
         if self._intervals > 1 and not math.isnan(speed):
             self.throughput.add(speed)  # a low one too: a speed that stays becomes the usual one
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]
@@ -233,8 +233,12 @@ class MachineWatch:
         }
         if len(rank_stats) > 1:
             ratios, latest, lateness = _compared(rank_stats)
-            metrics |= {"health/slowest_rank": ratios.index(max(ratios)), "health/slowest_rank_ratio": max(ratios)}
-            metrics |= {"health/latest_rank": latest, "health/latest_rank_late_frac": lateness}
+            metrics |= {
+                "health/slowest_rank": ratios.index(max(ratios)),
+                "health/slowest_rank_ratio": max(ratios),
+                "health/latest_rank": latest,
+                "health/latest_rank_late_frac": lateness,
+            }
         return metrics
 
     def _judge_memory(self, step: int, place: str, now: Sequence[float]) -> list[dict[str, Any]]:

@@ -7,18 +7,15 @@ One optimizer step becomes one `StepRecord`. Recording never waits for the devic
     reduce      per interval      one collective over the ranks, one copy to the host
 """
 
-from __future__ import annotations
-
-import dataclasses
 import functools
 import math
 import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -102,10 +99,12 @@ class StepRecord:
         return self.encoder_tokens + sum(self.target_tokens.values())
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> StepRecord:
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Restore a saved record exactly."""
-        names = ("loss_sums", "target_tokens", "extra")
-        sums = {name: {key: float(value) for key, value in values[name].items()} for name in names}
+        sums = {
+            name: {key: float(value) for key, value in values[name].items()}
+            for name in ("loss_sums", "target_tokens", "extra")
+        }
         return cls(**{**values, **sums, "grad_norm": float(values["grad_norm"])})
 
 
@@ -131,9 +130,8 @@ class StepAccumulator:
         metrics = [value.detach().to(self.sums) for value in (result.grad_norm, *result.extra.values())]
         tokens = self.sums.new_full((1,), self._encoder_tokens)
         row = torch.cat([self.sums.flatten(), tokens, torch.stack(metrics)])
-        counters = {"global_step": global_step, "data_step": data_step}
-        facts = {**counters, "applied": result.applied, "learning_rate": result.learning_rate}
-        self._pending.append((facts, list(result.extra), row))
+        facts = {"global_step": global_step, "data_step": data_step, "applied": result.applied}
+        self._pending.append((facts | {"learning_rate": result.learning_rate}, list(result.extra), row))
         self._begin_step()
 
     def reduce(self) -> list[StepRecord]:
@@ -147,10 +145,9 @@ class StepAccumulator:
                 loss_sums, target_tokens = (dict(zip(TASKS, totals, strict=False)) for _ in range(2))
                 encoder_tokens = int(next(totals))
                 grad_norm, *means = (total / len(ranks) for total in islice(totals, 1 + len(names)))
-                extra = dict(zip(names, means, strict=True))
                 self._records.append(
                     StepRecord(**facts, grad_norm=grad_norm, loss_sums=loss_sums, target_tokens=target_tokens,
-                               encoder_tokens=encoder_tokens, extra=extra)
+                               encoder_tokens=encoder_tokens, extra=dict(zip(names, means, strict=True)))
                 )  # fmt: skip
         return list(self._records)
 
@@ -161,7 +158,7 @@ class StepAccumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the records of the interval so far, JSON-able and equal on all ranks. A collective, like `reduce`."""
-        return {"records": [strict_json(dataclasses.asdict(record)) for record in self.reduce()]}
+        return {"records": [strict_json(asdict(record)) for record in self.reduce()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the interval that `state_dict` recorded."""
@@ -195,8 +192,9 @@ def mean_loss(loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]
 
 def loss_metrics(prefix: str, loss_sums: Mapping[str, float], target_tokens: Mapping[str, float]) -> dict[str, float]:
     """Return `PREFIX/loss` and `PREFIX/loss_R1`… from sums by denoiser; those without tokens are left out."""
-    losses = {f"{prefix}/loss_{name}": loss_sums[name] / tokens for name, tokens in target_tokens.items() if tokens}
-    return {f"{prefix}/loss": mean_loss(loss_sums, target_tokens)} | losses
+    return {f"{prefix}/loss": mean_loss(loss_sums, target_tokens)} | {
+        f"{prefix}/loss_{name}": loss_sums[name] / tokens for name, tokens in target_tokens.items() if tokens
+    }
 
 
 def eval_metrics(

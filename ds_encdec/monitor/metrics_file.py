@@ -67,9 +67,8 @@ def cut_after(path: Path, step: int, *, aside: Path | None = None, **mark: int) 
     content = _step_lines(path.name, path.read_bytes())
     kept = [line for line in content.lines if 0 < step >= line["step"]]
     if aside is not None:
-        later = [line | mark for line in content.lines if not 0 < step >= line["step"]]
         with aside.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in later)
+            file.writelines(json.dumps(line | mark) + "\n" for line in content.lines if not 0 < step >= line["step"])
     if content.problem or content.is_torn or len(kept) < len(content.lines):
         write_atomically(path, "".join(json.dumps(line) + "\n" for line in kept))
 

@@ -1,13 +1,11 @@
 """Watch the training: sliding windows, alerts, and the summary that decides a phase's gate."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
@@ -79,7 +77,7 @@ class TrainingMonitor:
         self.alerts: list[dict[str, Any]] = []
 
     @classmethod
-    def from_config(cls, config: FullConfig) -> TrainingMonitor:
+    def from_config(cls, config: FullConfig) -> Self:
         """Return the monitor of a run. Rates are compared with the schedule, unless raw DeepSpeed JSON has its own."""
         settings = {name: getattr(config.monitor, name) for name in MonitorConfig.model_fields if hasattr(cls, name)}
         schedule = partial(learning_rate, training=config.training)
@@ -149,11 +147,12 @@ class TrainingMonitor:
         taken_back = f", beside {len(all_spikes) - spikes} that rollbacks took back" if len(all_spikes) > spikes else ""
         limit, least = phase_config.max_loss_after_warmup, phase_config.min_loss_decrease
         after = "no loss was logged after" if after_warmup is None else f"the loss was {after_warmup:.4f} after"
-        last = count(len(self.loss_window), "value")
         fell = "no loss was logged"
         if decrease is not None:
-            moved = "rose" if decrease < 0 else "fell"
-            fell = f"the loss {moved} by {abs(decrease):.4f} to the mean of the last {last}"
+            fell = (
+                f"the loss {'rose' if decrease < 0 else 'fell'} by {abs(decrease):.4f} to the mean of the last "
+                f"{count(len(self.loss_window), 'value')}"
+            )
         checks = [
             ("loss_after_warmup", after_warmup is not None and after_warmup <= limit,
              f"{after} the warm-up; at most {limit:.4f} is allowed"),
@@ -177,8 +176,10 @@ class TrainingMonitor:
         vars(self).update({name: state[name] for name in _SAVED})
         for name in _WINDOWS:
             getattr(self, name).load_state_dict(state[name])
-        numbers = ("value", "threshold")
-        self.alerts = [alert | {name: float(alert[name]) for name in numbers} for alert in state["alerts"]]
+        self.alerts = [
+            {**alert, "value": float(alert["value"]), "threshold": float(alert["threshold"])}
+            for alert in state["alerts"]
+        ]
 
     def go_back(self, state: Mapping[str, Any]) -> None:
         """Restore an earlier `state_dict` of this run, as a rollback does; the alerts since then stay, marked."""
@@ -215,12 +216,13 @@ class TrainingMonitor:
         if self.plateau_said or step - self.plateau_step < self.loss_plateau_steps:
             return []
         self.plateau_said = True
-        message = (
-            f"the mean of the last {len(self.loss_window)} losses is {mean:.4f}; since it was {self.plateau_mean:.4f} "
-            f"at step {self.plateau_step}, it has not fallen by monitor.loss_plateau_min_decrease={decrease:g} nats in "
-            f"monitor.loss_plateau_steps={self.loss_plateau_steps}"
-        )
-        return [make_alert("loss_plateau", step, mean, self.plateau_mean - decrease, message)]
+        return [
+            make_alert("loss_plateau", step, mean, self.plateau_mean - decrease,
+                f"the mean of the last {len(self.loss_window)} losses is {mean:.4f}; since it was "
+                f"{self.plateau_mean:.4f} at step {self.plateau_step}, it has not fallen by "
+                f"monitor.loss_plateau_min_decrease={decrease:g} nats in "
+                f"monitor.loss_plateau_steps={self.loss_plateau_steps}")
+        ]  # fmt: skip
 
     def _judge_learning_rate(self, step: int, rate: float, *, update_index: int) -> list[dict[str, Any]]:
         """Return one alert when the rate leaves its schedule; the next one only after it has come back."""
@@ -233,11 +235,11 @@ class TrainingMonitor:
             return []
         # Against the larger of the two, as in isclose: a rate of 0 is a number like any other.
         difference = abs(rate - planned) / max(abs(rate), abs(planned))
-        message = (
-            f"learning rate {rate:.4e} where the schedule has {planned:.4e}: they differ by more than "
-            f"monitor.learning_rate_tolerance={tolerance:g} of the larger one"
-        )
-        return [make_alert("learning_rate_off", step, difference, tolerance, message)]
+        return [
+            make_alert("learning_rate_off", step, difference, tolerance,
+                f"learning rate {rate:.4e} where the schedule has {planned:.4e}: they differ by more than "
+                f"monitor.learning_rate_tolerance={tolerance:g} of the larger one")
+        ]  # fmt: skip
 
 
 _SAVED = tuple(field.name for field in fields(TrainingMonitor) if not field.init)
@@ -255,5 +257,4 @@ def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def compute_gradient_norm(model: nn.Module) -> float:
     """Return the global L2 norm (float32) of an unsharded model's gradients; 0.0 without any. Waits for the device."""
-    gradients = [parameter.grad.float() for parameter in model.parameters() if parameter.grad is not None]
-    return float(nn.utils.get_total_norm(gradients))
+    return float(nn.utils.get_total_norm([each.grad.float() for each in model.parameters() if each.grad is not None]))

@@ -130,7 +130,6 @@ class Recorder:
         self.monitor.throughput_window.add(speed)
         of_machines = self.machine.update(state.global_step, rank_stats, tokens_per_second=speed)
         actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
-        optional = {"data/long_rows": long_rows or None, "mem/estimated_bytes": self.estimated_bytes}
         metrics = {
             **train_metrics(records),
             "train/tokens_seen": state.total_tokens_seen,
@@ -140,11 +139,13 @@ class Recorder:
             "data/bad_rows": bad_rows,
             **performance,
             **self.machine.metrics(rank_stats),
-            **{name: value for name, value in optional.items() if value is not None},
+            **({"data/long_rows": long_rows} if long_rows else {}),
+            **({} if self.estimated_bytes is None else {"mem/estimated_bytes": self.estimated_bytes}),
             "health/alerts": self._alerts_in_interval.total(),
             "health/rollbacks": state.rollbacks,
+            **self._once,
         }
-        self.publish(state, metrics | self._once)
+        self.publish(state, metrics)
         self._once = {}
         self._alerts_in_interval.clear()
         if long_rows and not self._last.long_rows and self.collectives.rank == 0:
@@ -184,8 +185,8 @@ class Recorder:
         """Record why the run stopped early, log the number of rows left out, and close the sinks."""
         last = self._last
         if exit_code:
-            step, data_step = last.global_step, last.data_step
-            self.events.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
+            facts = {"exit_code": exit_code, "message": reason}
+            self.events.write("stop", step=last.global_step, data_step=last.data_step, **facts)
         if last.long_rows and self.collectives.rank == 0:
             logger.info("%s", self._long_rows_in_words(last.long_rows))
         if last.bad_rows and self.collectives.rank == 0:
@@ -196,9 +197,10 @@ class Recorder:
             sink.close(exit_code)
 
     def _long_rows_in_words(self, count: int) -> str:
-        limits = "data.max_encoder_length or data.max_decoder_length"
-        done = "cut off" if self.on_long_row == "truncate" else "left out"
-        return f"{_were(count, 'example')} longer than {limits} and {done} (data.on_long_row={self.on_long_row})"
+        return (
+            f"{_were(count, 'example')} longer than data.max_encoder_length or data.max_decoder_length and "
+            f"{'cut off' if self.on_long_row == 'truncate' else 'left out'} (data.on_long_row={self.on_long_row})"
+        )
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._steps.load_state_dict(state["steps"])
@@ -211,8 +213,10 @@ class Recorder:
         loss_sums, target_tokens = by_denoiser(torch.tensor(totals, dtype=sums.dtype).view_as(sums))
         if not any(target_tokens.values()):
             return False  # a step without targets
-        seen = self.monitor.refuses(mean_loss(loss_sums, target_tokens), norm_value)
-        return any(name == "non_finite" or answer(name, self.settings) == "skip_step" for name in seen)
+        return any(
+            name == "non_finite" or answer(name, self.settings) == "skip_step"
+            for name in self.monitor.refuses(mean_loss(loss_sums, target_tokens), norm_value)
+        )
 
     def _judge_steps(self) -> list[tuple[Alert, int]]:
         """Return new alerts, each with its data step. A step without targets is not judged. A collective."""

@@ -294,10 +294,15 @@ class WandbSink(Sink):
         run_id, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
         if run_id or not id_file.exists():
             id_file.write_text((run_id or secrets.token_hex(4)) + "\n")
-        names = {"project": infra.wandb_project, "entity": infra.wandb_entity, "name": infra.wandb_run_name}
-        folder = os.environ.get("WANDB_DIR") or str(logging_dir)
-        facts = {"id": id_file.read_text().strip(), "config": config.model_dump(mode="json"), "dir": folder}
-        self._run = _start_wandb(**names, **facts, resume="allow")
+        self._run = _start_wandb(
+            project=infra.wandb_project,
+            entity=infra.wandb_entity,
+            name=infra.wandb_run_name,
+            id=id_file.read_text().strip(),
+            config=config.model_dump(mode="json"),
+            dir=os.environ.get("WANDB_DIR") or str(logging_dir),
+            resume="allow",
+        )
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -6,8 +6,6 @@ process. stdin: one line of JSON, a `ProbeTask`; the process ends when stdin is 
 `Outcome`. Output of libraries goes to stderr. `ProbeProcess` is the rank's side.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -25,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -161,8 +159,7 @@ def zero_weights(sizes: ModelSizes) -> WeightSource:
     shapes = parameter_shapes(sizes)
 
     def weights(name: str, rows: slice = slice(None), /) -> Tensor:
-        shape = shapes[name]
-        return (torch.ones(shape) if len(shape) == 1 else torch.zeros(shape))[rows]
+        return torch.full(shapes[name], float(len(shapes[name]) == 1))[rows]
 
     return weights
 
@@ -172,8 +169,7 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # `free` excludes this process's context already
         usable = max(0, free - (task.free_bytes - task.limit_bytes))
-        torch.cuda.set_per_process_memory_fraction(usable / total, device)
-        return
+        return torch.cuda.set_per_process_memory_fraction(usable / total, device)
     # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
     torch.zeros(2**22).add_(1)  # starts the threads
     limit = task.limit_bytes + max(0, _own_status("VmData") - _own_status("VmRSS"))
@@ -182,8 +178,7 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
 
 
 def _own_status(name: str) -> int:
-    """Return a figure of this process, in bytes, from Linux's /proc; 0 elsewhere."""
-    status = Path("/proc/self/status")
+    status = Path("/proc/self/status")  # Linux's; 0 elsewhere
     match = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
     return int(match[1]) * 1024 if match else 0
 
@@ -197,12 +192,11 @@ class ProbeProcess:
         self._timeout = timeout_seconds or 60 * task.config.infra.distributed_timeout_minutes
         # In a file: a full pipe would block it.
         self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-        package = str(Path(__file__).resolve().parents[3])
-        # Probes rendezvous in the run's own store, which torch must not start again.
+        paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "TORCHELASTIC_USE_AGENT_STORE": str(True),  # the run's own, which torch must not start again
         }
         with stop_signals_left_to_this_process():
             self._process = subprocess.Popen(
@@ -219,7 +213,7 @@ class ProbeProcess:
             self._process.stdin.write(TASK.dump_json(task).decode() + "\n")
             self._process.stdin.flush()
 
-    def __enter__(self) -> ProbeProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -243,8 +237,8 @@ class ProbeProcess:
             assert self._process.stdout is not None
             self._outcome = Outcome(**json.loads(self._process.stdout.read()))
         elif code == -signal.SIGKILL:
-            message = "the kernel killed it, which it does when the machine is out of memory"
-            self._outcome = Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
+            killed = "the kernel killed it, which it does when the machine is out of memory"
+            self._outcome = Outcome(fits=False, message=killed, smaller_may_fit=self._on_cpu)
         elif code is not None and memory_lines:
             of_device = not self._on_cpu and is_of_device(RuntimeError(memory_lines[-1]), free_device_bytes=0)
             self._outcome = Outcome(fits=False, message=memory_lines[-1], of_device=of_device)
@@ -257,9 +251,8 @@ class ProbeProcess:
 
     def last_words(self) -> str:
         """Return the end of the probe's output so far."""
-        printed = self._printed.fileno()
-        start = max(0, os.fstat(printed).st_size - _LAST_BYTES)
-        return os.pread(printed, _LAST_BYTES, start).decode(errors="replace")
+        file = self._printed.fileno()
+        return os.pread(file, _LAST_BYTES, max(0, os.fstat(file).st_size - _LAST_BYTES)).decode(errors="replace")
 
 
 def main() -> None:

@@ -7,13 +7,13 @@
 4. If the first try leaves enough memory for the next larger candidate, that is tried too, twice at most.
 """
 
-import dataclasses
 import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -89,8 +89,7 @@ def _as_saved(config: FullConfig, saved: Checkpoint, world_size: int) -> FullCon
     if not is_auto(config) and given is None:
         return config
     # A configured number may differ from the checkpoint's: this function does not judge that.
-    from_this = load_saved(saved.path / "config.yaml") if is_auto(config) else config
-    size = from_this.training.micro_batch_size
+    size = (load_saved(saved.path / "config.yaml") if is_auto(config) else config).training.micro_batch_size
     sequences = size * saved.read_json("trainer.json")["num_lanes"]
     if given not in (None, sequences):
         raise ConfigError(
@@ -104,46 +103,39 @@ class _Search:
     """Searches the largest size that fits. All ranks take the same steps, by figures that they exchange."""
 
     def __init__(self, config: FullConfig, context: RunContext, stop: StopRequest, model: Qwen3Seq2SeqConfig) -> None:
-        """A collective."""
         self._config, self._context, self._stop, self._model = config, context, stop, model
         self._tries = itertools.count(1)
         collectives, on_cpu = context.collectives, context.device.type == "cpu"
-        # On CPUs the ranks share the machine.
-        share = context.world.local_world_size if on_cpu else 1
-        self._free_bytes = collectives.lowest(device_capacity(context.device).free_bytes // share)[0]
+        sharing = context.world.local_world_size if on_cpu else 1  # ranks on the same memory
+        self._free_bytes = collectives.lowest(device_capacity(context.device).free_bytes // sharing)[0]
 
         def needed_bytes(size: int) -> int:
             needed = self._expected(size).estimate
             return int(needed.peak.total + (needed.host.total if on_cpu else 0))
 
         candidates = micro_batch_candidates(config, context.world.world_size)
-        mine = collectives.on_every_rank(lambda: [needed_bytes(size) for size in candidates])
         # Nodes may differ in their ranks and processors: the largest need counts.
-        most = [-negative for negative in collectives.lowest(*(-needed for needed in mine))]
-        self._needs = dict(zip(candidates, most, strict=True))
+        negatives = collectives.lowest(*collectives.on_every_rank(lambda: [-needed_bytes(size) for size in candidates]))
+        self._needs = {size: -negative for size, negative in zip(candidates, negatives, strict=True)}
 
     def largest(self) -> FullConfig:
         """Return the configuration with the largest size that fits. Raises as `resolve_batch_size` does."""
-        limit_bytes = int(self._free_bytes * (1 - HEADROOM))
-        size, outcome = largest_that_fits(self._needs, limit_bytes, self._try)
+        size, outcome = largest_that_fits(self._needs, int(self._free_bytes * (1 - HEADROOM)), self._try)
         if not outcome.fits:
             device, rank = self._context.device, self._context.world.rank
-            explained = explanation(self._expected(size), device, rank, of_device=outcome.of_device)
-            what = (
-                f"not even a micro-batch of {size} fits into the {gib(self._free_bytes)} that are free for a rank on "
-                f"{device.type}"
-                if outcome.smaller_may_fit
-                else f"a micro-batch of {size} does not fit, and smaller ones take no less of what ran out"
-            )
+            what = f"a micro-batch of {size} does not fit, and smaller ones take no less of what ran out"
+            if outcome.smaller_may_fit:
+                free = f"{gib(self._free_bytes)} that are free for a rank on {device.type}"
+                what = f"not even a micro-batch of {size} fits into the {free}"
             raise OutOfMemoryError(
-                f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n{explained}"
+                f"training.per_device_train_batch_size=auto: {what} ({outcome.message}).\n"
+                f"{explanation(self._expected(size), device, rank, of_device=outcome.of_device)}"
             )
         config = self._with(size)
-        training = config.training
         logger.info(
             f"micro-batch {size}: estimated {gib(self._needs[size])}, probed {gib(outcome.peak_bytes)} of "
-            f"{gib(self._free_bytes)}; accumulation {training.gradient_accumulation_steps} keeps the global batch of "
-            f"{training.global_batch_size}"
+            f"{gib(self._free_bytes)}; accumulation {config.training.gradient_accumulation_steps} keeps the global "
+            f"batch of {config.training.global_batch_size}"
         )
         return config
 
@@ -237,10 +229,9 @@ def agreed_outcome(
         ended = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
         for rank, outcome in ended.items():
             if not (outcome.fits or outcome.failed):
-                return dataclasses.replace(outcome, message=f"rank {rank}: {outcome.message}")
+                return replace(outcome, message=f"rank {rank}: {outcome.message}")
         failed = [(rank, outcome.message) for rank, outcome in ended.items() if outcome.failed]
-        if failed:
-            failed_at = min(failed_at, now)
+        failed_at = min(failed_at, now) if failed else failed_at
         if len(ended) == len(outcomes) or any(graces):
             for rank, message in failed:
                 raise DsEncDecError(
