@@ -175,8 +175,7 @@ def show(
 ) -> None:
     """Print the answer. `everything` adds the other engine's table and the settings that do not exist."""
     job, on_cpus, configured = request.job, request.job.device == "cpu", variant(request.job, {})
-    if on_cpus:  # the settings of the tables save a GPU's memory
-        tables = []
+    tables = [] if on_cpus else tables  # their settings save a GPU's memory
     shown = tables if everything else [table for table in tables[:1] if any(not row.reason for row in table.rows)]
     trained = f", of which {job.trainable_parameters:,} are trained" * (job.trainable_parameters != job.parameters)
     place = "CPU rank" if on_cpus else f"{request.gpu.name} ({in_gib(request.gpu.usable_bytes)} GiB usable each)"

@@ -93,11 +93,11 @@ def explanation(expected: ExpectedMemory, device: torch.device, rank: int, *, of
         "Settings that are estimated to fit, each by itself, the least disturbing first:"
         if proposed
         else "No other setting of this run is estimated to fit: use more ranks, or a smaller model.",
-    ]
-    lines += [
-        f"  {number}. {'in a new run only: ' * is_for_new_run(row)}{as_overrides(row.overrides)} "
-        f"({replace(expected, job=row.job, estimate=row.estimate)})"
-        for number, row in enumerate(proposed, start=1)
+        *(
+            f"  {number}. {'in a new run only: ' * is_for_new_run(row)}{as_overrides(row.overrides)} "
+            f"({replace(expected, job=row.job, estimate=row.estimate)})"
+            for number, row in enumerate(proposed, start=1)
+        ),
     ]
     return "\n".join(lines)
 

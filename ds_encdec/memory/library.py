@@ -12,7 +12,6 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, nn
 
 from ds_encdec.base.types import ConfigError, OutOfMemoryError
 from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
@@ -113,12 +112,15 @@ def _control_groups(
         lines = membership.read_text().splitlines()
     except OSError:
         return  # no Linux
-    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and "memory" not in controllers.split(","):
             continue
         root = mounted / "memory" if controllers else mounted
-        names = version_1 if controllers else ("memory.max", "memory.current", "inactive_file")
+        names = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            if controllers  # version 1
+            else ("memory.max", "memory.current", "inactive_file")
+        )
         inner = root / path.strip("/")
         for group in (folder for folder in (inner, *inner.parents) if folder.is_relative_to(root)):
             with suppress(OSError):  # the root group of a machine has no such files
@@ -174,7 +176,7 @@ def estimate_model_memory(
 
 
 def auto_find_batch_size(
-    model: nn.Module, sample_batch_fn: Callable[[int], Any], start_batch_size: int = 32, min_batch_size: int = 1
+    model: torch.nn.Module, sample_batch_fn: Callable[[int], Any], start_batch_size: int = 32, min_batch_size: int = 1
 ) -> int:
     """Return the first of `start_batch_size`, its half, …, `min_batch_size` that runs forward and backward.
 
@@ -197,7 +199,7 @@ def auto_find_batch_size(
             batch = sample_batch_fn(size)
             positional = batch if isinstance(batch, Sequence) else [batch]
             output = model(**batch) if isinstance(batch, Mapping) else model(*positional)
-            (output if isinstance(output, Tensor) else output.loss).sum().backward()
+            (output if isinstance(output, torch.Tensor) else output.loss).sum().backward()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -77,9 +77,9 @@ def read_request(options: argparse.Namespace, overrides: Sequence[str]) -> Estim
         if count is not None and count < 1
     ]
     problems += wrong
-    own: list[str] = []  # this command's options as overrides, which belong to the recommendation
-    if options.model is not None:
-        own += [f"model.model_name_or_path={json.dumps(options.model)}", "model.architecture=null"]
+    # This command's options as overrides, which belong to the recommendation.
+    model = f"model.model_name_or_path={json.dumps(options.model)}"
+    own = [] if options.model is None else [model, "model.architecture=null"]
     gpus = [f"infra.num_gpus={options.gpus}"] if (options.gpus or 0) > 0 else []
     config = _attempt(problems, load_config, options.config, [*own, *gpus, *overrides], options.deepspeed_config)
     if config is not None:
@@ -113,7 +113,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
     """Return remarks on how the options were understood. `own`: the overrides that --model stands for."""
     training = request.job.config.training
     ignored = ", ".join(not_estimated(request.job)) if config.infra.deepspeed_extra else ""
-    remarks = (
+    rows = (
         (
             is_auto(config),
             "training.per_device_train_batch_size=auto: taken to be the largest that fits by this estimate, "
@@ -144,7 +144,7 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
             f"Settings of {options.deepspeed_config} must be changed in that file, too: a run refuses a disagreement.",
         ),
     )
-    return [remark for applies, remark in remarks if applies]
+    return [remark for applies, remark in rows if applies]
 
 
 def indivisible(config: FullConfig, nodes: int) -> list[str]:

@@ -9,13 +9,12 @@ a GPU's kernels compute nothing, but allocate, keep and free as they do. Memory 
 flash attention's backward pass.
 """
 
-import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, fields
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -47,7 +46,6 @@ from ds_encdec.model import attention_kernels, loss, loss_kernel, modeling, prec
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.registry.engines import ENGINES, ByEngine
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
@@ -132,7 +130,7 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:
     training = job.config.training
     with FakeTensorMode(), as_on_device(job), no_init_weights(), torch.set_grad_enabled(backward):
         before, dtype = torch.get_default_dtype(), compute_dtype(training)
-        model = Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=dtype)
+        model = modeling.Qwen3ForSeq2SeqLM._from_config(_model_config(job), dtype=dtype)
         torch.set_default_dtype(dtype)
         try:
             choose_trained(model, job.config)
@@ -147,9 +145,9 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:
         regularize(model, training)
         watch, batch = _StorageWatch(model), _batch(job)
         watch.claim(model.parameters(), "weights")
-        for parameter in filter(attrgetter("requires_grad"), model.parameters()):
+        for parameter in (each for each in model.parameters() if each.requires_grad):
             parameter.register_post_accumulate_grad_hook(lambda weight: watch.claim([weight.grad], "gradients"))
-        watch.claim([getattr(batch, field.name) for field in dataclasses.fields(batch)], "activations")
+        watch.claim([getattr(batch, field.name) for field in fields(batch)], "activations")
         with watch.log.watched_resizes(), watch:
             watch.now_in(part="forward pass")
             loss_sum = packed_forward(model.train(backward), batch)
@@ -161,7 +159,7 @@ def watched_pass(job: Job, *, backward: bool = True) -> StorageLog:
 
 def _model_config(job: Job) -> Qwen3Seq2SeqConfig:
     return Qwen3Seq2SeqConfig(
-        **dataclasses.asdict(job.sizes),
+        **asdict(job.sizes),
         pad_token_id=0,
         eos_token_id=1,
         decoder_start_token_id=0,
@@ -240,7 +238,6 @@ class _StorageWatch(TorchDispatchMode):
         self.log.moment = ", ".join(filter(None, (self._part, self._module)))
 
     def claim(self, tensors: Iterable[object], category: str) -> None:
-        """Log the storages of `tensors` under `category`; other objects are skipped."""
         self.log.claim(storages_of(tensors), category)
 
 

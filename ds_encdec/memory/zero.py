@@ -97,14 +97,12 @@ class _Settings:
         )
         zero = rendered["zero_optimization"]
         self.number = {key: _number(key, value) for key, value in (_DEFAULTS | zero).items() if key in _DEFAULTS}
-        ranks, offload = job.world_size, zero.get("offload_optimizer", {})
+        ranks, self.offload = job.world_size, zero.get("offload_optimizer", {})
         self.job, self.parameters, self.trainable = job, job.parameters, job.trainable_parameters
         self.stage: int = zero["stage"]
-        self.offloads_optimizer: bool = offload.get("device", "none") != "none"
+        self.offloads_optimizer: bool = self.offload.get("device", "none") != "none"
         self.offloads_parameters: bool = zero.get("offload_param", {}).get("device", "none") != "none"
-        self.swaps = offload.get("device") == "nvme"
-        self.swap_buffers = int(offload.get("buffer_count", 0))
-        self.pins_optimizer = bool(offload.get("pin_memory", False)) and job.device != "cpu"
+        self.swaps = self.offload.get("device") == "nvme"
         self.accumulates = job.gradient_accumulation_steps > 1
 
         self.weight = job.compute_bytes
@@ -120,7 +118,9 @@ class _Settings:
         self.each = self.accumulation if self.stage == 1 else self.weight
         self.reduced = self.each + (self.communication if self.communication != self.each else 0)
 
-        self.sizes, self.trained_sizes = _sizes(job.model)
+        self.sizes, self.trained_sizes = (
+            Counter(map(prod, shapes.values())) for shapes in (job.model.shapes, job.model.trained)
+        )
         self.largest = max(self.trained_sizes)
         self.weight_partition, self.partition = self.parameters, 2 * ceil(self.trainable / (2 * ranks))
         if self.stage == 3:
@@ -175,11 +175,6 @@ def _bytes(block: dict[str, Any], key: str, default: int) -> int:
     if dtype is not None and dtype not in _BYTES:
         raise ConfigError(f"{key} = {dtype!r} in infra.deepspeed_extra: give one of {', '.join(_BYTES)}")
     return default if dtype is None else _BYTES[dtype]
-
-
-@lru_cache
-def _sizes(model: Parameters) -> tuple[Counter[int], Counter[int]]:
-    return Counter(map(prod, model.shapes.values())), Counter(map(prod, model.trained.values()))
 
 
 @lru_cache
@@ -358,11 +353,11 @@ def _host(s: _Settings) -> HostBreakdown:
         if s.swaps:
             # grad_partitions_flat_buffer; PartitionedOptimizerSwapper's, which it locks by itself; and the moments of
             # a sub-group that was never stepped, until they have been written
-            buffers, locked = [s.accumulation * s.partition], s.swap_buffers * s.master * s.sub_group
-            states = locked + s.moments * s.moment * s.sub_group
+            buffers, locked = [s.accumulation * s.partition], int(s.offload.get("buffer_count", 0)) * s.master
+            states = (locked + s.moments * s.moment) * s.sub_group
         elif s.stage < 3:
             buffers = [*2 * [s.master * s.partition], s.weight * s.partition, s.weight * s.largest]
-        states += sum(map(power_of_two if s.pins_optimizer else int, buffers))
+        states += sum(map(power_of_two if s.offload.get("pin_memory") and on_gpu else int, buffers))
         states += 0 if s.swaps else (s.moments * s.moment + s.master * (s.stage == 3)) * s.partition
         if s.stage == 2 and s.accumulates and not s.is_compact and s.master == 4:
             # accumulated_grads_in_cpu: one buffer for each parameter that the partition touches

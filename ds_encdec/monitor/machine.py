@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
 from ds_encdec.base.quantities import gib
@@ -155,13 +154,12 @@ def _multiply(device: torch.device, times: int) -> None:
 
 
 @cache
-def _operands(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _operands(device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return two random square matrices (zeros would draw less power) and one for their product."""
     # float16 is fast on every GPU with tensor cores; 2,048 wide, a product takes longer than its launch.
     size, dtype = (2048, torch.float16) if device.type == "cuda" else (256, torch.float32)
     seeded = torch.Generator(device).manual_seed(0)
-    left, right, product = torch.randn(3, size, size, device=device, dtype=dtype, generator=seeded)
-    return left, right, product
+    return tuple(torch.randn(3, size, size, device=device, dtype=dtype, generator=seeded))
 
 
 class MachineWatch:
@@ -185,9 +183,8 @@ class MachineWatch:
         self._memory_intervals += 1
         ranks, settings = len(rank_stats), self._settings
         speed, drop = tokens_per_second / ranks, settings.throughput_drop_threshold
-        least = 0.0
-        if self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES:
-            least = drop * self.throughput.mean
+        is_compared = self._intervals > 1 and len(self.throughput) >= MIN_THROUGHPUT_VALUES
+        least = drop * self.throughput.mean if is_compared else 0.0
         if self._intervals > 1 and not math.isnan(speed):
             self.throughput.add(speed)  # a low one too: a speed that stays becomes the usual one
         shares = [rank.data_wait_s / max(rank.training_s, 1e-9) for rank in rank_stats]

@@ -7,9 +7,7 @@ One optimizer step becomes one `StepRecord`. Recording never waits for the devic
     reduce      per interval      one collective over the ranks, one copy to the host
 """
 
-import functools
 import math
-import statistics
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -45,7 +43,7 @@ class MetricWindow:
     @property
     def mean(self) -> float:
         """Arithmetic mean."""
-        return statistics.fmean(self.values) if self.values else 0.0
+        return math.fsum(self.values) / len(self.values) if self.values else 0.0
 
     @property
     def std(self) -> float:
@@ -138,9 +136,13 @@ class StepAccumulator:
         """Return all steps since the last `take`. A collective: every rank calls it after the same steps."""
         pending, self._pending = self._pending, []
         if pending:
-            ranks = _gather(torch.cat([row for *_, row in pending]))
+            row = torch.cat([row for *_, row in pending])
+            ranks = [row]
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                ranks = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+                dist.all_gather(ranks, row)
             # An all-reduce would add in an order that depends on the buffer's size.
-            totals = iter(functools.reduce(torch.add, ranks).tolist())
+            totals = iter(sum(ranks[1:], start=ranks[0]).tolist())
             for facts, names, _ in pending:
                 loss_sums, target_tokens = (dict(zip(TASKS, totals, strict=False)) for _ in range(2))
                 encoder_tokens = int(next(totals))
@@ -168,15 +170,6 @@ class StepAccumulator:
         # This rank's losses and target tokens of the step that has not ended.
         self.sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=self.device)
         self._encoder_tokens = 0
-
-
-def _gather(row: Tensor) -> list[Tensor]:
-    """Return every rank's `row`, in rank order. A collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [row]
-    gathered = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, row)
-    return gathered
 
 
 def by_denoiser(sums: Tensor) -> list[dict[str, float]]:

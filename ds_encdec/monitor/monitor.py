@@ -1,7 +1,7 @@
 """Watch the training: sliding windows, alerts, and the summary that decides a phase's gate."""
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
@@ -114,7 +114,11 @@ class TrainingMonitor:
         alerts += self._judge_learning_rate(step, learning_rate, update_index=step - applied)
         self.history.append(Observation(step, loss, grad_norm, learning_rate, tokens_per_second, applied))
         self.steps += 1
-        self.alerts = _newest(self.alerts + alerts)
+        for alert in alerts:
+            same = [earlier for earlier in self.alerts if earlier["type"] == alert["type"]]
+            if len(same) >= MAX_ALERTS_OF_A_TYPE:
+                self.alerts.remove(same[0])
+            self.alerts.append(alert)
         return alerts
 
     def refuses(self, loss: float, grad_norm: float) -> set[str]:
@@ -244,15 +248,6 @@ class TrainingMonitor:
 
 _SAVED = tuple(field.name for field in fields(TrainingMonitor) if not field.init)
 _WINDOWS = ("loss_window", "grad_norm_window", "throughput_window")
-
-
-def _newest(alerts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    kept, numbers = [], Counter[str]()
-    for alert in reversed(alerts):
-        numbers[alert["type"]] += 1
-        if numbers[alert["type"]] <= MAX_ALERTS_OF_A_TYPE:
-            kept.append(alert)
-    return kept[::-1]
 
 
 def compute_gradient_norm(model: nn.Module) -> float:

@@ -8,7 +8,6 @@ from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ds_encdec.base.types import NO_ROWS, Batch, LossSum, RowCounts, StepResult, TrainingState
 from ds_encdec.config.schema import MonitorConfig
@@ -90,7 +89,7 @@ class Recorder:
             self._held_bytes = held_bytes()
 
     @property
-    def veto(self) -> Callable[[Tensor], bool] | None:
+    def veto(self) -> Callable[[torch.Tensor], bool] | None:
         """A collective that decides by a step's finite gradient norm (float32 scalar) whether to skip it; the same on
         all ranks. None, and so no wait for the device at each step, unless some alert is answered with `skip_step`."""
         skips = "skip_step" in (self.settings.on_loss_spike, self.settings.on_grad_explosion)
@@ -185,8 +184,8 @@ class Recorder:
         """Record why the run stopped early, log the number of rows left out, and close the sinks."""
         last = self._last
         if exit_code:
-            facts = {"exit_code": exit_code, "message": reason}
-            self.events.write("stop", step=last.global_step, data_step=last.data_step, **facts)
+            step, data_step = last.global_step, last.data_step
+            self.events.write("stop", step=step, data_step=data_step, exit_code=exit_code, message=reason)
         if last.long_rows and self.collectives.rank == 0:
             logger.info("%s", self._long_rows_in_words(last.long_rows))
         if last.bad_rows and self.collectives.rank == 0:
@@ -206,7 +205,7 @@ class Recorder:
         self._steps.load_state_dict(state["steps"])
         self._restored_steps = self._judged_steps = len(state["steps"]["records"])  # taken before this clock ran
 
-    def _refuses(self, norm: Tensor) -> bool:
+    def _refuses(self, norm: torch.Tensor) -> bool:
         sums = self._steps.sums
         rank_zeros = norm.to(sums) if self.collectives.rank == 0 else sums.new_zeros(())
         *totals, norm_value = self.collectives.sum_tensor(torch.cat([sums.flatten(), rank_zeros.view(1)])).tolist()

@@ -104,8 +104,7 @@ class GuardedSink(Sink):
 
     def __init__(self, name: str, opener: Callable[[], Sink]) -> None:
         self._name = name
-        self.sink: Sink | None = None
-        self.sink = self.attempt(opener)
+        self.sink: Sink | None = self.attempt(opener)
 
     log = _guarded("log")
     show = _guarded("show")
@@ -181,7 +180,6 @@ _SHOWN = (
     ("chrF", "eval/chrf", "{:.1f}"),
     ("BLEU", "eval/bleu", "{:.1f}"),
 )
-_BAR_WIDTHS = (8, 40)
 
 
 def shown(metrics: Mapping[str, float], best: str = "loss") -> list[str]:
@@ -242,8 +240,7 @@ class ConsoleSink(Sink):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         words = list(filter(None, [f"step {self._step}/{self._total_steps}", self._eta]))
         free = options.max_width - sum(len(word) + 1 for word in words)
-        narrowest, widest = _BAR_WIDTHS
-        bar = max(narrowest, min(widest, free // 4))
+        bar = max(8, min(40, free // 4))
         lines = [" | ".join(self._metrics[:count]) for count in range(len(self._metrics), -1, -1)]
         fitting = next((line for line in lines if len(line) <= free - bar - 1), "")
         head, *eta = (Text(word, style="bold") for word in words)

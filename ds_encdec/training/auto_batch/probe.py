@@ -7,7 +7,6 @@ process. stdin: one line of JSON, a `ProbeTask`; the process ends when stdin is 
 """
 
 import json
-import math
 import os
 import re
 import resource
@@ -28,7 +27,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from pydantic import TypeAdapter
-from torch import Tensor
 
 from ds_encdec.base.types import Batch, DsEncDecError, Example, WeightSource
 from ds_encdec.config.schema import FullConfig
@@ -139,7 +137,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
     data = config.data
     budgets = token_budgets(data, micro_batch_size, assumed_ratio(data))
     sides = (budgets.encoder_tokens, data.max_encoder_length), (budgets.decoder_tokens, data.max_decoder_length)
-    count = min(max(math.ceil(tokens / longest) for tokens, longest in sides), budgets.max_examples)
+    count = min(max(-(-tokens // longest) for tokens, longest in sides), budgets.max_examples)
     draw = np.random.default_rng(0).integers
     encoder_ids, decoder_ids = (
         # Lengths that differ by one at most.
@@ -158,7 +156,7 @@ def zero_weights(sizes: ModelSizes) -> WeightSource:
     """Return norms of 1 and matrices of 0: gradients are finite in every precision, and no step is skipped."""
     shapes = parameter_shapes(sizes)
 
-    def weights(name: str, rows: slice = slice(None), /) -> Tensor:
+    def weights(name: str, rows: slice = slice(None), /) -> torch.Tensor:
         return torch.full(shapes[name], float(len(shapes[name]) == 1))[rows]
 
     return weights
@@ -169,7 +167,8 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)  # `free` excludes this process's context already
         usable = max(0, free - (task.free_bytes - task.limit_bytes))
-        return torch.cuda.set_per_process_memory_fraction(usable / total, device)
+        torch.cuda.set_per_process_memory_fraction(usable / total, device)
+        return
     # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
     torch.zeros(2**22).add_(1)  # starts the threads
     limit = task.limit_bytes + max(0, _own_status("VmData") - _own_status("VmRSS"))
