@@ -1,7 +1,5 @@
 """The categories of the memory estimate, and an engine's memory in each part of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from math import ceil
 from typing import NamedTuple
@@ -34,7 +32,7 @@ class Breakdown(NamedTuple):
         """Sum of all categories."""
         return sum(self)
 
-    def __add__(self, other: Breakdown) -> Breakdown:  # type: ignore[override]  # where a tuple appends
+    def __add__(self, other: "Breakdown") -> "Breakdown":  # type: ignore[override]  # where a tuple appends
         return Breakdown(*map(sum, zip(self, other, strict=True)))
 
 
@@ -52,7 +50,7 @@ class HostBreakdown(NamedTuple):
         """Sum of all uses."""
         return sum(self)
 
-    def scaled(self, ranks: int) -> HostBreakdown:
+    def scaled(self, ranks: int) -> "HostBreakdown":
         """Return the sum over `ranks` equal ranks."""
         return HostBreakdown(*(value * ranks for value in self))
 
@@ -63,7 +61,7 @@ class Count(NamedTuple):
     all: int
     trained: int
 
-    def __add__(self, other: Count) -> Count:  # type: ignore[override]  # where a tuple appends
+    def __add__(self, other: "Count") -> "Count":  # type: ignore[override]  # where a tuple appends
         return Count(self.all + other.all, self.trained + other.trained)
 
 

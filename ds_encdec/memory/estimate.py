@@ -201,10 +201,9 @@ class MicroBatch:
 
     def _unread(self) -> float:
         """Return the bytes that the encoder's last norm does not keep if it and the embedding are frozen."""
-        job, head = self._job, _formulas(self._kind, self._mode)["head"][0]
-        if job.model.of("encoder.").trained or job.model.of("shared.").trained:
-            return 0.0
-        return self._value(head) - self._value(head, "E*H") - self._encoder_output
+        model, head = self._job.model, _formulas(self._kind, self._mode)["head"][0]
+        kept = self._value(head) - self._value(head, "E*H") - self._encoder_output
+        return 0.0 if model.of("encoder.").trained or model.of("shared.").trained else kept
 
     def _scores(self, side: Side) -> tuple[float, float]:
         """Return the bytes that attention without a flash kernel keeps, and those of its backward pass.

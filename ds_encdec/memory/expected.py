@@ -41,9 +41,8 @@ class ExpectedMemory(Variant):
         """Expected `mem/peak_bytes`: memory from torch's allocator, or a CPU process's resident memory."""
         peak, host = self.estimate.peak, self.estimate.host
         tensors = peak.total - peak.framework
-        if self.job.device == "cuda":
-            return tensors
-        return self.resident_bytes + LOADED_BYTES + tensors + host.total - host.process
+        on_host = self.resident_bytes + LOADED_BYTES + tensors + host.total - host.process
+        return tensors if self.job.device == "cuda" else on_host
 
     def __str__(self) -> str:
         on_gpu = self.job.device == "cuda"

@@ -1,7 +1,5 @@
 """The settings and sizes that decide a step's memory and a checkpoint's size, without torch and without the network."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -9,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import ceil, prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ds_encdec.base.quantities import count, disk_size
 from ds_encdec.base.types import CheckpointError, ConfigError, is_hidden_matrix
@@ -50,7 +48,7 @@ class Sizes:
     tie_word_embeddings: bool
 
     @classmethod
-    def of(cls, sizes: ModelSizes) -> Sizes:
+    def of(cls, sizes: ModelSizes) -> Self:
         """Return the sizes of any object that has them."""
         values: dict[str, Any] = {field.name: getattr(sizes, field.name, None) for field in fields(cls)}
         return cls(**values | {"num_encoder_layers": num_encoder_layers(sizes)})
@@ -212,8 +210,8 @@ def checkpoint_bytes_per_parameter(job: Job) -> float:
     that layers compute with (in float32 under ZeRO-0 these are the same).
     """
     stage = job.config.infra.sharding_stage
-    has_states_alone = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
-    weights = job.compute_bytes * (ENGINES[job.engine].saves_compute_weights and not has_states_alone)
+    only_states = stage.startswith("zero3") or (stage == "zero0" and job.compute_bytes == 4)
+    weights = 0 if only_states or not ENGINES[job.engine].saves_compute_weights else job.compute_bytes
     matrices, (moments, of_matrices) = sum(prod(shape) for _, shape in job.stepped_matrices), job.moments
     fewer = 4 * (moments - of_matrices) * matrices / job.trainable_parameters if matrices else 0
     return 4 * (1 + moments) + weights - fewer
@@ -234,10 +232,9 @@ def saves_at_most(training: TrainingConfig, steps: int) -> int:
 
 def checkpoints_at_once(training: TrainingConfig, saves: int) -> int:
     """Return how many of `saves` checkpoints exist at a time: kept ones, the best, and the one being written."""
-    if training.save_total_limit is None:
-        return saves
+    keep = saves if training.save_total_limit is None else training.save_total_limit
     # The best may be older than the newest, and a new one is complete before an old one is deleted.
-    return min(saves, training.save_total_limit + bool(training.eval_samples) + 1)
+    return min(saves, keep + bool(training.eval_samples) + 1)
 
 
 def disk_shortage(folder: Path, committed: int, config: FullConfig, job: Job) -> str | None:

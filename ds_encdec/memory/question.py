@@ -110,7 +110,6 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
 
 
 def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, request: EstimateRequest) -> list[str]:
-    """Return remarks on how the options were understood. `own`: the overrides that --model stands for."""
     training = request.job.config.training
     ignored = ", ".join(not_estimated(request.job)) if config.infra.deepspeed_extra else ""
     rows = (

@@ -120,9 +120,8 @@ def smallest_variants(job: Job) -> list[Variant]:
 
 def _offloads(job: Job) -> list[str]:
     """Return the table's offloads. If parameters are the master weights (`merges_settings`), both move together."""
-    if ENGINES[job.engine].merges_settings:
-        return ["none", "optimizer"]
-    return [*OFFLOADS, *(_DISK_OFFLOADS if job.config.infra.nvme_path is not None else ())]
+    words = [*OFFLOADS, *(_DISK_OFFLOADS if job.config.infra.nvme_path is not None else ())]
+    return ["none", "optimizer"] if ENGINES[job.engine].merges_settings else words
 
 
 def settings(job: Job) -> Iterator[Change]:
@@ -147,8 +146,7 @@ def setting(job: Job, stage: str, offload: str, checkpointing: str) -> Change:
     if stage not in HYBRID_STAGES:
         wanted["infra.hybrid_shard_size"] = None
     # Under `auto` the change may undo what only this engine could do; `ddp` is zero0.
-    kind = job.config.infra.distributed_type
-    if job.engine != next(iter(ENGINES)) if kind == "auto" else stage != "zero0":
+    if job.engine != next(iter(ENGINES)) if job.config.infra.distributed_type == "auto" else stage != "zero0":
         wanted["infra.distributed_type"] = job.engine
     return {name: value for name, value in wanted.items() if value != attrgetter(name)(job.config)}
 

@@ -131,9 +131,8 @@ class _Settings:
         self.states = self.partition if self.stage else self.trainable
         self.is_compact = self.accumulation == 4 and self.weight != 4
         self.owned = _owned(job.model, ranks)
-        self.kept = self.weight * self.owned * (not self.offloads_optimizer)
-        if self.is_compact:
-            self.kept = self.accumulation * self.partition
+        whole = 0 if self.offloads_optimizer else self.weight * self.owned
+        self.kept = self.accumulation * self.partition if self.is_compact else whole
 
         self.sub_group = min(self.partition, self.number["sub_group_size"] + ceil(self.largest / ranks))
         self.gathers_layers = any(zero.get("leaf_module", {}).values())

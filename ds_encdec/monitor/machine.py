@@ -3,13 +3,15 @@ synchronous training every rank has the same step time, since the others wait fo
 differ in how long each waits for the others before a step, and in the time of arithmetic without collectives."""
 
 import math
+import re
 import time
 import timeit
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from statistics import median_low
 from typing import Any, Literal
 
@@ -120,13 +122,16 @@ def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, 
 
 def peak_host_bytes() -> int:
     """Return the peak of this program's resident memory. Linux's `ru_maxrss` begins with the parent process's."""
-    with suppress(OSError), open("/proc/self/status") as status:
-        for line in status:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
     import resource  # Unix only, and only here
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return own_status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def own_status(name: str) -> int:
+    """Return a figure of this process, in bytes, from Linux's /proc; 0 elsewhere."""
+    status = Path("/proc/self/status")
+    match = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    return int(match[1]) * 1024 if match else 0
 
 
 def measure_arithmetic(device: torch.device) -> float:

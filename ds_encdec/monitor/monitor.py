@@ -238,9 +238,8 @@ class TrainingMonitor:
         if was_off or not self.learning_rate_is_off:
             return []
         # Against the larger of the two, as in isclose: a rate of 0 is a number like any other.
-        difference = abs(rate - planned) / max(abs(rate), abs(planned))
         return [
-            make_alert("learning_rate_off", step, difference, tolerance,
+            make_alert("learning_rate_off", step, abs(rate - planned) / max(abs(rate), abs(planned)), tolerance,
                 f"learning rate {rate:.4e} where the schedule has {planned:.4e}: they differ by more than "
                 f"monitor.learning_rate_tolerance={tolerance:g} of the larger one")
         ]  # fmt: skip

@@ -129,7 +129,7 @@ class Recorder:
         self.monitor.throughput_window.add(speed)
         of_machines = self.machine.update(state.global_step, rank_stats, tokens_per_second=speed)
         actions = self._answer(alerts + [(alert, state.data_step) for alert in of_machines])
-        metrics = {
+        self.publish(state, {
             **train_metrics(records),
             "train/tokens_seen": state.total_tokens_seen,
             "train/encoder_tokens_seen": state.encoder_tokens_seen,
@@ -143,8 +143,7 @@ class Recorder:
             "health/alerts": self._alerts_in_interval.total(),
             "health/rollbacks": state.rollbacks,
             **self._once,
-        }
-        self.publish(state, metrics)
+        })  # fmt: skip
         self._once = {}
         self._alerts_in_interval.clear()
         if long_rows and not self._last.long_rows and self.collectives.rank == 0:
@@ -238,7 +237,6 @@ class Recorder:
         ]
 
     def _answer(self, alerts: Sequence[tuple[Alert, int]]) -> Actions:
-        """Write the alerts into the events and the log, and return the actions that they demand."""
         actions: dict[str, Alert] = {}
         for alert, data_step in alerts:
             kind, action = alert["type"], answer(alert["type"], self.settings)

@@ -8,7 +8,6 @@ process. stdin: one line of JSON, a `ProbeTask`; the process ends when stdin is 
 
 import json
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -43,7 +42,7 @@ from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import ModelSizes, parameter_shapes
-from ds_encdec.monitor.machine import peak_host_bytes
+from ds_encdec.monitor.machine import own_status, peak_host_bytes
 from ds_encdec.registry.engines import EngineName
 from ds_encdec.registry.objectives import OBJECTIVES
 
@@ -122,7 +121,7 @@ def measure(task: ProbeTask) -> Outcome:
     except Exception as error:
         # Where nearly all memory is mapped, some errors, as of threads, do not mention memory.
         limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        is_full = limit != resource.RLIM_INFINITY and _own_status("VmData") > 0.97 * limit
+        is_full = limit != resource.RLIM_INFINITY and own_status("VmData") > 0.97 * limit
         if not (is_out_of_memory(error) or is_full):
             raise
         of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
@@ -148,8 +147,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         for tokens, longest in sides
     )
     task = next(iter(OBJECTIVES[data.objective].tasks))
-    examples = [Example(*ids, task, "") for ids in zip(encoder_ids, decoder_ids, strict=True)]
-    return collate(examples, budgets, pad_id=0)
+    return collate([Example(*ids, task, "") for ids in zip(encoder_ids, decoder_ids, strict=True)], budgets, pad_id=0)
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:
@@ -171,15 +169,9 @@ def _limit(device: torch.device, task: ProbeTask) -> None:
         return
     # The limit is on mapped memory; stacks and arenas of threads are mostly unused.
     torch.zeros(2**22).add_(1)  # starts the threads
-    limit = task.limit_bytes + max(0, _own_status("VmData") - _own_status("VmRSS"))
+    limit = task.limit_bytes + max(0, own_status("VmData") - own_status("VmRSS"))
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
-
-
-def _own_status(name: str) -> int:
-    status = Path("/proc/self/status")  # Linux's; 0 elsewhere
-    match = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
-    return int(match[1]) * 1024 if match else 0
 
 
 class ProbeProcess:
