@@ -123,14 +123,13 @@ class MicroBatch:
             job.encoder_tokens / encoder_length,
             job.decoder_tokens / decoder_length,
         )
-        segments = min(ceil(documents), job.config.data.max_examples_per_micro_batch) + 1
         self._job, lora = job, job.config.model.lora
         self._symbols = {
             "E": job.encoder_tokens,
             "D": job.decoder_tokens,
             "C": min(job.config.model.loss_chunk_tokens, job.decoder_tokens),
             "m": encoder_length + decoder_length,
-            "s": segments if job.uses_flash else 0,
+            "s": (min(ceil(documents), job.config.data.max_examples_per_micro_batch) + 1) * job.uses_flash,
             "H": sizes.hidden_size,
             "I": sizes.intermediate_size,
             "V": sizes.vocab_size,

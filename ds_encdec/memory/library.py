@@ -197,7 +197,7 @@ def auto_find_batch_size(
         reason = None
         try:
             batch = sample_batch_fn(size)
-            positional = batch if isinstance(batch, Sequence) else [batch]
+            positional: Any = batch if isinstance(batch, Sequence) else [batch]
             output = model(**batch) if isinstance(batch, Mapping) else model(*positional)
             (output if isinstance(output, torch.Tensor) else output.loss).sum().backward()
         except Exception as error:

@@ -94,7 +94,7 @@ def measure(task: ProbeTask) -> Outcome:
     """Make the steps, and evaluate a micro-batch if the run evaluates. A collective over all probes."""
     config, device = task.config, torch.device(task.device)
     timeout = timedelta(minutes=config.infra.distributed_timeout_minutes)
-    in_evaluation = False
+    where = ""
     try:
         _limit(device, task)
         init_process_group(task.world, device, timeout, task.engine, meeting=f"probe {task.number}")
@@ -111,7 +111,7 @@ def measure(task: ProbeTask) -> Outcome:
             if not engine.step().applied:
                 raise DsEncDecError("a step of the probe was skipped, so that the optimizer has no states")
         if config.training.eval_samples:
-            in_evaluation = True
+            where = "in an evaluation (training.per_device_eval_batch_size): "
             engine.evaluate(full_batch(config, config.training.per_device_eval_batch_size, model.vocab_size))
         if device.type == "cpu":
             return Outcome(fits=True, peak_bytes=peak_host_bytes())
@@ -125,9 +125,8 @@ def measure(task: ProbeTask) -> Outcome:
         if not (is_out_of_memory(error) or is_full):
             raise
         of_device = device.type == "cuda" and is_of_device(error, device_capacity(device).free_bytes)
-        where = "in an evaluation (training.per_device_eval_batch_size): " if in_evaluation else ""
         # The host of a GPU holds offloaded states, whatever the micro-batch.
-        smaller_may_fit = not in_evaluation and (of_device or device.type == "cpu")
+        smaller_may_fit = not where and (of_device or device.type == "cpu")
         return Outcome(False, 0, where + in_one_line(error), of_device, smaller_may_fit)
 
 
@@ -201,8 +200,7 @@ class ProbeProcess:
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended already
-            self._process.stdin.write(TASK.dump_json(task).decode() + "\n")
-            self._process.stdin.flush()
+            print(TASK.dump_json(task).decode(), file=self._process.stdin, flush=True)
 
     def __enter__(self) -> Self:
         return self
@@ -228,8 +226,8 @@ class ProbeProcess:
             assert self._process.stdout is not None
             self._outcome = Outcome(**json.loads(self._process.stdout.read()))
         elif code == -signal.SIGKILL:
-            killed = "the kernel killed it, which it does when the machine is out of memory"
-            self._outcome = Outcome(fits=False, message=killed, smaller_may_fit=self._on_cpu)
+            message = "the kernel killed it, which it does when the machine is out of memory"
+            self._outcome = Outcome(fits=False, message=message, smaller_may_fit=self._on_cpu)
         elif code is not None and memory_lines:
             of_device = not self._on_cpu and is_of_device(RuntimeError(memory_lines[-1]), free_device_bytes=0)
             self._outcome = Outcome(fits=False, message=memory_lines[-1], of_device=of_device)

@@ -106,8 +106,8 @@ class _Search:
         self._config, self._context, self._stop, self._model = config, context, stop, model
         self._tries = itertools.count(1)
         collectives, on_cpu = context.collectives, context.device.type == "cpu"
-        sharing = context.world.local_world_size if on_cpu else 1  # ranks on the same memory
-        self._free_bytes = collectives.lowest(device_capacity(context.device).free_bytes // sharing)[0]
+        share = context.world.local_world_size if on_cpu else 1  # the ranks of a machine share its memory
+        self._free_bytes = collectives.lowest(device_capacity(context.device).free_bytes // share)[0]
 
         def needed_bytes(size: int) -> int:
             needed = self._expected(size).estimate
