@@ -5,7 +5,6 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Any, Literal, TypeVar
 
 from ds_encdec.base.quantities import GIB, in_gib
@@ -57,7 +56,7 @@ class EstimateRequest:
         """Return "GPU" or "host" where less than the headroom stays free, else None; an unknown host suffices."""
         if row.job.device == "cuda" and row.estimate.peak.total > self.gpu.usable_bytes * (1 - HEADROOM):
             return "GPU"
-        return "host" if row.node_bytes > (self.host_bytes or inf) * (1 - HOST_HEADROOM) else None
+        return "host" if self.host_bytes and row.node_bytes > self.host_bytes * (1 - HOST_HEADROOM) else None
 
     def fits(self, row: Variant) -> bool:
         """Return whether the row fits on the GPU, and on its host if that is known."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 from weakref import finalize
 
-import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, strided
 from torch.distributed._tools.common_utils import get_untyped_storages
 
 
@@ -82,5 +81,5 @@ class StorageLog:
 def storages_of(leaves: Iterable[object]) -> Iterator[UntypedStorage]:
     """Yield the storages of the dense tensors among `leaves`; other objects are skipped."""
     for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        if isinstance(leaf, Tensor) and leaf.layout == strided:
             yield from get_untyped_storages(leaf)

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import psutil
 import torch
-from torch.profiler import record_function
 
 from ds_encdec.base.quantities import gib
 from ds_encdec.config.schema import MonitorConfig
@@ -54,7 +53,7 @@ class IntervalClock:
             self.lap()
         began, before = time.monotonic(), self._seconds[what]
         try:
-            with record_function(f"waits for {what}"):  # shown in profiles
+            with torch.profiler.record_function(f"waits for {what}"):  # shown in profiles
                 yield
         finally:
             if self._lap_began > began:  # a lap has ended in between

@@ -16,8 +16,6 @@ from itertools import chain, islice
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from ds_encdec.base.types import LossSum, StepResult
 from ds_encdec.monitor.metrics_file import strict_json
@@ -115,7 +113,7 @@ class StepAccumulator:
         self.device = device
         self._begin_step()
         # The steps that have not been reduced: facts, names of the engine's metrics, and this rank's part of the sums.
-        self._pending: list[tuple[dict[str, Any], list[str], Tensor]] = []
+        self._pending: list[tuple[dict[str, Any], list[str], torch.Tensor]] = []
         self._records: list[StepRecord] = []
 
     def add(self, loss_sum: LossSum, *, encoder_tokens: int) -> None:
@@ -138,9 +136,9 @@ class StepAccumulator:
         if pending:
             row = torch.cat([row for *_, row in pending])
             ranks = [row]
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                ranks = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-                dist.all_gather(ranks, row)
+            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                ranks = [torch.empty_like(row) for _ in range(torch.distributed.get_world_size())]
+                torch.distributed.all_gather(ranks, row)
             # An all-reduce would add in an order that depends on the buffer's size.
             totals = iter(sum(ranks[1:], start=ranks[0]).tolist())
             for facts, names, _ in pending:
@@ -172,7 +170,7 @@ class StepAccumulator:
         self._encoder_tokens = 0
 
 
-def by_denoiser(sums: Tensor) -> list[dict[str, float]]:
+def by_denoiser(sums: torch.Tensor) -> list[dict[str, float]]:
     """Return the rows of [rows, denoisers] as dicts by denoiser. Waits for the device."""
     return [dict(zip(TASKS, row, strict=True)) for row in sums.tolist()]
 

@@ -7,7 +7,6 @@ import math
 import netrc
 import os
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from html import escape
@@ -290,7 +289,7 @@ class WandbSink(Sink):
         logging_dir.mkdir(parents=True, exist_ok=True)
         run_id, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
         if run_id or not id_file.exists():
-            id_file.write_text((run_id or secrets.token_hex(4)) + "\n")
+            id_file.write_text((run_id or os.urandom(4).hex()) + "\n")
         self._run = _start_wandb(
             project=infra.wandb_project,
             entity=infra.wandb_entity,
