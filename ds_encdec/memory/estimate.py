@@ -99,8 +99,11 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
         row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
         tokens = max(row, min(ceil(training.eval_generate_samples / job.world_size) * row, settings.batch_tokens))
         cache_numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * tokens
-        copy = Breakdown(weights=job.compute_bytes * job.parameters, activations=job.compute_bytes * cache_numbers)
-        yield "generation", resting + copy
+        yield (
+            "generation",
+            resting
+            + Breakdown(weights=job.compute_bytes * job.parameters, activations=job.compute_bytes * cache_numbers),
+        )
     yield "building of the engine", engine.build
 
 

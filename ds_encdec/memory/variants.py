@@ -81,8 +81,9 @@ def changed(job: Job, change: Mapping[str, Any]) -> Job:
         engine = engine_candidates(config)[0].name
     if BATCH_FIELDS & change.keys():
         steps = max(1, micro_batches_per_step(config, job.world_size) // job.world_size)
-    other = replace(job, config=config, engine=engine, gradient_accumulation_steps=steps)
-    return with_micro_batch(other, config.training.micro_batch_size)
+    return with_micro_batch(
+        replace(job, config=config, engine=engine, gradient_accumulation_steps=steps), config.training.micro_batch_size
+    )
 
 
 def variant(job: Job, change: Change) -> Variant:

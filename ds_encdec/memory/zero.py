@@ -196,12 +196,12 @@ def _replicated(s: _Settings) -> EngineMemory:
     gradients = float(s.weight * s.trainable)  # p.grad, until the step
     # engine.py allreduce_bucket: a flat copy, also on a single rank; two in two dtypes.
     reduced = min(s.trainable, _ALL_REDUCE_ELEMENTS + s.largest) * (s.reduced if s.is_bf16_optimizer else s.weight)
-    copied = 4 * s.trainable * (s.weight < 4 and not s.is_bf16_optimizer)  # fp32_param.grad, before p.grad goes
     return EngineMemory(
         resting=Breakdown(gradients=s.accumulation * s.trainable * s.is_bf16_optimizer),
         forward=Breakdown(gradients=gradients * s.accumulates),
         backward=lambda done, unit: Breakdown(gradients=s.whole_gradients(s.weight, done, unit)),
-        step=Breakdown(gradients=gradients + copied),
+        # fp32_param.grad, before p.grad goes
+        step=Breakdown(gradients=gradients + 4 * s.trainable * (s.weight < 4 and not s.is_bf16_optimizer)),
         last_reduction=Breakdown(gradients=gradients, communication=reduced),
     )
 
