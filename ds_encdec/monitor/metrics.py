@@ -134,11 +134,7 @@ class StepAccumulator:
         """Return all steps since the last `take`. A collective: every rank calls it after the same steps."""
         pending, self._pending = self._pending, []
         if pending:
-            row = torch.cat([row for *_, row in pending])
-            ranks = [row]
-            if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-                ranks = [torch.empty_like(row) for _ in range(torch.distributed.get_world_size())]
-                torch.distributed.all_gather(ranks, row)
+            ranks = _gather(torch.cat([row for *_, row in pending]))
             # An all-reduce would add in an order that depends on the buffer's size.
             totals = iter(sum(ranks[1:], start=ranks[0]).tolist())
             for facts, names, _ in pending:
@@ -168,6 +164,15 @@ class StepAccumulator:
         # This rank's losses and target tokens of the step that has not ended.
         self.sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=self.device)
         self._encoder_tokens = 0
+
+
+def _gather(row: torch.Tensor) -> list[torch.Tensor]:
+    """Return every rank's `row`, in rank order. A collective."""
+    ranks = [row]
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        ranks = [torch.empty_like(row) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(ranks, row)
+    return ranks
 
 
 def by_denoiser(sums: torch.Tensor) -> list[dict[str, float]]:
