@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from ds_encdec.model.attention import PackedLayout
@@ -32,9 +33,6 @@ from ds_encdec.model.encoder import Qwen3Layer
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 Forward = Callable[..., Tensor]
-
-# Parts of the names of attention kernels: aten's, torch's varlen_attn, flash-attn's.
-_ATTENTION_NAMES = ("attention", "attn")
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Inductor recomputes cheap operations (halves of rotated heads, merged rows) at each use, instead of writing their
@@ -63,8 +61,8 @@ def apply_activation_checkpointing(
     wraps the model. With `full` every layer recomputes, with `every_n` layers 0, n, 2n, … of either stack, with
     `selective` the cheaper half of every layer's operations. `random`: layers drop out."""
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
-    chosen: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
-    recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, **chosen)
+    contexts = _selective_contexts if mode == "selective" else noop_context_fn
+    recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
@@ -92,10 +90,11 @@ def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     products = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        is_product = operation in _PRODUCTS
-        products[context.is_recompute] += is_product
-        is_odd = products[context.is_recompute] % 2 == 1
-        kept = is_odd if is_product else any(part in str(operation) for part in _ATTENTION_NAMES)
+        if operation in _PRODUCTS:
+            products[context.is_recompute] += 1
+            kept = products[context.is_recompute] % 2 == 1
+        else:  # attention kernels: aten's, torch's varlen_attn, flash-attn's
+            kept = any(part in str(operation) for part in ("attention", "attn"))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -113,8 +112,7 @@ def compiled(forward: Forward, *, random: bool) -> Forward:
             for tensor in (*layout.encoder.varying(), *layout.merged.varying()):
                 torch._dynamo.mark_dynamic(tensor, 0)
         # A view into a larger buffer, which the first layer of a stack gets, would need a separate graph.
-        whole = hidden_states.clone() if hidden_states.storage_offset() else hidden_states
-        return run(whole, *shared, **options)
+        return run(hidden_states.clone() if hidden_states.storage_offset() else hidden_states, *shared, **options)
 
     return compiled_forward
 
@@ -150,11 +148,14 @@ def _pack(
     """Copy `tensor` once, however often it is saved; return tensors that stay on the device as they are. `seen`: by
     place and form, which no other tensor takes while this one is there."""
     address = tensor.untyped_storage().data_ptr()
-    # Parameters may have been gathered since the layer began.
-    of_layer = (parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
-    if tensor.numel() == 0 or address in staying or address in of_layer:
-        return tensor
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # gaps or repeated elements are not copied
+    if (
+        tensor.numel() == 0
+        or address in staying
+        # Parameters may have been gathered since the layer began.
+        or address in (parameter.untyped_storage().data_ptr() for parameter in layer.parameters())
+        # Gaps or repeated elements are not copied.
+        or torch.empty_like(tensor, device="meta").stride() != tensor.stride()
+    ):
         return tensor
     key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     if key not in seen:
@@ -168,9 +169,7 @@ def _pack(
 def _unpack(packed: Tensor | _Saved) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    tensor = packed.tensor
-    if tensor is None:
-        tensor = packed.host.to(packed.device, non_blocking=True)
+    tensor = packed.host.to(packed.device, non_blocking=True) if packed.tensor is None else packed.tensor
     packed.uses -= 1  # below 0 in a second backward pass over the graph
     packed.tensor = tensor if packed.uses > 0 else None
     return tensor
@@ -179,9 +178,8 @@ def _unpack(packed: Tensor | _Saved) -> Tensor:
 def _tensors(item: Any) -> Iterator[Tensor]:
     if isinstance(item, Tensor):
         yield item
-        return
-    if isinstance(item, Segments) or dataclasses.is_dataclass(item):
-        item = vars(item)
-    parts = item.values() if isinstance(item, dict) else item
-    for one in parts if isinstance(item, dict | tuple | list) else ():
-        yield from _tensors(one)
+    elif isinstance(item, Segments) or dataclasses.is_dataclass(item):
+        yield from _tensors(vars(item))
+    elif isinstance(item, dict | tuple | list):
+        for one in item.values() if isinstance(item, dict) else item:
+            yield from _tensors(one)

@@ -3,10 +3,8 @@ positions see which; layers call both layouts alike. The decoder's merged attent
 softmax over the encoder's output and the decoder's own past, under a causal mask aligned to the bottom right corner.
 Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim]."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -50,7 +48,7 @@ class PackedLayout:
         decoder_lengths: tuple[int, ...],
         encoder_positions: Tensor,
         decoder_positions: Tensor,
-    ) -> PackedLayout:
+    ) -> Self:
         """Derive the layout of one micro-batch, without a device synchronisation. `*_cu_seqlens`: boundaries, int32
         [max_documents + 1], the last one repeated to the end. `*_lengths`: the same on the host, one entry per
         document; an encoder length may be 0. `*_positions`: int64 [Te] and [Td]."""
@@ -65,19 +63,22 @@ class PackedLayout:
         segments = -(-(len(encoder_lengths) + 1) // _SEGMENTS_MULTIPLE) * _SEGMENTS_MULTIPLE
         encoder_cu = F.pad(encoder_cu_seqlens[:segments], (0, 1), value=encoder_tokens)
         decoder_cu = F.pad(decoder_cu_seqlens[:segments], (0, 1), value=decoder_tokens)
+        merged_cu = encoder_cu + decoder_cu
         merged_lengths = tuple(e + d for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
-        merged = decoder_cu, encoder_cu + decoder_cu, decoder_lengths, merged_lengths
         # For each row of the per-document [encoder ; decoder] order, its row in [all encoder ; all decoder].
         rows = torch.arange(encoder_tokens + decoder_tokens, device=encoder_cu.device)
         # Empty segments end where they start; `right=True` steps over them.
-        document = torch.searchsorted((encoder_cu + decoder_cu)[1:].contiguous(), rows, right=True)
-        offset = rows - (encoder_cu + decoder_cu)[document]
+        document = torch.searchsorted(merged_cu[1:].contiguous(), rows, right=True)
+        offset = rows - merged_cu[document]
         length = encoder_cu[document + 1] - encoder_cu[document]
-        from_decoder = encoder_tokens + decoder_cu[document] + offset - length
-        merge_index = torch.where(offset < length, encoder_cu[document] + offset, from_decoder)
+        merge_index = torch.where(
+            offset < length, encoder_cu[document] + offset, encoder_tokens + decoder_cu[document] + offset - length
+        )
         return cls(
             encoder=Segments(encoder_cu, encoder_cu, encoder_lengths, encoder_lengths, encoder_tail, encoder_tail),
-            merged=Segments(*merged, decoder_tail, encoder_tail + decoder_tail),
+            merged=Segments(
+                decoder_cu, merged_cu, decoder_lengths, merged_lengths, decoder_tail, encoder_tail + decoder_tail
+            ),
             encoder_positions=encoder_positions,
             decoder_positions=decoder_positions,
             merge_index=merge_index,
@@ -98,8 +99,7 @@ class PackedLayout:
 
 
 class _Permuted(torch.autograd.Function):
-    """Permutes rows by `index`; the backward pass gathers by `inverse`, where autograd's own would add up."""
-
+    # The backward pass gathers, where autograd's own would add up.
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
@@ -132,19 +132,19 @@ class PaddedLayout:
         decoder_valid: Tensor | None = None,
         past_length: int = 0,
         device: torch.device,
-    ) -> PaddedLayout:
+    ) -> Self:
         """Derive both masks from Hugging Face's, `encoder_valid` [B, encoder_length] and `decoder_valid` [B, past and
         new length]. A position always sees itself, so that no softmax row is empty; decoder positions count real
         tokens, so that left padding does not shift them. Raises ValueError for other shapes."""
         _check_mask("attention_mask", encoder_valid, encoder_length)
         _check_mask("decoder_attention_mask", decoder_valid, past_length + decoder_length)
-        encoder_positions = torch.arange(encoder_length, device=device)
         queries = torch.arange(past_length, past_length + decoder_length, device=device)
         keys = torch.arange(past_length + decoder_length, device=device)
         encoder_mask = None
         if encoder_valid is not None:
-            self_visible = torch.eye(encoder_length, dtype=torch.bool, device=device)
-            encoder_mask = encoder_valid.bool()[:, None, None, :] | self_visible
+            encoder_mask = encoder_valid.bool()[:, None, None] | torch.eye(
+                encoder_length, dtype=torch.bool, device=device
+            )
         decoder_positions = queries[None]
         causal = (keys <= queries[:, None])[None, None]
         if decoder_valid is not None:
@@ -154,7 +154,7 @@ class PaddedLayout:
         batch = max(len(causal), len(encoder_columns))
         encoder_columns = encoder_columns[:, None, None].expand(batch, 1, decoder_length, -1)
         return cls(
-            encoder_positions=encoder_positions[None],
+            encoder_positions=torch.arange(encoder_length, device=device)[None],
             decoder_positions=decoder_positions,
             encoder_mask=encoder_mask,
             merged_mask=torch.cat([encoder_columns, causal.expand(batch, -1, -1, -1)], dim=-1),
@@ -167,8 +167,9 @@ class PaddedLayout:
     def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
         """Map [B, Le, ...] and [B, Lk, ...] to [B, Le + Lk, ...], without unwritten rows of a static cache."""
         encoder_length = self.encoder_positions.shape[1]
-        decoder_length = self.merged_mask.shape[-1] - encoder_length
-        return torch.cat([encoder[:, :encoder_length], decoder[:, :decoder_length]], dim=1)
+        return torch.cat(
+            [encoder[:, :encoder_length], decoder[:, : self.merged_mask.shape[-1] - encoder_length]], dim=1
+        )
 
     def attend_merged(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend within each row, merged. q: [B, Lq, heads, D]; returns the same shape."""

@@ -3,8 +3,6 @@ Queries of a document see its keys and no others, if causal under a mask aligned
 operators inside a graph of torch.compile, which lengths reach as tensors or as sizes of tensors, never as constants;
 one call per document ends a graph. A GPU kernel is taken only if it agrees with that on a few documents."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Callable, Sequence
@@ -13,7 +11,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +39,7 @@ class MaskedCall:
     mask: Tensor | None
 
     @classmethod
-    def of(
-        cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device
-    ) -> MaskedCall:
+    def of(cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device) -> Self:
         """Make the call of documents with these numbers of queries and keys."""
         queries, keys = (sum(side) for side in zip(*lengths, strict=True))
         if len(lengths) == 1 and (not causal or queries == keys):
@@ -51,8 +47,8 @@ class MaskedCall:
         mask = torch.full((queries, keys), -torch.inf, dtype=dtype, device=device)
         row = column = 0
         for length, width in lengths:
-            seen = mask[row : row + length, column : column + width]
-            seen.triu_(width - length + 1 if causal else width)  # what triu_ keeps stays hidden
+            # What triu_ keeps stays hidden.
+            mask[row : row + length, column : column + width].triu_(width - length + 1 if causal else width)
             row, column = row + length, column + width
         return cls(queries, keys, mask)
 
@@ -77,9 +73,9 @@ class Segments:
         self.query_cu_seqlens, self.key_cu_seqlens = query_cu_seqlens, key_cu_seqlens
         self.query_lengths, self.key_lengths = query_lengths, key_lengths
         self.query_tail, self.key_tail = query_tail, key_tail
-        longest = max((*query_lengths, query_tail)), max((*key_lengths, key_tail))
         # At least 2: compiled code takes sizes of 0 and 1 for constants. The bound may exceed the real length.
-        self.longest_query, self.longest_key = (torch.empty(max(tokens, 2), 0) for tokens in longest)
+        self.longest_query = torch.empty(max(2, *query_lengths, query_tail), 0)
+        self.longest_key = torch.empty(max(2, *key_lengths, key_tail), 0)
         # Results of `calls`: the layers of a model, and their recomputations, share masks.
         self.made: dict[Any, tuple[MaskedCall, ...]] = {}
 
@@ -103,8 +99,7 @@ class Segments:
 
     def kernel_lengths(self) -> tuple[Tensor, Tensor, int, int]:
         """Return both boundaries, and upper bounds of the longest query and key segment, padding included."""
-        longest = self.longest_query.shape[0], self.longest_key.shape[0]
-        return self.query_cu_seqlens, self.key_cu_seqlens, *longest
+        return self.query_cu_seqlens, self.key_cu_seqlens, self.longest_query.shape[0], self.longest_key.shape[0]
 
 
 @dataclass(frozen=True)
@@ -151,14 +146,12 @@ class KernelChoice:
 
 def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
     """Return the first row that is correct for `wanted`; with `flash=False`, the one that goes by document."""
-    if not flash:
-        return KernelChoice(BY_DOCUMENT, ())
     passed_over: list[tuple[AttentionKernel, str]] = []
-    for kernel in KERNELS:
+    for kernel in KERNELS[:-1] if flash else ():
         if not (reason := why_not(kernel, wanted)):
             return KernelChoice(kernel, tuple(passed_over))
         passed_over.append((kernel, reason))
-    raise AssertionError("the last row takes everything")
+    return KernelChoice(BY_DOCUMENT, tuple(passed_over))
 
 
 @torch.compiler.disable
@@ -182,8 +175,7 @@ def attend_by_document(
         if call.queries
     ]
     if segments.query_tail:
-        row = attend(*(x[:, :, :1] for x in tail))
-        out.append((row * 0.0).expand(-1, -1, segments.query_tail, -1))
+        out.append((attend(*(x[:, :, :1] for x in tail)) * 0.0).expand(-1, -1, segments.query_tail, -1))
     return torch.cat([one[0].transpose(0, 1) for one in out]).to(dtype) if out else q[0].transpose(0, 1).to(dtype)
 
 
@@ -205,11 +197,10 @@ def _needs_enable_gqa() -> bool:
 
 def attend_in_torch(q: Tensor, k: Tensor, v: Tensor, segments: Segments, causal: bool, _dropout: float = 0.0) -> Tensor:
     """Run torch's variable-length attention: FlashAttention 2, or the activated implementation."""
-    attend = torch_varlen.varlen_attn
     options: dict[str, Any] = {"window_size": (-1, 0) if causal else (-1, -1)}
     if q.shape[-2] != k.shape[-2] and _needs_enable_gqa():
         options["enable_gqa"] = True
-    return attend(q, k, v, *segments.kernel_lengths(), **options)  # type: ignore[return-value]
+    return torch_varlen.varlen_attn(q, k, v, *segments.kernel_lengths(), **options)  # type: ignore[return-value]
 
 
 def _attend_in_flash_attn(
@@ -223,11 +214,9 @@ def _flash_refusal(wanted: KernelQuery) -> str:
     if wanted.device.type != "cuda":
         return f"there is no flash kernel for {wanted.device.type} devices"
     if wanted.dtype not in (torch.bfloat16, torch.float16):
-        dtype = str(wanted.dtype).removeprefix("torch.")
-        return f"flash kernels compute in bfloat16 and float16, not in {dtype}"
-    if (capability := torch.cuda.get_device_capability(wanted.device)) < (8, 0):
-        had = ".".join(map(str, capability))
-        return f"flash kernels need compute capability 8.0 (Ampere) or later, and this GPU has {had}"
+        return f"flash kernels compute in bfloat16 and float16, not in {str(wanted.dtype).removeprefix('torch.')}"
+    if (had := torch.cuda.get_device_capability(wanted.device)) < (8, 0):
+        return f"flash kernels need compute capability 8.0 (Ampere) or later, and this GPU has {had[0]}.{had[1]}"
     if wanted.head_dim > 256 or wanted.head_dim % 8:
         return f"flash kernels take heads of a multiple of 8 up to 256, not of {wanted.head_dim}"
     return ""
@@ -309,8 +298,10 @@ def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
             out = attend(inputs[0], inputs[1], inputs[2], segments, causal, 0.0)
             gradients = torch.autograd.grad((out * weights.to(dtype)).float().sum(), inputs)
             results.append([out.detach() * (weights != 0), *gradients])
-        for actual, expected in zip(*results, strict=True):
-            errors.append(((actual.float() - expected).abs() / (0.05 + 0.05 * expected.abs())).max())
+        errors += [
+            ((actual.float() - expected).abs() / (0.05 + 0.05 * expected.abs())).max()
+            for actual, expected in zip(*results, strict=True)
+        ]
     return float(torch.stack(errors).max())
 
 

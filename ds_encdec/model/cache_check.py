@@ -19,7 +19,7 @@ INPUTS = 8  # several: tokens of a single one may be the same by chance
 
 def check_cache(config: Qwen3Seq2SeqConfig) -> None:
     """Raise ConfigError if greedy tokens of a tiny random model differ with and without the cache."""
-    sizes = {
+    fields = {name: value for name, value in config.to_dict().items() if name != "model_type"} | {
         "vocab_size": 64,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -36,12 +36,16 @@ def check_cache(config: Qwen3Seq2SeqConfig) -> None:
         "initializer_range": 0.2,  # attention far from uniform, and likeliest tokens far from the next
         "use_cache": True,
     }
-    tiny = Qwen3Seq2SeqConfig(
-        **{name: value for name, value in config.to_dict().items() if name != "model_type"} | sizes
-    )
+    tiny = Qwen3Seq2SeqConfig(**fields)
     ids = torch.arange(2, 2 + 6 * INPUTS).view(INPUTS, 6)
-    options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False, "num_beams": 1}
-    options["return_dict_in_generate"] = False  # a configuration with output_hidden_states sets it
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": TOKENS,
+        "min_new_tokens": TOKENS,
+        "do_sample": False,
+        "num_beams": 1,
+        "return_dict_in_generate": False,  # a configuration with output_hidden_states sets it
+    }
     under = (
         f"under transformers {transformers.__version__} with torch {torch.__version__}; tested were transformers "
         f"{range_of('transformers')} and torch {range_of('torch')}, install one of those"
@@ -52,10 +56,7 @@ def check_cache(config: Qwen3Seq2SeqConfig) -> None:
             weights = random_weights(tiny, seed=0)
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights(name))
-        with_cache, without = (
-            model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=use, **options)[:, 1:].tolist()
-            for use in (True, False)
-        )
+        with_cache, without = (model.generate(ids, use_cache=use, **options)[:, 1:].tolist() for use in (True, False))
     except Exception as error:  # whatever another version of transformers raises
         raise ConfigError(f"generate() fails, {under}: {type(error).__name__}: {error}") from error
     for cached, plain in zip(with_cache, without, strict=True):

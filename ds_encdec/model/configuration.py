@@ -1,8 +1,6 @@
 """The configurations of both models, as saved in `config.json`."""
 
-from __future__ import annotations
-
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from transformers import PretrainedConfig
 
@@ -48,7 +46,15 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_heads})")
         if head_dim % 2:
             raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
-        _refuse_other_rotations(kwargs)
+        blocks = {name: kwargs.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
+        for name, rope in blocks.items():
+            if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
+                raise ValueError(f"{name} has the rope type {kind!r}, which this model does not compute: remove it")
+        bases = [base for base in (block.get("rope_theta") for block in (kwargs, *blocks.values())) if base]
+        if any(base != bases[0] for base in bases):
+            raise ValueError(
+                f"rope_theta, rope_parameters, rope_scaling: bases {bases} differ, keep that of the training"
+            )
         # Set here, since Hugging Face looks for the rotary parameters before it sets fields, and drops `use_cache`.
         self.use_cache = fields.pop("use_cache")
         default = {"rope_type": "default", "rope_theta": kwargs.get("rope_theta") or 1e6}
@@ -62,16 +68,6 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
         super().__init__(**fields | {"is_encoder_decoder": True, "loss_type": "ForMaskedLM"})
 
 
-def _refuse_other_rotations(given: dict[str, Any]) -> None:
-    blocks = {name: given.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
-    for name, rope in blocks.items():
-        if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-            raise ValueError(f"{name} has the rope type {kind!r}, which this model does not compute: remove it")
-    bases = [base for base in (block.get("rope_theta") for block in (given, *blocks.values())) if base]
-    if any(base != bases[0] for base in bases):
-        raise ValueError(f"rope_theta, rope_parameters, rope_scaling: bases {bases} differ, keep that of the training")
-
-
 class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
     """The configuration of an encoder alone: `num_hidden_layers` counts its layers."""
 
@@ -83,9 +79,8 @@ class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
         self.is_encoder_decoder = False
 
     @classmethod
-    def of(cls, config: Qwen3Seq2SeqConfig) -> Qwen3EncoderConfig:
+    def of(cls, config: Qwen3Seq2SeqConfig) -> Self:
         """Return the configuration of the encoder of `config`."""
-        fields = config.to_dict()
-        for name in ("model_type", "num_encoder_layers"):
-            del fields[name]
+        others = ("model_type", "num_encoder_layers")
+        fields = {name: value for name, value in config.to_dict().items() if name not in others}
         return cls(**fields | {"num_hidden_layers": config.num_encoder_layers})

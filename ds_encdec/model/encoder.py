@@ -46,8 +46,7 @@ def rotate(x: Tensor, rotary: Rotary) -> Tensor:
     """Apply the rotary embedding to x: [..., tokens, heads, head_dim]."""
     cos, sin = rotary
     if torch.compiler.is_compiling():  # inductor fuses this form with the norm, backward, too: 9 % less traffic
-        signed = torch.cat((-sin, sin), dim=-1)
-        return x * torch.cat((cos, cos), dim=-1) + x.roll(cos.shape[-1], dims=-1) * signed
+        return x * torch.cat((cos, cos), dim=-1) + x.roll(cos.shape[-1], dims=-1) * torch.cat((-sin, sin), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -134,10 +133,9 @@ class Qwen3Layer(GradientCheckpointingLayer):
         return self._added(hidden_states, self.mlp, self.post_attention_layernorm(hidden_states))
 
     def _added(self, stream: Tensor, part: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
-        """Return `stream` plus the output of `part`, whose last matrix product adds the two."""
         if self.residual_dropout and self.training:
             return stream + nn.functional.dropout(part(*inputs, **shared), self.residual_dropout)
-        return part(*inputs, **shared, added_to=stream)
+        return part(*inputs, **shared, added_to=stream)  # its last matrix product adds the two
 
 
 class Qwen3EncoderLayer(Qwen3Layer):
@@ -158,7 +156,6 @@ class Qwen3Stack(nn.Module):
     def _run(
         self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, kept: States, **shared: Any
     ) -> Tensor:
-        """Return the normed states of the last layer; `kept` gets each layer's input, and these."""
         rotary = rotary_tables(positions, self.config, hidden_states.dtype)
         for layer in self.layers:
             if kept is not None:
@@ -216,7 +213,7 @@ class EmbeddedEncoder(nn.Module):
         layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
         kept: States = [] if output_hidden_states else None
         states = self.encoder(embeds, layout=layout, kept=kept)
-        output = BaseModelOutput(last_hidden_state=states, hidden_states=None if kept is None else tuple(kept))
+        output = BaseModelOutput(states, None if kept is None else tuple(kept))
         return output.to_tuple() if return_dict is False else output
 
 
@@ -264,5 +261,5 @@ class Qwen3EncoderModel(Qwen3PreTrainedModel):
         """See `EmbeddedEncoder`; `last_hidden_state` is [B, Le, hidden]."""
         refuse_unknown(self, kwargs)
         requested = self._outputs(output_hidden_states, output_attentions)
-        output = EmbeddedEncoder(self.shared, self.encoder)(input_ids, attention_mask, inputs_embeds, **requested)
-        return self._answer(output, return_dict)
+        encoder = EmbeddedEncoder(self.shared, self.encoder)
+        return self._answer(encoder(input_ids, attention_mask, inputs_embeds, **requested), return_dict)

@@ -36,11 +36,11 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
     pattern that matches nothing."""
     lora = config.model.lora
     if lora is not None:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
+        import peft
 
         # Values come from a weight source or a checkpoint.
-        inject_adapter_in_model(PeftConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER)
+        fields = peft.LoraConfig(**peft_fields(lora), init_lora_weights=False)
+        peft.inject_adapter_in_model(fields, model, adapter_name=ADAPTER)
         for name, module in model.named_modules():
             if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
                 if type(module) is not nn.Linear:
@@ -124,15 +124,13 @@ class QuantizedLinear(nn.Module):
         """Return the matrix in the compute dtype."""
         from bitsandbytes.functional import dequantize_4bit
 
-        matrix: Tensor = dequantize_4bit(self.weight.data, self.quant_state)
-        return matrix
+        return dequantize_4bit(self.weight.data, self.quant_state)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         from bitsandbytes import matmul_4bit
 
-        product: Tensor = matmul_4bit(x, self.weight.t(), quant_state=self.quant_state)
-        return product
+        return matmul_4bit(x, self.weight.t(), quant_state=self.quant_state)
 
 
 def detach_frozen(model: nn.Module) -> None:
@@ -144,8 +142,11 @@ def detach_frozen(model: nn.Module) -> None:
 
 def quantized_matrices(model: nn.Module) -> dict[str, QuantizedLinear]:
     """Return the matrices in 4 bits by canonical name."""
-    modules = ((canonical_name(f"{name}.weight"), module) for name, module in model.named_modules())
-    return {name: module for name, module in modules if isinstance(module, QuantizedLinear)}
+    return {
+        canonical_name(f"{name}.weight"): module
+        for name, module in model.named_modules()
+        if isinstance(module, QuantizedLinear)
+    }
 
 
 def quantize_into(model: nn.Module, weights: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
@@ -153,6 +154,7 @@ def quantize_into(model: nn.Module, weights: WeightSource, dtype: torch.dtype, d
     for name, module in quantized_matrices(model).items():
         from bitsandbytes.functional import quantize_4bit
 
-        weight = weights(name).to(device, dtype)
-        packed, module.quant_state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+        packed, module.quant_state = quantize_4bit(
+            weights(name).to(device, dtype), quant_type="nf4", compress_statistics=True
+        )
         module.weight = nn.Parameter(packed, requires_grad=False)

@@ -71,10 +71,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
             states = _matmul_operand(hidden[chunk])
-            extra = None if extra_losses is None else extra_losses[chunk]
             # No name refers to the logits: they are freed before the products below need memory.
             logit_grads = _losses_and_gradients(
-                Rows(_matmul(states, matmul_weight.T).float(), labels[chunk], token_losses[chunk], extra),
+                Rows(
+                    _matmul(states, matmul_weight.T).float(),
+                    labels[chunk],
+                    token_losses[chunk],
+                    None if extra_losses is None else extra_losses[chunk],
+                ),
                 gradients_in,
                 scale,
                 extras,
@@ -89,7 +93,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product(weight_grad, logit_grads.T, states)
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would exist
         ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
+        ctx.dtypes, ctx.scale = (hidden.dtype, weight.dtype), scale
         ctx.mark_non_differentiable(token_losses)
         total = token_losses.sum()
         return total if extra_losses is None else total + extra_losses.sum(), token_losses
@@ -98,9 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         # Scaled in place. A second backward pass over a retained graph would scale again: autograd refuses it.
-        hidden_grad, weight_grad = ctx.saved_tensors
         grad = grad / ctx.scale
-        gradients = zip((hidden_grad, weight_grad), (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
+        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return *(one if one is None else one.mul_(grad).to(dtype) for one, dtype in gradients), *[None] * 5
 
 
@@ -125,7 +128,6 @@ def _losses_and_gradients(
 
 
 def _matmul_operand(x: Tensor) -> Tensor:
-    """Return `x` as it is multiplied: a CPU without instructions for its dtype is faster in float32."""
     return x.to(product_dtype(x))
 
 
@@ -160,18 +162,17 @@ def passes_trial(device: torch.device, dtype: torch.dtype, adding: bool) -> bool
     a, b = (torch.randn(48, n, generator=generator).to(device, dtype) for n in (64, 32))
     result = torch.ones(64, 32, device=device)
     expected = a.double().T @ b.double() + adding
-    reason = ""
     try:
         if adding:
             torch.addmm(result, a.T, b, out_dtype=torch.float32, out=result)
         else:
             result = torch.mm(a.T, b, out_dtype=torch.float32)
         error = float((result - expected).abs().max())
-        if result.dtype != torch.float32 or not error < 1e-3:  # rounded to 16 bits it is off by 0.05 and more
-            reason = f"its results are off by {error:.2g}"
+        if result.dtype == torch.float32 and error < 1e-3:  # rounded to 16 bits it is off by 0.05 and more
+            return True
+        reason = f"its results are off by {error:.2g}"
     except Exception as raised:
         reason = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
     name = f"{'sum' if adding else 'product'} of {str(dtype).removeprefix('torch.')}"
-    if reason:
-        logger.warning("The loss does without its %s in float32 on %s: %s", name, device, reason)
-    return not reason
+    logger.warning("The loss does without its %s in float32 on %s: %s", name, device, reason)
+    return False

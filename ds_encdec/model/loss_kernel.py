@@ -55,8 +55,7 @@ class Rows(NamedTuple):
 def losses_and_gradients(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras) -> Tensor | None:
     """Fill the losses of `rows`. Return `scale` times the gradients of their sum with respect to the logits, [C, V] in
     `gradients_in`, in place of the logits if that is float32; None without a dtype."""
-    fill = _fused if runs_on(rows.logits, gradients_in) else _plain
-    return fill(rows, gradients_in, scale, extras)
+    return (_fused if runs_on(rows.logits, gradients_in) else _plain)(rows, gradients_in, scale, extras)
 
 
 def runs_on(logits: Tensor, gradients_in: torch.dtype | None) -> bool:
@@ -77,8 +76,8 @@ def _plain(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: E
     log_normalizer = normalizer.log() + maximum
     losses.copy_((log_normalizer - target_logits).squeeze(1).masked_fill(ignored, 0.0))
     if extra_losses is not None:
-        extra = smoothing * above_mean + extras.z_loss * log_normalizer.square()
-        extra_losses.copy_(extra.squeeze(1).masked_fill_(ignored, 0.0))
+        added = smoothing * above_mean + extras.z_loss * log_normalizer.square()
+        extra_losses.copy_(added.squeeze(1).masked_fill_(ignored, 0.0))
         normalizer = normalizer / (1 + 2 * extras.z_loss * log_normalizer)
     if gradients_in is None:
         return None
@@ -90,10 +89,9 @@ def _plain(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: E
 
 
 def _fused(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras) -> Tensor | None:
-    logits = rows.logits
-    gradients = None
-    if gradients_in is not None:
-        gradients = logits if gradients_in == logits.dtype else torch.empty_like(logits, dtype=gradients_in)
+    gradients: Tensor | None = rows.logits
+    if gradients_in != rows.logits.dtype:
+        gradients = None if gradients_in is None else torch.empty_like(rows.logits, dtype=gradients_in)
     _launch(rows, gradients, scale, extras)
     return gradients
 
@@ -186,20 +184,19 @@ if triton is not None:
 @cache
 def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> bool:
     """Compile the kernel for `device` and compare it with the operators, on rows of one block and part of another."""
-    error = math.nan
     try:
         error = trial_error(device, gradients_in)
-        reason = "" if error <= 1.0 else f"its results differ by {error:.3g} times what rounding explains"
+        reason = f"its results differ by {error:.3g} times what rounding explains"
+        if error <= 1.0:
+            part = "evaluations" if gradients_in is None else f"training in {str(gradients_in).removeprefix('torch.')}"
+            logger.info(
+                "the loss of %s runs on %s in its kernel, within %.2f of what rounding explains", part, device, error
+            )
+            return True
     except Exception as raised:  # whatever the driver, the compiler or this kind of GPU does not like
         reason = f"{type(raised).__name__}: {raised}"
-    part = "evaluations" if gradients_in is None else f"training in {str(gradients_in).removeprefix('torch.')}"
-    if reason:
-        logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, reason)
-    else:
-        logger.info(
-            "the loss of %s runs on %s in its kernel, within %.2f of what rounding explains", part, device, error
-        )
-    return not reason
+    logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, reason)
+    return False
 
 
 def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:

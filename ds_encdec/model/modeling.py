@@ -34,7 +34,6 @@ from .loss import OwnLoss, linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
 from .precision import Linear
 
-_COUNTED = ("cache_position",)  # positions of new tokens, in transformers up to 5.3: the cache counts its own
 _CACHE = "cache" if "cache" in Seq2SeqLMOutput.__dataclass_fields__ else "past_key_values"
 Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation so far; None in training
 
@@ -58,11 +57,12 @@ class Qwen3MergedAttention(Qwen3Attention):
         if generated is None:
             encoder = self.keys_values(encoder_states, None)
         else:
-            own, cross = generated.self_attention_cache, generated.cross_attention_cache
-            decoder = self._cached(own, decoder)
+            decoder = self._cached(generated.self_attention_cache, decoder)
             # The encoder's are computed at the first step of a generation, and cached for the others.
-            new = not generated.is_updated.get(self.layer_idx, False)
-            encoder = self._cached(cross, self.keys_values(encoder_states, None) if new else None)
+            is_cached = generated.is_updated.get(self.layer_idx, False)
+            encoder = self._cached(
+                generated.cross_attention_cache, None if is_cached else self.keys_values(encoder_states, None)
+            )
             generated.is_updated[self.layer_idx] = True
         keys, values = map(layout.merged_rows, encoder, decoder)
         return self.output(layout.attend_merged(queries, keys, values), added_to)
@@ -100,9 +100,14 @@ class Qwen3Decoder(Qwen3Stack):
         kept: States = None,
     ) -> Tensor:
         """Map embeddings [..., Td, hidden] and encoder states [..., Te, hidden] to [..., Td, hidden] states."""
-        # Not by transformers' names: before 5.24 its checkpointed layers drop the cache in training mode.
-        shared = {"layout": layout, "generated": generated}
-        return self._run(inputs_embeds, encoder_states, positions=layout.decoder_positions, kept=kept, **shared)
+        return self._run(
+            inputs_embeds,
+            encoder_states,
+            positions=layout.decoder_positions,
+            kept=kept,
+            layout=layout,
+            generated=generated,  # not by transformers' name: before 5.24 its checkpointed layers drop it in training
+        )
 
 
 class LanguageModelHead(Linear):
@@ -119,11 +124,8 @@ class LanguageModelHead(Linear):
         """Return logits [..., vocab] without labels; else the sum and token losses of `linear_cross_entropy`."""
         if labels is None:
             return super().forward(hidden_states)
-        if not self.training:
-            return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens)
-        return linear_cross_entropy(
-            hidden_states, self.weight, labels, chunk_tokens, self.label_smoothing, self.z_loss, self.own_loss
-        )
+        optimised = (self.label_smoothing, self.z_loss, self.own_loss) if self.training else ()
+        return linear_cross_entropy(hidden_states, self.weight, labels, chunk_tokens, *optimised)
 
 
 @dataclass
@@ -238,11 +240,9 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return self._answer(output, return_dict)
 
     def _cache_of_call(self, past_key_values: object, cache: object, use_cache: bool) -> Cache:
-        """Return the cache passed by either name, or a new one. Raises TypeError for two, or another class."""
         caches = [one for one in (past_key_values, cache) if one is not None]
         if not caches:
-            is_made = use_cache and not self.training
-            return EncoderDecoderCache(DynamicCache(), DynamicCache()) if is_made else None
+            return EncoderDecoderCache(DynamicCache(), DynamicCache()) if use_cache and not self.training else None
         chosen = caches[0]
         if chosen is not caches[-1] or not isinstance(chosen, EncoderDecoderCache):
             kinds = " and ".join(type(one).__name__ for one in caches)
@@ -264,7 +264,8 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         if not arguments:
             return {}
         taken = inspect.signature(self.loss_function).parameters.keys() - {"logits", "labels", "vocab_size", "kwargs"}
-        refuse_unknown(self, arguments, {*_COUNTED, *taken})
+        # cache_position: positions of new tokens, in transformers up to 5.3. The cache counts its own.
+        refuse_unknown(self, arguments, {"cache_position", *taken})
         return {name: value for name, value in arguments.items() if name in taken}
 
     def _packed_loss(
@@ -282,8 +283,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
         encoder_states = self.encoder(encoder_embeds, layout=packing)
         hidden_states = self.decoder(decoder_embeds, encoder_states, layout=packing)
-        loss, token_losses = self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens)
-        return PackedLossOutput(loss=loss, token_losses=token_losses)
+        return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor | None) -> Tensor:
         """Shift labels [B, Ld] right behind `decoder_start_token_id`; -100 becomes the pad token."""

@@ -145,8 +145,9 @@ def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
             raise ConfigError(f"training.freeze: no parameter is called {pattern!r}; {_alike(pattern, names)}")
     frozen = frozenset(name for matching in matches.values() for name in matching)
     if frozen and len(frozen) == len(names):
-        patterns = ", ".join(map(repr, matches))
-        raise ConfigError(f"training.freeze: {patterns} match all {len(names)} parameters. Leave some to train.")
+        raise ConfigError(
+            f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters. Leave some to train."
+        )
     return frozen
 
 

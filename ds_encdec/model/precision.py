@@ -46,7 +46,11 @@ def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:
     """Return `linear(x)` plus `added_to`, if any; compiled code adds within a plain product, rounding the sum once."""
     if added_to is None:
         return linear(x)
-    fused = torch.compiler.is_compiling() and isinstance(linear, Linear) and x.dim() == 2
-    if fused and product_dtype(x) == x.dtype == added_to.dtype:
+    if (
+        torch.compiler.is_compiling()
+        and isinstance(linear, Linear)
+        and x.dim() == 2
+        and product_dtype(x) == x.dtype == added_to.dtype
+    ):
         return linear(x, added_to)
     return added_to + linear(x)

@@ -24,13 +24,8 @@ from ds_encdec.tokenizer.sentinels import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-_NO_ARCHITECTURE = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
-
 # Fields of a Qwen3 that ours has, too.
 _COPIED = (*COUNTS, "max_position_embeddings", "initializer_range", "rms_norm_eps", "head_dim", "rope_parameters")
-
-# Fields of an encoder-decoder's `config.json` that say how it was saved.
-_NOT_COPIED = {"auto_map", "architectures", "dtype"}
 
 
 @dataclass(frozen=True)
@@ -54,8 +49,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
             config = _config(section, sizes.model_dump(exclude={"rope_theta"}) | {"rope_parameters": rope}, vocabulary)
         except ValueError as error:
             raise ConfigError(f"model.architecture: {error}") from error
-        description = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
-        return ModelSource(config, random_weights(config, seed), description)
+        origin = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
+        return ModelSource(config, random_weights(config, seed), origin)
     if section.model_name_or_path is None:
         raise ConfigError("model.model_name_or_path: name a model, or give its sizes in model.architecture")
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
@@ -70,7 +65,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         }
     else:
         _require_known(section, stored, vocabulary)
-        fields, origin = {name: stored[name] for name in stored.keys() - _NOT_COPIED}, "the encoder-decoder"
+        how_saved = {"auto_map", "architectures", "dtype"}
+        fields, origin = {name: stored[name] for name in stored.keys() - how_saved}, "the encoder-decoder"
     try:
         config = _config(section, fields, vocabulary)
     except ValueError as error:
@@ -132,14 +128,16 @@ def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Voc
 
 def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
     of_qwen3 = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
-    known = () if of_qwen3 else (*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ()))
-    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids} - {*known}
+    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
+    if not of_qwen3:
+        added_ids -= {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
     return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=of_qwen3)
 
 
 def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:
     """Return the fields in which two configurations of one model must agree: not the kernels, not versions."""
-    return {name: value for name, value in config.to_dict().items() if name not in _NO_ARCHITECTURE}
+    others = ("loss_chunk_tokens", "use_flash_attention", "use_cache", "transformers_version", "dtype")
+    return {name: value for name, value in config.to_dict().items() if name not in others}
 
 
 def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary) -> Qwen3Seq2SeqConfig:
@@ -147,14 +145,16 @@ def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary
     rows = fields["vocab_size"]
     if vocabulary.vocab_size > rows:
         rows = -(-vocabulary.vocab_size // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE
-    decided = {
-        "vocab_size": rows,
-        "pad_token_id": vocabulary.pad_id,
-        "decoder_start_token_id": vocabulary.pad_id,
-        "eos_token_id": vocabulary.eos_id,
-        "sentinel_token_ids": list(vocabulary.sentinel_ids),
-        "mode_token_ids": list(vocabulary.mode_token_ids),
-        "loss_chunk_tokens": section.loss_chunk_tokens,
-        "use_flash_attention": section.use_flash_attention,
-    }
-    return Qwen3Seq2SeqConfig(**fields | decided)
+    return Qwen3Seq2SeqConfig(
+        **fields
+        | {
+            "vocab_size": rows,
+            "pad_token_id": vocabulary.pad_id,
+            "decoder_start_token_id": vocabulary.pad_id,
+            "eos_token_id": vocabulary.eos_id,
+            "sentinel_token_ids": list(vocabulary.sentinel_ids),
+            "mode_token_ids": list(vocabulary.mode_token_ids),
+            "loss_chunk_tokens": section.loss_chunk_tokens,
+            "use_flash_attention": section.use_flash_attention,
+        }
+    )

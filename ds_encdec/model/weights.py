@@ -80,8 +80,9 @@ def stored_weights(
     }
 
     def name_of(name: str) -> str:
-        qwen3 = re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
-        return qwen3 if of_qwen3 else name
+        if not of_qwen3:
+            return name
+        return re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
 
     source.check({name_of(name): shape for name, shape in shapes.items()})
 
@@ -108,10 +109,11 @@ def stored_weights(
 
 def _row_statistics(weights: WeightSource, name: str, count: int, width: int) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation over the first `count` rows, float32 [width], summed by pieces in float64."""
-    starts = range(0, count, _STATISTICS_ROWS)
-    pieces = (weights(name, slice(start, min(start + _STATISTICS_ROWS, count))).double() for start in starts)
-    sums = (torch.stack((values.sum(0), values.square().sum(0))) for values in pieces)
-    mean, of_squares = sum(sums, torch.zeros(2, width, dtype=torch.float64)) / count
+    sums = torch.zeros(2, width, dtype=torch.float64)
+    for start in range(0, count, _STATISTICS_ROWS):
+        values = weights(name, slice(start, min(start + _STATISTICS_ROWS, count))).double()
+        sums += torch.stack((values.sum(0), values.square().sum(0)))
+    mean, of_squares = sums / count
     return mean.float(), (of_squares - mean.square()).clamp_min(0.0).sqrt().float()
 
 
@@ -144,8 +146,10 @@ class SafetensorsFolder:
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError unless the headers have these tensors in these shapes, as plain floating point."""
         if missing := sorted(shapes.keys() - self._file_of.keys()):
-            lacks = f"lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[0]}"
-            raise CheckpointError(f"{self._folder} {lacks}. Is it the model that its config.json describes?")
+            raise CheckpointError(
+                f"{self._folder} lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[0]}. Is it "
+                "the model that its config.json describes?"
+            )
         for file_name in sorted({self._file_of[name] for name in shapes}):
             with self._open(file_name) as file:
                 names = set(file.keys())
@@ -155,11 +159,14 @@ class SafetensorsFolder:
                         raise CheckpointError(f"{where} has no {name}, which {INDEX_FILE} expects there.")
                     part = file.get_slice(name)
                     if (dtype := part.get_dtype()) not in _DTYPE_NAMES.values():
-                        problem = f"is stored as {dtype}, not as {' or '.join(_DTYPE_NAMES.values())}"
-                        raise CheckpointError(f"{where}: {name} {problem}. Take the unquantized folder.")
+                        raise CheckpointError(
+                            f"{where}: {name} is stored as {dtype}, not as {' or '.join(_DTYPE_NAMES.values())}. Take "
+                            "the unquantized folder."
+                        )
                     if (shape := tuple(part.get_shape())) != shapes[name]:
-                        described = f"but config.json describes {shapes[name]}"
-                        raise CheckpointError(f"{where}: {name} has shape {shape}, {described}.")
+                        raise CheckpointError(
+                            f"{where}: {name} has shape {shape}, but config.json describes {shapes[name]}."
+                        )
 
     def _open(self, name: str) -> Any:
         # Opened for each tensor: an open file stays mapped, and all pages read count as our memory.
