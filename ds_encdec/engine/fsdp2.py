@@ -47,8 +47,7 @@ from ds_encdec.model.lora import choose_trained, detach_frozen, quantize_into, q
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name
 
-_COPY_AHEAD_BYTES = 10_000_000
-"""Bytes that a writer copies from the GPU ahead of its writes; DCP's default."""
+_COPY_AHEAD_BYTES = 10_000_000  # that a writer copies from the GPU ahead of its writes; DCP's default
 
 
 class FSDP2Engine(ShardedEngine):
@@ -74,13 +73,13 @@ class FSDP2Engine(ShardedEngine):
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         # By canonical name; tied parameters appear once. A gathered module shows other tensors; these stay the shards.
-        named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
-        self._parameters = cast(dict[str, DTensor], named)
+        self._parameters = {canonical_name(name): cast(DTensor, one) for name, one in model.named_parameters()}
         assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:
             self._collectives.on_every_rank(lambda: self._fill_from(weights))
-            dtype = compute_dtype(config.training)
-            self._collectives.on_every_rank(lambda: quantize_into(model, weights, dtype, self.device))
+            self._collectives.on_every_rank(
+                lambda: quantize_into(model, weights, compute_dtype(config.training), self.device)
+            )
         self.optimizer = build_sharded(self._parameter_groups(model), config.training, context.device)
         for group in self.optimizer.param_groups:  # zero moments: the first step allocates none, every state is saved
             for one in group["params"]:
@@ -96,9 +95,10 @@ class FSDP2Engine(ShardedEngine):
             local, rows = parameter.to_local(), _local_rows(parameter)
             source: Tensor = weights(name, rows)
             if source.shape != local.shape:
-                here, there = list(source.shape), list(local.shape)
-                where = f"{name}, rows {rows.start} to {rows.stop}"
-                raise CheckpointError(f"{where}, has shape {here} in the source and {there} in the model")
+                raise CheckpointError(
+                    f"{name}, rows {rows.start} to {rows.stop}, has shape {list(source.shape)} in the source and "
+                    f"{list(local.shape)} in the model"
+                )
             local.copy_(source)
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
@@ -131,13 +131,13 @@ class FSDP2Engine(ShardedEngine):
         return StepResult(applied, norm if finite else torch.full_like(norm, torch.inf), rate)
 
     def stage(self, directory: Path, *, copy: bool) -> StagedSave:
-        tensors, states = {}, self.optimizer.state
+        states = self.optimizer.state
         saved = {name: parameter for name, parameter in self._parameters.items() if name in self._shapes}
-        for name, parameter in saved.items():
-            tensors[f"weight.{name}"] = cast(DTensor, parameter.detach())
-        for kind, (name, parameter) in product(MOMENTS, saved.items()):
-            if kind in states.get(parameter, ()):
-                tensors[f"{kind}.{name}"] = states[parameter][kind]
+        tensors = {f"weight.{name}": cast(DTensor, parameter.detach()) for name, parameter in saved.items()} | {
+            f"{kind}.{name}": states[parameter][kind]
+            for kind, (name, parameter) in product(MOMENTS, saved.items())
+            if kind in states.get(parameter, ())
+        }
         mesh = next(iter(tensors.values())).device_mesh
         replicas, replica = (mesh.size(0), mesh.get_local_rank(0)) if mesh.ndim == 2 else (1, 0)
         elements, mine = [0] * replicas, []
@@ -181,11 +181,10 @@ class FSDP2Engine(ShardedEngine):
         self._applied_steps = saved.applied_steps
 
     def _held(self) -> Mapping[str, Iterable[Any]]:
-        """Count trained shards as master weights; `weights` are the frozen and the gathered ones."""
         shards = self._parameters.values()
         return {
             "master_weights": [parameter for parameter in shards if parameter.requires_grad],
-            "weights": [*shards, *self.model.parameters()],
+            "weights": [*shards, *self.model.parameters()],  # those not counted yet: frozen, and gathered ones
             "gradients": [parameter.grad for parameter in shards],
             "optimizer": self.optimizer.state,
         }
@@ -202,20 +201,17 @@ def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceM
 def _build_model(
     config: FullConfig, model_config: Qwen3Seq2SeqConfig, mesh: DeviceMesh, device: torch.device
 ) -> Qwen3ForSeq2SeqLM:
-    """Return the model on `mesh`, built without memory, sharded, and only then allocated, unfilled."""
-    training, infra = config.training, config.infra
+    infra, dtype = config.infra, compute_dtype(config.training)
     with torch.device("meta"), no_init_weights():
         model = Qwen3ForSeq2SeqLM(model_config)
         choose_trained(model, config)
         if config.model.lora is not None and config.model.lora.quantize != "none":
             detach_frozen(model)
     prepare_for_training(model, config)
-    dtype = compute_dtype(training)
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.to(dtype)
     offloaded = infra.offload_optimizer == "cpu"  # under FSDP2 the parameters are the float32 master weights
-    pin_memory = infra.pin_memory and device.type != "cpu"
     shard = partial(
         fully_shard,
         mesh=mesh,
@@ -225,7 +221,9 @@ def _build_model(
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,
         ),
-        offload_policy=CPUOffloadPolicy(pin_memory=pin_memory) if offloaded else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(pin_memory=infra.pin_memory and device.type != "cpu")
+        if offloaded
+        else OffloadPolicy(),
     )
     for layer in (*model.encoder.layers, *model.decoder.layers):
         shard(layer, reshard_after_forward=infra.sharding_stage.startswith("zero3"))
@@ -286,15 +284,15 @@ def _write(
             ) from failure
         if is_out_of_memory(error):
             raise out_of_memory(error, where) from failure
-        problem = f"{folder} could not be written: rank {where}: {type(error).__name__}: {error}"
-        raise CheckpointError(problem) from failure
+        raise CheckpointError(
+            f"{folder} could not be written: rank {where}: {type(error).__name__}: {error}"
+        ) from failure
     rest = [folder / ".metadata", write_record(record, directory)] if rank == 0 else []
     return [*sorted(folder.glob(f"__{rank}_*.distcp")), *rest]
 
 
+# Plans to write `keys` alone. Every rank names all tensors, so that the files list them in the model's order.
 class _PlanOf(DefaultSavePlanner):
-    """Plans to write `keys` alone. Every rank names all tensors, so that the files list them in the model's order."""
-
     def __init__(self, keys: frozenset[str]) -> None:
         super().__init__()
         self._keys = keys

@@ -21,9 +21,9 @@ from ds_encdec.engine.user_code import build_optimizer
 from ds_encdec.model.precision import product_dtype
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
+# Coefficients of the quintic, which lifts small singular values fastest and leaves all in [0.7, 1.2]; its steps.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _STEPS = 5
-"""Coefficients of the quintic, which lifts small singular values fastest and leaves all in [0.7, 1.2]; its steps."""
 _EPSILON = 1e-7
 
 
@@ -57,15 +57,13 @@ class Muon(LocalAdamW):
         finally:
             self.param_groups = groups
         for group in groups:
-            if not group.get("is_matrix"):
-                continue
-            stepped = sorted((one for one in group["params"] if one.grad is not None), key=_shape)
-            for _, alike in groupby(stepped, key=_shape):
-                while matrices := list(islice(alike, dist.get_world_size())):  # the mesh has all ranks
-                    self._step_together(matrices, group["lr"], group["weight_decay"])
+            if group.get("is_matrix"):
+                stepped = sorted((one for one in group["params"] if one.grad is not None), key=_shape)
+                for _, alike in groupby(stepped, key=_shape):
+                    while matrices := list(islice(alike, dist.get_world_size())):  # one for each rank of the mesh
+                        self._step_together(matrices, group["lr"], group["weight_decay"])
 
     def _step_together(self, matrices: list[DTensor], lr: float, weight_decay: float) -> None:
-        """Step one round: matrices of one shape, at most one for each rank. Collective."""
         directions = []
         for matrix in matrices:
             gradient = cast(DTensor, matrix.grad).to_local()

@@ -18,13 +18,10 @@ from ds_encdec.config.yaml.plain_files import read_json
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-Veto = Callable[["Tensor"], bool]
-"""Called once per step with the global gradient norm (float32 scalar, pre-clip); True skips the step.
-
-It must return the same on every rank.
-"""
+# Called once per step with the global gradient norm (float32 scalar, pre-clip); True skips the step. It must return the
+# same on every rank.
+Veto = Callable[["torch.Tensor"], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,7 @@ class Engine(Protocol):
     """An engine shards a model and its optimizer. `backward` accumulates gradients; `step` applies or skips them."""
 
     device: torch.device
-    model: torch.nn.Module
-    """The wrapped model. Parameters may be sharded: do not read them outside the engine."""
+    model: torch.nn.Module  # wrapped; parameters may be sharded: do not read them outside the engine
 
     def forward(self, batch: Batch) -> LossSum:
         """Run one micro-batch, from any device, in training mode."""
@@ -67,7 +63,7 @@ class Engine(Protocol):
         its shards and at most one full parameter besides. Rates, betas, decay, clipping and schedule stay this run's.
         Raises CheckpointError, on every rank, if the state is of another model."""
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every unsharded parameter by canonical name, in the compute dtype on the device, with adapters merged.
         Collective: every rank takes all of them, in this order. One is gathered at a time, and valid until the next."""
 
@@ -109,10 +105,10 @@ def own_parts(numels: Mapping[str, int], rank: int, ranks: int) -> Iterator[Piec
 
 
 ENGINE_RECORD = "engine.json"
+# The folder of DeepSpeed's own files in a checkpoint, which DeepSpeed names.
 TAG = "zero"
-"""The folder of DeepSpeed's own files in a checkpoint, which DeepSpeed names."""
+# torch.distributed.checkpoint's files, with float32 tensors `weight.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`.
 DCP_FOLDER = "dcp"
-"""torch.distributed.checkpoint's files, with float32 tensors `weight.NAME`, `exp_avg.NAME`, `exp_avg_sq.NAME`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,8 @@ class SafetensorsFolder:
         """Raise CheckpointError unless the headers have these tensors in these shapes, as plain floating point."""
         if missing := sorted(shapes.keys() - self._file_of.keys()):
             raise CheckpointError(
-                f"{self._folder} lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[0]}. Is it "
-                "the model that its config.json describes?"
+                f"{self._folder} lacks {len(missing)} of the model's {len(shapes)} tensors, such as {missing[0]}. "
+                "Is it the model that its config.json describes?"
             )
         for file_name in sorted({self._file_of[name] for name in shapes}):
             with self._open(file_name) as file:

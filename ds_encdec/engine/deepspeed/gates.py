@@ -39,8 +39,8 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
     if accelerator.is_synchronized_device() or getattr(optimizer, "swap_optimizer", False):
         return
 
+    # Make the current stream wait for `stream` when the optimizer's `method` calls `owner.synchronize`.
     def ordered(method: str, owner: Any, stream: Any) -> None:
-        """Make the current stream wait for `stream` when the optimizer's `method` calls `owner.synchronize`."""
         native = getattr(optimizer, method)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -53,8 +53,8 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
         stream, native_wait = optimizer.reduce_and_partition_stream, NoGatherCoalescedHandle.wait
         ordered("independent_gradient_partition_epilogue", stream, stream)
 
+        # Leave copies to their stream, for which the fetching stream waits next.
         def wait(self: Any, **kwargs: Any) -> None:
-            """Leave copies to their stream, for which the fetching stream waits next."""
             with replaced(accelerator, "resolves_data_dependency", lambda: True):
                 native_wait(self, **kwargs)
 
@@ -69,8 +69,9 @@ def wait_on_the_device(engine: DeepSpeedEngine, undo: ExitStack) -> None:
 
         undo.enter_context(replaced(optimizer, "_wait_for_offload_copies", wait_for_copies))
         # A gradient larger than the bucket is reduced where it lies, and may be freed while a stream works on it.
-        keep = replaced(optimizer, "_record_gradient_stream", lambda tensor, stream: tensor.record_stream(stream))
-        undo.enter_context(keep)
+        undo.enter_context(
+            replaced(optimizer, "_record_gradient_stream", lambda tensor, stream: tensor.record_stream(stream))
+        )
 
 
 class StepGate:
@@ -142,7 +143,7 @@ class ZeroGate(StepGate):
         norms: list[Tensor] = []
         for index, parameters in enumerate(getattr(optimizer, self._parameters)):
             if noted is not None:
-                known = (noted.get(optimizer.get_param_id(parameter)) for parameter in parameters)
+                known = map(noted.get, map(optimizer.get_param_id, parameters))
                 found = [norm.float() for norm in known if norm is not None]
             else:
                 gradients = list(optimizer.averaged_gradients[index])
@@ -185,7 +186,7 @@ class Bf16Gate(StepGate):
             return super()._run()
 
     def _observe(self, input_tensors: list[Tensor], **_: Any) -> float:
-        """Return the norm, infinite to skip the step. Every rank has all gradients by then."""
+        # Every rank has all gradients by then; an infinite norm skips the step.
         return math.inf if self._skips_step(_norm(input_tensors)) else self._read
 
 
@@ -206,8 +207,7 @@ class ReplicatedGate(StepGate):
             with replaced(unfused_module, "get_weight_norm", lambda *_, **__: next(groups, 0.0)):
                 return super()._run()
         engine.zero_grad()
-        counters = ("micro_steps", "global_steps", "skipped_steps")
-        write(engine, **{name: getattr(engine, name) + 1 for name in counters})
+        write(engine, **{name: getattr(engine, name) + 1 for name in ("micro_steps", "global_steps", "skipped_steps")})
         return False
 
     def _clip(self) -> None:

@@ -35,8 +35,7 @@ _LIVE_PARAMETERS = 1_000_000_000
 # Elements of an optimizer on a disk that are read, stepped and written at a time: reads of 100 MB are as fast as
 # the disk allows, and a rank holds four such buffers in host memory.
 _SWAPPED_ELEMENTS = 25_000_000
-SWAP_BUFFERS = 4
-"""Buffers of the largest sub-group's size: weights, gradients and both moments."""
+SWAP_BUFFERS = 4  # buffers of the largest sub-group's size: weights, gradients and both moments
 
 
 def render_deepspeed_json(
@@ -92,8 +91,11 @@ def render_deepspeed_json(
     if _accumulates_in(rendered, "float32") and is_summed and not zero.get("zero_quantized_gradients", False):
         rendered.setdefault("communication_data_type", "fp32")
     size = zero.get("zero_hpz_partition_size", 1)
-    settings = f"zero3_hybrid: partitions of {size} ranks (infra.hybrid_shard_size or zero_hpz_partition_size)"
-    replicas(world_size, size, settings)
+    replicas(
+        world_size,
+        size,
+        f"zero3_hybrid: partitions of {size} ranks (infra.hybrid_shard_size or zero_hpz_partition_size)",
+    )
     return rendered
 
 
@@ -191,15 +193,18 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
     if infra.offload_optimizer == "nvme":
         # Two runs may swap to one disk; DeepSpeed names files by rank alone.
         of_run = hashlib.sha256(os.path.abspath(infra.output_dir).encode()).hexdigest()[:16]
-        folder = os.path.join(os.path.expanduser(infra.nvme_path or ""), f"ds_encdec-{of_run}")
-        zero["offload_optimizer"] |= {"nvme_path": folder, "buffer_count": SWAP_BUFFERS}
+        zero["offload_optimizer"] |= {
+            "nvme_path": os.path.join(os.path.expanduser(infra.nvme_path or ""), f"ds_encdec-{of_run}"),
+            "buffer_count": SWAP_BUFFERS,
+        }
         zero["sub_group_size"] = _SWAPPED_ELEMENTS
     return zero
 
 
 def _merge(rendered: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    merged = dict(rendered)
-    for key, value in extra.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else deepcopy(value)
-    return merged
+    return rendered | {
+        key: _merge(rendered[key], value)
+        if isinstance(value, dict) and isinstance(rendered.get(key), dict)
+        else deepcopy(value)
+        for key, value in extra.items()
+    }

@@ -36,7 +36,6 @@ from ds_encdec.launch.disk import free_bytes
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
-_GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
 _GRADIENTS_OF_OPTIMIZER = (
     "averaged_gradients",  # stages 1 to 3, by group, from the backward pass to the step
     "all_grad_tensors",  # stage 1, while it accumulates
@@ -46,8 +45,8 @@ _GRADIENTS_OF_OPTIMIZER = (
     "fp32_groups_gradients_flat",  # BF16_Optimizer
 )
 
+# Bytes on the disk for each trained parameter: float32 weights, two moments, and the gradients of a step.
 SWAPPED_BYTES = 16
-"""Bytes on the disk for each trained parameter: float32 weights, two moments, and the gradients of a step."""
 
 
 def _own(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
@@ -56,24 +55,23 @@ def _own(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
 
 
 def _linked(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
-    """Yield this rank's parts under ZeRO 1 and 2, where DeepSpeed links each parameter to its part here."""
     for parameter in group:
-        link = parameter._hp_mapping  # type: ignore[attr-defined]
-        if link is not None:
-            here, there = link.lp_fragment_address, link.hp_fragment_address
-            yield Piece(engine.param_names[parameter], here.start, here.numel, there.start)
+        # Under ZeRO 1 and 2, DeepSpeed links each parameter to its part on this rank.
+        if (link := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]
+            here = link.lp_fragment_address
+            yield Piece(engine.param_names[parameter], here.start, here.numel, link.hp_fragment_address.start)
 
 
 def _whole(group: list[nn.Parameter], engine: DeepSpeedEngine) -> Iterator[Piece]:
     return end_to_end({engine.param_names[parameter]: parameter.numel() for parameter in group})
 
 
+# Each of DeepSpeed's optimizers, and its fields of flat float32 weights and of their parameters, by group.
 _FLAT = (
     (DeepSpeedZeroOptimizer_Stage3, "fp32_partitioned_groups_flat", "fp16_groups", _own),
     (DeepSpeedZeroOptimizer, "single_partition_of_fp32_groups", "bit16_groups", _linked),
     (BF16_Optimizer, "fp32_groups_flat_partition", "bf16_groups", _linked),
 )
-"""Each of DeepSpeed's optimizers, and its fields of flat float32 weights and of their parameters, by group."""
 
 
 def shards(engine: DeepSpeedEngine) -> list[Shard]:
@@ -87,17 +85,18 @@ def shards(engine: DeepSpeedEngine) -> list[Shard]:
         masters, parameters = (list(chain(*groups)) for groups in (optimizer.fp32_groups, optimizer.fp16_groups))
     else:
         masters = parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    pairs = zip(masters, parameters, strict=True)
-    return [Shard(master, tuple(_whole([parameter], engine))) for master, parameter in pairs]
+    return [
+        Shard(master, tuple(_whole([parameter], engine))) for master, parameter in zip(masters, parameters, strict=True)
+    ]
 
 
 def frozen_shards(engine: DeepSpeedEngine) -> Iterator[Shard]:
     """Yield this rank's parts of the frozen parameters, in the dtype that layers compute in."""
     for parameter in engine.module.parameters():
-        if parameter.requires_grad:
-            continue
-        cut = hasattr(parameter, "ds_tensor")
-        yield Shard(parameter.ds_tensor if cut else parameter, tuple((_own if cut else _whole)([parameter], engine)))
+        if not parameter.requires_grad:
+            cut = hasattr(parameter, "ds_tensor")
+            pieces = (_own if cut else _whole)([parameter], engine)
+            yield Shard(parameter.ds_tensor if cut else parameter, tuple(pieces))
 
 
 def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[str]) -> None:
@@ -127,15 +126,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training:
 
 def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
     """Yield the tensors that layers use: whole ones and, under stage 3, this rank's parts (hpZ: its node's)."""
-    names = ("ds_tensor", "ds_secondary_tensor")
-    parts = (getattr(parameter, name, None) for parameter in engine.module.parameters() for name in names)
-    return chain(engine.module.parameters(), parts)
+    for parameter in engine.module.parameters():
+        yield from (parameter, getattr(parameter, "ds_tensor", None), getattr(parameter, "ds_secondary_tensor", None))
 
 
 def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
     """Yield the current gradients of parameters and `shards`, as tensors, containers of them, or None."""
     return chain(
-        (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
+        (getattr(one, name, None) for one in engine.module.parameters() for name in ("grad", "grad_accum")),
         (shard.weights.grad for shard in shards),
         (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER),
     )

@@ -78,7 +78,6 @@ class DeepSpeedEngine(ShardedEngine):
         weights: WeightSource | None,
         gradient_accumulation_steps: int,
     ) -> None:
-        """Build the model from `weights`, which rank 0 reads. Without, parameters are uninitialized until `load`."""
         super().__init__(config, context)
         check("deepspeed")
         training, device = config.training, context.device
@@ -140,8 +139,7 @@ class DeepSpeedEngine(ShardedEngine):
         engine, collector, excluded = self._engine, _Collector(), not self._saves_frozen
         record = self._record(engine.global_steps - engine.skipped_steps, loss_scaler_state(engine))
         with states_mapped(engine, of=self._training):
-            for _ in self._states():  # makes states before the first step: every save has the same size
-                pass
+            list(self._states())  # makes states before the first step: every save has the same size
             with (
                 replaced(engine, "checkpoint_engine", collector),
                 # The first of these writes files, and the second would make DeepSpeed write.
@@ -153,12 +151,10 @@ class DeepSpeedEngine(ShardedEngine):
                 if "module" in state and any(True for _ in self._frozen()):
                     complete_frozen(engine, state, self._shapes.keys())
             # Host memory may run out on one rank alone.
-            take = partial(self._area.take_all, collector.files, copy=copy)
-            num_bytes, staged = self._collectives.on_every_rank(take)
+            num_bytes, staged = self._collectives.on_every_rank(lambda: self._area.take_all(collector.files, copy=copy))
         return StagedSave(num_bytes, partial(self._write, staged, record, directory))
 
     def _write(self, staged: dict[Path, Any], record: EngineRecord, directory: Path) -> list[Path]:
-        """Write this rank's part of a checkpoint. Not collective."""
         (directory / TAG).mkdir(exist_ok=True)
         for path, state in staged.items():
             with path.open("wb") as file:  # a file, not a path: torch then passes on the OSError of a full disk
@@ -236,8 +232,7 @@ class DeepSpeedEngine(ShardedEngine):
         if not isinstance(scheduler, LambdaLR):  # but DeepSpeed's own
             scheduler.step(applied - 1)
             return
-        factors = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-        rates = [peak * factor(applied) for peak, factor in factors]
+        rates = [peak * factor(applied) for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         # Not step(): torch warns when a schedule is stepped before its optimizer.
@@ -273,8 +268,8 @@ def _build_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Qwen3ForSeq2SeqLM:
-    """Return the model with its adapters, unfilled. ZeRO-3 partitions each module as soon as it is made."""
     if ds_json["zero_optimization"]["stage"] == 3:
+        # Each module is partitioned as soon as it is made.
         with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=ds_json):
             model = Qwen3ForSeq2SeqLM(model_config)
             choose_trained(model, config)
