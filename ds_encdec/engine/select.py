@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import importlib.util
 import logging
 import socket
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Keys of `zero_optimization` without use under another engine: it shards every parameter, small ones too.
 _UNMISSED = {"stage3_param_persistence_threshold"}
-"""Keys of `zero_optimization` without use under another engine: it shards every parameter, small ones too."""
 
 
 def resolve_engine(config: FullConfig) -> EngineName:
@@ -68,8 +67,8 @@ _CHECKS: ByEngine[Callable[[FullConfig, World, torch.device], object]] = ByEngin
     deepspeed=check_deepspeed,
     fsdp=lambda config, world, _: mesh_shape(config.infra, world.world_size, world.local_world_size),
 )
+# The engines' classes; see `create_engine`. They are imported late: DeepSpeed may not be installed.
 BUILDERS = ByEngine("ds_encdec.engine.deepspeed.zero:DeepSpeedEngine", "ds_encdec.engine.fsdp2:FSDP2Engine")
-"""The engines' classes; see `create_engine`. They are imported late: DeepSpeed may not be installed."""
 
 
 def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = lambda: None) -> RunContext:
@@ -114,11 +113,11 @@ def check_nodes(config: FullConfig, machines: Sequence[str], ranks_there: Sequen
     if not infra.sharding_stage.endswith("_hybrid") or infra.hybrid_shard_size:
         return
     is_one_node = set(ranks_there) == {len(ranks_there)}  # also if the launcher does not know of nodes
-    sizes = [machines.count(name) for name in machines] if is_one_node else ranks_there
-    if len(set(sizes)) > 1:
+    sizes = set(map(machines.count, machines) if is_one_node else ranks_there)
+    if len(sizes) > 1:
         raise ConfigError(
             f"infra.sharding_stage={infra.sharding_stage} shards over the ranks of a node, but some nodes have "
-            f"{' and others '.join(map(str, sorted(set(sizes))))}. Set infra.hybrid_shard_size to a divisor of "
+            f"{' and others '.join(map(str, sorted(sizes)))}. Set infra.hybrid_shard_size to a divisor of "
             f"{len(ranks_there)}, or start the same number of ranks on each node."
         )
 
@@ -129,8 +128,9 @@ def with_counted_nodes(world: World, machines: Sequence[str]) -> World:
     sizes = {machines.count(node) for node in nodes}
     if world.num_nodes > 1 or len(nodes) == 1 or len(sizes) > 1:
         return world
-    node = nodes.index(machines[world.rank])
-    return dataclasses.replace(world, num_nodes=len(nodes), node_rank=node, local_world_size=sizes.pop())
+    return dataclasses.replace(
+        world, num_nodes=len(nodes), node_rank=nodes.index(machines[world.rank]), local_world_size=sizes.pop()
+    )
 
 
 def create_engine(

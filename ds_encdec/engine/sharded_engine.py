@@ -35,11 +35,9 @@ from ds_encdec.model.weights import keyed_seed
 from ds_encdec.registry.objectives import TASKS
 from ds_encdec.registry.optimizers import row_of
 
-Read = Callable[[str, int, int], Tensor]
-"""Elements [start, stop) of the flattened parameter of this name."""
+Read = Callable[[str, int, int], Tensor]  # elements [start, stop) of the flattened parameter of this name
 
-HOST_STATES = "host_states"
-"""The category of tensors in host memory for an accelerator."""
+HOST_STATES = "host_states"  # the category of tensors in host memory for an accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,6 @@ class ShardedEngine(ABC):
         """Return the engine's own tensors by category, in containers of any depth; other objects are skipped."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
-        """Return the optimizer's groups; keep their names, and the full shapes of all parameters in checkpoints."""
         assert_ties(model)
         apart = row_of(self._training.optimizer).matrix_moments is not None
         groups = parameter_groups(model, self._training.weight_decay, matrices_apart=apart)
@@ -157,11 +154,16 @@ class ShardedEngine(ABC):
         return groups
 
     def _record(self, applied_steps: int, loss_scaler: Mapping[str, float | int] | None = None) -> EngineRecord:
-        made_by = self._context.engine_spec.state_format, self._infra.sharding_stage, self._context.world.world_size
-        return EngineRecord(*made_by, applied_steps, self._names, loss_scaler or self._loss_scaler)
+        return EngineRecord(
+            self._context.engine_spec.state_format,
+            self._infra.sharding_stage,
+            self._context.world.world_size,
+            applied_steps,
+            self._names,
+            loss_scaler or self._loss_scaler,
+        )
 
     def _fill(self, saved: SavedState) -> None:
-        """Read this rank's parts of the saved state. Not collective. Raises CheckpointError."""
         theirs, ours = saved.shapes, self._shapes
         if differing := sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name)):
             there, here = (
@@ -176,10 +178,8 @@ class ShardedEngine(ABC):
             shard.fill(shard.weights, partial(saved.read, "weight"))
         for shard, state in self._states():
             shard.fill(shard.weights, partial(saved.read, "weight"))
-            for kind in MOMENTS:
-                if kind in state:
-                    (moment,) = _local_tensors(state[kind])
-                    shard.fill(moment, partial(saved.read, kind))
+            for kind in (kind for kind in MOMENTS if kind in state):
+                shard.fill(local_part(state[kind]), partial(saved.read, kind))
             set_step(state, saved.applied_steps)
 
 
@@ -296,12 +296,11 @@ def layout_of(batch: Batch) -> PackedLayout:
 
 def split_by_denoiser(total: Tensor, token_losses: Tensor, batch: Batch) -> LossSum:
     """Split the loss of a batch by denoiser. `token_losses`: float32 [Td], 0 where the label is -100."""
-    has_loss = (batch.labels != IGNORE_INDEX).float()
     zeros = torch.zeros(len(TASKS), device=token_losses.device)
     return LossSum(
         total=total,
         by_denoiser=zeros.index_add(0, batch.denoiser_ids, token_losses),
-        tokens_by_denoiser=zeros.index_add(0, batch.denoiser_ids, has_loss),
+        tokens_by_denoiser=zeros.index_add(0, batch.denoiser_ids, (batch.labels != IGNORE_INDEX).float()),
     )
 
 

@@ -52,8 +52,7 @@ class StagingArea:
         if is_sharded and not self._copies:
             return tensor
         storage = self._storages[key]
-        plain = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-        copied = torch.empty_like(tensor, device="cpu") if is_sharded else plain
+        copied = torch.empty_like(tensor, device="cpu") if is_sharded else tensor.new_empty(0, device=storage.device)
         local_part(copied).set_(storage, local.storage_offset(), local.size(), local.stride())
         return copied
 

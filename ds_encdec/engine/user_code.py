@@ -11,8 +11,6 @@ lack any of them, and keeps nothing else, also outside its states.
 its gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -26,8 +24,6 @@ from ds_encdec.base.types import MOMENTS, ConfigError, StateKind
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.model.loss import OwnLoss
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
-
-_tried: dict[tuple[str, str, str], KeptState] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +41,9 @@ class KeptState:
             counter, is_tensor = self.counter, isinstance(self.counter, Tensor)
             state["step"] = torch.zeros((), dtype=counter.dtype, device=counter.device) if is_tensor else counter
         return state | {kind: torch.zeros_like(weights, requires_grad=False) for kind in self.moments}
+
+
+_tried: dict[tuple[str, str, str], KeptState] = {}
 
 
 def kept_state(training: TrainingConfig, device: torch.device, *, is_matrix: bool = False) -> KeptState:
@@ -160,8 +159,9 @@ def _make(groups: list[dict[str, Any]], name: str, arguments: Mapping[str, Any])
     try:
         made = factory(groups, **arguments)
     except Exception as error:  # whatever the user's code raises
-        passed = ", ".join(["groups", *arguments])
-        raise ConfigError(f"training.optimizer={name} cannot be made from ({passed}): {whose_fault(error)}") from error
+        raise ConfigError(
+            f"training.optimizer={name} cannot be made from ({', '.join(['groups', *arguments])}): {whose_fault(error)}"
+        ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"training.optimizer={name} returns a {type(made).__name__}, not a torch.optim.Optimizer")
     return made
@@ -171,8 +171,7 @@ def _make(groups: list[dict[str, Any]], name: str, arguments: Mapping[str, Any])
 def load_loss(name: str) -> OwnLoss:
     """Import the loss `name` and try it, once per process. Raises ConfigError if it fails, or is no loss."""
     loss = load_plugin("training.loss", name, "losses")
-    generator = torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(6, 11, generator=generator), torch.arange(6)
+    logits, labels = torch.randn(6, 11, generator=torch.Generator().manual_seed(0)), torch.arange(6)
     whole = _losses(name, loss, logits, labels)
     pieces = torch.cat([_losses(name, loss, *some) for some in zip(logits.split(4), labels.split(4), strict=True)])
     if not torch.allclose(whole, pieces, rtol=1e-5, atol=1e-6):
@@ -184,7 +183,6 @@ def load_loss(name: str) -> OwnLoss:
 
 
 def _losses(name: str, loss: Any, logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the losses of these rows beside their gradients, [N, 1 + vocabulary]."""
     leaf = logits.clone().requires_grad_()
     try:
         losses = loss(leaf, labels)
