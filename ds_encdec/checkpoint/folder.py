@@ -11,8 +11,6 @@ at any moment leaves the earlier folder or the new one, and `clear_leftovers` re
 
 Only rank 0 changes it."""
 
-from __future__ import annotations
-
 import glob
 import logging
 import os
@@ -206,6 +204,23 @@ def _new_link(link: Path, target: str) -> Path:
     return temporary
 
 
+class CheckpointJson(dict[str, Any]):
+    """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            content = read_json(path, None)
+        except (OSError, ValueError) as error:
+            raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
+        if not isinstance(content, dict):
+            raise DamagedCheckpointError(f"{path} holds no mapping, so ds_encdec did not write it.")
+        super().__init__(content)
+
+    def __missing__(self, key: str) -> Any:
+        raise DamagedCheckpointError(f"{self._path} has no {key!r}, so ds_encdec did not write it.")
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A committed, verified checkpoint."""
@@ -219,8 +234,10 @@ class Checkpoint:
 
     def __str__(self) -> str:
         record, manifest = read_record(self.path), self.manifest
-        line = f"{self.path}: whole; step {manifest.step:,}, {manifest.engine} {record.sharding_stage} on "
-        line += f"{count(record.world_size, 'rank')}, {len(manifest.files)} files, {manifest.num_bytes / 1e9:.3f} GB"
+        line = (
+            f"{self.path}: whole; step {manifest.step:,}, {manifest.engine} {record.sharding_stage} on "
+            f"{count(record.world_size, 'rank')}, {len(manifest.files)} files, {manifest.num_bytes / 1e9:.3f} GB"
+        )
         facts = self.read_json("trainer.json").get("saved") if (self.path / "trainer.json").is_file() else None
         if isinstance(facts, dict):
             line += f", saved {facts.get('time')} ({facts.get('reason')})"
@@ -233,26 +250,9 @@ class Checkpoint:
         try:
             return TrainingState.from_dict(self.read_json("trainer.json")["state"])
         except (TypeError, AttributeError) as error:
-            path = self.path / "trainer.json"
-            raise DamagedCheckpointError(f"{path}: `state` was not written by ds_encdec: {error}.") from error
-
-
-class CheckpointJson(dict[str, Any]):
-    """The content of a JSON file of a checkpoint. Raises DamagedCheckpointError for a key that it lacks."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises DamagedCheckpointError if the file at `path` cannot be read, or holds no mapping."""
-        self._path = path
-        try:
-            content = read_json(path, None)
-        except (OSError, ValueError) as error:
-            raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from error
-        if not isinstance(content, dict):
-            raise DamagedCheckpointError(f"{path} holds no mapping, so ds_encdec did not write it.")
-        super().__init__(content)
-
-    def __missing__(self, key: str) -> Any:
-        raise DamagedCheckpointError(f"{self._path} has no {key!r}, so ds_encdec did not write it.")
+            raise DamagedCheckpointError(
+                f"{self.path / 'trainer.json'}: `state` was not written by ds_encdec: {error}."
+            ) from error
 
 
 def verify_checkpoints(path: Path) -> Iterator[Checkpoint]:

@@ -41,7 +41,6 @@ WriteRest = Callable[[Path], None]
 
 MAKE_ROOM = "Free space there, or lower training.save_total_limit."  # advice if a disk is too small for checkpoints
 
-
 Stage = Callable[..., StagedSave]  # `Engine.stage`
 
 
@@ -183,18 +182,18 @@ class CheckpointManager:
         self._newest_step = checkpoint.manifest.step
 
         def go_back() -> bool:
-            own = committed_steps(self.folder.resolve()).values()
-            if checkpoint.path in own:  # an `abandoned-…` beside them is not
+            if checkpoint.path in committed_steps(self.folder.resolve()).values():  # an `abandoned-…` is not
                 self._files.go_back_to(checkpoint.manifest.step, state.best_step)
             return (self.folder / "best").exists()
 
-        has_best = self._collectives.on_rank_zero(go_back)
-        return state if has_best else dataclasses.replace(state, best_value=None, best_step=None)
+        if self._collectives.on_rank_zero(go_back):
+            return state
+        return dataclasses.replace(state, best_value=None, best_step=None)
 
     def _write_and_commit(
         self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]
     ) -> None:
-        """Run the part of a save that may run in the background. All ranks raise the same error."""
+        # May run in the background. All ranks raise the same error.
         folder, writing, ranks = unfinished(self._files.at(step)), self._writing(), self._background
 
         @writing.explain_refusals()
@@ -204,8 +203,13 @@ class CheckpointManager:
         @writing.explain_refusals()
         def commit() -> None:
             write_rest(folder)
-            world_size = self._collectives.world_size
-            seal(folder, step=step, world_size=world_size, engine=self._engine_name, engine_files=records)
+            seal(
+                folder,
+                step=step,
+                world_size=self._collectives.world_size,
+                engine=self._engine_name,
+                engine_files=records,
+            )
             self._files.commit(step, pointers)
 
         try:
@@ -274,8 +278,7 @@ def find_checkpoint(
 
 
 def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkpoint], None]) -> Checkpoint:
-    """Verify on rank 0 the folder and small files, then on each rank its share of the large files; all agree."""
-
+    # Rank 0 verifies the folder and the small files, then each rank its share of the large ones; all agree.
     def described() -> Checkpoint:
         manifest = read_manifest(path)
         verify_listing(path, manifest)

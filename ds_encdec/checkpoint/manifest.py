@@ -73,10 +73,10 @@ def record_file(path: Path, root: Path) -> FileRecord:
 
 def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files: Sequence[FileRecord]) -> Manifest:
     """Make `folder` durable and write its manifest; the engine's files are recorded already. Raises OSError."""
-    known = {record.path for record in engine_files}
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    rest = [record_file(path, folder) for path in files if path.relative_to(folder).as_posix() not in known]
-    manifest = Manifest(step, world_size, engine, (*engine_files, *rest))
+    known = {folder / record.path for record in engine_files}
+    rest = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in known]
+    files = (*engine_files, *(record_file(path, folder) for path in rest))
+    manifest = Manifest(step, world_size, engine, files)
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         flush_folder(inner)
     write_atomically(folder / MANIFEST, manifest.to_json())
@@ -90,8 +90,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"it holds a value of type {type(content).__name__}")
-        version = content.get("format_version")
-        if version != FORMAT_VERSION:
+        if (version := content.get("format_version")) != FORMAT_VERSION:
             raise ValueError(f"its format version is {version!r:.40}; this version of ds_encdec reads {FORMAT_VERSION}")
         if content.pop("sha256", None) != _content_hash(content):
             raise ValueError("its own SHA-256 does not match, so it was changed or damaged")
@@ -108,8 +107,9 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
         wrong = error.errors()[0]
-        problem = f"{'.'.join(map(str, wrong['loc']))} is {wrong['input']!r:.80}: {wrong['msg']}"
-        raise DamagedCheckpointError(f"{path} is not a manifest: {problem}.") from error
+        raise DamagedCheckpointError(
+            f"{path} is not a manifest: {'.'.join(map(str, wrong['loc']))} is {wrong['input']!r:.80}: {wrong['msg']}."
+        ) from error
     except ValueError as error:
         raise DamagedCheckpointError(f"{path} is not a manifest: {error}.") from error
 
@@ -144,8 +144,7 @@ def verify_files(checkpoint: Path, records: tuple[FileRecord, ...]) -> None:
     for record in records:
         path = checkpoint / record.path
         try:
-            size = path.stat().st_size
-            if size != record.num_bytes:
+            if (size := path.stat().st_size) != record.num_bytes:
                 raise DamagedCheckpointError(f"{path}: {size} bytes, but {record.num_bytes} in the manifest.")
             with open_plain(path) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()

@@ -5,8 +5,6 @@ block of the full tensor, with the place of each in a `.distcp` file. A chunk is
 whose entry `…/data/0` is the tensor's memory, stored as it is. torch's own reader loads whole chunks; this one reads
 only the bytes of the range, straight into the result, so that many ranks can share the files of few."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import struct
@@ -114,17 +112,22 @@ class DcpState(FragmentedState):
             raise CheckpointError(f"{path} is not readable: {error!r}") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointError(f"{path} holds a {type(metadata).__name__}, not the metadata of a checkpoint.")
-        entries = metadata.state_dict_metadata.items()
-        tensors = {key: entry for key, entry in entries if isinstance(entry, TensorStorageMetadata)}
+        tensors = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
         fragments = {key: list(_fragments(folder, key, tensor, metadata)) for key, tensor in tensors.items()}
-        # The planner's table keeps the order of the saved state dict; the other is ordered by writing ranks.
-        weights = [key for key in metadata.planner_data or tensors if key.startswith("weight.")]
-        shapes = {key.removeprefix("weight."): tuple(tensors[key].size) for key in weights}
+        shapes = {
+            key.removeprefix("weight."): tuple(tensors[key].size)
+            # The planner's table keeps the order of the saved state dict; the other is ordered by writing ranks.
+            for key in metadata.planner_data or tensors
+            if key.startswith("weight.")
+        }
         super().__init__(read_record(checkpoint), folder, shapes, fragments)
 
 
 def _fragments(folder: Path, key: str, tensor: TensorStorageMetadata, metadata: Metadata) -> Iterator[Fragment]:
-    """Yield the chunks of one tensor, without empty ones (ranks without a row)."""
     dtype = tensor.properties.dtype
     if dtype != torch.float32 and not (dtype == torch.bfloat16 and key.startswith("weight.")):  # a frozen weight
         raise CheckpointError(f"{folder}: {key} is {dtype}, not float32.")
@@ -148,7 +151,6 @@ def _chunk_reader(
 
     @cache  # until the chunk is read again, its archive need not be opened again
     def first_byte() -> int:
-        """Return where in the file the elements begin: behind the entry's local header, a name and an extra field."""
         with open(path, "rb") as file:
             view = cast(IO[bytes], _Archive(file, offset, num_bytes))
             entries = [entry for entry in ZipFile(view).infolist() if entry.filename.endswith("/data/0")]
@@ -156,6 +158,7 @@ def _chunk_reader(
                 raise EOFError("not one plain contiguous tensor")
             view.seek(entries[0].header_offset)
             *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(view.read(_LOCAL_HEADER.size))
+            # The elements lie behind the entry's local header, a name and an extra field.
             return offset + entries[0].header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
 
     def copy(_: StateKind, out: Tensor, first: int) -> None:
@@ -197,7 +200,6 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Builds only classes in `_PLAIN`, so that opening a file runs no code of the file's choice."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class in `_PLAIN`. Raises pickle.UnpicklingError for others."""
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in _PLAIN.get(module, ()):

@@ -90,24 +90,25 @@ class Uploads(Callback):
                 earlier.join()
             try:
                 files, root = self._open()
-                endings = (".json", ".jsonl", ".yaml")
-                self._put(files, root, [path for path in self._run.root.iterdir() if path.suffix in endings])
+                small = [path for path in self._run.root.iterdir() if path.suffix in (".json", ".jsonl", ".yaml")]
+                self._put(files, root, small)
                 steps = sorted(committed_steps(self._run.checkpoints).items(), reverse=True)
                 exports = [path.parent for path in self._run.exports.glob("*/config.json")] if is_end else []
                 for folder in [*(path for _, path in steps), *exports]:
                     self._copy(files, root, folder)
             except Exception as error:  # whatever a file system raises
-                again = "Copy the run's folder there yourself." if is_end else "It is tried again after the next save."
-                self._warn(error, again)
+                self._warn(
+                    error,
+                    "Copy the run's folder there yourself." if is_end else "It is tried again after the next save.",
+                )
 
         self._thread = threading.Thread(target=work, name="upload", daemon=True)
         self._thread.start()
 
     def _is_copying(self) -> bool:
-        """Return whether a copy is under way, after a second at most."""
         if self._thread is None:
             return False
-        self._thread.join(1.0)
+        self._thread.join(1.0)  # a second at most
         return self._thread.is_alive()
 
     def _warn(self, error: Exception, then: str) -> None:
@@ -117,11 +118,10 @@ class Uploads(Callback):
     def _open(self) -> tuple[Any, str]:
         from fsspec.core import url_to_fs  # late: few runs ask for it
 
-        files, root = url_to_fs(self._url)
-        return files, root
+        return url_to_fs(self._url)
 
     def _copy(self, files: Any, root: str, folder: Path) -> None:
-        """Copy a whole folder, unless the same one is there. If training deletes it meanwhile, it is left out."""
+        # Unless the same folder is there. If training deletes it meanwhile, it is left out.
         try:
             last = next(folder / name for name in _LAST if (folder / name).exists())
             mark, content = self._target(root, last), last.read_bytes()

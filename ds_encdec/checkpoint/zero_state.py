@@ -13,8 +13,6 @@ Beside each are its `exp_avg` and `exp_avg_sq`, of the same length. Rank 0's mod
 order of the parameters. Frozen parameters have only weights, in the compute dtype: in rank 0's model states, or under
 stage 3, cut like all parameters, in every rank's."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +20,7 @@ from functools import cache, partial
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -43,19 +41,18 @@ class ZeroState(FragmentedState):
     """`types.SavedState` of a checkpoint that the DeepSpeed engine wrote. Its hashes were checked before."""
 
     def __init__(self, checkpoint: Path) -> None:
-        """Map the files. Raises CheckpointError, naming the file, for one that is missing or of another layout."""
         record, folder = read_record(checkpoint), checkpoint / TAG
         with _layout_checked(folder):
             shapes, pieces = _read_layout(folder, record)
         fragments: dict[str, list[Fragment]] = {name: [] for name in shapes}
         for piece, part in pieces:
-            copy = partial(self._copy, piece, part)
-            fragments[piece.name].append(Fragment(piece.start, piece.start + piece.length, copy))
+            fragments[piece.name].append(
+                Fragment(piece.start, piece.start + piece.length, partial(self._copy, piece, part))
+            )
         by_key = {f"{kind}.{name}": found for kind in ("weight", *MOMENTS) for name, found in fragments.items()}
         super().__init__(record, folder, shapes, by_key)
 
     def _copy(self, piece: Piece, part: Callable[[], _Tensors], kind: StateKind, out: Tensor, first: int) -> None:
-        """Copy `piece` of `part` from `first` on into `out`. Moments before the first step are zeros."""
         tensors = part()
         if kind in tensors:
             out.copy_(tensors[kind].narrow(0, piece.offset + first, len(out)))
@@ -74,14 +71,12 @@ def _read_layout(folder: Path, record: EngineRecord) -> tuple[dict[str, tuple[in
     shapes = frozen | {name: tuple(shape) for group in named for name, shape in group.items()}
     groups = [{name: prod(shape) for name, shape in group.items()} for group in named]
     if stage == 0:
-        pieces = list(_replicated(module, states["optimizer"], groups))
+        pieces = _replicated(module, states["optimizer"], groups)
     else:
-        pieces = list(
-            (_cut_parameters if stage == 3 else _cut_groups)(_Parts(folder, stage, record.world_size), groups)
-        )
-    pieces += _frozen(folder, record, stage, {name: prod(shape) for name, shape in frozen.items()})
+        pieces = (_cut_parameters if stage == 3 else _cut_groups)(_Parts(folder, stage, record.world_size), groups)
+    frozen_pieces = _frozen(folder, record, stage, {name: prod(shape) for name, shape in frozen.items()})
     # The module's own dict has the model's order; a tied parameter stands in it under every name.
-    return {name: shapes[name] for name in module if name in shapes}, pieces
+    return {name: shapes[name] for name in module if name in shapes}, [*pieces, *frozen_pieces]
 
 
 def _model_states(folder: Path, stage: int, rank: int) -> Path:
@@ -89,9 +84,7 @@ def _model_states(folder: Path, stage: int, rank: int) -> Path:
 
 
 def _frozen(folder: Path, record: EngineRecord, stage: int, numels: Mapping[str, int]) -> Iterator[_Placed]:
-    """Yield the frozen parameters; a file is opened when one of its parameters is read."""
-
-    @cache
+    @cache  # a file is opened when one of its parameters is read
     def opened(rank: int) -> Mapping[str, Tensor]:
         path = _model_states(folder, stage, rank)
         with _layout_checked(path):
@@ -149,7 +142,6 @@ class _Parts:
 
 @contextmanager
 def _layout_checked(path: Path) -> Iterator[None]:
-    """Raise CheckpointError, naming `path`, if the code inside fails on another layout."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
@@ -176,7 +168,7 @@ def _replicated(
 
 
 def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[_Placed]:
-    """Stages 1 and 2: a group's parameters end to end, cut into equal parts, also inside parameters."""
+    # Stages 1 and 2 cut also inside parameters.
     for index, (numels, size, alignment) in enumerate(zip(groups, parts.sizes, parts.alignments, strict=True)):
         for whole in end_to_end(numels, alignment):
             begin, end = whole.offset, min(whole.offset + whole.length, parts.world_size * size)
@@ -187,7 +179,6 @@ def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[
 
 
 def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[_Placed]:
-    """Stage 3: a rank's part of each parameter, end to end."""
     for index, (numels, _) in enumerate(zip(groups, parts.sizes, strict=True)):
         for rank in range(parts.world_size):
             for piece in own_parts(numels, rank, parts.world_size):
@@ -195,7 +186,7 @@ def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Itera
 
 
 def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    """Return Adam's moments of each of the optimizer's tensors, in its order; empty for one that was never stepped."""
+    # Of each of the optimizer's tensors, in its order; empty for one that was never stepped.
     states = (base["state"].get(number, {}) for group in base["param_groups"] for number in group["params"])
     return [{kind: state[kind] for kind in MOMENTS if kind in state} for state in states]
 
@@ -203,7 +194,7 @@ def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:
 class _Inert:
     """Replaces DeepSpeed's classes, and `getattr`, by which Python 3.11.2 and its neighbours pickle enumerations."""
 
-    def __new__(cls, *arguments: object) -> _Inert:
+    def __new__(cls, *arguments: object) -> Self:
         return super().__new__(cls)
 
 
@@ -211,8 +202,7 @@ def _load(path: Path) -> Any:
     """Load a file of `torch.save` with mapped tensors, running only torch's own rebuilding of tensors."""
     try:
         foreign = get_unsafe_globals_in_checkpoint(path)
-        refused = [name for name in foreign if not name.startswith("deepspeed.") and name != "builtins.getattr"]
-        if refused:
+        if refused := [name for name in foreign if not name.startswith("deepspeed.") and name != "builtins.getattr"]:
             raise CheckpointError(
                 f"{path}: names {', '.join(refused)}, which DeepSpeed does not save. It was not opened."
             )

@@ -1,15 +1,13 @@
 """Checkpoints of adapters (model.lora): their base, the merged model, and a folder for peft. `model/base.json` records
 the base, which readers need: its place, seed, and the SHA-256 of its weight files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
+from torch import Tensor
 
 from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
 from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
@@ -25,9 +23,6 @@ from ds_encdec.model.lora import merged_weights, peft_fields
 from ds_encdec.model.parameter_count import is_adapter
 from ds_encdec.model.source import Base, base_model
 from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 BASE_RECORD = "base.json"
 
@@ -109,10 +104,8 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
     if lora is None:
         raise CheckpointError(f"--adapter: {path} holds a whole model, and no adapters (model.lora)")
     saved = open_saved_state(path)
-    weights = saved_weights(saved)
     tensors: dict[str, Tensor] = {
-        f"base_model.model.{name}": weights(name).to(torch.float32).contiguous()
-        for name in filter(is_adapter, saved.shapes)
+        f"base_model.model.{name}": saved_weights(saved)(name).contiguous() for name in filter(is_adapter, saved.shapes)
     }
     if base is not None:
         opened_base(path, _at(config.model, base), "--base")  # raises unless it is their base

@@ -70,18 +70,21 @@ def export_hf(
     is_encoder = isinstance(config, Qwen3EncoderConfig)
     if not is_encoder:
         check_cache(config)
-    parts = ("shared.", "encoder.") if is_encoder else ("",)
-    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name.startswith(parts)}
+    shapes = parameter_shapes(config)
+    if is_encoder:
+        shapes = {name: shape for name, shape in shapes.items() if name.startswith(("shared.", "encoder."))}
     with written_whole(out, replace=replace) as (unfinished, writing):
         writing.require_space(dtype.itemsize * sum(map(prod, shapes.values())))
         write_safetensors_folder(unfinished, shapes, weights, dtype=dtype, max_shard_bytes=max_shard_bytes)
-        fields = {
-            **config.to_dict(),
-            "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
-            "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-        _write_json(unfinished / "config.json", fields)
+        _write_json(
+            unfinished / "config.json",
+            {
+                **config.to_dict(),
+                "architectures": ["Qwen3EncoderModel" if is_encoder else "Qwen3ForSeq2SeqLM"],
+                "auto_map": ENCODER_AUTO_MAP if is_encoder else AUTO_MAP,
+                "dtype": str(dtype).removeprefix("torch."),
+            },
+        )
         if is_encoder:
             _write_sentence_transformers(unfinished, config.hidden_size, longest_text or config.max_position_embeddings)
         else:
@@ -101,16 +104,18 @@ def _write_sentence_transformers(folder: Path, hidden_size: int, longest_text: i
     """Make an encoder's folder one for `SentenceTransformer(folder, trust_remote_code=True)` of version 3 or later. A
     text's embedding is the mean of its tokens' states, of length 1."""
     modules = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-    listed = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for index, (name, path) in enumerate(modules.items())
-    ]
-    _write_json(folder / "modules.json", listed)
-    _write_json(folder / "config_sentence_transformers.json", {"similarity_fn_name": "cosine"})
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": longest_text, "do_lower_case": False})
     (folder / modules["Pooling"]).mkdir()
-    pooling = {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True}
-    _write_json(folder / modules["Pooling"] / "config.json", pooling)
+    contents: dict[str, Any] = {
+        "modules.json": [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}
+            for index, (name, path) in enumerate(modules.items())
+        ],
+        "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+        "sentence_bert_config.json": {"max_seq_length": longest_text, "do_lower_case": False},
+        "1_Pooling/config.json": {"word_embedding_dimension": hidden_size, "pooling_mode_mean_tokens": True},
+    }
+    for name, content in contents.items():
+        _write_json(folder / name, content)
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -129,9 +134,15 @@ def export_checkpoint(
     """Export a committed checkpoint of any engine, with a model card about its run. Raises CheckpointError. `replace`:
     replace an earlier export at `out` once this one is complete. `base`: the adapters' base, if moved."""
     path = Path(checkpoint).expanduser().resolve()
-    words = f"checkpoint `{path.name}`"
     _export_mean(
-        [path], words, Path(out).expanduser(), "CHECKPOINT", base, dtype, encoder_only=encoder_only, replace=replace
+        [path],
+        f"checkpoint `{path.name}`",
+        Path(out).expanduser(),
+        "CHECKPOINT",
+        base,
+        dtype,
+        encoder_only=encoder_only,
+        replace=replace,
     )
 
 
@@ -183,8 +194,12 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
         found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
         if len(found) < MIN_AVERAGED:
             if run.averaged.exists():
-                few = f"{count(found, 'checkpoint')} in a row are too few for another. `ds-encdec average` needs 2"
-                logger.warning("%s is the mean of an earlier end of this run: %s.", run.averaged, few)
+                logger.warning(
+                    "%s is the mean of an earlier end of this run: %s in a row are too few for another. `ds-encdec "
+                    "average` needs 2.",
+                    run.averaged,
+                    count(found, "checkpoint"),
+                )
             return
         logger.info(
             "Averaging the last checkpoints: rank 0 reads %s MB. This may be interrupted.",

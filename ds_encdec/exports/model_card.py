@@ -1,7 +1,5 @@
 """Writes the model card of an export: the facts of its run, and a header for the Hugging Face hub and its search."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,10 +26,8 @@ _INHERITED = ("license", "license_name", "license_link", "language")
 
 
 def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
-    """Return the card's rows on the objective. `forms`: of the fine-tuning inputs."""
     if data.objective == "ul2":
-        weights = ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)
-        return {f"UL2 weights ({', '.join(DENOISERS)})": weights}
+        return {f"UL2 weights ({', '.join(DENOISERS)})": ", ".join(f"{weight:g}" for weight in data.ul2_task_weights)}
     names = () if [*forms] == [CHAT] else ("input_template", "output_template")
     conversations = {"Conversations": "through the tokenizer's chat template"} if CHAT in forms else {}
     templates = {name: f"`{getattr(data, name)!r}`".replace("|", "\\|") for name in names}  # else a column ends there
@@ -49,8 +45,10 @@ def model_card(
     """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder.
     `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`, `CHAT`)."""
     model, data, training = config.model, config.data, config.training
-    sources = data.mixture or [data]
-    names = [f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "") for one in sources]
+    names = [
+        f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "")
+        for one in data.mixture or [data]
+    ]
     shares = [f"{name} × {one.weight:g}" for name, one in zip(names, data.mixture or [], strict=False)]
     lora, frozen, best = model.lora, ", ".join(f"`{pattern}`" for pattern in training.freeze), state.best_value
     trained = {"Frozen": frozen} if frozen else {}
@@ -100,18 +98,21 @@ def _card(
         tags=[*tags, objective, "qwen3"],
         **({} if config is None else _origin(config)),
     )
-    ranges = f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS}"
-    tried = f"{ranges} (written under {torch.__version__} and {transformers.__version__})"
-    card = ModelCard.from_template(
-        header,
-        template_path=str(_TEMPLATE),
-        rows={**rows, "Loads under": tried},
-        encoder=encoder_only,
-        objective=objective,
-        is_chat=is_chat,
-        prompt=json.dumps(prompt, ensure_ascii=False),
+    loads_under = (
+        f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS} (written under "
+        f"{torch.__version__} and {transformers.__version__})"
     )
-    return str(card)
+    return str(
+        ModelCard.from_template(
+            header,
+            template_path=str(_TEMPLATE),
+            rows={**rows, "Loads under": loads_under},
+            encoder=encoder_only,
+            objective=objective,
+            is_chat=is_chat,
+            prompt=json.dumps(prompt, ensure_ascii=False),
+        )
+    )
 
 
 def _origin(config: FullConfig) -> dict[str, Any]:
