@@ -267,7 +267,7 @@ def _write(
     directory: Path,
     group: dist.ProcessGroup | None,
 ) -> list[Path]:
-    """Write `record` and, of all `tensors`, this rank's `keys` under `directory`. A collective of `group`."""
+    # A collective of `group`: this rank writes its `keys` of all `tensors`.
     folder, rank = directory / DCP_FOLDER, dist.get_rank()
     # Copy only tensors on a GPU ahead. For copies on the host, DCP's default would only make a background thread of
     # every rank open a context on GPU 0, which is that thread's device.

@@ -86,7 +86,7 @@ def _recomputed(forward: Forward, recomputing: Callable[..., Any]) -> Forward:
 
 
 def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return contexts for a layer's forward pass and its recomputation, which count products alike from their start."""
+    # One for a layer's forward pass and one for its recomputation, which count products alike from their start.
     products = {False: 0, True: 0}
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:

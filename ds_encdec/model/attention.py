@@ -180,6 +180,6 @@ Layout = PackedLayout | PaddedLayout
 
 
 def _check_mask(name: str, mask: Tensor | None, length: int) -> None:
-    """Raise ValueError for a mask of another length, which might fit by broadcasting, or of more dimensions."""
+    # A mask of another length might fit by broadcasting.
     if mask is not None and (mask.dim() != 2 or mask.shape[1] != length):
         raise ValueError(f"{name} has shape {list(mask.shape)}. Give [batch, {length}]; cached tokens count.")

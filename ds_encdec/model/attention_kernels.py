@@ -272,7 +272,6 @@ _TRIAL = ((5, 9), (0, 7), (150, 300), (0, 0), (1, 1), (70, 70))
 @torch.inference_mode(False)
 @torch.enable_grad()
 def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
-    """Return the largest difference from `attend_by_document` in float32, over what rounding explains, or NaN."""
     errors: list[Tensor] = []
     for documents, causal, tails in (
         (_TRIAL, True, (3, 8)),

@@ -227,7 +227,6 @@ class Qwen3PreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
 
     def _outputs(self, output_hidden_states: bool | None, output_attentions: bool | None) -> dict[str, bool]:
-        """Return the outputs that the call, or else the configuration, requests. Attention weights are refused."""
         if self.config.output_attentions if output_attentions is None else output_attentions:
             raise NotImplementedError(NO_ATTENTIONS)
         requested = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states

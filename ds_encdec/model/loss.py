@@ -139,7 +139,6 @@ def _matmul(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to the float32 `total`, on a GPU within the product."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
     elif _gives_float32(a, adding=True):
@@ -149,7 +148,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gives_float32(x: Tensor, *, adding: bool = False) -> bool:
-    """Return whether products (`adding`: sums with them) of operands like `x` are float32, as in cuBLAS."""
+    # As in cuBLAS.
     return x.is_cuda and torch.version.hip is None and passes_trial(x.device, x.dtype, adding)
 
 

@@ -183,7 +183,6 @@ if triton is not None:
 
 @cache
 def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> bool:
-    """Compile the kernel for `device` and compare it with the operators, on rows of one block and part of another."""
     try:
         error = trial_error(device, gradients_in)
         reason = f"its results differ by {error:.3g} times what rounding explains"

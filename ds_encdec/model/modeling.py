@@ -176,7 +176,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return attention_mask
 
     def _valid_auto_compile_criteria(self, *_: Any, **__: Any) -> bool:
-        """Keep `generate` from compiling for a static cache: masks grow, so each step would be compiled."""
+        # Masks grow for a static cache, so each step would be compiled.
         return False
 
     def forward(

@@ -152,7 +152,6 @@ def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
 
 
 def _alike(pattern: str, names: Collection[str]) -> str:
-    """Return a hint: a pattern that may have been meant or, if none is alike, one for each kind of parameter."""
     parts = [name.split(".") for name in names]
     beginnings = (f"{'.'.join(part[:length])}.*" for part in parts for length in range(1, len(part)))
     if guess := closest(pattern, dict.fromkeys([*names, *beginnings])):

@@ -105,7 +105,6 @@ def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> B
 
 @cache
 def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
-    """Return the hash of a file, which a process reads once while size and time stay the same."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -141,7 +140,6 @@ def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:
 
 
 def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary) -> Qwen3Seq2SeqConfig:
-    """Return the configuration of `fields`, `section` and the vocabulary. Raises ValueError for impossible sizes."""
     rows = fields["vocab_size"]
     if vocabulary.vocab_size > rows:
         rows = -(-vocabulary.vocab_size // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE

@@ -108,7 +108,6 @@ def stored_weights(
 
 
 def _row_statistics(weights: WeightSource, name: str, count: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation over the first `count` rows, float32 [width], summed by pieces in float64."""
     sums = torch.zeros(2, width, dtype=torch.float64)
     for start in range(0, count, _STATISTICS_ROWS):
         values = weights(name, slice(start, min(start + _STATISTICS_ROWS, count))).double()

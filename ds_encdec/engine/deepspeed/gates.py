@@ -156,7 +156,6 @@ class ZeroGate(StepGate):
         return total.sqrt()
 
     def _clip(self, gradients: Any, scaled_norm: float) -> None:
-        """Divide gradients by the loss scale and clip them. Stage 3 passes the index of their sub-group."""
         optimizer = self._engine.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
             gradients = [optimizer.fp32_partitioned_groups_flat[gradients].grad]
