@@ -4,7 +4,6 @@ is written last, so a folder without one is no checkpoint, and checked before an
 import hashlib
 import json
 import os
-import re
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,7 +21,6 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 4
 _STRICT = ConfigDict(extra="forbid")
 _Count = Annotated[StrictInt, Field(ge=0)]
-_DESCRIPTION = re.compile(r"[^/]+\.(json|yaml)")
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -57,10 +55,6 @@ class Manifest:
     def num_bytes(self) -> int:
         """Size of the whole checkpoint."""
         return sum(record.num_bytes for record in self.files)
-
-    def descriptions(self) -> tuple[FileRecord, ...]:
-        """Return the small JSON and YAML files, which describe the checkpoint; others hold tensors or vocabulary."""
-        return tuple(record for record in self.files if _DESCRIPTION.fullmatch(record.path))
 
 
 def record_file(path: Path, root: Path) -> FileRecord:

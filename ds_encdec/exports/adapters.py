@@ -82,11 +82,9 @@ def trained_weights(checkpoint: Path, base: str | None = None) -> WeightSource:
         if base is not None:
             raise CheckpointError(f"--base: {checkpoint} holds a whole model, and no adapters of another")
         return saved
-    return merged_weights(opened_base(checkpoint, _at(section, base), "--base").weights, saved, section.lora)
-
-
-def _at(section: ModelConfig, base: str | None) -> ModelConfig:
-    return section if base is None else section.model_copy(update={"model_name_or_path": base})
+    if base is not None:
+        section = section.model_copy(update={"model_name_or_path": base})
+    return merged_weights(opened_base(checkpoint, section, "--base").weights, saved, section.lora)
 
 
 def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> None:
@@ -108,7 +106,8 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
         f"base_model.model.{name}": saved_weights(saved)(name).contiguous() for name in filter(is_adapter, saved.shapes)
     }
     if base is not None:
-        opened_base(path, _at(config.model, base), "--base")  # raises unless it is their base
+        # Raises unless it is their base.
+        opened_base(path, config.model.model_copy(update={"model_name_or_path": base}), "--base")
     with written_whole(out) as (unfinished, writing):
         writing.require_space(sum(tensor.nbytes for tensor in tensors.values()))
         save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})

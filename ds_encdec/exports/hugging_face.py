@@ -175,14 +175,19 @@ def _export_mean(
     run = load_saved(newest / "config.yaml")
     data = saved.read_json("trainer.json").get("data")
     forms = data.get("input_forms") if isinstance(data, dict) else None  # not every checkpoint records them
-    forms = forms if isinstance(forms, list) else []
     export_hf(
         mean,
         Qwen3EncoderConfig.of(config) if encoder_only else config,
         pretrained_tokenizer(str(newest / "model"), field=field),
         out,
         dtype=dtype,
-        card=model_card(run, saved.training_state(), described, encoder_only=encoder_only, forms=forms),
+        card=model_card(
+            run,
+            saved.training_state(),
+            described,
+            encoder_only=encoder_only,
+            forms=forms if isinstance(forms, list) else (),
+        ),
         longest_text=run.data.max_encoder_length,
         replace=replace,
     )
@@ -206,12 +211,11 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
             f"{sum(read_manifest(path).num_bytes for path in list(found.values())[-last:]) / 1e6:,.0f}",
         )
         steps = average_checkpoints(run, run.averaged, last=last, dtype=torch.float32, replace=True)
+        logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
     except Exception as error:
         logger.error(
             "The mean of the last checkpoints could not be written: %s. `ds-encdec average` tries again.", error
         )
-        return
-    logger.info("the mean of the checkpoints at steps %s is in %s", ", ".join(map(str, steps)), run.averaged)
 
 
 def average_checkpoints(
@@ -269,10 +273,9 @@ def hand_over(run: RunFolder, folder: Path) -> None:
         return
     try:
         shutil.copytree(out, folder, dirs_exist_ok=True)
+        logger.info("the model is in %s", folder)
     except OSError as error:
         logger.error("%s could not be copied to %s: %s", out, folder, error)
-        return
-    logger.info("the model is in %s", folder)
 
 
 def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool) -> None:
@@ -294,10 +297,9 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool
         size = f"{manifest.num_bytes / 1e6:,.0f} MB"
         logger.info("Exporting the %s checkpoint (step %d, %s). This may be interrupted.", name, manifest.step, size)
         export_checkpoint(checkpoint, out, replace=True)
+        logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
     except Exception as error:
         logger.error("The %s checkpoint could not be exported: %s. `ds-encdec export` tries again.", name, error)
-        return
-    logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
 
 
 def clear_exports(run: RunFolder) -> None:

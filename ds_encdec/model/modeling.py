@@ -245,9 +245,9 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             return EncoderDecoderCache(DynamicCache(), DynamicCache()) if use_cache and not self.training else None
         chosen = caches[0]
         if chosen is not caches[-1] or not isinstance(chosen, EncoderDecoderCache):
-            kinds = " and ".join(type(one).__name__ for one in caches)
             raise TypeError(
-                f"past_key_values, cache: give one EncoderDecoderCache(DynamicCache(), DynamicCache()), not {kinds}."
+                "past_key_values, cache: give one EncoderDecoderCache(DynamicCache(), DynamicCache()), not "
+                f"{' and '.join(type(one).__name__ for one in caches)}."
             )
         if self.training and torch.is_grad_enabled() and self.decoder.layers[0].gradient_checkpointing:
             raise NotImplementedError(
@@ -281,8 +281,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             self._kernels[wanted] = choose_kernel(wanted, flash=self.config.use_flash_attention).kernel
         packing = replace(packing, kernel=self._kernels[wanted], dropout=dropout)
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
-        encoder_states = self.encoder(encoder_embeds, layout=packing)
-        hidden_states = self.decoder(decoder_embeds, encoder_states, layout=packing)
+        hidden_states = self.decoder(decoder_embeds, self.encoder(encoder_embeds, layout=packing), layout=packing)
         return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor | None) -> Tensor:
