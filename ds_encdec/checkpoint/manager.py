@@ -4,7 +4,6 @@ flushes and hashes its own files, rank 0 gathers the records, writes the rest an
 `step-N.tmp`. This part runs in a thread of every rank or at once, with a gloo group that nothing else uses. If a disk
 refuses the files, the save fails alike on all ranks, and the run goes on with its earlier checkpoints."""
 
-import dataclasses
 import logging
 import os
 import shutil
@@ -12,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -189,7 +188,7 @@ class CheckpointManager:
 
         if self._collectives.on_rank_zero(go_back):
             return state
-        return dataclasses.replace(state, best_value=None, best_step=None)
+        return replace(state, best_value=None, best_step=None)
 
     def _write_and_commit(
         self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]
@@ -299,4 +298,4 @@ def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkp
         verify_files(path, share)
 
     collectives.on_every_rank(verify_share)
-    return dataclasses.replace(checkpoint, path=path)  # this rank may see the folder under another path
+    return replace(checkpoint, path=path)  # this rank may see the folder under another path

@@ -18,15 +18,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 from transformers.initialization import no_init_weights
 
 from ds_encdec.base.types import MOMENTS, CheckpointError, LossSum, SavedState, StepResult, WeightSource
@@ -93,7 +88,7 @@ class FSDP2Engine(ShardedEngine):
     def _fill_from(self, weights: WeightSource) -> None:
         for name, parameter in self._parameters.items():
             local, rows = parameter.to_local(), _local_rows(parameter)
-            source: Tensor = weights(name, rows)
+            source: torch.Tensor = weights(name, rows)
             if source.shape != local.shape:
                 raise CheckpointError(
                     f"{name}, rows {rows.start} to {rows.stop}, has shape {list(source.shape)} in the source and "
@@ -154,7 +149,7 @@ class FSDP2Engine(ShardedEngine):
         record = self._record(self._applied_steps)
         return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
 
-    def _iter_full(self) -> Iterator[tuple[str, Tensor]]:
+    def _iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         dtype, quantized = compute_dtype(self._training), quantized_matrices(self.model)
         for name in [canonical_name(name) for name, _ in self.model.named_parameters()]:
             if name in quantized:
@@ -250,7 +245,9 @@ def _shard(name: str, parameter: DTensor) -> Shard:
 class _DiskWriter(dcp.FileSystemWriter):
     """Writes for DCP; errors still show that the disk refused after DCP has sent them to another rank."""
 
-    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(
+        self, plan: dcp.SavePlan, planner: dcp.SavePlanner
+    ) -> torch.futures.Future[list[dcp.storage.WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except Exception as error:
@@ -276,7 +273,7 @@ def _write(
     writer = _DiskWriter(folder, sync_files=False, overwrite=False, per_thread_copy_ahead=ahead)
     try:
         dcp.save(tensors, storage_writer=writer, planner=_PlanOf(keys), process_group=group)
-    except CheckpointException as failure:  # a BaseException, with every rank's error
+    except dcp.CheckpointException as failure:  # a BaseException, with every rank's error
         where, (error, _) = min(failure.failures.items())
         if isinstance(error, OSError):
             raise OSError(
@@ -292,12 +289,12 @@ def _write(
 
 
 # Plans to write `keys` alone. Every rank names all tensors, so that the files list them in the model's order.
-class _PlanOf(DefaultSavePlanner):
+class _PlanOf(dcp.DefaultSavePlanner):
     def __init__(self, keys: frozenset[str]) -> None:
         super().__init__()
         self._keys = keys
 
-    def create_local_plan(self) -> SavePlan:
+    def create_local_plan(self) -> dcp.SavePlan:
         plan = super().create_local_plan()
         self.plan = replace(plan, items=[item for item in plan.items if item.index.fqn in self._keys])
         return self.plan

@@ -6,10 +6,9 @@ imports torch.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -128,7 +127,7 @@ class EngineRecord:
 def write_record(record: EngineRecord, directory: Path) -> Path:
     """Write `record` into the checkpoint `directory` and return the file."""
     path = directory / ENGINE_RECORD
-    path.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n")
+    path.write_text(json.dumps(asdict(record), indent=1) + "\n")
     return path
 
 

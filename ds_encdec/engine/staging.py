@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ds_encdec.engine.sharded_engine import local_part
@@ -41,7 +40,7 @@ class StagingArea:
             return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
         if type(item) in (list, tuple):
             return type(item)(map(self._take, item))
-        if not isinstance(item, Tensor):
+        if not isinstance(item, torch.Tensor):
             return copy.deepcopy(item)
         tensor, is_sharded = item.detach(), isinstance(item, DTensor)
         local = local_part(tensor)
@@ -62,7 +61,7 @@ class StagingArea:
             self._kept[index : index + 1] = [self._allocate(source.nbytes()).untyped_storage()]
         return self._kept[index].copy_(source, non_blocking=True)
 
-    def _allocate(self, num_bytes: int) -> Tensor:
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
         try:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
         except (RuntimeError, MemoryError) as error:

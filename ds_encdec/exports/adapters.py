@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ds_encdec.base.types import CheckpointError, ConfigError, WeightSource
 from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
@@ -102,7 +100,7 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
     if lora is None:
         raise CheckpointError(f"--adapter: {path} holds a whole model, and no adapters (model.lora)")
     saved = open_saved_state(path)
-    tensors: dict[str, Tensor] = {
+    tensors = {
         f"base_model.model.{name}": saved_weights(saved)(name).contiguous() for name in filter(is_adapter, saved.shapes)
     }
     if base is not None:

@@ -3,19 +3,16 @@ folder has the modelling code, so `AutoModelForSeq2SeqLM.from_pretrained(folder,
 `AutoModel`, for an encoder alone) loads it without ds_encdec and deepspeed. Weights late on a trajectory scatter around
 a better point than any of them (Izmailov et al., arXiv 1803.05407), hence the mean of a run's last checkpoints."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ds_encdec.base.quantities import count
 from ds_encdec.base.types import CheckpointError, WeightSource
@@ -32,9 +29,6 @@ from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
 from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +157,7 @@ def _export_mean(
         refuse_existing(out)  # before minutes of reading
     sources = [trained_weights(checkpoint, base) for checkpoint in checkpoints]
 
-    def mean(name: str, rows: slice = slice(None), /) -> Tensor:
+    def mean(name: str, rows: slice = slice(None), /) -> torch.Tensor:
         total = sources[0](name, rows)
         for source in sources[1:]:
             total += source(name, rows)

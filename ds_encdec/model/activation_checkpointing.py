@@ -11,14 +11,12 @@ only behind them, and nothing waits on the host."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch._inductor.config
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -85,7 +83,7 @@ def _recomputed(forward: Forward, recomputing: Callable[..., Any]) -> Forward:
     return recomputed_forward
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _selective_contexts() -> tuple[Any, Any]:
     # One for a layer's forward pass and one for its recomputation, which count products alike from their start.
     products = {False: 0, True: 0}
 
@@ -134,7 +132,7 @@ def offloaded(forward: Forward, layer: nn.Module) -> Forward:
     def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
         staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors((shared, options))}
         seen: dict[Any, tuple[Tensor, _Saved]] = {}
-        with saved_tensors_hooks(partial(_pack, seen, staying, layer), _unpack):
+        with torch.autograd.graph.saved_tensors_hooks(partial(_pack, seen, staying, layer), _unpack):
             output = forward(hidden_states, *shared, **options)
         seen.clear()  # the graph keeps the hooks
         return output

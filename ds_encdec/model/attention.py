@@ -8,7 +8,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .attention_kernels import BY_DOCUMENT, AttentionKernel, Segments, masked_attention
 
@@ -61,8 +60,8 @@ class PackedLayout:
                 f"{encoder_tokens} and {decoder_tokens} tokens"
             )
         segments = -(-(len(encoder_lengths) + 1) // _SEGMENTS_MULTIPLE) * _SEGMENTS_MULTIPLE
-        encoder_cu = F.pad(encoder_cu_seqlens[:segments], (0, 1), value=encoder_tokens)
-        decoder_cu = F.pad(decoder_cu_seqlens[:segments], (0, 1), value=decoder_tokens)
+        encoder_cu = torch.nn.functional.pad(encoder_cu_seqlens[:segments], (0, 1), value=encoder_tokens)
+        decoder_cu = torch.nn.functional.pad(decoder_cu_seqlens[:segments], (0, 1), value=decoder_tokens)
         merged_cu = encoder_cu + decoder_cu
         merged_lengths = tuple(e + d for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
         # For each row of the per-document [encoder ; decoder] order, its row in [all encoder ; all decoder].

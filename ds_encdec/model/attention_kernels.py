@@ -15,7 +15,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import varlen as torch_varlen
 
 try:
@@ -168,7 +167,7 @@ def attend_by_document(
     queries = q.split((*(call.queries for call in calls), segments.query_tail), dim=2)
     keys, values = (x.split((*(call.keys for call in calls), segments.key_tail), dim=2) for x in (k, v))
     *documents, tail = zip(queries, keys, values, strict=True)
-    attend = partial(F.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
+    attend = partial(nn.functional.scaled_dot_product_attention, enable_gqa=q.shape[1] != k.shape[1])
     out = [
         attend(*tensors, attn_mask=call.mask, is_causal=causal and call.mask is None, dropout_p=dropout)
         for call, tensors in zip(calls, documents, strict=True)
@@ -186,7 +185,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     if grouped and mask is not None and q.device.type != "cpu":  # the fused kernel that takes masks takes no groups
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         grouped = False
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped).transpose(1, 2)
+    return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=grouped).transpose(1, 2)
 
 
 @torch.compiler.assume_constant_result

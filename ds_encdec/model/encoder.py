@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
@@ -217,7 +216,7 @@ class EmbeddedEncoder(nn.Module):
         return output.to_tuple() if return_dict is False else output
 
 
-class Qwen3PreTrainedModel(PreTrainedModel):
+class Qwen3PreTrainedModel(transformers.PreTrainedModel):
     """The traits of both models that Hugging Face reads."""
 
     base_model_prefix = ""

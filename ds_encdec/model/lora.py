@@ -6,7 +6,6 @@ afterwards, one at a time; every rank holds all of them."""
 
 import math
 from collections.abc import Iterable, Iterator
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
         for name, module in model.named_modules():
             if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
                 if type(module) is not nn.Linear:
-                    raise ConfigError(f"peft {version('peft')} makes {name} a {type(module).__name__}, not a Linear.")
+                    raise ConfigError(f"peft {peft.__version__} makes {name} a {type(module).__name__}, not a Linear.")
                 write(module, __class__=Linear)  # computes the same in the device's fast precision
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
     frozen = frozen_names(config, named)

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .loss_kernel import IGNORE_INDEX, Extras, Rows, losses_and_gradients
 from .precision import product_dtype
@@ -99,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total if extra_losses is None else total + extra_losses.sum(), token_losses
 
     @staticmethod
-    @once_differentiable
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         # Scaled in place. A second backward pass over a retained graph would scale again: autograd refuses it.
         grad = grad / ctx.scale

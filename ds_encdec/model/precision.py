@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 _INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 _CPU_HAS: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
@@ -39,7 +38,7 @@ class Linear(nn.Linear):
         dtype = product_dtype(x)
         if dtype == x.dtype:
             return super().forward(x)
-        return F.linear(x.to(dtype), self.weight.to(dtype)).to(x.dtype)
+        return nn.functional.linear(x.to(dtype), self.weight.to(dtype)).to(x.dtype)
 
 
 def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:

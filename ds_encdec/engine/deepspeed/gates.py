@@ -17,11 +17,8 @@ import deepspeed.runtime.bf16_optimizer as bf16_module
 import deepspeed.runtime.fp16.unfused_optimizer as unfused_module
 import deepspeed.runtime.zero.stage3 as stage3_module
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.partition_parameters import NoGatherCoalescedHandle
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -152,7 +149,7 @@ class ZeroGate(StepGate):
             scale = optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(index) else 1.0
             norms += [norm * scale for norm in found]
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._engine.device)
-        dist.all_reduce(total, group=optimizer.dp_process_group)
+        torch.distributed.all_reduce(total, group=optimizer.dp_process_group)
         return total.sqrt()
 
     def _clip(self, gradients: Any, scaled_norm: float) -> None:
@@ -195,7 +192,7 @@ class ReplicatedGate(StepGate):
     def __init__(self, engine: DeepSpeedEngine, undo: ExitStack) -> None:
         super().__init__(engine, undo)
         undo.enter_context(replaced(engine, "clip_fp32_gradients", self._clip))
-        if isinstance(engine.optimizer, FP16_UnfusedOptimizer):  # the norm already shows any overflow
+        if isinstance(engine.optimizer, unfused_module.FP16_UnfusedOptimizer):  # the norm already shows any overflow
             for method in ("check", "has_overflow"):
                 undo.enter_context(replaced(engine.optimizer.overflow_checker, method, lambda *_, **__: False))
 
@@ -225,4 +222,4 @@ def step_gate(engine: DeepSpeedEngine, undo: ExitStack) -> StepGate:
         return ZeroGate(engine, undo, "_get_norm_groups", "fp16_groups")
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         return ZeroGate(engine, undo, "scaled_global_norm", "params_in_partition")
-    return (Bf16Gate if isinstance(engine.optimizer, BF16_Optimizer) else ReplicatedGate)(engine, undo)
+    return (Bf16Gate if isinstance(engine.optimizer, bf16_module.BF16_Optimizer) else ReplicatedGate)(engine, undo)

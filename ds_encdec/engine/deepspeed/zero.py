@@ -17,10 +17,8 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
 from transformers.initialization import no_init_weights
 
 from ds_encdec.base.foreign_places import check, replaced, write
@@ -112,7 +110,9 @@ class DeepSpeedEngine(ShardedEngine):
                 # Our schedules in DeepSpeed's form; it builds its own from the JSON.
                 lr_scheduler=None
                 if training.lr_scheduler_type in NATIVE_SCHEDULES
-                else lambda optimizer: LambdaLR(optimizer, lambda update_index: lr_lambda(update_index, training)),
+                else lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
+                    optimizer, lambda update_index: lr_lambda(update_index, training)
+                ),
                 dist_init_required=False,
             )
         assert_ties(model)
@@ -204,7 +204,7 @@ class DeepSpeedEngine(ShardedEngine):
             full = torch.zeros(full_shape(parameter), dtype=torch.float32, device=self.device)
             if self._context.world.is_main and error is None:
                 _, error = attempt(partial(read, name, full))
-            dist.broadcast(full, src=0)
+            torch.distributed.broadcast(full, src=0)
             for shard in own:
                 shard.fill(shard.weights, elements, only=name)
         self._collectives.raise_first(error)
@@ -229,7 +229,7 @@ class DeepSpeedEngine(ShardedEngine):
             global_samples=saved.applied_steps * engine.train_batch_size(),
         )
         scheduler, applied = engine.lr_scheduler, saved.applied_steps
-        if not isinstance(scheduler, LambdaLR):  # but DeepSpeed's own
+        if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):  # but DeepSpeed's own
             scheduler.step(applied - 1)
             return
         rates = [peak * factor(applied) for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
