@@ -33,7 +33,6 @@ from ds_encdec.launch.disk import Writing, flush_folder, unused_path
 logger = logging.getLogger(__name__)
 
 _REPLACED = ".replaced-"
-_POINTERS = ("latest", "best", "final")
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
@@ -147,7 +146,7 @@ class CheckpointFolder:
             logger.warning("%s is saved, but not all of %s point at it: %s", final.name, ", ".join(links), error)
         try:
             delete(replaced)
-            pointed = {link.resolve() for name in _POINTERS if (link := self.path / name).exists()}
+            pointed = {link.resolve() for name in ("latest", "best", "final") if (link := self.path / name).exists()}
             older = [path for _, path in sorted(committed_steps(self.path).items())]
             superfluous = [path for path in older[: -self._keep] if path.resolve() not in pointed] if self._keep else []
             if len(superfluous) > 1:  # each new one replaces one; more are due to a lowered limit

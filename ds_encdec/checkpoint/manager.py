@@ -167,14 +167,13 @@ class CheckpointManager:
         """Wait for a save that nobody will collect, because training raised, and log its outcome."""
         try:
             outcome = self.collect()
+            if outcome is not None and self._collectives.rank == 0:
+                if outcome.problem:
+                    logger.error("step %d was not saved: %s", outcome.state.global_step, outcome.problem)
+                else:
+                    logger.info("saved step %d", outcome.state.global_step)
         except Exception:
             logger.exception("The save under way failed.")
-            return
-        if outcome is not None and self._collectives.rank == 0:
-            if outcome.problem:
-                logger.error("step %d was not saved: %s", outcome.state.global_step, outcome.problem)
-            else:
-                logger.info("saved step %d", outcome.state.global_step)
 
     def adopt(self, checkpoint: Checkpoint, state: TrainingState) -> TrainingState:
         """Make `checkpoint`, from which the run continues, the newest of this folder; return its state here. Later
@@ -186,9 +185,7 @@ class CheckpointManager:
                 self._files.go_back_to(checkpoint.manifest.step, state.best_step)
             return (self.folder / "best").exists()
 
-        if self._collectives.on_rank_zero(go_back):
-            return state
-        return replace(state, best_value=None, best_step=None)
+        return state if self._collectives.on_rank_zero(go_back) else replace(state, best_value=None, best_step=None)
 
     def _write_and_commit(
         self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]

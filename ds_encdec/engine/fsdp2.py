@@ -42,8 +42,6 @@ from ds_encdec.model.lora import choose_trained, detach_frozen, quantize_into, q
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name
 
-_COPY_AHEAD_BYTES = 10_000_000  # that a writer copies from the GPU ahead of its writes; DCP's default
-
 
 class FSDP2Engine(ShardedEngine):
     """Implements `protocol.Engine` on `fully_shard`."""
@@ -268,7 +266,7 @@ def _write(
     folder, rank = directory / DCP_FOLDER, dist.get_rank()
     # Copy only tensors on a GPU ahead. For copies on the host, DCP's default would only make a background thread of
     # every rank open a context on GPU 0, which is that thread's device.
-    ahead = _COPY_AHEAD_BYTES if any(tensors[key].to_local().is_cuda for key in keys) else 0
+    ahead = 10_000_000 if any(tensors[key].to_local().is_cuda for key in keys) else 0
     # Not synced: the checkpoint manager flushes each file to disk as it hashes it.
     writer = _DiskWriter(folder, sync_files=False, overwrite=False, per_thread_copy_ahead=ahead)
     try:

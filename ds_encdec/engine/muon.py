@@ -21,10 +21,7 @@ from ds_encdec.engine.user_code import build_optimizer
 from ds_encdec.model.precision import product_dtype
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
-# Coefficients of the quintic, which lifts small singular values fastest and leaves all in [0.7, 1.2]; its steps.
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-_STEPS = 5
-_EPSILON = 1e-7
+_STEPS = 5  # of the quintic, whose coefficients lift small singular values fastest and leave all in [0.7, 1.2]
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -136,11 +133,10 @@ def _exchanged(rows: Tensor, rows_received: list[int], rows_sent: list[int], gro
 
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return `matrix` [n, m] with all singular values near 1, in its dtype; overwrites `matrix`."""
-    a, b, c = _COEFFICIENTS
     is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.div_(matrix.norm().clamp(min=_EPSILON))  # the norm is at least the largest singular value
+    x = matrix.div_(matrix.norm().clamp(min=1e-7))  # the norm is at least the largest singular value
     x = x.T if is_tall else x
     for _ in range(_STEPS):
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x.T if is_tall else x

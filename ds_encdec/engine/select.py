@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Keys of `zero_optimization` without use under another engine: it shards every parameter, small ones too.
-_UNMISSED = {"stage3_param_persistence_threshold"}
-
 
 def resolve_engine(config: FullConfig) -> EngineName:
     """Return the engine that `infra.distributed_type` means on this machine, without importing one: for `auto`
@@ -227,8 +224,8 @@ def _warn(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqCon
             else:
                 why = f"{preferred.package} {'cannot be imported' if _is_installed(preferred) else 'is not installed'}"
             logger.warning("infra.distributed_type=auto: %s. Training with %s.", why, engine.title)
-        extra = infra.deepspeed_extra
-        if ignored := [name for name in extra if name != "zero_optimization" or extra[name].keys() - _UNMISSED]:
+        extra, unmissed = infra.deepspeed_extra, {"stage3_param_persistence_threshold"}  # others shard small ones, too
+        if ignored := [name for name in extra if name != "zero_optimization" or extra[name].keys() - unmissed]:
             logger.warning("infra.deepspeed_extra does nothing under %s: %s", engine.title, ", ".join(ignored))
     if not infra.sharding_stage.endswith("_hybrid"):
         return

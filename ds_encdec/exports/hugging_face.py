@@ -40,7 +40,6 @@ AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2S
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "encoder.Qwen3EncoderModel"}
 
 MIN_AVERAGED = 3  # fewest checkpoints of a run whose mean is written at its end
-_MAX_GAP = 2  # largest gap between neighbours in `training.save_steps`: two, because one save may have failed
 
 
 def export_hf(
@@ -253,7 +252,8 @@ def last_checkpoints(folder: Path, last: int) -> dict[int, Path]:
     row: an older one was kept for being the best, and may be far from the run's present weights."""
     row: list[tuple[int, Path]] = []
     for step, path in sorted(committed_steps(folder).items(), reverse=True)[:last]:
-        if row and row[-1][0] - step > _MAX_GAP * load_saved(row[-1][1] / "config.yaml").training.save_steps:
+        # A gap of two, because one save may have failed.
+        if row and row[-1][0] - step > 2 * load_saved(row[-1][1] / "config.yaml").training.save_steps:
             break
         row.append((step, path))
     return dict(reversed(row))

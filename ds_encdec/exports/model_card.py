@@ -17,13 +17,6 @@ from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.objectives import CHAT, template_parts
 
-_TEMPLATE = Path(__file__).with_name("model_card.md.j2")
-
-EARLIER_TRANSFORMERS = "4.57"  # loads exports as well, though nothing else here runs under it
-
-# Fields that a card copies from the card of its base model, if this machine has that.
-_INHERITED = ("license", "license_name", "license_link", "language")
-
 
 def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
     if data.objective == "ul2":
@@ -99,13 +92,14 @@ def _card(
         **({} if config is None else _origin(config)),
     )
     loads_under = (
-        f"torch {range_of('torch')}, transformers {range_of('transformers')} or {EARLIER_TRANSFORMERS} (written under "
+        # 4.57 loads exports as well, though nothing else here runs under it.
+        f"torch {range_of('torch')}, transformers {range_of('transformers')} or 4.57 (written under "
         f"{torch.__version__} and {transformers.__version__})"
     )
     return str(
         ModelCard.from_template(
             header,
-            template_path=str(_TEMPLATE),
+            template_path=str(Path(__file__).with_name("model_card.md.j2")),
             rows={**rows, "Loads under": loads_under},
             encoder=encoder_only,
             objective=objective,
@@ -128,7 +122,7 @@ def _origin(config: FullConfig) -> dict[str, Any]:
     found = isinstance(path, (str, Path)) and Path(path).is_file()
     card = ModelCard(Path(path).read_text(), ignore_metadata_errors=True).data.to_dict() if found else {}
     base = hub_id(name) or card.get("base_model")
-    inherited = {key: card.get(key) for key in _INHERITED}
+    inherited = {key: card.get(key) for key in ("license", "license_name", "license_link", "language")}
     if inherited["license"] is None and str(base).startswith("Qwen/Qwen3-"):
         inherited["license"] = "apache-2.0"  # all of these have that one
     return {"base_model": base, "datasets": datasets or None, **inherited}

@@ -132,9 +132,7 @@ def _matmul_operand(x: Tensor) -> Tensor:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b`: float32 if the device gives that of 16-bit operands, else rounded to 16 bits like them."""
-    if a.dtype != torch.float32 and _gives_float32(a):
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.mm(a, b)
+    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype != torch.float32 and _gives_float32(a) else torch.mm(a, b)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

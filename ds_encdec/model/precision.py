@@ -8,15 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 _CPU_HAS: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # from torch 2.12 on
 
 # Dtypes that this machine's CPU has no instructions to multiply in.
 _EMULATED_ON_CPU = frozenset(
     dtype
-    for dtype, names in _INSTRUCTIONS.items()
+    for dtype, name in {torch.bfloat16: "bf16", torch.float16: "fp16"}.items()
     # 64-bit Arm since 8.6 has them; torch does not report it.
-    if platform.machine() in ("x86_64", "AMD64") and not any(_CPU_HAS.get(name) for name in names)
+    if platform.machine() in ("x86_64", "AMD64") and not (_CPU_HAS.get(f"avx512_{name}") or _CPU_HAS.get(f"amx_{name}"))
 )
 
 

@@ -80,9 +80,8 @@ def stored_weights(
     }
 
     def name_of(name: str) -> str:
-        if not of_qwen3:
-            return name
-        return re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
+        qwen3 = re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
+        return qwen3 if of_qwen3 else name
 
     source.check({name_of(name): shape for name, shape in shapes.items()})
 

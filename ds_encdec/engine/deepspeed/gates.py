@@ -79,13 +79,13 @@ class StepGate:
         self._engine = engine
         self._veto: Veto | None = None
         self._norm: Tensor | None = None
-        self._read, self._looked_up = math.inf, False
+        self._read = math.nan
 
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
         """Step; return whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
-        self._veto, self._norm, self._looked_up = veto, None, False
+        self._veto, self._norm, self._read = veto, None, math.nan
         applied = self._run()
-        if applied and not self._looked_up:
+        if applied and math.isnan(self._read):  # a step with such a norm is skipped
             raise RuntimeError(
                 f"deepspeed {version('deepspeed')} does not read the gradient norm where 0.19.8 does "
                 f"({type(self).__name__}), so this step was neither guarded nor clipped. Install deepspeed==0.19.8"
@@ -98,7 +98,6 @@ class StepGate:
 
     def _skips_step(self, norm: Tensor) -> bool:
         """Record the norm, free of any loss scale, and return the decision, the same on every rank."""
-        self._looked_up = True
         self._read = float(norm)  # the step's one wait for the device
         if not math.isfinite(self._read):
             return True

@@ -21,22 +21,6 @@ from ds_encdec.registry.optimizers import OPTIMIZERS
 if TYPE_CHECKING:
     import torch
 
-# Elements of the buffers for gradients and parameters. DeepSpeed's default of 5e8 takes 1 GB of each rank in bf16
-# (twice with overlap); beyond 5e7 the collectives gain nothing.
-_BUCKET_ELEMENTS = {"cuda": 50_000_000, "cpu": 5_000_000}
-# Parameters smaller than this stay whole on every rank: norms, whose gathering costs more than it saves.
-_PERSISTENCE_THRESHOLD_ELEMENTS = 100_000
-# ZeRO-3 gathers the parameters of each of these modules, the model's layers, at once and with one set of hooks, which
-# halves the host time of hooks (scripts/bench/host_time.py). Only if all is trained: see `engine_rules`.
-_LEAF_MODULES = ("Qwen3EncoderLayer", "Qwen3DecoderLayer")
-# Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's 1e9, 2 GB in
-# bf16. A 1 B model is then gathered once a step, which is faster; infra.deepspeed_extra lowers both.
-_LIVE_PARAMETERS = 1_000_000_000
-# Elements of an optimizer on a disk that are read, stepped and written at a time: reads of 100 MB are as fast as
-# the disk allows, and a rank holds four such buffers in host memory.
-_SWAPPED_ELEMENTS = 25_000_000
-SWAP_BUFFERS = 4  # buffers of the largest sub-group's size: weights, gradients and both moments
-
 
 def render_deepspeed_json(
     config: FullConfig,
@@ -163,7 +147,9 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
     stage = int(infra.sharding_stage.removeprefix("zero").removesuffix("_hybrid"))
     if stage == 0:
         return {"stage": 0}
-    bucket = _BUCKET_ELEMENTS["cpu" if device == "cpu" else "cuda"]
+    # Elements of the buffers for gradients and parameters. DeepSpeed's default of 5e8 takes 1 GB of each rank in bf16
+    # (twice with overlap); beyond 5e7 the collectives gain nothing.
+    bucket = 5_000_000 if device == "cpu" else 50_000_000
     zero: dict[str, Any] = {
         "stage": stage,
         "contiguous_gradients": True,
@@ -173,13 +159,19 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
     if stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": bucket,
-            "stage3_max_live_parameters": _LIVE_PARAMETERS,
-            "stage3_max_reuse_distance": _LIVE_PARAMETERS,
-            "stage3_param_persistence_threshold": _PERSISTENCE_THRESHOLD_ELEMENTS,
+            # Elements that stay gathered after use, and the distance to the next use below which they do: DeepSpeed's
+            # own, 2 GB in bf16. A 1 B model is then gathered once a step, which is faster; infra.deepspeed_extra lowers
+            # both.
+            "stage3_max_live_parameters": 1_000_000_000,
+            "stage3_max_reuse_distance": 1_000_000_000,
+            # Smaller parameters stay whole on every rank: norms, whose gathering costs more than it saves.
+            "stage3_param_persistence_threshold": 100_000,
             "stage3_gather_16bit_weights_on_model_save": False,
         }
         if config.model.lora is None and not config.training.freeze:
-            zero["leaf_module"] = {"classes": list(_LEAF_MODULES)}
+            # The parameters of each layer are gathered at once and with one set of hooks, which halves the host time
+            # of hooks (scripts/bench/host_time.py). Only if all is trained: see `engine_rules`.
+            zero["leaf_module"] = {"classes": ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]}
             # DeepSpeed's linear layers, slower than torch's, keep no gathered weights for the backward pass. A layer
             # that is recomputed keeps some only inside its own backward pass, while it is gathered.
             zero["memory_efficient_linear"] = config.training.activation_checkpointing != "full"
@@ -195,9 +187,11 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
         of_run = hashlib.sha256(os.path.abspath(infra.output_dir).encode()).hexdigest()[:16]
         zero["offload_optimizer"] |= {
             "nvme_path": os.path.join(os.path.expanduser(infra.nvme_path or ""), f"ds_encdec-{of_run}"),
-            "buffer_count": SWAP_BUFFERS,
+            "buffer_count": 4,  # of the largest sub-group's size: weights, gradients and both moments
         }
-        zero["sub_group_size"] = _SWAPPED_ELEMENTS
+        # Elements that are read, stepped and written at a time: reads of 100 MB are as fast as the disk allows, and a
+        # rank holds four such buffers in host memory.
+        zero["sub_group_size"] = 25_000_000
     return zero
 
 
