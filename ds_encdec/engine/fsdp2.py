@@ -210,9 +210,7 @@ def _build_model(
         mesh=mesh,
         # The model casts by itself, and a cast here would copy the layout, and so its masks, for each layer.
         mp_policy=MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         ),
         offload_policy=CPUOffloadPolicy(pin_memory=infra.pin_memory and device.type != "cpu")
         if offloaded

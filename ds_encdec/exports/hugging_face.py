@@ -212,13 +212,7 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
 
 
 def average_checkpoints(
-    run: RunFolder,
-    out: Path,
-    *,
-    last: int,
-    dtype: torch.dtype,
-    replace: bool = False,
-    base: str | None = None,
+    run: RunFolder, out: Path, *, last: int, dtype: torch.dtype, replace: bool = False, base: str | None = None
 ) -> list[int]:
     """Write the arithmetic mean of the weights of `last_checkpoints` of `run`, adapters merged into `base`. Any engines
     may have saved them. Sums and quotients are float32, in the order of the steps, before the result is rounded to

@@ -28,12 +28,7 @@ def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
 
 
 def model_card(
-    config: FullConfig,
-    state: TrainingState,
-    weights: str,
-    *,
-    encoder_only: bool = False,
-    forms: Sequence[str] = (),
+    config: FullConfig, state: TrainingState, weights: str, *, encoder_only: bool = False, forms: Sequence[str] = ()
 ) -> str:
     """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder.
     `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`, `CHAT`)."""
