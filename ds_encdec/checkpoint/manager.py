@@ -287,12 +287,11 @@ def _verified(path: Path, collectives: HostCollectives, accept: Callable[[Checkp
         return checkpoint
 
     checkpoint = collectives.on_rank_zero(described)
-    share = checkpoint.manifest.files[collectives.rank :: collectives.world_size]
 
     def verify_share() -> None:
         if not os.path.lexists(path / MANIFEST):
             read_manifest(path)  # its error describes a folder that this machine does not see
-        verify_files(path, share)
+        verify_files(path, checkpoint.manifest.files[collectives.rank :: collectives.world_size])
 
     collectives.on_every_rank(verify_share)
     return replace(checkpoint, path=path)  # this rank may see the folder under another path

@@ -69,8 +69,7 @@ def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files:
     """Make `folder` durable and write its manifest; the engine's files are recorded already. Raises OSError."""
     known = {folder / record.path for record in engine_files}
     rest = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in known]
-    files = (*engine_files, *(record_file(path, folder) for path in rest))
-    manifest = Manifest(step, world_size, engine, files)
+    manifest = Manifest(step, world_size, engine, (*engine_files, *(record_file(path, folder) for path in rest)))
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         flush_folder(inner)
     write_atomically(folder / MANIFEST, manifest.to_json())

@@ -140,8 +140,11 @@ def _fragments(folder: Path, key: str, tensor: TensorStorageMetadata, metadata: 
         place: Any = metadata.storage_data[MetadataIndex(key, block.offsets)]
         if Path(place.relative_path).name != place.relative_path:
             raise CheckpointError(f"{folder / '.metadata'} names a file outside its folder: {place.relative_path!r}.")
-        copy = _chunk_reader(folder / place.relative_path, place.offset, place.length, numel, dtype)
-        yield Fragment(block.offsets[0] * row, block.offsets[0] * row + numel, copy)
+        yield Fragment(
+            block.offsets[0] * row,
+            block.offsets[0] * row + numel,
+            _chunk_reader(folder / place.relative_path, place.offset, place.length, numel, dtype),
+        )
 
 
 def _chunk_reader(

@@ -153,12 +153,13 @@ def _replicated(
 ) -> Iterator[_Placed]:
     """Stage 0: everything in full. `optimizer`: torch's state dict, in 16 bit inside that of DeepSpeed's wrapper."""
     base = optimizer.get("optimizer_state_dict", optimizer)
-    names = [name for group in groups for name in group]
     if "fp32_groups_flat" in optimizer:  # FP16_Optimizer
         weights, held = list(optimizer["fp32_groups_flat"]), groups
     else:
         masters = (
-            chain.from_iterable(optimizer["fp32_groups"]) if "fp32_groups" in optimizer else map(module.get, names)
+            chain.from_iterable(optimizer["fp32_groups"])
+            if "fp32_groups" in optimizer
+            else map(module.get, chain.from_iterable(groups))
         )
         weights, held = list(masters), [{name: numel} for group in groups for name, numel in group.items()]
     for weight, moments, within in zip(weights, _moments(base), held, strict=True):
@@ -174,8 +175,10 @@ def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[
             begin, end = whole.offset, min(whole.offset + whole.length, parts.world_size * size)
             for rank in range(begin // size, -(-end // size)):
                 first, last = max(begin, rank * size), min(end, (rank + 1) * size)
-                piece = Piece(whole.name, first - begin, last - first, first - rank * size)
-                yield piece, partial(parts.part, rank, index)
+                yield (
+                    Piece(whole.name, first - begin, last - first, first - rank * size),
+                    partial(parts.part, rank, index),
+                )
 
 
 def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[_Placed]:

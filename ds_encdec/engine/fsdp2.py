@@ -67,7 +67,6 @@ class FSDP2Engine(ShardedEngine):
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         # By canonical name; tied parameters appear once. A gathered module shows other tensors; these stay the shards.
         self._parameters = {canonical_name(name): cast(DTensor, one) for name, one in model.named_parameters()}
-        assert all(isinstance(parameter, DTensor) for parameter in self._parameters.values())
         if weights is not None:
             self._collectives.on_every_rank(lambda: self._fill_from(weights))
             self._collectives.on_every_rank(
@@ -140,8 +139,9 @@ class FSDP2Engine(ShardedEngine):
             mine += [key] * (writer == replica)
         # If there are host copies, a save at once goes through them, too: DCP keeps its copies from a GPU until its
         # file is closed. Host memory may run out on one rank alone.
-        own = {key: tensors[key] for key in mine}
-        _, staged = self._collectives.on_every_rank(lambda: self._area.take_all(own, copy=copy))
+        _, staged = self._collectives.on_every_rank(
+            lambda: self._area.take_all({key: tensors[key] for key in mine}, copy=copy)
+        )
         tensors |= staged
         num_bytes = sum(tensors[key].to_local().nbytes for key in mine)
         record = self._record(self._applied_steps)

@@ -148,8 +148,9 @@ def create_engine(
         weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     config = _with_compilation_decided(config, context)
     module, _, name = BUILDERS[context.engine].partition(":")
-    build: Callable[..., Engine] = getattr(importlib.import_module(module), name)
-    return build(config, context, model_config, weights, gradient_accumulation_steps)
+    return getattr(importlib.import_module(module), name)(
+        config, context, model_config, weights, gradient_accumulation_steps
+    )
 
 
 def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullConfig:

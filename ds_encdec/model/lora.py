@@ -38,8 +38,9 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
         import peft
 
         # Values come from a weight source or a checkpoint.
-        fields = peft.LoraConfig(**peft_fields(lora), init_lora_weights=False)
-        peft.inject_adapter_in_model(fields, model, adapter_name=ADAPTER)
+        peft.inject_adapter_in_model(
+            peft.LoraConfig(**peft_fields(lora), init_lora_weights=False), model, adapter_name=ADAPTER
+        )
         for name, module in model.named_modules():
             if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
                 if type(module) is not nn.Linear:

@@ -65,8 +65,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         }
     else:
         _require_known(section, stored, vocabulary)
-        how_saved = {"auto_map", "architectures", "dtype"}
-        fields, origin = {name: stored[name] for name in stored.keys() - how_saved}, "the encoder-decoder"
+        fields = {name: stored[name] for name in stored.keys() - {"auto_map", "architectures", "dtype"}}
+        origin = "the encoder-decoder"
     try:
         config = _config(section, fields, vocabulary)
     except ValueError as error:

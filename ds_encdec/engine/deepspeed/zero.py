@@ -79,7 +79,6 @@ class DeepSpeedEngine(ShardedEngine):
         super().__init__(config, context)
         check("deepspeed")
         training, device = config.training, context.device
-        assert training.activation_checkpointing != "selective"  # the schema allows it under FSDP2 alone
         ds_json = run_json(config, context.world, device, gradient_accumulation_steps)
         if context.world.is_main and accumulates_in_bf16(ds_json):
             logger.warning(
