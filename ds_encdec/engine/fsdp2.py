@@ -4,8 +4,7 @@ Each layer is one FSDP unit; the root unit holds the rest, including the embeddi
 backward pass ends. Trained parameters are float32 master weights, frozen ones have the compute dtype. FSDP2 averages
 gradients over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step.
 `CHECKPOINT/dcp/` holds torch.distributed.checkpoint's files with float32 weight.NAME, exp_avg.NAME and exp_avg_sq.NAME
-(of frozen parameters weight.NAME alone, in the compute dtype); one replica writes each tensor.
-"""
+(of frozen parameters weight.NAME alone, in the compute dtype); one replica writes each tensor."""
 
 import errno
 from collections.abc import Iterable, Iterator, Mapping

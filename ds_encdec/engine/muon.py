@@ -3,8 +3,7 @@
 Newton-Schulz steps bring all singular values of the momentum, a matrix's only state, near 1 (Keller Jordan,
 https://kellerjordan.github.io/posts/muon/). The result is scaled for AdamW's learning rates and weight decay (arXiv
 2502.16982, section 2.2). In rounds over matrices of one shape, each rank gathers one, orthogonalizes it, and returns to
-every rank its rows.
-"""
+every rank its rows."""
 
 from itertools import groupby, islice
 from math import sqrt

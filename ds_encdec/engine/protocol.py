@@ -1,8 +1,7 @@
 """The protocol between the training loop and the engines, and the record that an engine leaves in a checkpoint.
 
 `engine.json` in a checkpoint names the engine that wrote its tensors, so that any engine can read them. Nothing here
-imports torch.
-"""
+imports torch."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 The state is filled by shards, each with its ranges of parameters: one loop reads a checkpoint for all engines. For
 dropout, torch's generators are seeded for each micro-batch with the run's seed and the micro-batch's lane and number,
 and restored afterwards: masks are equal on any number of ranks, in any engine, in a resumed run, and in recomputed
-layers.
-"""
+layers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping

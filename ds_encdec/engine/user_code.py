@@ -1,15 +1,8 @@
 """The optimizer and the loss that a user wrote, `module:name`, each tried on a few numbers before the model is built.
 
-`training.optimizer` is a `torch.optim.Optimizer`, or a function that returns one, called with the parameter groups,
-each with its own `weight_decay`, `lr`, and `training.optimizer_args`. Engines cut parameters anywhere, so it must step
-each number by that number's gradient and state alone, as AdamW, Lion and SGD do, and Muon, LAMB and Adafactor do not.
-Checkpoints hold `exp_avg` and `exp_avg_sq`, shaped as the parameter and zero at first, and a counter, `step`; it may
-lack any of them, and keeps nothing else, also outside its states.
-
-`training.loss`, which training alone optimises, maps logits, float32 [N, vocabulary], and labels, int64 [N], to float32
-[N], each by its own row alone: packing and memory decide which tokens, and how many, one call gets. Autograd computes
-its gradient.
-"""
+docs/library.md lists what they must do. Engines cut parameters anywhere, and packing and memory decide which tokens one
+call of the loss gets: the optimizer must step each number, and the loss treat each row, by itself. Checkpoints hold no
+states but `exp_avg`, `exp_avg_sq` and `step`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

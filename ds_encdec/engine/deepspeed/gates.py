@@ -4,8 +4,7 @@ A gate shows the global gradient norm to the caller's veto in the middle of Deep
 not finite, sends DeepSpeed down its path for overflow: gradients cleared, parameters, moments and schedule untouched,
 `skipped_steps` counted. The norm is computed on the device, in float32 and with one reduction, and read once, the
 host's only wait in a step. A sum of squares is finite only if all its terms are, so the norm also answers DeepSpeed's
-checks for overflow. All of these are private places (foreign_places.py).
-"""
+checks for overflow. All of these are private places (foreign_places.py)."""
 
 import math
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """The JSON for `deepspeed.initialize`, rendered from the schema without torch and deepspeed.
 
 DeepSpeed ignores some settings in silence: the configuration's rules check every key, nothing that matters here is left
-to its defaults, and no "auto" remains.
-"""
+to its defaults, and no "auto" remains."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def render_deepspeed_json(
     `gradient_accumulation_steps`: micro-batches of this rank in one optimizer step. `device`: "cpu" or an accelerator's
     name. `ranks_per_node` (None: all ranks are on one node): the size of zero3_hybrid's secondary partition (hpZ,
     ZeRO++, arXiv 2306.10209) unless `infra.hybrid_shard_size` names one. Raises ConfigError for a JSON file that has
-    not been read, and for ranks that do not divide into hpZ partitions.
-    """
+    not been read, and for ranks that do not divide into hpZ partitions."""
     if config.infra.deepspeed_config is not None:
         raise ConfigError("infra.deepspeed_config has not been read. Use load_config or FullConfig.from_yaml")
     training = config.training

@@ -3,8 +3,7 @@
 DeepSpeed gives its optimizer a few flat tensors, whose layout depends on the ZeRO stage; here all stages look alike, as
 shards made of pieces. With `infra.offload_optimizer: nvme` it writes each sub-group's float32 weights and moments into
 files, and leaves empty tensors until it steps it; sub-groups below 1 MiB are never swapped. All of these are private
-places (foreign_places.py), which tests of parity, resumed runs and byte counts cover.
-"""
+places (foreign_places.py), which tests of parity, resumed runs and byte counts cover."""
 
 import os
 import shutil

@@ -3,8 +3,7 @@
 DeepSpeed averages gradients over ranks, so the loss *sum* of a micro-batch is multiplied by world size / target tokens
 of the whole step, and `scale_wrt_gas=False` turns DeepSpeed's division by the accumulation steps off. DeepSpeed's
 checkpoint files are collected inside its `save_checkpoint`, which ends with a barrier, and written later: no rank waits
-for another while it writes. docs/engine.md lists them.
-"""
+for another while it writes. docs/engine.md lists them."""
 
 import logging
 import os
