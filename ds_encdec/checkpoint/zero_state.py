@@ -182,10 +182,12 @@ def _cut_groups(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[
 
 
 def _cut_parameters(parts: _Parts, groups: Sequence[Mapping[str, int]]) -> Iterator[_Placed]:
-    for index, (numels, _) in enumerate(zip(groups, parts.sizes, strict=True)):
-        for rank in range(parts.world_size):
-            for piece in own_parts(numels, rank, parts.world_size):
-                yield piece, partial(parts.part, rank, index)
+    return (
+        (piece, partial(parts.part, rank, index))
+        for index, (numels, _) in enumerate(zip(groups, parts.sizes, strict=True))
+        for rank in range(parts.world_size)
+        for piece in own_parts(numels, rank, parts.world_size)
+    )
 
 
 def _moments(base: Mapping[str, Any]) -> list[dict[str, Tensor]]:

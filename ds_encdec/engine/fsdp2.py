@@ -160,9 +160,11 @@ class FSDP2Engine(ShardedEngine):
         del self.model, self._engine, self._units, self._parameters, self.optimizer, self._area
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
-        for name, parameter in self._parameters.items():
-            if parameter.requires_grad:
-                yield _shard(name, parameter), self.optimizer.state[parameter]
+        return (
+            (_shard(name, parameter), self.optimizer.state[parameter])
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        )
 
     def _frozen(self) -> Iterator[Shard]:
         return (_shard(name, parameter) for name, parameter in self._parameters.items() if not parameter.requires_grad)

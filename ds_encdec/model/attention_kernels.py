@@ -30,7 +30,7 @@ _JOINED_SCORES = 4096
 
 
 @dataclass(frozen=True)
-class MaskedCall:
+class _MaskedCall:
     """Documents attended together: tokens, and the mask to add to scores, None without or if it is plain causal."""
 
     queries: int
@@ -39,7 +39,6 @@ class MaskedCall:
 
     @classmethod
     def of(cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device) -> Self:
-        """Make the call of documents with these numbers of queries and keys."""
         queries, keys = (sum(side) for side in zip(*lengths, strict=True))
         if len(lengths) == 1 and (not causal or queries == keys):
             return cls(queries, keys, None)
@@ -76,9 +75,9 @@ class Segments:
         self.longest_query = torch.empty(max(2, *query_lengths, query_tail), 0)
         self.longest_key = torch.empty(max(2, *key_lengths, key_tail), 0)
         # Results of `calls`: the layers of a model, and their recomputations, share masks.
-        self.made: dict[Any, tuple[MaskedCall, ...]] = {}
+        self.made: dict[Any, tuple[_MaskedCall, ...]] = {}
 
-    def calls(self, causal: bool, dtype: torch.dtype, device: torch.device, *, joins: bool) -> tuple[MaskedCall, ...]:
+    def calls(self, causal: bool, dtype: torch.dtype, device: torch.device, *, joins: bool) -> tuple[_MaskedCall, ...]:
         """Return the calls in which documents are attended in turn; with `joins`, short neighbours share one."""
         key = causal, dtype, device, joins
         if key not in self.made:
@@ -89,7 +88,7 @@ class Segments:
                     groups[-1] = together
                 else:
                     groups.append([one])
-            self.made[key] = tuple(MaskedCall.of(group, causal, dtype, device) for group in groups)
+            self.made[key] = tuple(_MaskedCall.of(group, causal, dtype, device) for group in groups)
         return self.made[key]
 
     def varying(self) -> tuple[Tensor, ...]:

@@ -41,8 +41,7 @@ def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dt
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, rotary: Rotary) -> Tensor:
-    """Apply the rotary embedding to x: [..., tokens, heads, head_dim]."""
+def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
     cos, sin = rotary
     if torch.compiler.is_compiling():  # inductor fuses this form with the norm, backward, too: 9 % less traffic
         return x * torch.cat((cos, cos), dim=-1) + x.roll(cos.shape[-1], dims=-1) * torch.cat((-sin, sin), dim=-1)
@@ -68,12 +67,12 @@ class Qwen3Attention(nn.Module):
 
     def queries(self, hidden_states: Tensor, rotary: Rotary) -> Tensor:
         """Return rotated queries, [..., tokens, heads, head_dim]."""
-        return rotate(self.q_norm(self._heads(self.q_proj(hidden_states))), rotary)
+        return _rotated(self.q_norm(self._heads(self.q_proj(hidden_states))), rotary)
 
     def keys_values(self, hidden_states: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Return keys, rotated by `rotary` if any, and values, [..., tokens, key_value_heads, head_dim]."""
         keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
-        return keys if rotary is None else rotate(keys, rotary), self._heads(self.v_proj(hidden_states))
+        return keys if rotary is None else _rotated(keys, rotary), self._heads(self.v_proj(hidden_states))
 
     def output(self, attended: Tensor, added_to: Tensor | None) -> Tensor:
         """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden], plus `added_to`."""

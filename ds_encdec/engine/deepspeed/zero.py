@@ -209,8 +209,10 @@ class DeepSpeedEngine(ShardedEngine):
         refresh_parameters(self._engine)
 
     def _states(self) -> Iterator[tuple[Shard, dict[str, Any]]]:
-        for shard in shards(self._engine):
-            yield shard, optimizer_state(self._engine.basic_optimizer, shard.weights, self._training)
+        return (
+            (shard, optimizer_state(self._engine.basic_optimizer, shard.weights, self._training))
+            for shard in shards(self._engine)
+        )
 
     def _frozen(self) -> Iterator[Shard]:
         return frozen_shards(self._engine)
