@@ -22,7 +22,6 @@ from torch.utils.checkpoint import (
     SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from ds_encdec.model.attention import PackedLayout
@@ -59,8 +58,8 @@ def apply_activation_checkpointing(
     wraps the model. With `full` every layer recomputes, with `every_n` layers 0, n, 2n, … of either stack, with
     `selective` the cheaper half of every layer's operations. `random`: layers drop out."""
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
-    contexts = _selective_contexts if mode == "selective" else noop_context_fn
-    recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, context_fn=contexts)
+    chosen: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
+    recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, **chosen)
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
