@@ -3,8 +3,8 @@
 Each layer is one FSDP unit; the root unit holds the rest, including the embedding, which stays gathered until its
 backward pass ends. Trained parameters are float32 master weights, frozen ones have the compute dtype. FSDP2 averages
 gradients over all ranks, so the loss *sum* is multiplied by world size / target tokens of the whole step.
-`CHECKPOINT/dcp/` holds torch.distributed.checkpoint's files with float32 weight.NAME, exp_avg.NAME and exp_avg_sq.NAME
-(of frozen parameters weight.NAME alone, in the compute dtype); one replica writes each tensor."""
+`CHECKPOINT/dcp/` holds torch.distributed.checkpoint's files (see `protocol.DCP_FOLDER`); frozen weights are there in
+the compute dtype. One replica writes each tensor."""
 
 import errno
 from collections.abc import Iterable, Iterator, Mapping

@@ -124,7 +124,6 @@ def _orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Te
 
 
 def _exchanged(rows: Tensor, rows_received: list[int], rows_sent: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send rows to each rank of `group` in turn, and return the rows that they send; counts are by rank."""
     out = rows.new_empty(sum(rows_received), rows.shape[1])
     dist.all_to_all_single(out, rows.contiguous(), rows_received, rows_sent, group=group)
     return out

@@ -211,8 +211,6 @@ def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
 
 
 def _warn(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqConfig) -> None:
-    """Warn of slow attention, of another engine than expected, of settings that it ignores, and of a hybrid whose
-    shards span nodes although one node has enough ranks. Collective."""
     infra, engine, preferred = config.infra, context.engine_spec, next(iter(ENGINES.values()))
     is_main = context.world.is_main
     kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim) if is_main else ("", False)
@@ -231,7 +229,7 @@ def _warn(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqCon
     if not infra.sharding_stage.endswith("_hybrid"):
         return
     size = infra.hybrid_shard_size or context.world.local_world_size
-    hosts = context.collectives.gather(socket.gethostname())
+    hosts = context.collectives.gather(socket.gethostname())  # so every rank comes here
     shards = (hosts[start : start + size] for start in range(0, len(hosts), size))
     scattered = next((dict.fromkeys(some) for some in shards if len({*some}) > 1), {})
     if is_main and scattered and size <= max(map(hosts.count, hosts)):
