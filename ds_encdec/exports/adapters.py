@@ -80,9 +80,8 @@ def trained_weights(checkpoint: Path, base: str | None = None) -> WeightSource:
         if base is not None:
             raise CheckpointError(f"--base: {checkpoint} holds a whole model, and no adapters of another")
         return saved
-    if base is not None:
-        section = section.model_copy(update={"model_name_or_path": base})
-    return merged_weights(opened_base(checkpoint, section, "--base").weights, saved, section.lora)
+    place = section if base is None else section.model_copy(update={"model_name_or_path": base})
+    return merged_weights(opened_base(checkpoint, place, "--base").weights, saved, section.lora)
 
 
 def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> None:
