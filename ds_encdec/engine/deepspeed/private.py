@@ -35,6 +35,7 @@ from ds_encdec.launch.disk import free_bytes
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.optimizers import OPTIMIZERS
 
+_GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
 _GRADIENTS_OF_OPTIMIZER = (
     "averaged_gradients",  # stages 1 to 3, by group, from the backward pass to the step
     "all_grad_tensors",  # stage 1, while it accumulates
@@ -132,7 +133,7 @@ def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
 def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
     """Yield the current gradients of parameters and `shards`, as tensors, containers of them, or None."""
     return chain(
-        (getattr(one, name, None) for one in engine.module.parameters() for name in ("grad", "grad_accum")),
+        (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
         (shard.weights.grad for shard in shards),
         (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER),
     )
