@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 _add_product(weight_grad, logit_grads.T, states)
             del logit_grads  # before the next chunk's logits are made: otherwise two chunks' would exist
         ctx.save_for_backward(hidden_grad, weight_grad)
-        ctx.dtypes, ctx.scale = (hidden.dtype, weight.dtype), scale
+        ctx.hidden_dtype, ctx.weight_dtype, ctx.scale = hidden.dtype, weight.dtype, scale
         ctx.mark_non_differentiable(token_losses)
         total = token_losses.sum()
         return total if extra_losses is None else total + extra_losses.sum(), token_losses
@@ -102,7 +102,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         # Scaled in place. A second backward pass over a retained graph would scale again: autograd refuses it.
         grad = grad / ctx.scale
-        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        gradients = zip(ctx.saved_tensors, (ctx.hidden_dtype, ctx.weight_dtype), strict=True)
         return *(one if one is None else one.mul_(grad).to(dtype) for one, dtype in gradients), *[None] * 5
 
 
