@@ -118,7 +118,7 @@ def test_a_mask_and_groups_of_heads_find_a_fused_kernel(monkeypatch: pytest.Monk
         taken.append((k.shape[1], enable_gqa))
         return q
 
-    monkeypatch.setattr(attention_kernels.F, "scaled_dot_product_attention", attend)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     for device, mask in (("meta", True), ("meta", False), ("cpu", True)):
         q, k = torch.empty(1, 3, 4, 8, device=device), torch.empty(1, 5, 2, 8, device=device)
         attention_kernels.masked_attention(q, k, k, torch.ones(1, 1, 3, 5, dtype=torch.bool) if mask else None)
