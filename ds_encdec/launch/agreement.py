@@ -20,6 +20,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.run_folder import masked
 from ds_encdec.registry.engines import ENGINES
 
+# Settings that may differ between ranks, by the last part of their names → why.
 OWN_TO_A_HOST = {
     "data_files": "copies may lie elsewhere: their contents are compared, in the data's fingerprint",
     "eval_files": "the same",
@@ -30,7 +31,6 @@ OWN_TO_A_HOST = {
     "wandb_entity": "rank 0's alone is used",
     "wandb_run_name": "rank 0's alone is used",
 }
-"""Settings that may differ between ranks, by the last part of their names → why."""
 
 _LONGEST_VALUE = 120
 _MOST_LINES = 12
@@ -63,10 +63,12 @@ def digest(facts: Any) -> str:
 
 def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
     """Return the versions on this host that ranks compare: of packages that all need, and of those of `engines`."""
-    found = {"python": platform.python_version()}
-    found |= installed_versions("torch", "transformers", "tokenizers", "numpy")
-    found |= installed_versions(*filter(None, (ENGINES[engine].package for engine in engines)))
-    return found | ({"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if nccl else {})
+    packages = filter(None, (ENGINES[engine].package for engine in engines))
+    return {
+        "python": platform.python_version(),
+        **installed_versions("torch", "transformers", "tokenizers", "numpy", *packages),
+        **({"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if nccl else {}),
+    }
 
 
 def differences(everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> list[str]:
@@ -137,10 +139,12 @@ def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectiv
     if least == -most:
         return
     digests = collectives.gather(own)
-    is_first = digests.index(own) == collectives.rank  # of the ranks with this data
-    of_ranks = collectives.gather((socket.gethostname(), mine if is_first else None))
-    everyones = {rank: of_ranks[digests.index(found)][1] for rank, found in enumerate(digests)}
-    lines = differences(everyones, {rank: host for rank, (host, _) in enumerate(of_ranks)})
+    # The first of the ranks with the same data tells it.
+    of_ranks = collectives.gather((socket.gethostname(), mine if digests.index(own) == collectives.rank else None))
+    lines = differences(
+        {rank: of_ranks[digests.index(found)][1] for rank, found in enumerate(digests)},
+        {rank: host for rank, (host, _) in enumerate(of_ranks)},
+    )
     raise DataError(
         "the ranks do not read the same data, so no other run could repeat this one:"
         f"{listed(lines, _MOST_LINES)}\nGive every host the same files, under any path."
@@ -149,8 +153,7 @@ def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectiv
 
 def _shown(name: str, value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    _, hidden = shlex.split(masked(["", f"{name}={text}"]))
-    text = hidden.removeprefix(f"{name}=")
+    text = shlex.split(masked(["", f"{name}={text}"]))[1].removeprefix(f"{name}=")
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}… ({digest(text)})"
 
 
@@ -160,8 +163,9 @@ def ranks_in_words(ranks: Iterable[int], hosts: Ranks) -> str:
     places: dict[str | None, list[int]] = {}
     for rank in ranks:
         places.setdefault(hosts.get(rank), []).append(rank)
-    of_hosts = (spans(of_host) + (f" ({host})" if host else "") for host, of_host in places.items())
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(of_hosts)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join(
+        spans(of_host) + (f" ({host})" if host else "") for host, of_host in places.items()
+    )
 
 
 def spans(ranks: Sequence[int]) -> str:

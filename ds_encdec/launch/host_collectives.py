@@ -135,9 +135,7 @@ class HostCollectives:
     def rank_zero_first(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0, then on the others, which find its work in a cache; all raise the first error."""
         first, error = attempt(action) if self.rank == 0 else (None, None)
-        error = self.broadcast(error)
-        if error is not None:
-            raise error
+        self.raise_first(error)
         return self.on_every_rank(lambda: first if self.rank == 0 else action())  # type: ignore[return-value]
 
     def raise_first(self, error: Exception | None) -> None:

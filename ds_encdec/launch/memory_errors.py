@@ -23,6 +23,7 @@ _DEVICE_MESSAGES = (
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUSOLVER_STATUS_ALLOC_FAILED",
 )
+# The driver's error 2, which also means that the host has no memory left to page-lock (cudaHostAlloc).
 _DRIVER_MESSAGES = (
     "CUDA error: out of memory",
     "HIP error: out of memory",
@@ -30,11 +31,9 @@ _DRIVER_MESSAGES = (
     "Cuda failure 'out of memory'",  # older ones
     "HIP failure: 'out of memory'",  # RCCL
 )
-"""The driver's error 2, which also means that the host has no memory left to page-lock (cudaHostAlloc)."""
-
+# Bytes. A device with this much free has not refused the driver's allocations past torch (contexts, kernels, NCCL's
+# buffers): the host has.
 _DRIVER_SHORTAGE = 2**30
-"""Bytes. A device with this much free has not refused the driver's allocations past torch (contexts, kernels, NCCL's
-buffers): the host has."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -54,8 +53,11 @@ def says_out_of_memory(text: str) -> bool:
 def is_of_device(error: BaseException, free_device_bytes: float) -> bool:
     """Return whether an `is_out_of_memory` error is about a GPU's memory and not the host's. `free_device_bytes`: free
     on the GPU now, by its driver; it decides if the message does not."""
-    says_so = isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _DEVICE_MESSAGES)
-    return says_so or (is_of_driver(error) and free_device_bytes < _DRIVER_SHORTAGE)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or any(words in str(error) for words in _DEVICE_MESSAGES)
+        or (is_of_driver(error) and free_device_bytes < _DRIVER_SHORTAGE)
+    )
 
 
 def is_of_driver(error: BaseException) -> bool:

@@ -8,8 +8,6 @@ waits for the others' files. If native code holds the interpreter's lock, or the
 `faulthandler` ends the rank.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import logging
@@ -22,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from textwrap import shorten
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import psutil
 import torch.distributed as dist
@@ -88,10 +86,9 @@ class Peers:
     @property
     def hosts(self) -> dict[str, str]:
         """The ranks of each host: `{"node0": "0-7"}`."""
-        hosts = dict.fromkeys(peer.host for peer in self._all)
-        return {host: spans([peer.rank for peer in self._all if peer.host == host]) for host in hosts}
+        return {one.host: spans([peer.rank for peer in self._all if peer.host == one.host]) for one in self._all}
 
-    def __enter__(self) -> Peers:
+    def __enter__(self) -> Self:
         if len(self._all) > 1:
             threading.Thread(target=self._watch, name="peers", daemon=True).start()
         return self
@@ -124,7 +121,6 @@ class Peers:
         return end
 
     def _watch(self) -> None:
-        """Record ranks of this machine that end without a record, and end this one rather than wait for them."""
         while not self._left.wait(self._poll_seconds):
             gone = self._gone_here()
             status = self._run.read_status() if gone else {}
@@ -173,7 +169,7 @@ class Watchdog:
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> Self:
         if self._timeout_seconds < math.inf:
             self._thread.start()
         return self
@@ -226,9 +222,8 @@ class Watchdog:
             end_process(HangError.exit_code)
 
     def _missing(self) -> list[int]:
-        """Return the ranks without stacks in this start of the run; all of them if the folder cannot be read."""
         written: list[str] = []
-        with suppress(OSError):
+        with suppress(OSError):  # the folder cannot be read: no rank is known to have written its stacks
             written = os.listdir(self.stacks)
         return [rank for rank in range(self._world_size) if f"rank-{rank}.txt" not in written]
 
@@ -269,11 +264,10 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
         yield begin
     except BaseException as error:
         named = named_error(error, world.rank, peers)
-        ended_well = folder.earlier.get("state") in ("completed", "preempted")
-        spared = spare and not began and ended_well and not isinstance(named, LostRankError)
-        if not spared and not isinstance(named, RunFolderGoneError):
-            state = "preempted" if isinstance(named, Preempted) else "failed"
-            record(folder, state, reason=str(named), exit_code=named.exit_code)
+        keeps_good_end = spare and not began and folder.earlier.get("state") in ("completed", "preempted")
+        if isinstance(named, LostRankError) or not (keeps_good_end or isinstance(named, RunFolderGoneError)):
+            ending = "preempted" if isinstance(named, Preempted) else "failed"
+            record(folder, ending, reason=str(named), exit_code=named.exit_code)
         if named is error:
             raise
         raise named from error

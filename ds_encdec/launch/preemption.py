@@ -5,8 +5,6 @@ and acts on the common answer. A killed launcher sends no signal, so every rank 
 has died may sit in a collective for ever: without a step for a while it ends at its SIGTERM, unless it is saving.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import itertools
 import logging
@@ -22,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 import psutil
 
@@ -35,11 +33,10 @@ T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
+# The reason of a run that its stop file ended. `scripts/supervise.sh` does not start such a run again.
 BY_FILE = "ds-encdec stop"
-"""The reason of a run that its stop file ended. `scripts/supervise.sh` does not start such a run again."""
-
+# Within this time two SIGINTs are one Ctrl-C: from the terminal, and from a launcher that passes it on.
 SAME_CTRL_C_SECONDS = 2.0
-"""Within this time two SIGINTs are one Ctrl-C: from the terminal, and from a launcher that passes it on."""
 
 
 class Heartbeat:
@@ -149,7 +146,7 @@ class StopRequest:
         ended."""
         self._stop_file, self._before_end = stop_file, before_end
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Self:
         # First, so that every signal with a handler is recorded.
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._noted.fileno(), warn_on_full_buffer=False)
         self._previous_handlers = {
@@ -181,10 +178,18 @@ class StopRequest:
         self.reason = self.reason or signal.Signals(number).name
 
     def _watch(self) -> None:
-        """Watch launchers and heartbeats, in a thread: the main one may sit in a collective for ever."""
         first_at, terminated = math.inf, False
         while not self._left.is_set():
-            arrived = self._arrived()
+            numbers = b""
+            # Python calls a handler only once the main thread is back from native code, such as a collective, but
+            # writes the number to the socket before.
+            with suppress(BlockingIOError):
+                numbers = self._arrivals.recv(4096)
+            if signal.SIGUSR2 in numbers:
+                # Here, under the interpreter's lock: a handler that read frames of a running thread has ended a process
+                # with SIGSEGV.
+                faulthandler.dump_traceback(file=2)
+            arrived = [number for number in STOP_SIGNALS if number in numbers]
             again = signal.SIGINT in arrived and time.monotonic() - first_at > SAME_CTRL_C_SECONDS
             if again and not self._left.wait(self.poll_seconds) and not self._interrupted:
                 self._end("The rank does not respond to a second Ctrl-C")
@@ -197,13 +202,15 @@ class StopRequest:
             if not self._met and (gone or arrived):
                 # Another rank's launcher stops all once that rank has failed and reported why.
                 level = logging.WARNING if self.world.is_main else logging.DEBUG
-                message = "Stopped before the ranks had met (%s): there was nothing to save."
-                logger.log(level, message, gone or arrived[0].name)
+                logger.log(
+                    level, f"Stopped before the ranks had met ({gone or arrived[0].name}): there was nothing to save."
+                )
                 end_process(Preempted.exit_code)
             if gone:
                 self.reason = self.reason or gone
-                signalled = first_at < math.inf  # whoever stops a job mostly ends its launcher, too
-                logger.log(logging.INFO if signalled else logging.ERROR, "%s: saving and stopping.", gone.capitalize())
+                # Whoever stops a job by a signal mostly ends its launcher, too.
+                level = logging.INFO if first_at < math.inf else logging.ERROR
+                logger.log(level, "%s: saving and stopping.", gone.capitalize())
                 if not self._left.wait(self.grace_seconds):
                     self._end(f"Still running {self.grace_seconds:.0f} s after its launcher ended")
                 return
@@ -212,19 +219,6 @@ class StopRequest:
             if terminated and not self._seen and silent_seconds > self.patience_seconds:
                 self._end(f"SIGTERM, and no step for {silent_seconds:.0f} s: it is stuck, or another rank is gone")
             select.select([self._arrivals], [], [], self.poll_seconds)
-
-    def _arrived(self) -> list[signal.Signals]:
-        """Return the stop signals since the last call; at a SIGUSR2, print the stacks of all threads. Python calls a
-        handler only once the main thread is back from native code, such as a collective, but writes the number to the
-        socket before. The stacks are printed here, under the interpreter's lock: a handler that read frames of a
-        running thread has ended a process with SIGSEGV."""
-        try:
-            numbers = self._arrivals.recv(4096)
-        except BlockingIOError:
-            return []
-        if signal.SIGUSR2 in numbers:
-            faulthandler.dump_traceback(file=2)
-        return [number for number in STOP_SIGNALS if number in numbers]
 
     def _end(self, why: str) -> None:
         logger.error("%s: ending.", why)
@@ -245,12 +239,10 @@ def awaited(seconds: float, look: Callable[[], T]) -> T:
 
 def end_process(exit_code: int) -> NoReturn:
     """End this process, whose main thread may never return, and its children, which may hang as well."""
-    children: list[psutil.Process] = []
     with suppress(psutil.Error):
-        children = psutil.Process().children(recursive=True)
-    for child in children:
-        with suppress(psutil.Error):  # gone meanwhile
-            child.kill()
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # gone meanwhile
+                child.kill()
     os._exit(exit_code)
 
 

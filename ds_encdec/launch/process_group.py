@@ -29,14 +29,14 @@ from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName
 
 logger = logging.getLogger(__name__)
 
+# The environment variables that a rank changes.
 _CHANGED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"),
 )
-"""The environment variables that a rank changes."""
 ENOUGH_OPEN_FILES = 1 << 16
+# The most groups that connect every rank with every other: the host's, its background, and DeepSpeed's on CPUs.
 GLOO_GROUPS = 3
-"""The most groups that connect every rank with every other: the host's, its background, and DeepSpeed's on CPUs."""
 OWN_OPEN_FILES = 512  # the most files that a rank opens besides its connections
 
 
@@ -103,8 +103,7 @@ def init_process_group(
 
         if problem := met.round("import", problem, first_problem, late=f"import {package}"):
             logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
-            assert otherwise is not None
-            engine = otherwise
+            engine = otherwise or engine
 
     def connect() -> None:
         _JOIN[engine](world, device, timeout, dist.PrefixStore("group", met.store))
@@ -116,8 +115,7 @@ def init_process_group(
 
 
 def _allow_connections(world: World) -> None:
-    """Raise the limit of open files for the ranks' connections, and warn if it stays too low: connections beyond it
-    fail, with errors that call them closed by the peer."""
+    # Connections beyond the limit of open files fail, with errors that call them closed by the peer.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = max(soft, min(hard, ENOUGH_OPEN_FILES))
     if allowed > soft:
@@ -133,7 +131,6 @@ def _allow_connections(world: World) -> None:
 def _meet(
     met: Rendezvous, world: World, device: torch.device, engine: EngineName, settings: Mapping[str, Any] | None
 ) -> None:
-    """Compare the facts that must be equal, and divide this host among its ranks. Raises ConfigError on all ranks."""
     mine, error = attempt(lambda: _own_place(world, device, engine, shared_settings(settings or {})))
     mine = mine or {}
     answer = met.round("meet", mine, lambda places: merge_rank_facts(places, met.hosts), error=error)
@@ -194,10 +191,9 @@ def _take(device: torch.device) -> None:
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
-        if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
+        expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+        if isinstance(error, torch.OutOfMemoryError) or not expandable:
             raise
         raise ConfigError(
             f"a tensor cannot be created on {device} ({error}). Some virtual machines have no expandable segments of "
@@ -229,10 +225,10 @@ def _join_deepspeed(world: World, device: torch.device, timeout: timedelta, stor
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, timeout=timeout, verbose=False)
 
 
+# The function that makes an engine's default process group; DeepSpeed's also makes its view of it.
 _JOIN: ByEngine[Callable[[World, torch.device, timedelta, dist.Store], None]] = ByEngine(
     deepspeed=_join_deepspeed, fsdp=_join_torch
 )
-"""The function that makes an engine's default process group; DeepSpeed's also makes its view of it."""
 
 
 def shutdown() -> None:

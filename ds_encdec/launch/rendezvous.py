@@ -7,8 +7,6 @@ little. In the last round the ranks connect to each other in native code, which 
 there a thread waits for the answer, and ends the process if the main thread cannot.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -33,12 +31,12 @@ from ds_encdec.launch.preemption import awaited, end_process
 from ds_encdec.launch.world import World
 
 COMPANY_SECONDS = 1.0  # how long after a rank's error those of others, mostly the same one, may still come
+# How long rank 0 keeps the store for others, which may still import torch, to read how the rendezvous ended.
 REPORT_SECONDS = 20.0
-"""How long rank 0 keeps the store for others, which may still import torch, to read how the rendezvous ended."""
 LEAVE_SECONDS = 5.0  # how long the main thread may take to leave a connection that is known to have failed
 
+# How often this process has joined a rendezvous of a name: the store may be an older one's.
 _joined: Counter[tuple[str, int]] = Counter()
-"""How often this process has joined a rendezvous of a name: the store may be an older one's."""
 
 
 class Rendezvous:
@@ -82,7 +80,7 @@ class Rendezvous:
         """Store `mine` (of JSON's types), or `error`; return what rank 0's `decide` makes of all values. A collective.
         `late` completes "did not … within" a time. Raises the error of `decide` or of any rank, and LostRankError."""
         self._give(name, mine, error)
-        return self._read(self.store, name, self._answer(self.store, name, decide, late))
+        return self._read(name, self._answer(self.store, name, decide, late))
 
     def connect(self, action: Callable[[], None]) -> None:
         """Let the ranks connect to each other by `action`, within the limit. Raises as `round` does."""
@@ -109,16 +107,18 @@ class Rendezvous:
         except DsEncDecError as error:
             failure = error
         except Exception as error:
-            failure = DsEncDecError(f"{type(error).__name__}: {error}")
-            if is_broken_connection(error):
-                interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
-                failure = LostRankError(f"The connection broke (GLOO_SOCKET_IFNAME is {interface}): {error}")
+            interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+            failure = (
+                LostRankError(f"The connection broke (GLOO_SOCKET_IFNAME is {interface}): {error}")
+                if is_broken_connection(error)
+                else DsEncDecError(f"{type(error).__name__}: {error}")
+            )
             failure.__cause__ = error
         out.set()
         self._give("connect", None, failure)
         thread.join()
         try:
-            self._read(self.store, "connect", answers[0])
+            self._read("connect", answers[0])
         except DsEncDecError as ended:
             raise ended from failure  # which shows whether a connection broke
 
@@ -132,24 +132,20 @@ class Rendezvous:
     def _answer(
         self, store: dist.Store, name: str, decide: Callable[[dict[int, Any]], Any], late: str
     ) -> Mapping[str, Any]:
-        """Return the answer of a round, which rank 0 makes, or a LostRankError as the answer if rank 0 is gone."""
         try:
             with _store_of_rank_zero(self._world):
                 if not self._world.is_main:
                     # Rank 0 keeps the time limit, so the others wait a little longer.
-                    seconds = self._seconds + COMPANY_SECONDS + REPORT_SECONDS
-                    store.wait([f"{name} answer"], timedelta(seconds=seconds))
+                    store.wait([f"{name} answer"], timedelta(seconds=self._seconds + COMPANY_SECONDS + REPORT_SECONDS))
                     return dict(json.loads(store.get(f"{name} answer")))
                 value, error = attempt(lambda: decide(self._gather(store, name, late)))
                 answer = {"value": value} if error is None else {"error": _preserved(error)}
                 store.set(f"{name} answer", json.dumps(answer))
                 return answer
-        except LostRankError as error:
+        except LostRankError as error:  # rank 0 is gone
             return {"error": _preserved(error)}
 
     def _gather(self, store: dist.Store, name: str, late: str) -> dict[int, Any]:
-        """Return the values of all ranks in this round, on rank 0. Raises LostRankError, and the error of the lowest
-        rank, with the places of all that have the same, unless all ranks have it."""
         everyone = range(self._world.world_size)
         keys = [f"{name} {rank}" for rank in everyone]
         problem = f"{name} problem"
@@ -180,17 +176,17 @@ class Rendezvous:
                 f"{ranks_in_words(errors, self.hosts)} cannot connect to {who}, which is gone or out of reach of this "
                 f"network interface. {errors[min(errors)]['message']}"
             )
-        there = ranks_in_words([rank for rank in self.hosts if rank not in missing], self.hosts)
         return (
-            f"{who} did not {late} {_within(self._seconds)}, unlike {there}. Check its log, and that its host can "
-            f"reach {self._world.master_addr}:{self._world.master_port}."
+            f"{who} did not {late} {_within(self._seconds)}, unlike "
+            f"{ranks_in_words(self.hosts.keys() - missing, self.hosts)}. Check its log, and that its host can reach "
+            f"{self._world.master_addr}:{self._world.master_port}."
         )
 
-    def _read(self, store: dist.Store, name: str, answer: Mapping[str, Any]) -> Any:
+    def _read(self, name: str, answer: Mapping[str, Any]) -> Any:
         if "error" not in answer:
             return answer["value"]
         error = _revived(answer["error"])
-        self._read_by_all(store, name, error)
+        self._read_by_all(self.store, name, error)
         raise error
 
     def _read_by_all(self, store: dist.Store, name: str, error: DsEncDecError) -> None:
@@ -281,9 +277,14 @@ def _alone(error: DsEncDecError) -> DsEncDecError:
 
 
 def _preserved(error: Exception) -> dict[str, Any]:
-    kind = next((one.__name__ for one in type(error).__mro__ if one.__module__ == types.__name__), "DsEncDecError")
-    code, common = getattr(error, "exit_code", DsEncDecError.exit_code), getattr(error, "common", None) is not False
-    return {"kind": kind, "message": str(error), "exit_code": code, "common": common}
+    return {
+        "kind": next(
+            kind.__name__ for kind in (*type(error).__mro__, DsEncDecError) if kind.__module__ == types.__name__
+        ),
+        "message": str(error),
+        "exit_code": getattr(error, "exit_code", DsEncDecError.exit_code),
+        "common": getattr(error, "common", None) is not False,
+    }
 
 
 def _revived(preserved: Mapping[str, Any]) -> DsEncDecError:

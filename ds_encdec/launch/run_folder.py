@@ -68,8 +68,11 @@ class RunFolder:
             if not resume:
                 self.run_json.unlink(missing_ok=True)
             elif self.read_status().get("state") == "running":
-                reason = "ended without a word: killed, or its machine went down"
-                self.write_status("failed", reason=reason, exit_code=LostRankError.exit_code)
+                self.write_status(
+                    "failed",
+                    reason="ended without a word: killed, or its machine went down",
+                    exit_code=LostRankError.exit_code,
+                )
         self.earlier = self.read_status()
         return self.earlier
 
@@ -143,8 +146,10 @@ class RunFolder:
         status = self.read_status()
         if not status:
             running = [str(path.parent) for path in sorted(self.root.glob("**/run.json"))]
-            below = f"; there are {', '.join(running)}" if running else ""
-            raise ConfigError(f"{self.root} is not a run's folder: it has no run.json{below}")
+            raise ConfigError(
+                f"{self.root} is not a run's folder: it has no run.json"
+                f"{'; there are ' if running else ''}{', '.join(running)}"
+            )
         if status["state"] != "running":
             code = status.get("exit_code")
             return f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {code}"
@@ -182,10 +187,9 @@ def take_folder(folder: Path, field: str, *, look: Callable[[], None] = lambda: 
 def _lock_or_refuse(lock: IO[str], folder: Path, field: str) -> None:
     if not lock_file(lock):
         lock.seek(0)
-        holder = lock.read().strip() or "another process"
         raise OutputLockedError(
-            f"{field}: {folder} is in use by {holder}. Wait for that to end, or choose another folder; nothing was "
-            "changed."
+            f"{field}: {folder} is in use by {lock.read().strip() or 'another process'}. Wait for that to end, or "
+            "choose another folder; nothing was changed."
         )
 
 

@@ -1,19 +1,21 @@
-"""Finds this process's place among the ranks of a run, from the environment alone. A launcher is one row of
-`LAUNCHERS`; to add one, add a row."""
+"""Finds this process's place among the ranks of a run, from the environment alone, and lets ranks fail together before
+they meet. A launcher is one row of `LAUNCHERS`; to add one, add a row."""
 
 import json
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
-from ds_encdec.base.types import ConfigError
+from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 
 SINGLE_PROCESS = "python"  # launcher name of a process without a launcher: `python ds_encdec/train.py`
 DEFAULT_PORT = "29500"  # the port of the rendezvous if none is set; torchrun and DeepSpeed take it, too
+START_MINUTES = 5.0  # the default of `infra.start_timeout_minutes`: the configuration may be unreadable
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +39,8 @@ class World:
         return self.rank == 0
 
 
+# Fields of a World without which the place is unknown → the environment variable that most launchers set for it.
 _REQUIRED = {name: name.upper() for name in ("rank", "local_rank", "world_size", "master_addr", "master_port")}
-"""Fields of a World without which the place is unknown → the environment variable that most launchers set for it."""
 
 Reader = Callable[[Mapping[str, str]], str]  # reads a field of a World from an environment; returns "" if it is missing
 
@@ -64,8 +66,9 @@ class Launcher:
 
     def has_started(self, environ: Mapping[str, str]) -> bool:
         """Return whether this launcher has started the process with this environment as a rank."""
-        alone = self.task_programs and environ.get(self.own["world_size"], "") in ("", "1")
-        return self.marker in environ and not alone
+        return self.marker in environ and not (
+            self.task_programs and environ.get(self.own["world_size"], "") in ("", "1")  # alone
+        )
 
 
 def first_host(nodes: str) -> str:
@@ -81,7 +84,7 @@ def _port_of(job: str) -> str:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> str:
-    """Return the number of tasks on this node: `SLURM_STEP_TASKS_PER_NODE` is `2(x3),1`."""
+    # SLURM_STEP_TASKS_PER_NODE is `2(x3),1`.
     entries = [part.partition("(x") for part in environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
     return [count for count, _, times in entries for _ in range(int(times.rstrip(")") or 1))][
         int(environ["SLURM_NODEID"])
@@ -93,10 +96,10 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
     typed, perhaps a login node, or a list, or a loopback address: these are ignored."""
     address = environ.get("MASTER_ADDR", "").strip()
     typed_there = address in (environ.get("SLURM_LAUNCH_NODE_IPADDR"), "localhost", "::1") or address.startswith("127.")
-    if typed_there or len(address.split()) > 1:
-        address = ""
+    if address and not typed_there and len(address.split()) == 1:
+        return address
     nodes = environ.get("SLURM_STEP_NODELIST", "")
-    return address or ("127.0.0.1" if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes))
+    return "127.0.0.1" if environ.get("SLURM_STEP_NUM_NODES") == "1" else first_host(nodes)
 
 
 def _mpi_address(environ: Mapping[str, str]) -> str:
@@ -113,6 +116,7 @@ def _openmpi_address(environ: Mapping[str, str]) -> str:
     return environ.get("MASTER_ADDR") or found[1]
 
 
+# The rows in the order in which they are tried: the most specific marker first.
 LAUNCHERS = (
     # torch/distributed/elastic/agent/server/local_elastic_agent.py sets these for every worker. `accelerate launch`
     # calls it, except for CPUs, and Kubeflow's PyTorchJob sets its place in PET_*.
@@ -194,10 +198,11 @@ LAUNCHERS = (
         },
     ),
 )
-"""The rows in the order in which they are tried: the most specific marker first."""
 LAUNCHER_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.programs)
 TASK_PROGRAMS = frozenset(program for launcher in LAUNCHERS for program in launcher.task_programs)
 
+# Programs without a row that start several tasks of a job, each of which would take itself for the whole run. The
+# variable that shows it → the program, and how its value gives the number of tasks.
 TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
     "PMI_SIZE": ("an unknown MPI", int),
     "MV2_COMM_WORLD_SIZE": ("MVAPICH", int),
@@ -206,8 +211,6 @@ TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
     "PET_NNODES": ("Kubeflow or another that sets torchrun's variables", int),
     "SM_HOSTS": ("SageMaker", lambda hosts: len(json.loads(hosts))),
 }
-"""Programs without a row that start several tasks of a job, each of which would take itself for the whole run. The
-variable that shows it → the program, and how its value gives the number of tasks."""
 _TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT ds_encdec/train.py …"
 
 
@@ -228,14 +231,13 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
         if launcher.programs and world.num_nodes == 1 and not elastic:
             # The first one is the innermost: its daemons may have been started by another.
             row = next((row for row in LAUNCHERS if row.task_programs and row.marker in environ), None)
-            starters = {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS
-            if several := _several_tasks(starters, environ):
-                variable, who = several
-                raise ConfigError(
-                    f"{who}, but {launcher.name} in this one counts a single node ({launcher.own['num_nodes']}=1), so "
-                    f"every task would be a separate run. Start one task per machine, with {_TORCHRUN}, or one task "
-                    f"per rank, with python alone. To let each task train for itself, unset {variable}."
-                )
+            _refuse_several_tasks(
+                {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS,
+                environ,
+                f"{launcher.name} in this one counts a single node ({launcher.own['num_nodes']}=1), so every task "
+                f"would be a separate run. Start one task per machine, with {_TORCHRUN}, or one task per rank, with "
+                "python alone. To let each task train for itself",
+            )
         return world
     if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
         raise ConfigError(
@@ -247,24 +249,25 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
             "`accelerate launch` set MASTER_ADDR for several processes, but on CPUs it starts only one, which would "
             "train alone. Add --multi_gpu (even without GPUs), or use torchrun --nproc-per-node N ds_encdec/train.py …"
         )
-    if several := _several_tasks(TASK_STARTERS, environ):
-        variable, who = several
-        raise ConfigError(
-            f"{who}, but RANK is not set, so every task would train alone. Start one task per machine, with "
-            f"{_TORCHRUN}, or set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. To train with "
-            f"this process alone, unset {variable}."
-        )
+    _refuse_several_tasks(
+        TASK_STARTERS,
+        environ,
+        f"RANK is not set, so every task would train alone. Start one task per machine, with {_TORCHRUN}, or set RANK, "
+        "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. To train with this process alone",
+    )
     return World(master_port=choose_port())
 
 
-def _several_tasks(
-    starters: Mapping[str, tuple[str, Callable[[str], int]]], environ: Mapping[str, str]
-) -> tuple[str, str] | None:
+def _refuse_several_tasks(
+    starters: Mapping[str, tuple[str, Callable[[str], int]]], environ: Mapping[str, str], flaw_and_fixes: str
+) -> None:
     for variable, (starter, count) in starters.items():
         with suppress(ValueError, TypeError):  # absent, or not what that starter writes
             if (tasks := count(environ.get(variable, ""))) > 1:
-                return variable, f"{variable}={environ[variable]}: {starter} has started {tasks} tasks"
-    return None
+                raise ConfigError(
+                    f"{variable}={environ[variable]}: {starter} has started {tasks} tasks, but {flaw_and_fixes}, "
+                    f"unset {variable}."
+                )
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
@@ -274,19 +277,19 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
         try:
             value = launcher.readers[name](environ) if name in launcher.readers else environ.get(variable)
         except (ValueError, LookupError):
-            found = f"{variable}={environ.get(variable, '(unset)')}"
             raise ConfigError(
-                f"{found}: {launcher.name} sets no such value. Start all ranks with one launcher"
+                f"{variable}={environ.get(variable, '(unset)')}: {launcher.name} sets no such value. Start all ranks "
+                "with one launcher"
             ) from None
         if value:
             fields[name] = value
     if launcher.task_programs and fields.get("local_world_size") == fields.get("world_size"):
         fields.setdefault("master_addr", "127.0.0.1")
-    required = [variables[field] for field in _REQUIRED]
     if missing := [variables[field] for field in _REQUIRED if field not in fields]:
         raise ConfigError(
             f"Started by {launcher.name} ({launcher.marker} is set), but {', '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not. Set all of {', '.join(required)}"
+            f"{'is' if len(missing) == 1 else 'are'} not. Set all of "
+            f"{', '.join(variables[field] for field in _REQUIRED)}"
             f"{launcher.advice and f' ({launcher.advice})'}, or unset {launcher.marker} to run one process."
         )
     for name in fields.keys() - {"master_addr"}:
@@ -311,9 +314,38 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
         ),
     ):
         if not holds:
-            names = [variables[field] for field in contradicting if field in variables]
+            names = (variables[field] for field in contradicting if field in variables)
             listed = ", ".join(f"{name}={environ.get(name, '(unset)')}" for name in names)
             raise ConfigError(
                 f"Contradictory {launcher.name} environment: {listed}. Start all ranks with one launcher."
             )
     return world
+
+
+@contextmanager
+def startup_errors_shared(world: World) -> Iterator[None]:
+    """Raise an error of the block on every rank, with the rank and host that met it. Use this before the rendezvous. An
+    unforeseen error keeps its type and traceback on its own rank. Torch is imported only if a rank has to wait, so that
+    rank 0 reports a wrong configuration at once."""
+    try:
+        yield
+    except Exception as error:
+        if world.world_size == 1:
+            raise
+        ours = error if isinstance(error, DsEncDecError) else DsEncDecError(f"{type(error).__name__}: {error}")
+        if ours is not error:
+            ours.__cause__ = error
+        # Rank 0 prints its error at once, and the launcher then ends the others.
+        ends_others = world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS
+        if ours.common is None and not isinstance(ours, Preempted) and not ends_others:
+            try:
+                from ds_encdec.launch.rendezvous import Rendezvous  # torch
+
+                Rendezvous(world, timedelta(minutes=START_MINUTES)).round("meet", None, error=ours)
+            except (ImportError, OSError):  # torch itself is missing or broken here
+                pass
+            except DsEncDecError as shared:
+                if shared.common and type(ours) is not DsEncDecError:
+                    raise shared from error
+            ours.common = False
+        raise ours from ours.__cause__

@@ -2,8 +2,6 @@
 `doctor` look for all, since a configuration may be for another machine; a new run for its model and files, before torch
 is imported (`refuse_absent`)."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,10 +34,10 @@ from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, not_installed
 
 def look_here(loaded: Loaded) -> None:
     """Add to `loaded` a problem for each thing that a run would lack here, unless its fields have other problems."""
-    config, checked = loaded.config, loaded.checked
-    finders = (_absent_files, _absent_packages, _absent_folders, _absent_code, _row_problems)
-    loaded.add(found for find in finders for found in find(config) if checked.knows(found.fields))
-    if checked.is_sound_in("data", "model"):
+    config = loaded.config
+    for find in (_absent_files, _absent_packages, _absent_folders, _absent_code, _row_problems):
+        loaded.add(found for found in find(config) if loaded.checked.knows(found.fields))
+    if loaded.checked.is_sound_in("data", "model"):
         loaded.add(unusable_rows(config.data, config.model))
 
 
@@ -72,8 +70,7 @@ def _absent_files(config: FullConfig) -> Iterator[Conflict]:
     named |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
     named |= {f"data.eval_sets.{name}.eval_files": one.eval_files for name, one in data.eval_sets.items()}
     for field, patterns in named.items():
-        absent = (one for one in patterns or () if not any(named_files(one)))
-        yield from (Conflict((field,), no_file_matches([pattern])) for pattern in absent)
+        yield from (Conflict((field,), no_file_matches([one])) for one in patterns or () if not any(named_files(one)))
     if config.training.num_train_epochs is None or not data.streaming:
         return
     for at, source in sources:  # only streamed parquet files have a known length
@@ -94,14 +91,12 @@ def _absent_packages(config: FullConfig) -> Iterator[Conflict]:
         ("model.lora.quantize", "bitsandbytes", "qlora", lora is not None and lora.quantize != "none"),
     ):
         if is_needed and find_spec(package) is None:
-            message = f"this needs {package}, which is not installed: pip install 'ds_encdec[{extra}]'"
-            yield Conflict((field,), message)
+            yield Conflict((field,), f"this needs {package}, which is not installed: pip install 'ds_encdec[{extra}]'")
     if (url := config.infra.upload_to) is not None:
-        from fsspec import get_filesystem_class
-        from fsspec.core import split_protocol
+        import fsspec
 
         try:
-            get_filesystem_class(split_protocol(url)[0] or "file")
+            fsspec.get_filesystem_class(fsspec.core.split_protocol(url)[0] or "file")
         except (ImportError, ValueError) as error:
             yield Conflict(("infra.upload_to",), f"this file system cannot be reached: {error}")
     chosen = config.training.metric_for_best_model
@@ -121,8 +116,9 @@ def _absent_folders(config: FullConfig) -> Iterator[Conflict]:
     }
     flaws[f"model.{of_tokenizer}"] = flaws.get(f"model.{of_tokenizer}") or _folder_problem(tokenizer, "tokenizer.json")
     if infra.offload_optimizer == "nvme" and infra.nvme_path:
-        is_there = os.path.isdir(_folder(infra.nvme_path))
-        flaws["infra.nvme_path"] = _write_problem(infra.nvme_path) if is_there else "there is no such folder"
+        flaws["infra.nvme_path"] = (
+            _write_problem(infra.nvme_path) if os.path.isdir(_folder(infra.nvme_path)) else "there is no such folder"
+        )
     yield from (Conflict((field,), problem) for field, problem in flaws.items() if problem is not None)
 
 
@@ -165,13 +161,12 @@ def _row_problems(config: FullConfig) -> Iterator[Conflict]:
 
 
 def _folder_problem(name: str | None, needed: str) -> str | None:
-    """Return the problem of a model's or tokenizer's folder, if any. The hub and its cache are not queried."""
     if name is None or name == "builtin":
         return None
     folder = _folder(name)
     if os.path.isdir(folder):
         return None if os.path.isfile(folder / needed) else f"the folder has no {needed}"
-    if is_hub_name(name):
+    if is_hub_name(name):  # the hub and its cache are not queried
         return None
     return variable_in(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
 

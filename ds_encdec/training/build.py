@@ -33,8 +33,7 @@ from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_c
 from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.startup_errors import startup_errors_shared
-from ds_encdec.launch.world import World, discover
+from ds_encdec.launch.world import World, discover, startup_errors_shared
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.memory.gpus import grow_segments
 from ds_encdec.memory.job import Job, disk_shortage
@@ -43,9 +42,8 @@ from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.training.profiling import StepProfiler
 from ds_encdec.training.resume import load_engine, refuse_other_model, restored_state, with_steps
-from ds_encdec.training.run_files import Run, begin_recording, checkpoint_files
+from ds_encdec.training.run_files import Run, begin_recording, checkpoint_files, start_banner
 from ds_encdec.training.run_model import new_model, saved_model
-from ds_encdec.training.start_banner import start_banner
 from ds_encdec.training.step_plan import is_over
 from ds_encdec.training.trainer import Trainer, train
 
@@ -108,10 +106,9 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
     except BaseException:
         context.undo.close()
         raise
-    failed = partial(record, folder, "failed", exit_code=HangError.exit_code)
     stop.folder_is_known(
         folder.stop_file if world.is_main else None,
-        before_end=lambda why: failed(reason=f"rank {world.rank}: {why}"),
+        lambda why: record(folder, "failed", reason=f"rank {world.rank}: {why}", exit_code=HangError.exit_code),
     )
     uploads = Uploads(folder, config.infra.upload_to if world.is_main else None)
     # By default a rank counts as stuck well before a collective would give up; 0: never.
@@ -207,8 +204,9 @@ def _train_and_close(
                 f"{state.leading_value:.6g}, by more than {training.early_stopping_threshold:g}"
             )
             logger.info("early stopping at step %d: %s", state.global_step, message)
-            where = {"step": state.global_step, "data_step": state.data_step}
-            trainer.recorder.events.write("early_stop", **where, message=message)
+            trainer.recorder.events.write(
+                "early_stop", step=state.global_step, data_step=state.data_step, message=message
+            )
     except BaseException as error:
         named = named_error(error, trainer.collectives.rank, peers)
         exit_code, reason = named.exit_code, str(named)
@@ -277,15 +275,13 @@ def _build_trainer(
 
 
 def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str], stop: StopRequest) -> Judge:
-    """A collective. Raises ConfigError if the model cannot generate."""
-    collectives, model = run.context.collectives, run.model
-    collectives.on_every_rank(lambda: check_cache(model.config))
+    run.context.collectives.on_every_rank(lambda: check_cache(run.model.config))
     return Judge(
         run.config,
         engine,
-        model.config,
-        model.tokenizer,
-        collectives,
+        run.model.config,
+        run.model.tokenizer,
+        run.context.collectives,
         data.eval_examples,
         metrics,
         stopped=lambda: stop.requested,
@@ -309,8 +305,9 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     if config.model.lora is not None:
         one_base(collectives.gather(model.base))
     # Rank 0 alone queries the hub, so that all read the same commit of a data set.
-    saved_commits = saved["data"]["dataset_commits"] if saved else None
-    commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    commits = collectives.on_rank_zero(
+        lambda: resolve_commits(config.data, saved["data"]["dataset_commits"] if saved else None)
+    )
     config = resolve_checkpointing(config, context, model.config, checkpoint)
     config = resolve_batch_size(config, context, request.stop, model.config, checkpoint)
     lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)
@@ -348,15 +345,14 @@ def _build_data(run: Run, accept_other_data: bool) -> TrainingData:
 
 
 def _build_engine(run: Run, job: Job, expected: ExpectedMemory | None) -> Engine:
-    """Check the disk, then build the engine with weights from the model's source or the checkpoint. A collective."""
     model, context, folder = run.model, run.context, run.folder.checkpoints
 
     def check_disk_space() -> None:
-        if (problem := disk_shortage(folder, len(committed_steps(folder)), run.config, job)) is None:
-            return
-        if run.config.infra.require_disk_space:
+        problem = disk_shortage(folder, len(committed_steps(folder)), run.config, job)
+        if problem and run.config.infra.require_disk_space:
             raise DiskRefusedError(f"{problem} (infra.require_disk_space=true)")
-        logger.warning("%s A save that does not fit fails; infra.require_disk_space=true refuses to start.", problem)
+        if problem:
+            logger.warning(f"{problem} A save that does not fit fails; infra.require_disk_space=true refuses to start.")
 
     context.collectives.on_rank_zero(check_disk_space)
     with out_of_memory_explained(expected, context.device, context.world.rank):

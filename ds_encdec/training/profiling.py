@@ -8,8 +8,6 @@ RUN/profile/
 Profiled steps are slower than others, so go by shares and counts.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -25,8 +23,8 @@ from ds_encdec.base.types import Callback, StepResult, TrainingState
 
 logger = logging.getLogger(__name__)
 
+# Steps of this process before the first that is profiled: compilation, first allocations, the optimizer's states.
 WARM_UP_STEPS = 3
-"""Steps of this process before the first that is profiled: compilation, first allocations, the optimizer's states."""
 _COMMUNICATION = ("nccl", "gloo:", "c10d::", "ncclDevKernel")
 _HOST_WAITS = (
     "cudaStreamSynchronize",
@@ -51,8 +49,9 @@ class StepProfiler(Callback):
         self._seen += 1
         self._last_step = state.global_step
         if self._seen == WARM_UP_STEPS:
-            activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()]
-            self._profile = profile(activities=activities, acc_events=True)
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * torch.cuda.is_available()], acc_events=True
+            )
             self._profile.start()
             self._began = time.perf_counter()
         elif self._seen == WARM_UP_STEPS + self._steps:

@@ -1,10 +1,8 @@
 """Resume from a checkpoint, at a run's start or by a rollback in its midst; refuse those of other models."""
 
-from __future__ import annotations
-
-import dataclasses
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ds_encdec.base.quantities import listed
@@ -26,8 +24,8 @@ from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_NAME = "model.tokenizer_name_or_path"
+# The counters of data, which a rollback does not take back.
 _OF_DATA = ("data_step", "epoch", "total_tokens_seen", "target_tokens_seen", "bad_rows", "long_rows")
-"""The counters of data, which a rollback does not take back."""
 
 
 def with_steps(
@@ -139,10 +137,9 @@ def roll_back(
         return None
     then = checkpoint.training_state().with_best_by(state.best_by)
     load_engine(engine, checkpoint, collectives)
-    of_data = {name: getattr(state, name) for name in _OF_DATA}
     skipped, number = state.data_step - then.global_step, state.rollbacks + 1
-    gone_back = dataclasses.replace(then, skipped_steps=skipped, rollbacks=number, **of_data)
-    now = checkpoints.adopt(checkpoint, gone_back)
+    of_data = {name: getattr(state, name) for name in _OF_DATA}
+    now = checkpoints.adopt(checkpoint, replace(then, skipped_steps=skipped, rollbacks=number, **of_data))
     recorder.go_back(checkpoint.read_json("trainer.json")["recorder"], now)
     recorder.events.write(
         "rollback",

@@ -1,6 +1,5 @@
-"""Write the files of a run beside the engine's: its configuration, its records, and the rest of a checkpoint."""
-
-from __future__ import annotations
+"""Describe a run: in a few lines before its first step, and in its files beside the engine's, which are its
+configuration, its records, and the rest of a checkpoint."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -10,20 +9,26 @@ from typing import Any
 
 import torch
 
+from ds_encdec.base.quantities import count, gib
 from ds_encdec.base.types import TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import MAKE_ROOM
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
 from ds_encdec.engine.deepspeed.json import run_json
+from ds_encdec.engine.select import attention_kernel
 from ds_encdec.exports.adapters import BASE_RECORD
 from ds_encdec.launch.disk import Writing, write_atomically
+from ds_encdec.launch.host import triton_lacks
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.gpus import peak_flops
-from ds_encdec.model.parameter_count import trained_share, training_flops
+from ds_encdec.memory.job import Job
+from ds_encdec.memory.library import device_capacity
+from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
+from ds_encdec.model.parameter_count import trained_share, trained_summary, training_flops
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
@@ -47,6 +52,49 @@ class Run:
     num_lanes: int
     accumulation: int
     epochs: float | None
+
+
+def start_banner(
+    job: Job, context: RunContext, expected: ExpectedMemory | None, *, start_step: int, epochs: float | None
+) -> list[str]:
+    """Return aligned lines about a run that begins after `start_step`; `epochs` is None if steps were configured."""
+    config, world = job.config, context.world
+    infra, training, steps = config.infra, config.training, config.training.num_train_steps
+    lanes = job.gradient_accumulation_steps * world.world_size
+    sequences, tokens = training.micro_batch_size * lanes, (job.encoder_tokens + job.decoder_tokens) * lanes
+    epochs_text = f" ({epochs:g} epochs)" if epochs is not None else ""
+    all_trained = job.trainable_parameters == job.parameters
+    trained = "all trained" if all_trained else trained_summary(job.trainable_parameters, job.parameters)
+    offloaded = {"optimizer": infra.offload_optimizer, "parameters": infra.offload_params}
+    settings = [
+        context.engine_spec.title,
+        infra.sharding_stage,
+        *(f"{name} offloaded to {place}" for name, place in offloaded.items() if place != "none"),
+        "bf16" if training.bf16 else "fp16" if training.fp16 else "float32",
+        f"recompute {training.activation_checkpointing}",
+        *([] if training.optimizer == "adamw" else [training.optimizer]),
+        *(["compiled layers"] if training.torch_compile is True else []),
+    ]
+    parts = {
+        "model": f"{config.model.model_name_or_path or 'from scratch'}: {job.parameters:,} parameters, {trained}",
+        "engine": ", ".join(settings),
+        "ranks": f"{world.world_size} on {count(world.num_nodes, 'node')}, {context.device.type}"
+        + (f" (the configuration was planned for {infra.num_gpus})" if infra.num_gpus != world.world_size else ""),
+        "attention": attention_kernel(config, context.device, job.sizes.head_dim)[0],
+        "a step": f"{count(sequences, 'sequence')} in {count(lanes, 'micro-batch')}, {tokens:,} tokens with padding",
+        "the run": f"steps {start_step:,} to {steps:,}{epochs_text}, {tokens * (steps - start_step):,} tokens, "
+        f"into {Path(infra.output_dir).absolute()}",
+        "memory": str(expected) if expected is not None else "not estimated",
+    }
+    if context.device.type == "cuda":
+        if lacks := triton_lacks():
+            parts["slower"] = "; ".join(lacks)
+        limit = device_capacity(context.device).total_bytes * (1 - HEADROOM)
+        if row := faster(job, lambda row: row.estimate.peak.total <= limit):
+            needs = gib(row.estimate.peak.total)
+            parts["faster"] = f"{as_overrides(row.overrides)} fits by the estimate, in {needs} per GPU"
+    width = max(map(len, parts))
+    return [f"{label:{width}}  {text}" for label, text in parts.items()]
 
 
 def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | None) -> Recorder:
@@ -129,20 +177,19 @@ def checkpoint_files(
     return write
 
 
+# The JSON files of each engine in the run's folder, and the functions that make their content.
 _ENGINE_FILES: ByEngine[Mapping[str, Callable[[FullConfig, World, torch.device, int], dict[str, Any]]]] = ByEngine(
     deepspeed={"ds_config.json": run_json}, fsdp={}
 )
-"""The JSON files of each engine in the run's folder, and the functions that make their content."""
 
 
 def _write_run_configuration(run: Run) -> None:
-    """Write config.yaml and the running engine's files; remove those of another engine, left by an earlier start."""
-    world, device = run.context.world, run.context.device
+    context = run.context
     write_atomically(run.folder.config_yaml, run.config.dump_yaml())
     for row in ENGINES.values():
         for name, rendered in _ENGINE_FILES[row.name].items():
-            if row is run.context.engine_spec:
-                content = rendered(run.config, world, device, run.accumulation)
+            if row is context.engine_spec:
+                content = rendered(run.config, context.world, context.device, run.accumulation)
                 write_atomically(run.folder.root / name, json.dumps(content, indent=2) + "\n")
-            else:
+            else:  # of another engine, left by an earlier start
                 (run.folder.root / name).unlink(missing_ok=True)

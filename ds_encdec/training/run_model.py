@@ -1,10 +1,10 @@
 """Load the model and tokenizer of a run, not built yet: from its configuration, or on resume from its checkpoint."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.base.types import CheckpointError, WeightSource
 from ds_encdec.config.schema import FullConfig
@@ -15,9 +15,6 @@ from ds_encdec.model.parameter_count import trained_shapes
 from ds_encdec.model.source import base_model, resolve_model
 from ds_encdec.tokenizer.load import load_tokenizer
 from ds_encdec.tokenizer.sentinels import Vocabulary
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 MODEL_NAME = "model.model_name_or_path"
 

@@ -1,9 +1,8 @@
 """Update a run's counters, and plan from them the actions after a step, by values that are equal on all ranks."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
+from typing import Self
 
 from ds_encdec.base.types import StepResult, TrainingState
 from ds_encdec.config.schema import TrainingConfig
@@ -40,12 +39,12 @@ class StepPlan:
     @classmethod
     def after(
         cls, state: TrainingState, result: StepResult, totals: StepTotals, training: TrainingConfig, *, every_step: bool
-    ) -> StepPlan:
+    ) -> Self:
         """Plan by the counters. `state` is the one after the step; with `every_step` each step is judged."""
         done = is_over(state, training)
 
         def every(n: int) -> bool:
-            """True at steps n, 2n, … when they were applied, and at the last step of the run."""
+            # At steps n, 2n, … when they were applied, and at the last step of the run.
             return result.applied and (state.global_step % n == 0 or done)
 
         log, planned = every(training.logging_steps), training.save_strategy == "steps" and every(training.save_steps)
@@ -67,18 +66,18 @@ def after_evaluation(state: TrainingState, value: float | None, training: Traini
     """Return the state with an evaluation's `metric_for_best_model` (None: no figure) counted for early stopping."""
     if value is None:
         return state
-    if is_better(value, state.leading_value, training, by=training.early_stopping_threshold):
+    if _is_better(value, state.leading_value, training, by=training.early_stopping_threshold):
         return replace(state, leading_value=value, evaluations_since_leading=0)
     return replace(state, evaluations_since_leading=state.evaluations_since_leading + 1)
 
 
 def is_best(state: TrainingState, value: float | None, training: TrainingConfig) -> bool:
     """Return whether an evaluation has a better `metric_for_best_model` than every saved checkpoint."""
-    return value is not None and is_better(value, state.best_value, training)
+    return value is not None and _is_better(value, state.best_value, training)
 
 
-def is_better(value: float, than: float | None, training: TrainingConfig, *, by: float = 0.0) -> bool:
-    """Return whether `value` is finite and better by more than `by`; any finite one is better than None."""
+def _is_better(value: float, than: float | None, training: TrainingConfig, *, by: float = 0.0) -> bool:
+    # Any finite value is better than None.
     gain = math.inf if than is None else value - than if training.best_is_greatest else than - value
     return math.isfinite(value) and gain > by
 

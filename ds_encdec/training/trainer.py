@@ -1,8 +1,6 @@
 """The training loop, with the parts that build.py supplies. It knows no engines, files or formats: it decides when a
 batch is read, the optimizer steps, metrics are logged, the model is evaluated and saved, and the run ends."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import time
@@ -24,7 +22,6 @@ from ds_encdec.base.types import (
     DivergedError,
     DsEncDecError,
     Preempted,
-    StepResult,
     TrainingState,
 )
 from ds_encdec.checkpoint.manager import CheckpointManager
@@ -43,8 +40,7 @@ from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_ev
 
 logger = logging.getLogger(__name__)
 
-GARBAGE_STEPS = 50
-"""Steps between two collections; their garbage is small beside a step's own memory."""
+GARBAGE_STEPS = 50  # between two collections; their garbage is small beside a step's own memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +134,13 @@ def train(run: Trainer) -> TrainingState:
         if run.state.data_step % GARBAGE_STEPS == 0:
             gc.collect()  # in the same step on every rank: see build.manual_gc
         _run_callbacks(run, "after_step", run.state, result)
-        _count_skipped(run, result)
+        skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
+        if skipped >= run.training.max_consecutive_skipped_steps:
+            raise DivergedError(
+                f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
+                f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
+                "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
+            )
 
         plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.veto is not None)
         actions = _log_or_judge(run, plan)
@@ -238,16 +240,6 @@ def _preempted(run: Trainer, stopped_by: str) -> Preempted:
     return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {saved if run.has_stepped else none}")
 
 
-def _count_skipped(run: Trainer, result: StepResult) -> None:
-    skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
-    if skipped >= run.training.max_consecutive_skipped_steps:
-        raise DivergedError(
-            f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
-            f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
-            "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
-        )
-
-
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
     """Log or judge the steps; returns the actions that alerts demand. Raises DivergedError if one demands to stop."""
     actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
@@ -318,8 +310,9 @@ def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object
         except Exception as error:
             name = f"{type(callback).__qualname__}.{moment}"
             logger.exception("%s failed:", name)
-            fault = whose_fault(error, or_library=False)
-            raise DsEncDecError(f"the callback {name} failed at step {state.global_step}: {fault}") from error
+            raise DsEncDecError(
+                f"the callback {name} failed at step {state.global_step}: {whose_fault(error, or_library=False)}"
+            ) from error
 
     listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
     if listening:
