@@ -24,8 +24,8 @@ from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.memory.library import Capacity
 from ds_encdec.memory.question import planned_job
-from ds_encdec.training import build, run_files
-from ds_encdec.training.run_files import start_banner
+from ds_encdec.training import build, run
+from ds_encdec.training.run import start_banner
 
 
 def test_its_lines_are_aligned_and_agree_with_the_plan(golden: Callable[[object], None]) -> None:
@@ -67,13 +67,13 @@ def test_a_resume_that_finds_nothing_says_that_the_run_begins(tmp_path: Path, ca
 
 def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     context = RunContext(World(world_size=8), torch.device("cuda"), "deepspeed", cast(HostCollectives, None))
-    monkeypatch.setattr(run_files, "attention_kernel", lambda *what: ("flash", None))
+    monkeypatch.setattr(run, "attention_kernel", lambda *what: ("flash", None))
 
     job = planned_job(FullConfig(), run_sizes(FullConfig()), nodes=1)
     zero2 = "infra.sharding_stage=zero2 infra.offload_optimizer=none training.activation_checkpointing=none"
     for size, named in ((80, [f"{zero2} fits by the estimate, in 43.2 GiB per GPU"]), (6, [])):
         room = Capacity(size * GIB, size * GIB)
-        monkeypatch.setattr(run_files, "device_capacity", lambda device, room=room: room)
+        monkeypatch.setattr(run, "device_capacity", lambda device, room=room: room)
         lines = start_banner(job, context, None, start_step=0, epochs=None)
         assert [line.split(None, 1)[1] for line in lines if line.startswith("faster")] == named
 
@@ -85,8 +85,8 @@ def test_on_gpus_it_says_what_no_compiler_costs(monkeypatch: pytest.MonkeyPatch,
     compiler.write_text("#!/bin/sh\n" + ("" if works else "echo 'one.c:1: Python.h: No such file' >&2; exit 1\n"))
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
-    monkeypatch.setattr(run_files, "attention_kernel", lambda *what: ("flash", None))
-    monkeypatch.setattr(run_files, "device_capacity", lambda device: Capacity(GIB, GIB))
+    monkeypatch.setattr(run, "attention_kernel", lambda *what: ("flash", None))
+    monkeypatch.setattr(run, "device_capacity", lambda device: Capacity(GIB, GIB))
     config = FullConfig()
     job = planned_job(config, run_sizes(config), nodes=1)
     for device in ("cpu", "cuda"):

@@ -190,7 +190,6 @@ class Rendezvous:
         raise error
 
     def _read_by_all(self, store: dist.Store, name: str, error: DsEncDecError) -> None:
-        """Count this rank as one that knows how the rendezvous ended; on rank 0, wait for the others."""
         awaited_ranks = len(self.hosts) if isinstance(error, LostRankError) else self._world.world_size
         with suppress(RuntimeError):  # rank 0 is gone, and the store with it
             store.add(f"{name} read", 1)

@@ -78,8 +78,7 @@ def first_host(nodes: str) -> str:
 
 
 def _port_of(job: str) -> str:
-    """Return a port between 20000 and 29999 that all ranks of a job choose, and hardly another job on the same host;
-    the default one for an unnamed job."""
+    # All ranks of a job choose the same, and hardly another job on the same host.
     return str(20000 + zlib.crc32(job.encode()) % 10000) if job else DEFAULT_PORT
 
 
@@ -107,7 +106,7 @@ def _mpi_address(environ: Mapping[str, str]) -> str:
 
 
 def _openmpi_address(environ: Mapping[str, str]) -> str:
-    """Return MASTER_ADDR or the host of `mpirun`, which Open MPI 4 and 5 give differently, if rank 0 is there."""
+    # Open MPI 4 and 5 give the host of `mpirun` differently.
     values = environ.get("OMPI_MCA_orte_hnp_uri", "") + " " + environ.get("PMIX_NAMESPACE", "")
     found = re.search(r"tcp://([^,:]+)", values) or re.search(r" prterun-(.+)-\d+@", values)
     daemon = environ.get("PMIX_SERVER_URI2", "").partition(";")[0]  # the first one is mpirun itself

@@ -42,8 +42,7 @@ from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.training.profiling import StepProfiler
 from ds_encdec.training.resume import load_engine, refuse_other_model, restored_state, with_steps
-from ds_encdec.training.run_files import Run, begin_recording, checkpoint_files, start_banner
-from ds_encdec.training.run_model import new_model, saved_model
+from ds_encdec.training.run import Run, begin_recording, checkpoint_files, new_model, saved_model, start_banner
 from ds_encdec.training.step_plan import is_over
 from ds_encdec.training.trainer import Trainer, train
 
@@ -239,9 +238,11 @@ def _build_trainer(
     data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
     require_same_data(data.fingerprint, collectives)
     run = replace(run, config=with_steps(run.config, data.pipeline, run.checkpoint, collectives))
-    state = TrainingState(best_by=training.best_by)
-    if run.checkpoint:
-        state = restored_state(run.checkpoint, data, training, is_main=context.world.is_main)
+    state = (
+        restored_state(run.checkpoint, data, training, is_main=context.world.is_main)
+        if run.checkpoint
+        else TrainingState(best_by=training.best_by)
+    )
     job = job_here(run.config, context, run.model.config, run.accumulation, data.ratio)
     expected = estimate_run(job)
     if is_over(state, run.config.training):

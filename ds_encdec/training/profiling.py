@@ -69,14 +69,12 @@ class StepProfiler(Callback):
                 logger.info("writing the profile of %d steps into %s", steps, self._folder)  # which takes seconds
             profiled.stop()
             if steps:
-                text = self._write(profiled, steps, seconds)
-                if is_main:
-                    logger.info("%s", text)
+                self._write(profiled, steps, seconds)
         if steps <= 0 and is_main:
             logger.warning("--profile: none of %d steps is behind the %d of the warm-up", self._seen, WARM_UP_STEPS)
 
-    def _write(self, profiled: profile, steps: int, seconds: float) -> str:
-        """Write the three files, and return the text of the second. Shares are of `seconds`: `data_wait_share`, waits
+    def _write(self, profiled: profile, steps: int, seconds: float) -> None:
+        """Write the three files, and log the text of rank 0's second. Shares are of `seconds`: `data_wait_share`, waits
         for the next micro-batches; `communication_share`, time with a collective under way, alone or beside other work,
         on the device if there is one. `host_waits`: by name, how often a step made the host wait for the device or read
         a number of a tensor."""
@@ -111,7 +109,8 @@ class StepProfiler(Callback):
         profiled.export_chrome_trace(str(self._folder / f"trace-rank-{self._rank}.json"))
         (self._folder / f"rank-{self._rank}.json").write_text(json.dumps(figures, indent=1) + "\n")
         (self._folder / f"rank-{self._rank}.txt").write_text(text)
-        return text
+        if self._rank == 0:
+            logger.info("%s", text)
 
 
 def _spans(events: Iterable[Any], prefixes: tuple[str, ...]) -> list[tuple[float, float]]:

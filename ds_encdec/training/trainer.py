@@ -44,7 +44,7 @@ GARBAGE_STEPS = 50  # between two collections; their garbage is small beside a s
 
 
 @dataclass(frozen=True, slots=True)
-class NextStep:
+class _NextStep:
     """This rank's micro-batches of the next step, or its error, and the exchange of all ranks' sums, under way.
     `lanes`: the records of the steps before. `last_save`: the time of the last save when the exchange began."""
 
@@ -55,8 +55,7 @@ class NextStep:
     sums: Reduction
     epoch: Reduction
 
-    def totals(self) -> StepTotals:
-        """Return the sums of all ranks, the same on every one. Waits for them."""
+    def totals(self) -> StepTotals:  # waits for all ranks
         return StepTotals(*self.sums.result().tolist(), *self.epoch.result().tolist())
 
 
@@ -84,7 +83,7 @@ class Trainer:
     judge: Callable[[], tuple[dict[str, float], list[Sample]]] | None = None
     callbacks: Sequence[Callback] = ()
     rehearses: bool = False
-    ahead: NextStep | None = field(default=None, init=False)
+    ahead: _NextStep | None = field(default=None, init=False)
     skipped_in_a_row: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +112,8 @@ def train(run: Trainer) -> TrainingState:
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
     demands it, or the rollbacks are used up; CheckpointError if the last save of all fails. A save may still be under
     way then."""
-    _rehearse(run)
+    if run.rehearses and not run.is_over:
+        _rehearse(run)
     while not run.is_over:
         micro_batches, totals = _next_step(run)
         if totals.saves_over == run.collectives.world_size:
@@ -146,7 +146,14 @@ def train(run: Trainer) -> TrainingState:
         actions = _log_or_judge(run, plan)
         rolled_back = _roll_back(run, actions)
         value = None if rolled_back or actions.leave else _evaluate(run, plan)
-        if reason := _reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
+        reasons = {
+            "end": run.is_over,
+            "stop": actions.leave is not None,
+            "rollback": rolled_back,
+            "interval": plan.save,
+            "best": run.training.saves_best and is_best(run.state, value, run.training),
+        }
+        if reason := next((reason for reason, holds in reasons.items() if holds), None):
             _save(run, reason, value)
             run.last_save = time.monotonic()
         if actions.leave and not run.is_over:
@@ -157,8 +164,6 @@ def train(run: Trainer) -> TrainingState:
 def _rehearse(run: Trainer) -> None:
     """Copy the state for a save and evaluate a micro-batch, before the first step: a lack of memory for them shows now,
     not hours later. Nothing is written; the host memory of the copies is kept for the saves. A collective."""
-    if not run.rehearses or run.is_over:
-        return
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         if run.training.async_save:
             staged = run.engine.stage(run.checkpoints.folder, copy=True)
@@ -189,9 +194,7 @@ def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
     return ahead.micro_batches, totals
 
 
-def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
-    """Read the micro-batches of the step after `data_step` steps, and begin to exchange the ranks' sums."""
-
+def _begin_next_step(run: Trainer, data_step: int) -> _NextStep:
     def read() -> list[Batch]:
         if data_step % run.training.logging_steps == 0:
             run.require_folder()
@@ -213,7 +216,7 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
         run.checkpoints.save_is_over,
     )
     epoch = run.collectives.begin_lowest(run.loader.epoch)
-    return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
+    return _NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
 
 
 def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = "") -> NoReturn:
@@ -241,7 +244,6 @@ def _preempted(run: Trainer, stopped_by: str) -> Preempted:
 
 
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
-    """Log or judge the steps; returns the actions that alerts demand. Raises DivergedError if one demands to stop."""
     actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
     if (alert := actions.stop) is not None:
         kind = alert["type"]
@@ -250,7 +252,6 @@ def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
 
 
 def _log(run: Trainer) -> Actions:
-    """Close the logging interval. Ends the run if more rows than `data.max_bad_rows` could not be read by now."""
     actions, rows = run.recorder.log(run.state, count_rows(run.lanes))
     earlier, bad = run.state.bad_rows, max(rows.bad, default=0)
     run.state = replace(run.state, bad_rows=bad, long_rows=max(rows.long, default=0))
@@ -276,7 +277,6 @@ def _roll_back(run: Trainer, actions: Actions) -> bool:
 
 
 def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
-    """Evaluate if it is due; returns its `metric_for_best_model`, or None if no held-out example has a target."""
     if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # a stop does not wait for this
         return None
     try:
@@ -292,7 +292,7 @@ def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
     if metrics:
         run.recorder.publish(run.state, metrics)
         _run_callbacks(run, "after_evaluation", run.state, metrics)
-    value = metrics.get(f"eval/{run.training.metric_for_best_model}")
+    value = metrics.get(f"eval/{run.training.metric_for_best_model}")  # None: no held-out example has a target
     run.state = after_evaluation(run.state, value, run.training)
     if run.is_over and not plan.log:  # stopped early, between two lines of metrics
         _log(run)
@@ -300,8 +300,6 @@ def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
 
 
 def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object) -> None:
-    """Call the callbacks that implement this moment, on every rank. They may take as long as they like."""
-
     def call(callback: Callback) -> None:
         try:
             getattr(callback, moment)(state, fact)
@@ -316,22 +314,10 @@ def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object
 
     listening = [one for one in run.callbacks if getattr(type(one), moment) is not getattr(Callback, moment)]
     if listening:
+        # They may take as long as they like.
         with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
             for callback in listening:
                 run.collectives.on_every_rank(partial(call, callback))
-
-
-def _reason_to_save(
-    run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
-) -> str | None:
-    reasons = {
-        "end": run.is_over,
-        "stop": actions.leave is not None,
-        "rollback": rolled_back,
-        "interval": plan.save,
-        "best": run.training.saves_best and is_best(run.state, value, run.training),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _save(run: Trainer, reason: str, value: float | None = None) -> None:
