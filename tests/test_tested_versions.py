@@ -86,7 +86,9 @@ def test_a_start_outside_of_the_ranges_logs_one_warning(
 ) -> None:
     """It ends behind it, for want of a model."""
     world = discover({})
-    monkeypatch.setattr(build, "_meet", lambda *_: RunContext(world, torch.device("cpu"), "fsdp", HostCollectives()))
+    monkeypatch.setattr(
+        build, "join_ranks", lambda *_, **met: RunContext(world, torch.device("cpu"), "fsdp", HostCollectives())
+    )
     model, infra = {"model_name_or_path": str(tmp_path / "gone")}, {"output_dir": str(tmp_path / "run")}
     found = ["peft 9.9 (tested: >=1,<2)", "torch 9.9 (tested: >=1,<2)"]
     monkeypatch.setattr(build, "outside_tested_ranges", lambda: found)

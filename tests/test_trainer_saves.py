@@ -440,7 +440,7 @@ def test_a_hang_has_the_last_word_before_another_ending_is_recorded(
     folder, world = RunFolder(tmp_path / "run"), discover({})
     context = RunContext(world, torch.device("cpu"), "fsdp", HostCollectives())
     monkeypatch.setattr(build, "Watchdog", Watching)
-    monkeypatch.setattr(build, "_meet", lambda *_: context)
+    monkeypatch.setattr(build, "join_ranks", lambda *_, **met: context)
     values = {"model": {"model_name_or_path": "/gone"}, "infra": {"output_dir": str(folder.root)}}
     config = FullConfig.model_validate(values)
     with StopRequest(world) as stop, pytest.raises(DsEncDecError, match="/gone"):

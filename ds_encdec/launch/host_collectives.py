@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 class Reduction:
-    """An all-reduce of numbers, element by element, that is under way since this was made. `waited_seconds`: how long
-    this rank has waited for the last one; 0.0 until that has come."""
+    """An all-reduce of numbers, element by element, that is under way since this was made, a collective. `group`: None
+    for the training's own. `waited_seconds`: how long this rank has waited for the last one; 0.0 until that has
+    come."""
 
     def __init__(self, values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
-        """A collective, which returns at once. `group`: None for the training's own."""
         self._values, self.waited_seconds = values, 0.0
         self._work: dist.Work | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -55,11 +55,11 @@ class Reduction:
 
 class HostCollectives:
     """A gloo group over all ranks for decisions and small records. Create it once, on every rank. Every method is a
-    collective: all ranks call it. `group` is None if it is the training's own."""
+    collective: all ranks call it. `timeout`: of an exchange in a new group; None is torch's default. `own_group`: never
+    share the training's group, so that another thread of every rank may use this one meanwhile. `group` is None if it
+    is the training's own."""
 
     def __init__(self, timeout: timedelta | None = None, *, own_group: bool = False) -> None:
-        """A collective. `timeout`: of an exchange in a new group; None is torch's default. `own_group`: never share the
-        training's group, so that another thread of every rank may use this one meanwhile."""
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.world_size = dist.get_world_size() if dist.is_initialized() else 1
         self.timeout = timeout

@@ -56,9 +56,9 @@ class Peer:
 
 
 class Peers:
-    """The ranks of a run; a context manager around all that they do together. `search_seconds`: how long a rank that
-    has lost a connection looks for the lost rank. `leave_seconds`: how long a rank may take to end by itself after
-    another of its machine; launchers kill all 30 seconds after that."""
+    """The ranks of a run, each of which makes one; a context manager around all that they do together.
+    `search_seconds`: how long a rank that has lost a connection looks for the lost rank. `leave_seconds`: how long a
+    rank may take to end by itself after another of its machine; launchers kill all 30 seconds after that."""
 
     def __init__(
         self,
@@ -69,7 +69,6 @@ class Peers:
         leave_seconds: float = 20.0,
         poll_seconds: float = 1.0,
     ) -> None:
-        """A collective: every rank calls it."""
         self._run = run
         self._search_seconds, self._leave_seconds, self._poll_seconds = search_seconds, leave_seconds, poll_seconds
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
@@ -143,8 +142,9 @@ class Peers:
 
 
 class Watchdog:
-    """Ends this rank, and every other, if one takes no step for too long; a context manager around the loop. Before the
-    end of the first step only `infra.distributed_timeout_minutes`, the limit of collectives, holds."""
+    """Ends this rank, and every other, if one takes no step for too long; a context manager around the loop, made on
+    every rank. Before the end of the first step only `infra.distributed_timeout_minutes`, the limit of collectives,
+    holds. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
 
     def __init__(
         self,
@@ -156,7 +156,6 @@ class Watchdog:
         grace_seconds: float = 15.0,
         poll_seconds: float = 1.0,
     ) -> None:
-        """A collective. `timeout_minutes`: None for no watch. `grace_seconds`: how long to wait for others' stacks."""
         self._heartbeat = stop.heartbeat
         self._timeout_seconds = math.inf if timeout_minutes is None else timeout_minutes * 60
         self._run = run

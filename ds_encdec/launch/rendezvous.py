@@ -40,10 +40,10 @@ _joined: Counter[tuple[str, int]] = Counter()
 
 
 class Rendezvous:
-    """The ranks of `world`, each of which makes one. `limit`: of each round, from the arrival of rank 0."""
+    """The ranks of `world`, each of which makes one, and waits there for rank 0. `limit`: of each round, from the
+    arrival of rank 0. Raises LostRankError, and ConfigError if another process has the address or this rank."""
 
     def __init__(self, world: World, limit: timedelta, name: str = "run") -> None:
-        """Wait for rank 0. Raises LostRankError, and ConfigError if another process has the address or this rank."""
         self._world = world
         self._seconds = limit.total_seconds()
         self.hosts: dict[int, str] = {}

@@ -95,7 +95,12 @@ def run_training(
 
 def _train_on_ranks(request: _Request, world: World) -> TrainingState:
     config, stop, resume = request.config, request.stop, request.resume
-    context = _meet(config, world, stop)
+    try:
+        context = join_ranks(config, world, met=stop.ranks_have_met)  # from now on no rank may leave alone
+    except (RuntimeError, LostRankError) as error:  # torch's; a launcher stops the ranks that one has left
+        if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
+            raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
+        raise
     world = context.world
     if world.is_main and (untested := outside_tested_ranges()):
         logger.warning("not tested with %s: results may be wrong in places", ", ".join(untested))
@@ -139,16 +144,6 @@ def _train_on_ranks(request: _Request, world: World) -> TrainingState:
         uploads.finish()
     folder.release()
     return state
-
-
-def _meet(config: FullConfig, world: World, stop: StopRequest) -> RunContext:
-    """Join the ranks. Once this returns, no rank may leave alone any more. Raises Preempted and ConfigError."""
-    try:
-        return join_ranks(config, world, met=stop.ranks_have_met)
-    except (RuntimeError, LostRankError) as error:  # torch's; a launcher stops the ranks that one has left
-        if is_broken_connection(error) and awaited(10, lambda: stop.reason is not None):
-            raise Preempted(f"stopped by {stop.reason} while the ranks met: there was nothing to save") from error
-        raise
 
 
 def _open_callbacks(
