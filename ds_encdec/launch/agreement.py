@@ -2,7 +2,6 @@
 in a setting would silently train on different terms. rendezvous.py exchanges the facts."""
 
 import hashlib
-import itertools
 import json
 import platform
 import shlex
@@ -74,7 +73,7 @@ def versions(engines: Iterable[str], *, nccl: bool) -> dict[str, str]:
 def differences(everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> list[str]:
     """Return a line for each name whose values differ between ranks."""
     lines = []
-    for name in dict.fromkeys(itertools.chain.from_iterable(everyones.values())):
+    for name in dict.fromkeys(name for values in everyones.values() for name in values):
         if len({json.dumps(values.get(name)) for values in everyones.values()}) > 1:
             owners: dict[str, list[int]] = {}
             for rank, values in everyones.items():

@@ -51,9 +51,6 @@ class Peer:
     host: str
     machine: str
 
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
 
 class Peers:
     """The ranks of a run, each of which makes one; a context manager around all that they do together.
@@ -238,10 +235,11 @@ def is_broken_connection(error: BaseException | None) -> bool:
 
 
 def _words(lost: Sequence[Peer]) -> str:
+    ranks = ", ".join(f"rank {one.rank} (process {one.pid} on {one.host})" for one in lost)
     return (
-        f"{', '.join(map(str, lost))} {'is' if len(lost) == 1 else 'are'} gone without a word: killed (by a signal, or "
-        "for lack of memory: see `dmesg`), crashed, or cut off. The other ranks did not fail; `--resume auto` "
-        "continues from the newest checkpoint."
+        f"{ranks} {'is' if len(lost) == 1 else 'are'} gone without a word: killed (by a signal, or for lack of memory: "
+        "see `dmesg`), crashed, or cut off. The other ranks did not fail; `--resume auto` continues from the newest "
+        "checkpoint."
     )
 
 

@@ -253,9 +253,8 @@ def openmp_threads(environ: Mapping[str, str], cores: int, sharing: int) -> int 
     of the host that may run on some of them, itself included. torchrun sets an unset variable to 1, which does not
     count: a CPU optimizer on one core takes longer than the rest of the step."""
     given = environ.get("OMP_NUM_THREADS")
-    if given is not None and (given != "1" or "TORCHELASTIC_RUN_ID" not in environ):
-        return None
-    return max(1, cores // max(1, sharing))
+    is_users = given is not None and (given != "1" or "TORCHELASTIC_RUN_ID" not in environ)
+    return None if is_users else max(1, cores // max(1, sharing))
 
 
 def settings_restorer() -> Callable[[], None]:

@@ -110,11 +110,9 @@ def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = Tru
 
 def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
     """Return the configuration's tokenizer, or the one saved in `folder`, and its vocabulary."""
-    section = config.model
-    if folder is not None:
-        section = section.model_copy(update={"tokenizer_name_or_path": str(folder)})
+    saved = {} if folder is None else {"tokenizer_name_or_path": str(folder)}
     return load_tokenizer(
-        section,
+        config.model.model_copy(update=saved),
         builtin_texts=lambda: (document.text for document in builtin_documents()),
         mode_tokens=config.data.use_mode_tokens,
     )

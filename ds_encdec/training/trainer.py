@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -332,7 +331,7 @@ def _save(run: Trainer, reason: str, value: float | None = None) -> None:
         if reason == "best" and not best:
             return  # the save that was under way is better
         saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
-        lanes = list(chain.from_iterable(run.collectives.gather_to_zero(run.lanes)))
+        lanes = [lane for of_rank in run.collectives.gather_to_zero(run.lanes) for lane in of_rank]
         now = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
         files = run.run_files(saved, run.recorder.state_dict(), lanes, facts)
