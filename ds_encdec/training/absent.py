@@ -66,9 +66,12 @@ def _absent_files(config: FullConfig) -> Iterator[Conflict]:
             yield Conflict(("data.prepared_dir",), "nothing is prepared there: run `ds-encdec prepare` first")
         return
     sources = data.sources_by_path().items()
-    named = {f"{at}.data_files": source.data_files for at, source in sources if source.dataset_name in LOCAL_FORMATS}
-    named |= {"data.eval_files": data.eval_files, "data.test_files": data.test_files}
-    named |= {f"data.eval_sets.{name}.eval_files": one.eval_files for name, one in data.eval_sets.items()}
+    named = {
+        **{f"{at}.data_files": source.data_files for at, source in sources if source.dataset_name in LOCAL_FORMATS},
+        "data.eval_files": data.eval_files,
+        "data.test_files": data.test_files,
+        **{f"data.eval_sets.{name}.eval_files": one.eval_files for name, one in data.eval_sets.items()},
+    }
     for field, patterns in named.items():
         yield from (Conflict((field,), no_file_matches([one])) for one in patterns or () if not any(named_files(one)))
     if config.training.num_train_epochs is None or not data.streaming:
@@ -127,10 +130,10 @@ def _absent_code(config: FullConfig) -> Iterator[Conflict]:
     found: list[tuple[str, Callable[[], object]]] = []
     if data.converter is not None:
         found.append(("data.converter", partial(converter_digest, data.converter)))
-    sources = {f"{at}.dataset_name": source.dataset_name for at, source in data.sources_by_path().items()}
-    sources |= {"data.eval_dataset_name": data.eval_dataset_name or ""}
-    sources |= {
-        f"data.eval_sets.{name}.eval_dataset_name": one.eval_dataset_name or "" for name, one in data.eval_sets.items()
+    sources = {
+        **{f"{at}.dataset_name": source.dataset_name for at, source in data.sources_by_path().items()},
+        "data.eval_dataset_name": data.eval_dataset_name or "",
+        **{f"data.eval_sets.{at}.eval_dataset_name": one.eval_dataset_name or "" for at, one in data.eval_sets.items()},
     }
     found += [(field, partial(load_plugin, field, name)) for field, name in sources.items() if name.startswith(PYTHON)]
     if training.optimizer not in OPTIMIZERS or training.loss != CROSS_ENTROPY:
