@@ -61,7 +61,7 @@ def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     config = load(options, overrides)
     from ds_encdec.data.inspection import inspect_run_data  # imports torch, so after the checks
-    from ds_encdec.training.run import run_tokenizer
+    from ds_encdec.training.run_model import run_tokenizer
 
     shown = inspect_run_data(
         config, *run_tokenizer(config), num_examples=options.n, as_json=options.json, with_ids=options.ids
@@ -79,7 +79,7 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     outlive_readers()  # its files matter, not these lines
     try:
         from ds_encdec.data.build import prepare_data  # imports torch, so after the checks
-        from ds_encdec.training.run import run_tokenizer
+        from ds_encdec.training.run_model import run_tokenizer
 
         for line in prepare_data(config, *run_tokenizer(config), options.num_proc or len(os.sched_getaffinity(0))):
             print(line, flush=True)

@@ -54,7 +54,7 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name, count_parameters, trained_shapes, trained_summary
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
-from ds_encdec.training.run import RunModel, new_model
+from ds_encdec.training.run_model import RunModel, new_model
 
 logger = logging.getLogger(__name__)
 

@@ -42,7 +42,8 @@ from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.training.profiling import StepProfiler
 from ds_encdec.training.resume import load_engine, refuse_other_model, restored_state, with_steps
-from ds_encdec.training.run import Run, begin_recording, checkpoint_files, new_model, saved_model, start_banner
+from ds_encdec.training.run import Run, begin_recording, checkpoint_files, start_banner
+from ds_encdec.training.run_model import new_model, saved_model
 from ds_encdec.training.step_plan import is_over
 from ds_encdec.training.trainer import Trainer, train
 

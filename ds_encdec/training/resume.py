@@ -19,7 +19,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.source import architecture
 from ds_encdec.monitor.recorder import Alert, Recorder
-from ds_encdec.training.run import MODEL_NAME, new_model, saved_model
+from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 
 logger = logging.getLogger(__name__)
 

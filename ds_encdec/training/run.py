@@ -1,5 +1,5 @@
-"""A run: its model and tokenizer, not built yet, the lines about it before its first step, and its files beside the
-engine's, which are its configuration, its records, and the rest of a checkpoint."""
+"""Describe a run: in a few lines before its first step, and in its files beside the engine's, which are its
+configuration, its records, and the rest of a checkpoint."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.base.quantities import count, gib
-from ds_encdec.base.types import CheckpointError, TrainingState, WeightSource
+from ds_encdec.base.types import TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import MAKE_ROOM
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data.build import TrainingData
-from ds_encdec.data.sources.builtin_corpus import builtin_documents
 from ds_encdec.engine.deepspeed.json import run_json
 from ds_encdec.engine.select import attention_kernel
-from ds_encdec.exports.adapters import BASE_RECORD, base_record, opened_base
+from ds_encdec.exports.adapters import BASE_RECORD
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host import triton_lacks
 from ds_encdec.launch.host_collectives import RunContext
@@ -30,30 +28,13 @@ from ds_encdec.memory.gpus import peak_flops
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import HEADROOM, as_overrides, faster
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.parameter_count import trained_shapes, trained_share, trained_summary, training_flops
-from ds_encdec.model.source import base_model, resolve_model
+from ds_encdec.model.parameter_count import trained_share, trained_summary, training_flops
 from ds_encdec.monitor.metrics_file import EventLog
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.recorder import Recorder
 from ds_encdec.monitor.sinks import open_sinks
 from ds_encdec.registry.engines import ENGINES, ByEngine
-from ds_encdec.tokenizer.load import load_tokenizer
-from ds_encdec.tokenizer.sentinels import Vocabulary
-
-MODEL_NAME = "model.model_name_or_path"
-
-
-@dataclass(frozen=True, slots=True)
-class RunModel:
-    """The model to train, before it is built. `weights` is None if a checkpoint has them. `base`: the record of the
-    adapters' base for checkpoints, if it was hashed."""
-
-    config: Qwen3Seq2SeqConfig
-    tokenizer: PreTrainedTokenizerFast
-    vocabulary: Vocabulary
-    weights: WeightSource | None
-    base: dict[str, Any] | None = None
+from ds_encdec.training.run_model import RunModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,51 +52,6 @@ class Run:
     num_lanes: int
     accumulation: int
     epochs: float | None
-
-
-def new_model(config: FullConfig, *, hashes_base: bool = True) -> RunModel:
-    """Return the model that `config` names. `hashes_base`: read all files of the base of adapters. Raises ConfigError
-    and CheckpointError: see `resolve_model`, `load_tokenizer`."""
-    tokenizer, vocabulary = run_tokenizer(config)
-    seed = config.training.seed
-    source = resolve_model(config.model, vocabulary, seed=seed)
-    trained_shapes(config, source.config)  # raises for patterns that match nothing
-    has_base = config.model.lora is not None and hashes_base
-    base = base_record(config.model, base_model(config.model, source.config, seed)) if has_base else None
-    return RunModel(source.config, tokenizer, vocabulary, source.weights, base)
-
-
-def saved_model(config: FullConfig, checkpoint: Path, *, hashes_base: bool = True) -> RunModel:
-    """Return the model in the folder `checkpoint`, whose source may be gone or changed; the kernels are `config`'s.
-    `hashes_base`: read all files of the base of adapters, and compare them. Raises CheckpointError if `config` wants
-    special tokens that the saved model does not know."""
-    folder = checkpoint / "model"
-    tokenizer, vocabulary = run_tokenizer(config, folder)
-    model_config = Qwen3Seq2SeqConfig.from_pretrained(folder)
-    known = (tuple(model_config.sentinel_token_ids), tuple(model_config.mode_token_ids))
-    if (vocabulary.sentinel_ids, vocabulary.mode_token_ids) != known or vocabulary.vocab_size > model_config.vocab_size:
-        raise CheckpointError(
-            f"{folder}: the model lacks special tokens of this run, {config.model.num_sentinel_tokens} sentinels"
-            f"{' and mode tokens' if config.data.use_mode_tokens else ''}. Give the model.num_sentinel_tokens and "
-            "data.use_mode_tokens that it was made with."
-        )
-    model_config.loss_chunk_tokens = config.model.loss_chunk_tokens
-    model_config.use_flash_attention = config.model.use_flash_attention
-    if config.model.lora is None:
-        return RunModel(model_config, tokenizer, vocabulary, weights=None)
-    base = opened_base(checkpoint, config.model, MODEL_NAME, hashed=hashes_base)
-    record = base_record(config.model, base) if hashes_base else None
-    return RunModel(model_config, tokenizer, vocabulary, base.weights, record)
-
-
-def run_tokenizer(config: FullConfig, folder: Path | None = None) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """Return the configuration's tokenizer, or the one saved in `folder`, and its vocabulary."""
-    saved = {} if folder is None else {"tokenizer_name_or_path": str(folder)}
-    return load_tokenizer(
-        config.model.model_copy(update=saved),
-        builtin_texts=lambda: (document.text for document in builtin_documents()),
-        mode_tokens=config.data.use_mode_tokens,
-    )
 
 
 def start_banner(

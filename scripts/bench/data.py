@@ -31,7 +31,7 @@ from turns import ROOT, cpu_seconds, in_turns, median, report
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.data.build import build_data
 from ds_encdec.data.sources.builtin_corpus import builtin_documents
-from ds_encdec.training.run import run_tokenizer
+from ds_encdec.training.run_model import run_tokenizer
 
 MEAN_SPAN, NOISE = 3.0, 0.15
 

@@ -21,7 +21,7 @@ from ds_encdec.config.schema import ArchitectureConfig, FullConfig
 from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.training import resume
-from ds_encdec.training.run import new_model, saved_model
+from ds_encdec.training.run_model import new_model, saved_model
 
 
 def qwen3_folder(folder: Path, **changes: Any) -> Path:

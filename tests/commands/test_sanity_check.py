@@ -31,7 +31,7 @@ from ds_encdec.engine.fsdp2 import FSDP2Engine
 from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.training.run import RunModel, new_model
+from ds_encdec.training.run_model import RunModel, new_model
 
 pytestmark = pytest.mark.distributed
 
