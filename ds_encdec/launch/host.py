@@ -91,8 +91,7 @@ def unresolvable(host: str) -> str | None:
 def wait_without_spinning(environ: MutableMapping[str, str]) -> None:
     """Let OpenMP's threads sleep soon after a parallel region, unless the user has set how they wait. Call this before
     torch is imported. GNU's default spins for milliseconds. Attention to documents one by one is thousands of regions
-    of microseconds: with two threads on busy cores they cost 47 s of CPU time, 19 s with these settings, and 17 s with
-    one thread."""
+    of microseconds: two threads on busy cores cost 47 s of CPU time, 19 s with these settings, and one thread 17 s."""
     if not any(name in environ for name in _WAIT_POLICIES):
         environ.update(GOMP_SPINCOUNT="1000", KMP_BLOCKTIME="0")  # torch's own OpenMP is GNU's, conda's is LLVM's
 

@@ -30,9 +30,8 @@ T = TypeVar("T")
 
 
 class Reduction:
-    """An all-reduce of numbers, element by element, that is under way since this was made, a collective. `group`: None
-    for the training's own. `waited_seconds`: how long this rank has waited for the last one; 0.0 until that has
-    come."""
+    """An all-reduce of numbers, element by element, under way since every rank made this. `group`: None for the
+    training's own. `waited_seconds`: how long this rank has waited for the last one; 0.0 until that has come."""
 
     def __init__(self, values: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None) -> None:
         self._values, self.waited_seconds = values, 0.0
@@ -54,10 +53,9 @@ class Reduction:
 
 
 class HostCollectives:
-    """A gloo group over all ranks for decisions and small records. Create it once, on every rank. Every method is a
-    collective: all ranks call it. `timeout`: of an exchange in a new group; None is torch's default. `own_group`: never
-    share the training's group, so that another thread of every rank may use this one meanwhile. `group` is None if it
-    is the training's own."""
+    """A gloo group over all ranks for decisions and small records. Make it once, on every rank; every method is a
+    collective. `timeout`: of an exchange in a new group; None is torch's default. `own_group`: never share the
+    training's, so that another thread of every rank may use this one meanwhile. `group` is None if it is that."""
 
     def __init__(self, timeout: timedelta | None = None, *, own_group: bool = False) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0

@@ -5,8 +5,7 @@ those of its machine that end without a record; if a connection breaks, the othe
 heartbeats (preemption.py) stop for `infra.hang_timeout_minutes`, a watchdog thread writes all stacks into the run's
 folder; the others then write theirs, and all end with exit code 8. Launchers kill all ranks once one has ended, so each
 waits for the others' files. If native code holds the interpreter's lock, or the file system hangs, a timer of
-`faulthandler` ends the rank.
-"""
+`faulthandler` ends the rank."""
 
 import faulthandler
 import itertools
@@ -82,7 +81,8 @@ class Peers:
     @property
     def hosts(self) -> dict[str, str]:
         """The ranks of each host: `{"node0": "0-7"}`."""
-        return {one.host: spans([peer.rank for peer in self._all if peer.host == one.host]) for one in self._all}
+        hosts = dict.fromkeys(peer.host for peer in self._all)
+        return {host: spans([peer.rank for peer in self._all if peer.host == host]) for host in hosts}
 
     def __enter__(self) -> Self:
         if len(self._all) > 1:

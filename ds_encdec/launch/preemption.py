@@ -2,8 +2,7 @@
 
 Signals reach the ranks at different moments, or not at all, so the loop exchanges `StopRequest.requested` once per step
 and acts on the common answer. A killed launcher sends no signal, so every rank watches its launchers. A rank whose peer
-has died may sit in a collective for ever: without a step for a while it ends at its SIGTERM, unless it is saving.
-"""
+has died may sit in a collective for ever: without a step for a while it ends at its SIGTERM, unless it is saving."""
 
 import faulthandler
 import itertools
@@ -142,8 +141,7 @@ class StopRequest:
         self._met = True
 
     def folder_is_known(self, stop_file: Path | None, before_end: Callable[[str], None]) -> None:
-        """Watch for `stop_file` too, on the rank that has one; call `before_end` with the reason before this process is
-        ended."""
+        """Watch for `stop_file` too, on the rank that has one; call `before_end` with the reason before an end."""
         self._stop_file, self._before_end = stop_file, before_end
 
     def __enter__(self) -> Self:

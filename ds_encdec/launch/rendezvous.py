@@ -4,8 +4,7 @@ Rank 0 (or torchrun's agent) keeps a store at MASTER_ADDR and MASTER_PORT. In ea
 the error that stops it, and rank 0 makes one answer within the time limit: from all values, from an error as soon as
 there is one, or from the missing ranks. Only rank 0 polls; the others wait for its answer, so a thousand ranks cost
 little. In the last round the ranks connect to each other in native code, which gloo lets wait five times its timeout:
-there a thread waits for the answer, and ends the process if the main thread cannot.
-"""
+there a thread waits for the answer, and ends the process if the main thread cannot."""
 
 import json
 import os

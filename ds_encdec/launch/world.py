@@ -47,14 +47,11 @@ Reader = Callable[[Mapping[str, str]], str]  # reads a field of a World from an 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The environment variables in which one launcher gives a process its place.
-
-    `marker`: a variable that this launcher sets and the rows above it do not. `own`: field of a World → variable, if
-    `_REQUIRED` has another; fields in neither may be absent, and one node is assumed. `readers`: of fields that no
-    variable holds directly. `programs`: scripts and modules whose python processes are this launcher. `task_programs`:
-    those that start tasks of any program; a single task is no rank. `advice`: ends a sentence on how to set a missing
-    variable.
-    """
+    """The environment variables in which one launcher gives a process its place. `marker`: a variable that this
+    launcher sets and the rows above it do not. `own`: field of a World → variable, if `_REQUIRED` has another; fields
+    in neither may be absent, and one node is assumed. `readers`: of fields that no variable holds directly. `programs`:
+    scripts and modules whose python processes are this launcher. `task_programs`: those that start tasks of any
+    program; a single task is no rank. `advice`: ends a sentence on how to set a missing variable."""
 
     name: str
     marker: str

@@ -77,8 +77,7 @@ def run_training(
     `profile`: the number of steps to profile (profiling.py).
 
     Raises DsEncDecError subclasses, whose exit codes are also in the run's `run.json`. The log goes to the loggers of
-    `ds_encdec`, which the caller configures.
-    """
+    `ds_encdec`, which the caller configures."""
     world = discover(os.environ)  # now, since it picks a free port if none is configured
     grow_segments(os.environ)
     with startup_errors_shared(world):

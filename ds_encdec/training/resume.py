@@ -112,13 +112,11 @@ def roll_back(
     state: TrainingState, alert: Alert, engine: Engine, checkpoints: CheckpointManager, recorder: Recorder
 ) -> TrainingState | None:
     """Load an earlier checkpoint in mid-run and skip the data read since. Returns the new state, or None if none fits.
-
     Weights, optimizer, schedule and the monitor's windows become the checkpoint's, and the data loader stays where it
     is: the run goes on as one that trained up to that checkpoint and never saw the data in between. None: no checkpoint
     is old enough, and the run goes on as it is. A collective, with no save under way. The caller saves the new state at
     once: it has the checkpoint's step, but other data behind it. Raises DivergedError if the run has used up its
-    rollbacks, CheckpointError if every checkpoint that is old enough is damaged.
-    """
+    rollbacks, CheckpointError if every checkpoint that is old enough is damaged."""
     settings, collectives = recorder.settings, recorder.collectives
     if state.rollbacks >= settings.max_rollbacks:
         raise DivergedError(

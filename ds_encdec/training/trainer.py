@@ -60,13 +60,11 @@ class _NextStep:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """A run with all its parts. `state` is the current one, `start` the one with which this process began.
-
-    `eval_sets`: by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files,
-    as it is now (state, records of the recorder and the lanes, facts of the save), and returns a function that rank 0
-    calls later to write it. `require_folder` raises if the run's folder is gone. `judge` returns figures of generated
-    texts, and some of the texts. `rehearses`: try evaluation and saves before the first step, as on accelerators.
-    """
+    """A run with all its parts. `state` is the current one, `start` the one with which this process began. `eval_sets`:
+    by name, "" for the held-out split. `run_files` takes a checkpoint's content beside the engine's files, as it is now
+    (state, records of the recorder and the lanes, facts of the save), and returns a function that rank 0 calls later to
+    write it. `require_folder` raises if the run's folder is gone. `judge` returns figures of generated texts, and some
+    of the texts. `rehearses`: try evaluation and saves before the first step, as on accelerators."""
 
     config: FullConfig
     engine: Engine
@@ -109,8 +107,7 @@ class Trainer:
 def train(run: Trainer) -> TrainingState:
     """Train until `training.num_train_steps` steps have been applied, or early stopping; returns the final state.
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
-    demands it, or the rollbacks are used up; CheckpointError if the last save of all fails. A save may still be under
-    way then."""
+    demands it, or the rollbacks are used up; CheckpointError if the last save fails. A save may still be under way."""
     if run.rehearses and not run.is_over:
         _rehearse(run)
     while not run.is_over:
