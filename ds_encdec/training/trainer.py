@@ -21,6 +21,7 @@ from ds_encdec.base.types import (
     DivergedError,
     DsEncDecError,
     Preempted,
+    StepResult,
     TrainingState,
 )
 from ds_encdec.checkpoint.manager import CheckpointManager
@@ -108,8 +109,7 @@ def train(run: Trainer) -> TrainingState:
     """Train until `training.num_train_steps` steps have been applied, or early stopping; returns the final state.
     Raises Preempted after a save if the run is to stop; DivergedError if too many steps in a row were skipped, an alert
     demands it, or the rollbacks are used up; CheckpointError if the last save fails. A save may still be under way."""
-    if run.rehearses and not run.is_over:
-        _rehearse(run)
+    _rehearse(run)
     while not run.is_over:
         micro_batches, totals = _next_step(run)
         if totals.saves_over == run.collectives.world_size:
@@ -130,26 +130,13 @@ def train(run: Trainer) -> TrainingState:
         if run.state.data_step % GARBAGE_STEPS == 0:
             gc.collect()  # in the same step on every rank: see build.manual_gc
         _run_callbacks(run, "after_step", run.state, result)
-        skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
-        if skipped >= run.training.max_consecutive_skipped_steps:
-            raise DivergedError(
-                f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
-                f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
-                "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
-            )
+        _count_skipped(run, result)
 
         plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.veto is not None)
         actions = _log_or_judge(run, plan)
         rolled_back = _roll_back(run, actions)
         value = None if rolled_back or actions.leave else _evaluate(run, plan)
-        reasons = {
-            "end": run.is_over,
-            "stop": actions.leave is not None,
-            "rollback": rolled_back,
-            "interval": plan.save,
-            "best": run.training.saves_best and is_best(run.state, value, run.training),
-        }
-        if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        if reason := _reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
             _save(run, reason, value)
             run.last_save = time.monotonic()
         if actions.leave and not run.is_over:
@@ -160,6 +147,8 @@ def train(run: Trainer) -> TrainingState:
 def _rehearse(run: Trainer) -> None:
     """Copy the state for a save and evaluate a micro-batch, before the first step: a lack of memory for them shows now,
     not hours later. Nothing is written; the host memory of the copies is kept for the saves. A collective."""
+    if not run.rehearses or run.is_over:
+        return
     with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
         if run.training.async_save:
             staged = run.engine.stage(run.checkpoints.folder, copy=True)
@@ -239,6 +228,16 @@ def _preempted(run: Trainer, stopped_by: str) -> Preempted:
     return Preempted(f"stopped at step {run.state.global_step} by {stopped_by}; {saved if run.has_stepped else none}")
 
 
+def _count_skipped(run: Trainer, result: StepResult) -> None:
+    skipped = run.skipped_in_a_row = 0 if result.applied else run.skipped_in_a_row + 1
+    if skipped >= run.training.max_consecutive_skipped_steps:
+        raise DivergedError(
+            f"{skipped} steps in a row were skipped (not finite, or by the monitor), the last at data step "
+            f"{run.state.data_step} (applied step {run.state.global_step}). Checkpoints are untouched: check "
+            "the data, lower training.learning_rate, or raise the thresholds of alerts with skip_step."
+        )
+
+
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
     actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
     if (alert := actions.stop) is not None:
@@ -314,6 +313,19 @@ def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object
         with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
             for callback in listening:
                 run.collectives.on_every_rank(partial(call, callback))
+
+
+def _reason_to_save(
+    run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
+) -> str | None:
+    reasons = {
+        "end": run.is_over,
+        "stop": actions.leave is not None,
+        "rollback": rolled_back,
+        "interval": plan.save,
+        "best": run.training.saves_best and is_best(run.state, value, run.training),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def _save(run: Trainer, reason: str, value: float | None = None) -> None:
