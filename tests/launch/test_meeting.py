@@ -23,7 +23,8 @@ from ds_encdec.launch import process_group
 from ds_encdec.launch import rendezvous as meeting
 from ds_encdec.launch.process_group import _meet
 from ds_encdec.launch.rendezvous import Rendezvous
-from ds_encdec.launch.world import World, startup_errors_shared
+from ds_encdec.launch.startup_errors import startup_errors_shared
+from ds_encdec.launch.world import World
 
 
 def held(ranks: dict[int, Callable[[World], Any]], *, world_size: int = 2) -> dict[int, Any]:
