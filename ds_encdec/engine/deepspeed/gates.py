@@ -78,13 +78,13 @@ class StepGate:
         self._engine = engine
         self._veto: Veto | None = None
         self._norm: Tensor | None = None
-        self._read = math.nan
+        self._read = math.inf
 
     def step(self, veto: Veto | None) -> tuple[bool, Tensor]:
         """Step; return whether it was applied, and the norm before clipping (float32 scalar; inf if not finite)."""
-        self._veto, self._norm, self._read = veto, None, math.nan
+        self._veto, self._norm = veto, None
         applied = self._run()
-        if applied and math.isnan(self._read):  # a step with such a norm is skipped
+        if applied and self._norm is None:
             raise RuntimeError(
                 f"deepspeed {version('deepspeed')} does not read the gradient norm where 0.19.8 does "
                 f"({type(self).__name__}), so this step was neither guarded nor clipped. Install deepspeed==0.19.8"
