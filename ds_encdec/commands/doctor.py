@@ -22,7 +22,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -101,8 +100,10 @@ def _packages(host: Host) -> Answer:
                 import_as_gpu_rank(package)
             importlib.import_module(package)
         except Exception as error:
-            fix = "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone"
-            return f"{package} cannot be imported: {type(error).__name__}: {error}", fix
+            return (
+                f"{package} cannot be imported: {type(error).__name__}: {error}",
+                "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone",
+            )
     if untested := outside_tested_ranges():
         return f"not tested with {', '.join(untested)}", "install a version of the range, or try the run's first steps"
     return ", ".join(f"{name} {version}" for name, version in versions(ENGINES, nccl=host.uses_gpus).items())
@@ -110,8 +111,8 @@ def _packages(host: Host) -> Answer:
 
 def import_as_gpu_rank(package: str) -> None:
     """Import `package` in a new process as ranks on GPUs do. Raises ImportError with the last line of its errors."""
-    environment = os.environ | {"DS_ACCELERATOR": "cuda"}
-    done = subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, capture_output=True, text=True)
+    command, environment = [sys.executable, "-c", f"import {package}"], os.environ | {"DS_ACCELERATOR": "cuda"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ImportError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
 
@@ -119,13 +120,15 @@ def import_as_gpu_rank(package: str) -> None:
 def _devices(host: Host) -> Answer:
     if choose_device(host.config.infra.device, host.world).type == "cpu":
         if torch.version.cuda is None and Path("/proc/driver/nvidia").exists():
-            fix = "install torch for CUDA: https://pytorch.org/get-started"
-            return f"this host has an NVIDIA driver, and torch {torch.__version__} was built for CPUs", fix
+            return (
+                f"this host has an NVIDIA driver, and torch {torch.__version__} was built for CPUs",
+                "install torch for CUDA: https://pytorch.org/get-started",
+            )
         return f"no GPU: ranks run on {os.cpu_count()} cores"
-    count = torch.cuda.device_count()
-    names = {torch.cuda.get_device_properties(number).name for number in range(count)}
-    memory = [torch.cuda.mem_get_info(number) for number in range(count)]
-    seen = f"{count} × {' and '.join(sorted(names))}, {min(total for _, total in memory) / 2**30:.1f} GiB"
+    devices = range(torch.cuda.device_count())
+    names = {torch.cuda.get_device_properties(number).name for number in devices}
+    memory = [torch.cuda.mem_get_info(number) for number in devices]
+    seen = f"{len(devices)} × {' and '.join(sorted(names))}, {min(total for _, total in memory) / 2**30:.1f} GiB"
     if busy := [str(number) for number, (free, total) in enumerate(memory) if total - free > BUSY_BYTES]:
         return f"{seen}; GPU {', '.join(busy)} is in use", "end the programs that use it: nvidia-smi names them"
     return seen
@@ -140,8 +143,10 @@ def _master(host: Host) -> Answer:
     except OSError as error:
         return f"MASTER_ADDR={address}: {error.strerror or error}", "give an address that all hosts can resolve"
     if host.world.node_rank > 0 and any(one.startswith("127.") or one == "::1" for one in found):
-        fix = "give the address of a network card (hostname -I), or mend /etc/hosts"
-        return f"MASTER_ADDR={address} is {found[0]} here: this host itself, and rank 0 is on another one", fix
+        return (
+            f"MASTER_ADDR={address} is {found[0]} here: this host itself, and rank 0 is on another one",
+            "give the address of a network card (hostname -I), or mend /etc/hosts",
+        )
     return f"{address} is {', '.join(found)}"
 
 
@@ -151,8 +156,11 @@ def _interface(host: Host) -> Answer:
         value = os.environ.get(variable, "")
         wanted = tuple(value.removeprefix("=").split(","))
         exact = variable.startswith("GLOO") or value.startswith("=")
-        found = any(card in wanted if exact else card.startswith(wanted) for card in cards)
-        if value and not value.startswith("^") and not found:
+        if (
+            value
+            and not value.startswith("^")
+            and not any(card in wanted if exact else card.startswith(wanted) for card in cards)
+        ):
             return f"{variable}={value}, and this host has {', '.join(cards)}", f"unset {variable}, or name one"
     return ", ".join(cards)
 
@@ -177,32 +185,34 @@ def _output_folder(host: Host) -> Answer:
     return f"{folder}: writable, with locks" + (f", {free / 1e9:,.0f} GB free" if free is not None else "")
 
 
-def _descriptors(host: Host) -> Answer:
-    """Check the limit of open files: each Gloo group of a host holds a connection to every other rank."""
+def _open_files(host: Host) -> Answer:
     ranks = max(host.world.world_size, host.config.infra.num_gpus)
-    needed = GLOO_GROUPS * ranks + OWN_OPEN_FILES
+    needed = GLOO_GROUPS * ranks + OWN_OPEN_FILES  # each group of a host holds a connection to every other rank
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < needed:
-        fix = "raise nofile in /etc/security/limits.conf, or the container's (--ulimit nofile=1048576)"
-        return f"a process may open {most:,} files (ulimit -Hn), and {ranks:,} ranks need about {needed:,}", fix
+        return (
+            f"a process may open {most:,} files (ulimit -Hn), and {ranks:,} ranks need about {needed:,}",
+            "raise nofile in /etc/security/limits.conf, or the container's (--ulimit nofile=1048576)",
+        )
     return f"up to {'any number of' if most == resource.RLIM_INFINITY else f'{most:,}'} files, {needed:,} needed"
 
 
 def _memory_limits(host: Host) -> Answer:
-    """Check locked memory, which InfiniBand needs, and /dev/shm, where NCCL keeps buffers between a host's GPUs."""
     if not host.uses_gpus:
         return None
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
-        fix = "set memlock to unlimited in /etc/security/limits.conf (containers: --ulimit memlock=-1)"
-        return f"a process may lock {locked / 2**20:,.1f} MiB (ulimit -l), and InfiniBand's buffers are locked", fix
+        return (
+            f"a process may lock {locked / 2**20:,.1f} MiB (ulimit -l), and InfiniBand's buffers are locked",
+            "set memlock to unlimited in /etc/security/limits.conf (containers: --ulimit memlock=-1)",
+        )
     if (free := free_bytes(Path("/dev/shm"))) is not None and free < SHARED_MEMORY_BYTES:
         return f"/dev/shm has {free / 2**20:,.0f} MiB free", "containers: --shm-size=8g, or --ipc=host"
     return "enough locked and shared memory"
 
 
 def _compiler(host: Host) -> Answer:
-    """Check the compiler, with which DeepSpeed builds its access to NVMe at the first start on a machine."""
+    # DeepSpeed builds its access to NVMe at the first start on a machine.
     if host.config.infra.offload_optimizer != "nvme":
         return None
     names = [os.environ.get("CXX", "c++"), "ninja", *["nvcc"] * host.uses_gpus]
@@ -212,18 +222,24 @@ def _compiler(host: Host) -> Answer:
     missing += ["Python.h"] * (not Path(sysconfig.get_path("include"), "Python.h").is_file())
     if not missing:
         return ", ".join(names)
-    fix = "install build-essential, ninja, python3-dev, libaio-dev and, for a GPU, CUDA's toolkit"
-    fix += ", or set infra.offload_optimizer=cpu"
-    return f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found", fix
+    return (
+        f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found",
+        "install build-essential, ninja, python3-dev, libaio-dev and, for a GPU, CUDA's toolkit, or set "
+        "infra.offload_optimizer=cpu",
+    )
 
 
 def _trackers(host: Host) -> Answer:
     if "wandb" not in host.config.training.report_to or "WANDB_MODE" in os.environ:
         return None
-    if has_wandb_login():
-        return "logged in to W&B"
-    problem = "training.report_to has wandb without a login: the run would be kept offline"
-    return problem, "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
+    return (
+        "logged in to W&B"
+        if has_wandb_login()
+        else (
+            "training.report_to has wandb without a login: the run would be kept offline",
+            "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline",
+        )
+    )
 
 
 def _hub(host: Host) -> Answer:
@@ -242,7 +258,7 @@ CHECKS: dict[str, Callable[[Host], Answer]] = {
     "master address": _master,
     "network cards": _interface,
     "output folder": _output_folder,
-    "open files": _descriptors,
+    "open files": _open_files,
     "memory limits": _memory_limits,
     "compiler": _compiler,
     # Without headers of Python, the loss and the layers are slower.
@@ -265,8 +281,7 @@ def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
             answer = function(host)
         except Exception as error:
             logger.debug("%s:", check, exc_info=True)
-            ours = isinstance(error, DsEncDecError)
-            answer = (str(error) if ours else f"{type(error).__name__}: {error}", "")
+            answer = (str(error) if isinstance(error, DsEncDecError) else f"{type(error).__name__}: {error}", "")
         if answer is not None:
             message, fix = (answer, "") if isinstance(answer, str) else answer
             own.append(Finding(check, isinstance(answer, str), message, fix, name))
@@ -290,7 +305,7 @@ def look_at_hosts(hostfile: Path, files: ConfigFiles) -> tuple[list[Finding], bo
                 findings.append(Finding("ssh", True, answer.stdout.strip(), host=host))
                 reachable[host] = answer.stdout
                 continue
-            why = _last(answer.stderr) or f"exit code {answer.returncode}"
+            why = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
             fix = (
                 "DeepSpeed's launcher needs ssh to each host, also to this one: start sshd and install a key; if the "
                 "host file names this host alone, add --no_ssh_check --master_addr 127.0.0.1"
@@ -300,19 +315,17 @@ def look_at_hosts(hostfile: Path, files: ConfigFiles) -> tuple[list[Finding], bo
             findings.append(Finding("ssh", False, why, fix, host))
         if not reachable:
             return findings + look_here(files)[0], True
-        first = next(iter(reachable))
+        first, ranks = next(iter(reachable)), range(len(reachable))
         address = next(iter(reachable[first].split()), first)
-        commands = [_command(rank, len(reachable), address, files) for rank in range(len(reachable))]
-        reports = pool.map(_by_ssh, reachable, commands, [300.0] * len(reachable))
-        for host, report in zip(reachable, reports, strict=True):
+        commands = [_command(rank, len(ranks), address, files) for rank in ranks]
+        for host, report in zip(reachable, pool.map(_by_ssh, reachable, commands, [300.0] * len(ranks)), strict=True):
             try:
                 findings += [Finding(**finding) for finding in json.loads(report.stdout)["findings"]]
             except ValueError:
-                if report.returncode in (0, 10) and not report.stdout.strip():
-                    continue  # another rank has printed them
-                why = f"exit code {report.returncode}: {_last(report.stderr) or 'no output'}"
-                fix = "install this environment at the same path on each host"
-                findings.append(Finding("start", False, why, fix, host))
+                if report.returncode not in (0, 10) or report.stdout.strip():  # else another rank has printed them
+                    why = f"exit code {report.returncode}: {(report.stderr.strip().splitlines() or ['no output'])[-1]}"
+                    fix = "install this environment at the same path on each host"
+                    findings.append(Finding("start", False, why, fix, host))
     return findings, True
 
 
@@ -325,25 +338,23 @@ def _by_ssh(host: str, command: str, seconds: float) -> "subprocess.CompletedPro
         return subprocess.CompletedProcess(SSH, 1, "", f"no answer within {seconds:.0f} s")
 
 
-def _last(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-
-
 def _command(rank: int, ranks: int, address: str, files: ConfigFiles) -> str:
-    """Return the command for a host: this program, in this folder, with DeepSpeed's variables and default port."""
     path, overrides, deepspeed_config = files
-    place: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1}
-    place |= {"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", 29500)}
-    python_variables = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
-    variables = (f"{name}={value}" for name, value in {**python_variables, **read_variables([]), **place}.items())
-    words = [sys.executable, "-m", "ds_encdec.cli", "doctor", "--json", *(["--config", str(path)] if path else [])]
+    variables: dict[str, object] = {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
+    variables |= {
+        **read_variables([]),  # those that DeepSpeed's launcher would hand on; the port is its default, too
+        **{"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": 1},
+        **{"MASTER_ADDR": address, "MASTER_PORT": os.environ.get("MASTER_PORT", 29500)},
+    }
+    words = [*(f"{name}={value}" for name, value in variables.items()), sys.executable, "-m", "ds_encdec.cli", "doctor"]
+    words += ["--json", *(["--config", str(path)] if path else [])]
     words += ["--deepspeed_config", str(deepspeed_config)] if deepspeed_config else []
-    return f"cd {shlex.quote(os.getcwd())} && env {shlex.join([*variables, *words, *overrides])}"
+    return f"cd {shlex.quote(os.getcwd())} && env {shlex.join([*words, *overrides])}"
 
 
 def _together(host: Host, own: list[Finding]) -> list[Finding]:
     """Return the findings of all hosts and of their connection, on every rank, or `own` and why they do not connect. A
-    collective: every rank calls it."""
+    collective, like the functions below: every rank calls it."""
     timeout = timedelta(seconds=180.0)  # one rank per host checks it before, and may repeat requests to the hub
     try:
         # A rank without the configured GPU joins on its CPU, and the comparison reports it.
@@ -354,11 +365,14 @@ def _together(host: Host, own: list[Finding]) -> list[Finding]:
         findings = [finding for found in everyone.gather(own) for finding in found]
         hosts = dict(enumerate(everyone.gather(socket.gethostname())))
         found = everyone.gather(versions(ENGINES, nccl=host.uses_gpus))
-        if lines := differences(dict(enumerate(found)), hosts):
-            findings.append(Finding("equal versions", False, "; ".join(lines), "install the same on all hosts"))
-        else:
-            findings.append(Finding("equal versions", True, f"{len(found)} ranks agree"))
-        findings += [_one_folder(host, hosts, everyone), _speed(device)]
+        lines = differences(dict(enumerate(found)), hosts)
+        findings += [
+            Finding("equal versions", False, "; ".join(lines), "install the same on all hosts")
+            if lines
+            else Finding("equal versions", True, f"{len(found)} ranks agree"),
+            _one_folder(host, hosts, everyone),
+            _speed(device),
+        ]
     except Exception as error:
         return [*own, Finding("meeting", False, f"{type(error).__name__}: {error}", host=socket.gethostname())]
     shutdown()
@@ -366,7 +380,6 @@ def _together(host: Host, own: list[Finding]) -> list[Finding]:
 
 
 def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) -> Finding:
-    """Check that every rank sees a file that rank 0 writes to the output folder. A collective: every rank calls it."""
     try:
         with ExitStack() as opened:
             file = everyone.on_rank_zero(
@@ -380,12 +393,15 @@ def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) ->
         return Finding("shared folder", False, f"{hosts[0]} cannot write there: {error}", "see `output folder`")
     if not blind:
         return Finding("shared folder", True, f"every rank sees what rank 0 writes to {folder}")
-    message = f"{folder}: {', '.join(blind)} do not see what {hosts[0]} writes there"
-    return Finding("shared folder", False, message, "mount one folder on all hosts, and set infra.output_dir to it")
+    return Finding(
+        "shared folder",
+        False,
+        f"{folder}: {', '.join(blind)} do not see what {hosts[0]} writes there",
+        "mount one folder on all hosts, and set infra.output_dir to it",
+    )
 
 
 def _speed(device: torch.device) -> Finding:
-    """Measure an all_reduce in nccl-tests' bus bandwidth, each rank's rate. A collective: every rank calls it."""
     ranks, num_bytes, seconds = dist.get_world_size(), 2**26 if device.type == "cuda" else 2**24, list[float]()
     numbers = torch.zeros(num_bytes // 4, device=device)
     for _ in range(6):  # the first one is not counted
@@ -393,6 +409,6 @@ def _speed(device: torch.device) -> Finding:
         dist.all_reduce(numbers)
         numbers[0].item()  # waits for the result
         seconds.append(time.monotonic() - began)
-    rate = 2 * (ranks - 1) / ranks * num_bytes / statistics.median(seconds[1:])
-    what = f"{num_bytes // 2**20} MiB over {ranks} ranks ({dist.get_backend()})"
-    return Finding("all_reduce", True, f"{what}: {rate / 1e9:.2f} GB/s each")
+    rate = 2 * (ranks - 1) / ranks * num_bytes / statistics.median(seconds[1:])  # each rank's: bus bandwidth
+    message = f"{num_bytes // 2**20} MiB over {ranks} ranks ({dist.get_backend()}): {rate / 1e9:.2f} GB/s each"
+    return Finding("all_reduce", True, message)

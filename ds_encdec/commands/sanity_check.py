@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,21 +61,19 @@ FRESH_LOSS_TOLERANCE = 0.5  # nats per target token that the loss of fresh weigh
 MAX_LOSS = 100.0  # nats per target token, of any weights
 MAX_GRADIENT_NORM = 1000.0  # global L2 norm of the gradient of the mean loss, before clipping
 OVERFIT_STEPS = 20  # optimizer steps on one micro-batch
+# Learning rate of these steps times the hidden size: with Adam, wider models need proportionally smaller steps (Yang et
+# al., arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024.
 OVERFIT_RATE_TIMES_HIDDEN_SIZE = 0.4
-"""Learning rate of these steps times the hidden size: with Adam, wider models need proportionally smaller steps (Yang
-et al., arXiv 2203.03466). 3e-3 for the quickstart's 128, 4e-4 for Qwen3-0.6B's 1,024."""
 OVERFIT_FACTOR = 0.9  # largest ratio of the last loss of these steps to the first
 RESUME_STEPS = 3  # steps made after a checkpoint, and again after loading it
-RESUME_TOLERANCE = 1e-3
-"""Relative difference of the losses: kernels that add in no fixed order differ, a lost moment differs more."""
+RESUME_TOLERANCE = 1e-3  # of losses, relative: kernels add in no fixed order, and a lost moment differs more
 UNTIMED_STEPS = 3  # first steps, which compile and allocate
 DOCUMENTS_PER_SOURCE = 16  # documents that are denoised by every denoiser and put together again
 DOCUMENTS_SEARCHED = 256  # documents of a source that are searched for them: some texts are empty, or one token
 PROMPT = "The quick brown fox jumps over the lazy dog"
 NEW_TOKENS = 8
 BYTES_PER_PARAMETER = 14  # float32 weights and two moments, and the bfloat16 weights that DeepSpeed keeps beside them
-Result = tuple[bool, str, dict[str, float]]
-"""The result of a check: whether it passed, a message, and its figures by name."""
+Result = tuple[bool, str, dict[str, float]]  # of a check: whether it passed, a message, and its figures by name
 
 
 class Subject:
@@ -87,7 +84,6 @@ class Subject:
     data: TrainingData
     batch: Batch
     loss_sum: LossSum
-    loss: float
     engine: Engine
     step_seconds: list[float]
 
@@ -125,8 +121,11 @@ def _model_loads(subject: Subject) -> Result:
     )
     subject.model = model.train()
     parameters, trained = sum(map(Tensor.numel, model.parameters())), sum(map(Tensor.numel, _trained(model)))
-    message = trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
-    return True, message, {"parameters": parameters, "trainable_parameters": trained}
+    return (
+        True,
+        trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters",
+        {"parameters": parameters, "trainable_parameters": trained},
+    )
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -134,15 +133,15 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _data_reconstructs(subject: Subject) -> Result:
-    config, run_model = subject.config, subject.run_model
-    on_gpu = subject.device.type == "cuda"
-    how: dict[str, Any] = {"rank": 0, "world_size": 1, "num_lanes": 1, "pin_memory": on_gpu}
-    subject.data = data = build_data(config, run_model.tokenizer, run_model.vocabulary, **how)
-    subject.opened.callback(data.loader.close)
-    pipeline, kinds = data.pipeline, Counter[str]()
+    config, run_model, on_gpu = subject.config, subject.run_model, subject.device.type == "cuda"
+    subject.data = build_data(
+        config, run_model.tokenizer, run_model.vocabulary, rank=0, world_size=1, num_lanes=1, pin_memory=on_gpu
+    )
+    subject.opened.callback(subject.data.loader.close)
+    pipeline, kinds = subject.data.pipeline, Counter[str]()
     for number, (source, opened) in enumerate(zip(source_entries(config.data), pipeline.sources, strict=True)):
-        rows = islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED)
-        documents = usable_documents(with_ids(rows, pipeline.maker), pipeline.data.bad_row_limit)
+        rows = with_ids(islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED), pipeline.maker)
+        documents = usable_documents(rows, pipeline.data.bad_row_limit)
         usable = ((document.key, ids) for document, ids in documents if pipeline.maker.size(ids))
         if not (texts := list(islice(usable, DOCUMENTS_PER_SOURCE))):
             name = f"data.mixture.{number}" if config.data.mixture else "data"
@@ -156,46 +155,45 @@ def _data_reconstructs(subject: Subject) -> Result:
                 if not holds:
                     return False, f"{kind} does not give back the tokens of {key}", {}
                 kinds[kind] += 1
-    message = f"{kinds.total()} examples of {', '.join(kinds)} give back their documents' tokens"
-    return True, message, {"examples": kinds.total()}
+    examples = kinds.total()
+    return True, f"{examples} examples of {', '.join(kinds)} give back their documents' tokens", {"examples": examples}
 
 
 def _forward(subject: Subject) -> Result:
     (subject.batch,) = next(subject.data.loader)
     encoder_tokens, tokens = subject.batch.encoder_tokens, subject.batch.target_tokens
     subject.loss_sum = packed_forward(subject.model, subject.batch.to(subject.device))
-    subject.loss = loss = subject.loss_sum.total.item() / tokens
+    loss = subject.loss_sum.total.item() / tokens
     message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per token"
     return math.isfinite(loss), message, {"loss": loss}
 
 
 def _initial_loss(subject: Subject) -> Result:
-    """Check the loss of fresh weights: ln(vocabulary), and the effect of their random logits. The states before the
-    head have the norm sqrt(H), so logits are about N(0, H·initializer_range²); the mean of their exp is
-    exp(H·initializer_range²/2)."""
-    sizes, loss = subject.run_model.config, subject.loss
+    sizes, loss = subject.run_model.config, subject.loss_sum.total.item() / subject.batch.target_tokens
     if subject.config.model.architecture is None:
         return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
+    # Of fresh weights: ln(vocabulary), and the effect of their random logits. The states before the head have the norm
+    # sqrt(H), so logits are about N(0, H·initializer_range²); the mean of their exp is exp(H·initializer_range²/2).
     expected = math.log(sizes.vocab_size) + sizes.hidden_size * sizes.initializer_range**2 / 2
-    message = f"{loss:.4f} of fresh weights, to be within {FRESH_LOSS_TOLERANCE} of {expected:.4f}"
-    passed = abs(loss - expected) <= FRESH_LOSS_TOLERANCE and 0 < loss < MAX_LOSS
-    return passed, message, {"loss": loss, "expected": expected}
+    return (
+        abs(loss - expected) <= FRESH_LOSS_TOLERANCE and 0 < loss < MAX_LOSS,
+        f"{loss:.4f} of fresh weights, to be within {FRESH_LOSS_TOLERANCE} of {expected:.4f}",
+        {"loss": loss, "expected": expected},
+    )
 
 
 def _backward(subject: Subject) -> Result:
     (subject.loss_sum.total / subject.batch.target_tokens).backward()
     wanted = trained_shapes(subject.config, subject.run_model.config)
-    named = ((canonical_name(name), parameter) for name, parameter in subject.model.named_parameters())
-    parameters = {name: parameter for name, parameter in named if name in wanted}
-    lacking = [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]
-    if lacking:
+    parameters = {name: p for own, p in subject.model.named_parameters() if (name := canonical_name(own)) in wanted}
+    if lacking := [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]:
         return False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}", {}
     return True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)}
 
 
 def _gradients_reach_both_sides(subject: Subject) -> Result:
-    sides = {"encoder": subject.model.encoder, "decoder": subject.model.decoder}
-    norms = {side: compute_gradient_norm(module) for side, module in sides.items() if _trained(module)}
+    sides = (("encoder", subject.model.encoder), ("decoder", subject.model.decoder))
+    norms = {side: compute_gradient_norm(module) for side, module in sides if _trained(module)}
     message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
     return min(norms.values(), default=1.0) > 0, f"gradient norm of each that is trained: {message}", norms
 
@@ -231,8 +229,13 @@ def _overfits_one_batch(subject: Subject) -> Result:
     run_model = subject.run_model
     rate = OVERFIT_RATE_TIMES_HIDDEN_SIZE / run_model.config.hidden_size
     training = subject.config.training.model_copy(update={"learning_rate": rate})
-    config = subject.config.model_copy(update={"training": training})
-    subject.engine = create_engine(config, subject.context, run_model.config, run_model.weights, 1)
+    subject.engine = create_engine(
+        subject.config.model_copy(update={"training": training}),
+        subject.context,
+        run_model.config,
+        run_model.weights,
+        1,
+    )
     subject.opened.callback(vars(subject).pop, "engine")
     subject.opened.callback(subject.engine.close)
     losses, subject.step_seconds = [], []
@@ -241,11 +244,12 @@ def _overfits_one_batch(subject: Subject) -> Result:
         losses.append(subject.train_step())
         subject.step_seconds.append(time.monotonic() - began)
     first, last = losses[0], losses[-1]
-    message = (
+    return (
+        last <= OVERFIT_FACTOR * first,
         f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.context.engine} at rate {rate:.1e}, "
-        f"to be at most {OVERFIT_FACTOR:g} times the first"
+        f"to be at most {OVERFIT_FACTOR:g} times the first",
+        {"first_loss": first, "last_loss": last},
     )
-    return last <= OVERFIT_FACTOR * first, message, {"first_loss": first, "last_loss": last}
 
 
 def _checkpoint_resumes(subject: Subject) -> Result:
@@ -274,26 +278,30 @@ def _checkpoint_resumes(subject: Subject) -> Result:
         subject.engine.load(open_saved_state(checkpoint))
     found = [subject.train_step() for _ in range(RESUME_STEPS)]
     difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
-    message = (
+    return (
+        difference <= RESUME_TOLERANCE,
         f"losses of {RESUME_STEPS} steps differ by {difference:.1e} of themselves, to be at most "
-        f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)"
+        f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)",
+        {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes},
     )
-    values = {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes}
-    return difference <= RESUME_TOLERANCE, message, values
 
 
 def _throughput(subject: Subject) -> Result:
     seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
     speed = (subject.batch.encoder_tokens + subject.batch.target_tokens) / seconds
-    on_gpu = subject.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated(subject.device) if on_gpu else peak_host_bytes()
-    where = "device" if on_gpu else "host"
-    message = f"{speed:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
-    return True, message, {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak}
+    where, peak = "host", peak_host_bytes()
+    if subject.device.type == "cuda":
+        where, peak = "device", torch.cuda.max_memory_allocated(subject.device)
+    return (
+        True,
+        f"{speed:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB",
+        {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak},
+    )
 
 
+# The name of a check, its function, and the checks that must pass before it.
 Check = tuple[str, Callable[[Subject], Result], tuple[str, ...]]
-"""The name of a check, its function, and the checks that must pass before it."""
+# All checks in the order in which they run.
 CHECKS: tuple[Check, ...] = (
     ("model_loads", _model_loads, ()),
     ("data_reconstructs", _data_reconstructs, ("model_loads",)),
@@ -308,7 +316,6 @@ CHECKS: tuple[Check, ...] = (
     ("checkpoint_resumes", _checkpoint_resumes, ("overfits_one_batch",)),
     ("throughput", _throughput, ("overfits_one_batch",)),
 )
-"""All checks in the order in which they run."""
 
 
 def check_config(
