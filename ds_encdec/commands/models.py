@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from ds_encdec.base.arguments import COUNT, JSON, Arguments, Verb, flag, value
 from ds_encdec.base.quantities import count
@@ -41,8 +40,8 @@ def _export(options: argparse.Namespace, _: Sequence[str]) -> None:
     else:
         from ds_encdec.exports.hugging_face import export_checkpoint
 
-        how: dict[str, Any] = {"encoder_only": options.encoder_only, "base": options.base}
-        export_checkpoint(options.checkpoint, options.out, dtype=getattr(torch, options.dtype), **how)
+        dtype, encoder_only = getattr(torch, options.dtype), options.encoder_only
+        export_checkpoint(options.checkpoint, options.out, dtype=dtype, encoder_only=encoder_only, base=options.base)
     print(f"exported to {options.out}")
 
 
@@ -74,7 +73,7 @@ def _verify(options: argparse.Namespace, _: Sequence[str]) -> None:
 
 
 def _settings(defaults: GenerationSettings, *left_out: str, **later: str) -> Arguments:
-    """Return an option for each generation setting except `left_out`; `later` describes defaults that are set later."""
+    # `later` describes defaults that are set later.
     found = {field: getattr(defaults, field.name) for field in fields(defaults) if field.name not in left_out}
     return {
         f"--{field.name.replace('_', '-')}": value(
@@ -104,8 +103,7 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.evaluate.one_text import generate_text  # imports torch, so after the checks
 
     text = sys.stdin.read() if options.text == "-" else options.text
-    shown = generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)
-    if shown is not None:
+    if (shown := generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)) is not None:
         print(shown)
 
 
@@ -162,10 +160,8 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _chosen(options: argparse.Namespace) -> GenerationSettings:
-    values = vars(options)
-    return GenerationSettings(
-        **{field.name: values[field.name] for field in fields(GenerationSettings) if values.get(field.name) is not None}
-    )
+    names = {field.name for field in fields(GenerationSettings)}
+    return GenerationSettings(**{k: given for k, given in vars(options).items() if k in names and given is not None})
 
 
 _WEIGHTS: Arguments = {

@@ -25,8 +25,7 @@ from ds_encdec.memory.question import indivisible, planned_checkpointing, planne
 from ds_encdec.memory.variants import Variant
 from ds_encdec.memory.zero import swapped_bytes
 
-EXPORT_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes per parameter of a Hugging Face folder (`ds-encdec export --dtype`)."""
+EXPORT_BYTES = {"float32": 4, "bfloat16": 2}  # per parameter of a Hugging Face folder (`ds-encdec export --dtype`)
 FEWEST_TO_AVERAGE = 3  # checkpoints of which a run makes an average (`training.average_checkpoints`)
 HOW_TO_KNOW_THE_TIME = (
     "How long this takes is not known: give --tokens-per-second (non-padding tokens of both sides, over all ranks), or "
@@ -82,21 +81,20 @@ def plan_run(
 
 
 def _cost(tokens: int, num_gpus: int, tokens_per_second: float | None, usd_per_hour: float | None) -> dict[str, Any]:
-    """Return `time` (`estimate_training_time`) and `usd`, None if unknown; `usd_per_hour` is the price of one GPU."""
     time = estimate_training_time(tokens, 1 / tokens_per_second) if tokens_per_second else None
     return {"time": time, "usd": time["hours"] * num_gpus * usd_per_hour if time and usd_per_hour else None}
 
 
 def _disk(job: Job, steps: int) -> dict[str, Any]:
-    """Return the most bytes in the run's folder, without logs and the tokenizer (some megabytes)."""
+    # The most bytes in the run's folder, without logs and the tokenizer (some megabytes).
     training, monitor = job.config.training, job.config.monitor
     checkpoint, saves = checkpoint_bytes(job), saves_at_most(training, steps)
     keep = saves if training.save_total_limit is None else training.save_total_limit
     checkpoints = checkpoints_at_once(training, saves)
     abandoned = keep if any(getattr(monitor, field) == "rollback" for field in ROLLBACK_FIELDS) else 0
     export = {dtype: size * job.parameters for dtype, size in EXPORT_BYTES.items()}
-    averages = bool(training.average_checkpoints) and min(saves, keep) >= FEWEST_TO_AVERAGE
-    at_end, averaged = export["float32"] * training.export_at_end, export["float32"] * averages
+    at_end = export["float32"] * training.export_at_end
+    averaged = export["float32"] if training.average_checkpoints and min(saves, keep) >= FEWEST_TO_AVERAGE else 0
     return {
         "checkpoint": checkpoint,
         "checkpoint_bytes_per_parameter": checkpoint_bytes_per_parameter(job),
@@ -121,9 +119,8 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     if time is None:
         lines.append(HOW_TO_KNOW_THE_TIME)
     else:
-        hours = f" ({time['hours']:,.1f} hours)" if time["days"] >= 2 else ""
-        money = "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
-        takes = f"{duration(time['seconds'])}{hours}{money}"
+        takes = duration(time["seconds"]) + (f" ({time['hours']:,.1f} hours)" if time["days"] >= 2 else "")
+        takes += "" if plan["usd"] is None else f" and {plan['usd']:,.2f} USD"
         lines.append(f"At {plan['tokens_per_second']:,.0f} tokens/s it takes {takes}. {NOT_COUNTED}")
     where = "" if has_gpu() else " beside their GPUs (CPUs alone: infra.device=cpu)"
     if plan["device"] == "cpu":
@@ -153,8 +150,11 @@ def plan_of_phases(
     infra, phases = plans[0].config.infra, []
     for planned in plans:
         settings, tokens = planned.settings, planned.num_steps * planned.tokens_per_step
-        limits = {"steps": settings.num_train_steps, "tokens": planned.steps_for_tokens}
-        limits["--steps-per-phase"] = planned.num_steps
+        limits = {
+            "steps": settings.num_train_steps,
+            "tokens": planned.steps_for_tokens,
+            "--steps-per-phase": planned.num_steps,
+        }
         phases.append(
             {
                 "phase": str(planned.phase),
@@ -170,9 +170,13 @@ def plan_of_phases(
             }
         )
     sums = {name: sum(phase[name] for phase in phases) for name in ("steps", "tokens")}
-    total = {**sums, **_cost(sums["tokens"], infra.num_gpus, tokens_per_second, price_per_gpu_hour)}
-    plan = {"tokens_per_second": tokens_per_second, "num_gpus": infra.num_gpus, "device": infra.device}
-    return {**plan, "phases": phases, "total": total}
+    return {
+        "tokens_per_second": tokens_per_second,
+        "num_gpus": infra.num_gpus,
+        "device": infra.device,
+        "phases": phases,
+        "total": {**sums, **_cost(sums["tokens"], infra.num_gpus, tokens_per_second, price_per_gpu_hour)},
+    }
 
 
 def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
@@ -185,9 +189,9 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
         table.append([row["phase"], limits, f"{short(row['steps'])} steps, {short(row['tokens'])}", time, usd])
     columns = []
     for number, column in enumerate(zip(*table, strict=True)):
-        width = max(map(len, column))
         if any(column[1:]):
-            columns.append([cell.ljust(width) if number < 2 else cell.rjust(width) for cell in column])
+            aligned, width = str.ljust if number < 2 else str.rjust, max(map(len, column))
+            columns.append([aligned(cell, width) for cell in column])
     rate, cut = plan["tokens_per_second"], any(row["ends_with"] == "--steps-per-phase" for row in plan["phases"])
     remarks = (
         "A phase ends after its steps or its tokens (M, B, T: millions, billions, trillions), whichever come first"
@@ -196,8 +200,8 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
         "(infra.num_gpus).",
         HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
     )
-    lines = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-    return "\n".join([*lines, *(line for remark in remarks for line in textwrap.wrap(remark, 80))])
+    rows = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    return "\n".join([*rows, *(textwrap.fill(remark, 80) for remark in remarks)])
 
 
 def _ranks(plan: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ds_encdec.base.arguments import CONFIG_FILES, COUNT, JSON, RATE, Arguments, Verb, flag, tokens, value
 from ds_encdec.base.findings import Finding, describe
@@ -92,9 +92,8 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
         findings, is_printed = look_at_hosts(options.hostfile, files) if options.hostfile else look_here(files)
     if is_printed and options.json:
-        rows = [
-            {name: getattr(one, name) for name in ("check", "host", "passed", "message", "fix")} for one in findings
-        ]
+        names = ("check", "host", "passed", "message", "fix")
+        rows = [{name: getattr(one, name) for name in names} for one in findings]
         print(json.dumps({"passed": all(one.passed for one in findings), "findings": rows}, indent=2), file=stdout)
     elif is_printed:
         print_marked(describe(findings, console().width), {"(?m)^✓": "green", "(?m)^✗": "bold red"})
@@ -135,26 +134,19 @@ def config_for_model(
     from ds_encdec.config.schema import load_config
 
     stored = read_stored_model(model / "config.json")
-    named = {"model_name_or_path": json.dumps(str(model)), "tokenizer_name_or_path": "null", "architecture": "null"}
-    settings: dict[str, dict[str, Any]] = {"model": named, **(_SMALL if config is None else {})}
-    given = [f"{section}.{name}={value}" for section, fields in settings.items() for name, value in fields.items()]
+    given = [f"model.model_name_or_path={json.dumps(str(model))}", *_ITS_OWN, *(_SMALL if config is None else ())]
     if sentinels := stored.get("sentinel_token_ids"):
-        given.append(f"model.num_sentinel_tokens={len(sentinels)}")
-        given.append(f"data.use_mode_tokens={json.dumps(bool(stored.get('mode_token_ids')))}")
+        has_modes = json.dumps(bool(stored.get("mode_token_ids")))
+        given += [f"model.num_sentinel_tokens={len(sentinels)}", f"data.use_mode_tokens={has_modes}"]
     return load_config(config, [*given, *overrides], deepspeed_config)
 
 
-_SMALL: dict[str, dict[str, Any]] = {
-    "data": {"dataset_name": "builtin", "max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 256},
-    "training": {"per_device_train_batch_size": 2, "report_to": "none"},
-    "infra": {
-        "distributed_type": "auto",
-        "device": "auto",
-        "num_gpus": 1,
-        "sharding_stage": "zero2",
-        "offload_optimizer": "none",
-    },
-}
+_ITS_OWN = ("model.tokenizer_name_or_path=null", "model.architecture=null")
+_SMALL = (
+    "data.dataset_name=builtin data.max_seq_length=512 data.max_encoder_length=256 data.max_decoder_length=256 "
+    "training.per_device_train_batch_size=2 training.report_to=none infra.distributed_type=auto infra.device=auto "
+    "infra.num_gpus=1 infra.sharding_stage=zero2 infra.offload_optimizer=none"
+).split()
 
 
 def _stop(options: argparse.Namespace, _: Sequence[str]) -> None:

@@ -68,12 +68,12 @@ class PhaseFolder(RunFolder):
         began, ignored = load_saved(self.phase_yaml), {*marked(Mark.UNTRAINED)}
         if phase_before(self._settings.phase) is not None:
             ignored.add("model.model_name_or_path")  # the previous phase's export, which moves with the output folder
-        changed = {}
-        for section in ("model", "data", "training"):
-            first, second = (getattr(values, section).model_dump() for values in (began, config))
-            for field, value in first.items():
-                if value != second[field] and (name := f"{section}.{field}") not in ignored:
-                    changed[name] = f"{name} was {value!r} and is {second[field]!r}"
+        now = _trained_settings(config)
+        changed = {
+            name: f"{name} was {value!r} and is {now[name]!r}"
+            for name, value in _trained_settings(began).items()
+            if value != now[name] and name not in ignored
+        }
         accepted = [] if self.is_completed else marked(Mark.TUNABLE)
         refused = [words for name, words in changed.items() if name not in accepted]
         if _read(self._started).get("weights_sha256") != weights_sha256:
@@ -157,37 +157,40 @@ def _result_before(config: FullConfig, planned: PlannedPhase) -> dict[str, Any]:
             f"phase {planned.phase} cannot start: {before} did not pass its gate ({folder.root / 'result.json'}). "
             f"`--from {before}` judges it again, by the limits that phases.{before} has now"
         )
-    for is_wrong, problem in (
+    problems = (
         (not result, f"there is no result in {folder.root}"),
         (not folder.is_judged_as_now(), f"phases.{before} has other numbers now than its gate had"),
         (not folder.export.exists(), f"{folder.export} is missing"),
-    ):
-        if is_wrong:
-            raise ConfigError(
-                f"phase {planned.phase} starts from the weights of {before}, but {problem}: add `--from {before}`, "
-                "which repeats no finished training"
-            )
+    )
+    if wrong := [problem for is_wrong, problem in problems if is_wrong]:
+        raise ConfigError(
+            f"phase {planned.phase} starts from the weights of {before}, but {wrong[0]}: add `--from {before}`, which "
+            "repeats no finished training"
+        )
     return result
 
 
 def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: SubprocessRun, launcher: str | None) -> None:
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
-    what = f"phase {planned.phase} ({planned.settings.description}), {planned.num_steps:,} steps"
-    _print(f"{'continuing' if resume else 'training'} {what}, in {planned.folder}")
-    status_before = folder.read_status()
-    command = [*launcher_command(planned.config, launcher), str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml)]
-    code = subprocess_run.run([*command, *resume, *verbosity()])
+    _print(
+        f"{'continuing' if resume else 'training'} phase {planned.phase} ({planned.settings.description}), "
+        f"{planned.num_steps:,} steps, in {planned.folder}"
+    )
+    before = folder.read_status()
+    program = [str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml), *resume, *verbosity()]
+    code = subprocess_run.run([*launcher_command(planned.config, launcher), *program])
     if folder.is_completed:
         return
-    status = folder.read_status()
-    if status == status_before:  # of an earlier start
-        status = {}
+    now = folder.read_status()
+    status = {} if now == before else now
     if status.get("state") == "preempted" or (subprocess_run.signal_name is not None and not status.get("exit_code")):
         reason = (status.get("reason") or f"stopped by {subprocess_run.signal_name}").partition("; go on with")[0]
         raise Preempted(f"phase {planned.phase}: {reason}. The same command continues it.")
-    reason = f"the run {'was ended from outside' if status else 'did not start'} (the launcher's exit code is {code})"
-    reason = status["reason"] if status.get("state") == "failed" else f"{reason}; its output above ends with the cause"
-    error = DsEncDecError(f"phase {planned.phase}: {reason}")
+    reason = (
+        f"the run {'was ended from outside' if status else 'did not start'} (the launcher's exit code is {code}); its "
+        "output above ends with the cause"
+    )
+    error = DsEncDecError(f"phase {planned.phase}: {status['reason'] if status.get('state') == 'failed' else reason}")
     error.exit_code = status.get("exit_code") or max(code, 1)  # launchers replace the codes of their ranks by 1
     raise error
 
@@ -196,23 +199,22 @@ def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initi
     from ds_encdec.exports.hugging_face import export_checkpoint  # imports transformers
 
     verdict = judge(planned, pipeline_initial_loss)
-    checks, passed = verdict["checks"], verdict["passed"]
+    passed, summary = verdict["passed"], verdict["summary"]
     if passed and not folder.export.exists():
         export_checkpoint(planned.folder / "checkpoints" / "final", folder.export)
     folder.write_result(verdict)
     _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
-    for check in checks:
+    for check in verdict["checks"]:
         _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
-    loss, norm, alerts = (verdict["summary"][name] for name in ("loss", "grad_norm", "alerts"))
-    found = (loss["initial"], loss["current"], verdict["eval"].get("eval/loss"))
-    first, last, held_out = (f"{one:.4f}" if is_number(one) else "none" for one in found)
+    losses = (summary["loss"]["initial"], summary["loss"]["current"], verdict["eval"].get("eval/loss"))
+    first, last, held_out = (f"{loss:.4f}" if is_number(loss) else "none" for loss in losses)
     _print(
         f"  {verdict['steps']:,} steps, {verdict['tokens_seen']:,} tokens; loss {first} at the first step of all "
-        f"phases, {last} in the mean of the last ones, {held_out} held out; gradient norm {norm['mean'] or 0:.3f} in "
-        f"their mean; {count(alerts, 'alert')}"
+        f"phases, {last} in the mean of the last ones, {held_out} held out; gradient norm "
+        f"{summary['grad_norm']['mean'] or 0:.3f} in their mean; {count(summary['alerts'], 'alert')}"
     )
     if not passed:
-        failed = "; ".join(check["message"] for check in checks if not check["passed"])
+        failed = "; ".join(check["message"] for check in verdict["checks"] if not check["passed"])
         raise GateError(
             f"phase {planned.phase} did not pass its gate: {failed}. No later phase was started. Change its limits "
             f"(phases.{planned.phase}) to have it judged again; to train it again, delete {planned.folder}."
@@ -242,10 +244,9 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[st
     checks = [*monitor.validate_phase(planned.settings)["checks"], metrics_check]
     if monitor.warmup_complete_loss is None:
         warmup, steps = planned.config.training.warmup_steps, state.global_step
-        reason = f"none of the {steps - warmup} steps after the warm-up had a finite loss"
-        if steps <= warmup:
-            field = f"phases.{planned.phase}.warmup_steps"
-            reason = f"the run ended at step {steps}, and its warm-up has {warmup}: set {field}"
+        reason = f"the run ended at step {steps}, and its warm-up has {warmup}: set phases.{planned.phase}.warmup_steps"
+        if steps > warmup:
+            reason = f"none of the {steps - warmup} steps after the warm-up had a finite loss"
         message = f"no loss after the warm-up: {reason}"
         checks.append({"name": "logged_after_warmup", "passed": False, "message": message})
     return {
@@ -272,9 +273,15 @@ def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None
     elif not logged:
         problem = problem or f"{path}: no line has train/loss"
     message = problem or f"{count(logged, 'logged loss')} and {count(evaluations, 'evaluation')}, all finite"
-    last = evaluations[-1] if evaluations else {}
-    check = {"name": "logged_losses", "passed": not problem, "message": message}
-    return check, {name: value for name, value in last.items() if name.startswith("eval/")}
+    return (
+        {"name": "logged_losses", "passed": not problem, "message": message},
+        {name: value for name, value in (evaluations or [{}])[-1].items() if name.startswith("eval/")},
+    )
+
+
+def _trained_settings(config: FullConfig) -> dict[str, Any]:
+    values = {section: getattr(config, section).model_dump() for section in ("model", "data", "training")}
+    return {f"{section}.{name}": value for section, fields in values.items() for name, value in fields.items()}
 
 
 def _now() -> str:

@@ -49,7 +49,7 @@ class PhaseConfig:
     warmup_steps: int | None = None
 
 
-PHASE_CONFIGS = {
+PHASE_CONFIGS = {  # the defaults; `phases:` in the YAML replaces single fields
     row.phase: row
     for row in (
         PhaseConfig(TrainingPhase.SANITY_CHECK, 10_000_000, "whether it trains at all", 100, 50, 100, 1, 15.0),
@@ -60,7 +60,6 @@ PHASE_CONFIGS = {
         PhaseConfig(TrainingPhase.FULL, 500_000_000_000, "the run itself", 100_000, 500, 10_000, 10, 4.0, 1.5),
     )
 }
-"""The defaults; `phases:` in the YAML replaces single fields."""
 
 
 def select_phases(only: str | None, first: str | None, last: str | None) -> Sequence[TrainingPhase]:
@@ -72,8 +71,7 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
     ends = [PHASES[0] if first is None else first, PHASES[-1] if last is None else last]
     for name in ends:
         if name not in PHASES:
-            meant = closest(name, PHASES)
-            suggestion = f" Did you mean {meant}?" if meant else ""
+            suggestion = f" Did you mean {meant}?" if (meant := closest(name, PHASES)) else ""
             raise ConfigError(f"there is no phase {name!r}; the phases are {', '.join(PHASES)}.{suggestion}")
     start, stop = map(PHASES.index, map(TrainingPhase, ends))
     if stop < start:
@@ -92,8 +90,11 @@ def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
     phases = {}
     for phase in PHASES:
         own: PhaseOverrides = getattr(config.phases, phase)
-        set_here = [name for name in _CADENCES if f"training.{name}" in given and getattr(own, name) is None]
-        values = {name: getattr(config.training, name) for name in set_here}
+        values = {
+            name: getattr(config.training, name)
+            for name in _CADENCES
+            if f"training.{name}" in given and getattr(own, name) is None
+        }
         if "num_train_steps" in values:
             values["num_train_steps"] = min(values["num_train_steps"], PHASE_CONFIGS[phase].num_train_steps)
         phases[str(phase)] = own.model_copy(update=values)
@@ -175,8 +176,8 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
     steps = min(settings.num_train_steps, steps_for_tokens, max_steps or settings.num_train_steps)
     save_steps, logging_dir, answers = min(settings.save_steps, steps), Path(infra.logging_dir), {}
     if save_steps + monitor.rollback_min_steps > steps:  # too short to go back
-        rolling_back = (field for field in ROLLBACK_FIELDS if getattr(monitor, field) == "rollback")
-        answers = {field: type(monitor).model_fields[field].default for field in rolling_back}
+        fields = type(monitor).model_fields
+        answers = {name: fields[name].default for name in ROLLBACK_FIELDS if getattr(monitor, name) == "rollback"}
     changes = {
         # The configured model for the first phase; later ones start from the export of the phase before.
         "model": before
@@ -207,7 +208,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
         },
         "monitor": answers,
     }
-    sections = {name: getattr(config, name).model_copy(update=fields) for name, fields in changes.items()}
+    sections = {name: getattr(config, name).model_copy(update=changed) for name, changed in changes.items()}
     # Gates belong to the pipeline: they may change, and the run's configuration does not.
     overlaid = config.model_copy(update={**sections, "phases": PhasesConfig()})
     if conflicts := find_conflicts(overlaid):
@@ -217,11 +218,10 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
 
 
 def _warmup_steps(config: FullConfig, settings: PhaseConfig, steps: int) -> int:
-    """Return the phase's own number, unless it has none or was shortened; else at most a tenth of its steps. The result
-    is 0 only if 0 is configured, because DeepSpeed's schedules need a warm-up."""
-    if settings.warmup_steps is not None and steps == settings.num_train_steps:
-        return settings.warmup_steps
     ratio, wanted = config.training.warmup_ratio, settings.warmup_steps
+    if wanted is not None and steps == settings.num_train_steps:
+        return wanted
     if wanted is None:
         wanted = config.training.warmup_steps if ratio is None else math.ceil(steps * ratio)
+    # At most a tenth; 0 only if 0 is configured, because DeepSpeed's schedules need a warm-up.
     return max(1, min(wanted, steps // 10)) if wanted else 0

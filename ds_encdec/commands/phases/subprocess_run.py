@@ -2,8 +2,6 @@
 leaves no memory behind. The launcher gets its own session: a Ctrl-C would otherwise end it before its ranks have
 saved."""
 
-from __future__ import annotations
-
 import ctypes
 import shlex
 import shutil
@@ -25,8 +23,8 @@ from ds_encdec.registry.engines import ByEngine
 
 TRAIN_PROGRAM = Path(__file__).resolve().parents[2] / "train.py"
 POLL_SECONDS = 0.5
+# Time that ranks may outlive their launcher: they give themselves 300 seconds to save (launch/preemption.py).
 LAST_RANKS_SECONDS = 330.0
-"""Time that ranks may outlive their launcher: they give themselves 300 seconds to save (launch/preemption.py)."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None)
 
@@ -69,10 +67,11 @@ class SubprocessRun:
         self.signal_name: str | None = None
         self._pending: list[int] = []
 
-    def __enter__(self) -> SubprocessRun:
+    def __enter__(self) -> "SubprocessRun":
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()  # nohup
-        handled = [number for number in STOP_SIGNALS if number not in ignored]
-        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in handled}
+        self._previous_handlers = {
+            number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS if number not in ignored
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,8 +113,7 @@ class SubprocessRun:
 
 
 def _below(launcher: psutil.Process, is_wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-    """Return the wanted processes on this host: `launcher`, which may itself be the only rank, and those below it."""
-    try:
+    try:  # the launcher may itself be the only rank
         return [process for process in (launcher, *launcher.children(recursive=True)) if is_wanted(process)]
     except psutil.Error:
         return []
@@ -131,5 +129,5 @@ def _is_rank(process: psutil.Process) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Make the kernel send SIGTERM to this process, which is about to become the launcher, when its parent dies."""
+    # The kernel sends SIGTERM to this process, which is about to become the launcher, when its parent dies.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
