@@ -134,19 +134,20 @@ def config_for_model(
     from ds_encdec.config.schema import load_config
 
     stored = read_stored_model(model / "config.json")
-    given = [f"model.model_name_or_path={json.dumps(str(model))}", *_ITS_OWN, *(_SMALL if config is None else ())]
+    given = [f"model.model_name_or_path={json.dumps(str(model))}", *(_SMALL if config is None else _ITS_OWN).split()]
     if sentinels := stored.get("sentinel_token_ids"):
         has_modes = json.dumps(bool(stored.get("mode_token_ids")))
         given += [f"model.num_sentinel_tokens={len(sentinels)}", f"data.use_mode_tokens={has_modes}"]
     return load_config(config, [*given, *overrides], deepspeed_config)
 
 
-_ITS_OWN = ("model.tokenizer_name_or_path=null", "model.architecture=null")
+_ITS_OWN = "model.tokenizer_name_or_path=null model.architecture=null"
 _SMALL = (
-    "data.dataset_name=builtin data.max_seq_length=512 data.max_encoder_length=256 data.max_decoder_length=256 "
-    "training.per_device_train_batch_size=2 training.report_to=none infra.distributed_type=auto infra.device=auto "
-    "infra.num_gpus=1 infra.sharding_stage=zero2 infra.offload_optimizer=none"
-).split()
+    f"{_ITS_OWN} data.dataset_name=builtin data.max_seq_length=512 data.max_encoder_length=256 "
+    "data.max_decoder_length=256 training.per_device_train_batch_size=2 training.report_to=none "
+    "infra.distributed_type=auto infra.device=auto infra.num_gpus=1 infra.sharding_stage=zero2 "
+    "infra.offload_optimizer=none"
+)
 
 
 def _stop(options: argparse.Namespace, _: Sequence[str]) -> None:

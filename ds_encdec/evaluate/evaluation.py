@@ -79,9 +79,10 @@ def evaluate(
         init_process_group(world, place, _TIMEOUT, "fsdp", meeting="evaluation")
     collectives = HostCollectives(_TIMEOUT)
     # Rank 0 alone queries the hub, so that all read the same commit of a data set: the one that was trained on.
-    trained = collectives.on_rank_zero(lambda: trained_data(model))
-    saved_commits = trained.saved["dataset_commits"] if trained else None
-    commits = collectives.on_rank_zero(lambda: resolve_commits(config.data, saved_commits))
+    trained = collectives.on_rank_zero(lambda: _trained_data(model))
+    commits = collectives.on_rank_zero(
+        lambda: resolve_commits(config.data, trained.saved["dataset_commits"] if trained else None)
+    )
     examples = collectives.rank_zero_first(
         lambda: split_examples(config, tokenizer, vocabulary, split, max_samples, commits, trained)
     )
@@ -109,10 +110,9 @@ def evaluate(
     return out, result
 
 
-def trained_data(model: Path) -> TrainedData | None:
-    """Return the data that a model in a run's `export` folder was trained on, or None. Raises CheckpointError."""
+def _trained_data(model: Path) -> TrainedData | None:
     export = model.resolve().parent
-    candidates = [export.parent / "checkpoints" / name for name in ("final", "best", "latest")]
+    candidates = (export.parent / "checkpoints" / name for name in ("final", "best", "latest"))
     checkpoint = next((one for one in candidates if (one / "trainer.json").is_file()), None)
     if export.name != "export" or checkpoint is None:
         return None
@@ -124,8 +124,6 @@ def trained_data(model: Path) -> TrainedData | None:
 
 
 def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """Return the model's own tokenizer, with the special tokens of its training. Raises CheckpointError, and
-    ConfigError for another kind of model if the examples have sentinels."""
     if not is_ours(model):
         if not OBJECTIVES[config.data.objective].takes_records:
             raise ConfigError(
@@ -136,25 +134,24 @@ def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast
         return tokenizer, add_sentinels(tokenizer, 0, mode_tokens=False)
     known = Qwen3Seq2SeqConfig.from_pretrained(model)
     its = {"tokenizer_name_or_path": str(model), "num_sentinel_tokens": len(known.sentinel_token_ids)}
-    return load_tokenizer(
-        config.model.model_copy(update=its), builtin_texts=tuple, mode_tokens=bool(known.mode_token_ids)
-    )
+    section = config.model.model_copy(update=its)
+    return load_tokenizer(section, builtin_texts=tuple, mode_tokens=bool(known.mode_token_ids))
 
 
 def _digests(model: Path, split: Split, examples: Sequence[TextExample]) -> dict[str, str]:
-    """Return SHA-256s over the files of a model that decide its output, and over the examples."""
     of_model, of_data = hashlib.sha256(), hashlib.sha256(split.encode())
     for path in sorted(path for pattern in _FILES_OF_A_MODEL for path in model.glob(pattern)):
         with path.open("rb") as file:
             of_model.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
     for example in examples:
         of_data.update(f"\n{example.key} {example.encoder_ids.tolist()} {example.decoder_ids.tolist()}".encode())
-    data = f"{len(examples)} examples of {split}, SHA-256 {of_data.hexdigest()}"
-    return {"model": of_model.hexdigest(), "data": data}
+    return {
+        "model": of_model.hexdigest(),
+        "data": f"{len(examples)} examples of {split}, SHA-256 {of_data.hexdigest()}",
+    }
 
 
 def _free_folder(model: Path, split: Split, facts: Mapping[str, Any]) -> Path:
-    """Return the first of MODEL-SPLIT, MODEL-SPLIT-2, … beside the model that has no evaluation of other `facts`."""
     first = model.resolve().with_name(f"{model.resolve().name}-{split}")
     others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     return next(folder for folder in itertools.chain([first], others) if not _difference(folder, facts))
@@ -212,18 +209,22 @@ def _finish(
         record.pop("rougeL", None)
         if scorer is not None:
             record["rougeL"] = 100.0 * scorer.score(record["reference"], record["prediction"])["rougeL"].fmeasure
-    tokens = sum(record["target_tokens"] for record in records)
-    loss = sum(float(record["loss"]) * record["target_tokens"] for record in records) / tokens
+    total_loss = sum(float(record["loss"]) * record["target_tokens"] for record in records)
+    loss = total_loss / sum(record["target_tokens"] for record in records)
     figures = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
     if of_text := sum(token not in special for example in examples for token in example.decoder_ids.tolist()):
         figures["token_accuracy"] = 100 * sum(record["right_tokens"] for record in records) / of_text
     left_out: dict[str, str] = {}
     texts = [[record[side] for record in records] for side in ("prediction", "reference")]
     figures |= score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out)
-    longest = sum(record["generated_tokens"] >= (settings.max_new_tokens or math.inf) for record in records)
-    result = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": longest, "evaluation": dict(facts)}
-    if left_out:
-        result["metrics_left_out"] = left_out
+    most = settings.max_new_tokens or math.inf
+    result = {
+        "figures": figures,
+        "examples": len(records),
+        "cut_at_max_new_tokens": sum(record["generated_tokens"] >= most for record in records),
+        "evaluation": dict(facts),
+        **({"metrics_left_out": left_out} if left_out else {}),
+    }
     predictions.finish(records, result)
     return result
 
@@ -231,9 +232,7 @@ def _finish(
 def _with_progress(
     split: Split, batches: Sequence[Sequence[int]], missing: Sequence[Sequence[int]], *, shown: bool
 ) -> Iterator[Sequence[int]]:
-    """Yield the `missing` batches under a bar on a terminal, else with a line for each tenth of this rank's share."""
-    console = terminal.console(stderr=True)
-    total = sum(map(len, batches))
+    console, total = terminal.console(stderr=True), sum(map(len, batches))
     done = total - sum(map(len, missing))
     with Progress(console=console, disable=not (shown and console.is_terminal) or terminal.is_quiet()) as progress:
         task = progress.add_task(split, total=total, completed=done)
@@ -241,6 +240,7 @@ def _with_progress(
             yield batch
             tenths, done = 10 * done // total, done + len(batch)
             progress.advance(task, len(batch))
+            # Without a bar, a line for each tenth of this rank's share.
             if shown and not console.is_terminal and not terminal.is_quiet() and 10 * done // total > tenths:
                 _log(f"{split}: {100 * done // total} % of the predictions are made")
 
@@ -250,8 +250,8 @@ def _log(line: str) -> None:
 
 
 class _Predictions:
-    """The predictions in `folder`, by the number of their example; each rank appends to its own file. A line that a
-    kill has cut is dropped, and its example is generated again."""
+    """The predictions in `folder`, by the number of their example; each rank appends to its own file, and `finish`
+    makes one of them. A line that a kill has cut is dropped, and its example is generated again."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
         self._folder = folder
@@ -265,7 +265,6 @@ class _Predictions:
                 os.truncate(path, path.stat().st_size - len(torn))
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append records, each with its `number`; they are on the disk on return."""
         with self._writing.explain_refusals(), self._path.open("ab") as file:
             file.write("".join(map(_line, records)).encode())
             file.flush()
@@ -273,7 +272,6 @@ class _Predictions:
         self.records |= {record["number"]: dict(record) for record in records}
 
     def finish(self, records: Sequence[Mapping[str, Any]], metrics: Mapping[str, Any]) -> None:
-        """Write `records`, those of all ranks in order, as the one file of predictions, and write the figures."""
         with self._writing.explain_refusals():
             write_atomically(self._folder / "predictions.jsonl", "".join(map(_line, records)))
             write_atomically(self._folder / "metrics.json", json.dumps(strict_json(metrics), indent=2) + "\n")
@@ -305,7 +303,6 @@ def _claim(folder: Path, facts: Mapping[str, Any]) -> IO[str]:
 
 
 def _difference(folder: Path, facts: Mapping[str, Any]) -> str:
-    """Return why the evaluation in `folder` cannot go on as one of `facts`; "" if it can, or there is none."""
     header = folder / "evaluation.json"
     try:
         earlier = json.loads(header.read_text())

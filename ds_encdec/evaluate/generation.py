@@ -26,16 +26,15 @@ from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.data.randomness import keyed_generator
 
 TokenIds = Sequence[int] | np.ndarray
+# The most logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax.
 MOST_LOGITS = 2**27
-"""The most logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax."""
 
 
 def plan_batches(encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> list[list[int]]:
     """Divide the inputs into batches of similar length, each a list of their numbers, the longest first. Nothing but
     the lengths and the settings counts, so that ranks and later runs divide them alike."""
-    order = sorted(range(len(encoder_ids)), key=lambda number: -len(encoder_ids[number]))
     batches: list[list[int]] = []
-    for number in order:
+    for number in sorted(range(len(encoder_ids)), key=lambda number: -len(encoder_ids[number])):
         longest = len(encoder_ids[batches[-1][0]]) if batches else 0
         row = (longest + settings.max_new_tokens) * settings.num_beams
         if batches and (len(batches[-1]) + 1) * row <= settings.batch_tokens:
@@ -91,7 +90,7 @@ def generate_batch(
         use_cache=True,
         return_dict_in_generate=False,
     )
-    ids, mask = padded([encoder_ids[number] for number in numbers], pad_id_of(config), model.device)
+    ids, mask = _padded([encoder_ids[number] for number in numbers], _pad_id(config), model.device)
     processors = LogitsProcessorList()
     if settings.temperature:
         processors.append(TemperatureLogitsWarper(settings.temperature))
@@ -100,8 +99,9 @@ def generate_batch(
         if settings.top_p < 1:
             processors.append(TopPLogitsWarper(settings.top_p))
         processors.append(_SeededSampling(settings, numbers))
-    how = {"generation_config": config, "logits_processor": processors, "streamer": streamer}
-    rows = model.eval().generate(ids, attention_mask=mask, **how)
+    rows = model.eval().generate(
+        ids, attention_mask=mask, generation_config=config, logits_processor=processors, streamer=streamer
+    )
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     return [list(takewhile(lambda token: token not in ends, row[1:])) for row in rows.tolist()]
 
@@ -120,9 +120,8 @@ def score_targets(
     rows = max(1, min(batch_tokens // (longest + longest_target), most_logits))
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
-        pad_id = pad_id_of(model.generation_config)
-        ids, mask = padded([encoder_ids[number] for number in batch], pad_id, model.device)
-        labels, _ = padded([target_ids[number] for number in batch], IGNORE_INDEX, model.device)
+        ids, mask = _padded([encoder_ids[number] for number in batch], _pad_id(model.generation_config), model.device)
+        labels, _ = _padded([target_ids[number] for number in batch], IGNORE_INDEX, model.device)
         start_ids = model.prepare_decoder_input_ids_from_labels(labels)
         inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": start_ids}
         logits = model.eval()(**inputs, use_cache=False).logits.float()
@@ -146,9 +145,8 @@ def special_ids(tokenizer: PreTrainedTokenizerFast) -> set[int]:
     return {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the rows padded on the right, int64 [B, longest, at least 1], and a mask, 1 on real tokens."""
-    ids = torch.full((len(rows), max(1, *map(len, rows))), pad_id)
+def _padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    ids = torch.full((len(rows), max(1, *map(len, rows))), pad_id)  # int64
     mask = torch.zeros_like(ids)
     for index, row in enumerate(rows):
         ids[index, : len(row)] = torch.as_tensor(np.asarray(row, dtype=np.int64))
@@ -156,8 +154,7 @@ def padded(rows: Sequence[TokenIds], pad_id: int, device: torch.device) -> tuple
     return ids.to(device), mask.to(device)
 
 
-def pad_id_of(config: GenerationConfig) -> int:
-    """Return the id that pads rows; masks hide it."""
+def _pad_id(config: GenerationConfig) -> int:
     end = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     return int(end if config.pad_token_id is None else config.pad_token_id)
 
@@ -172,8 +169,7 @@ class _SeededSampling(LogitsProcessor):
         self._step = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Map scores [B, vocabulary] to the same shape: 0 for the drawn token, -inf for all others."""
-        cumulative = scores.double().softmax(-1).cumsum(-1)
+        cumulative = scores.double().softmax(-1).cumsum(-1)  # [B, vocabulary], as the result
         draws = torch.from_numpy(self._draws[:, self._step, None]).to(scores.device)
         self._step += 1
         drawn = torch.searchsorted(cumulative, draws * cumulative[:, -1:], right=True)

@@ -29,8 +29,7 @@ from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, text_metric, 
 
 logger = logging.getLogger(__name__)
 
-SHOWN_SAMPLES = 8
-"""Texts of an evaluation that are kept and shown, the first ones."""
+SHOWN_SAMPLES = 8  # texts of an evaluation that are kept and shown, the first ones
 
 
 def evaluate(
@@ -112,14 +111,15 @@ class Judge:
         best = self.config.training.metric_for_best_model
         figures = self.collectives.on_rank_zero(lambda: figures_of(self.metrics, predictions, references, best=best))
         inputs = [text_of(self.tokenizer, example.encoder_ids.tolist()) for example in examples[:SHOWN_SAMPLES]]
-        shown = zip(inputs, references, predictions, strict=False)
-        return {f"eval/{name}": value for name, value in figures.items()}, [Sample(*texts) for texts in shown]
+        return (
+            {f"eval/{name}": value for name, value in figures.items()},
+            list(map(Sample, inputs, references, predictions)),
+        )
 
     def _predict(self, inputs: Sequence[np.ndarray]) -> list[str] | None:
-        """Return the text of each input (int32 [n]), number i by rank i mod world size; None if a rank was stopped."""
         training, ranks = self.config.training, self.collectives.world_size
         settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
-        mine = inputs[self.collectives.rank :: ranks]
+        mine = inputs[self.collectives.rank :: ranks]  # input i is for rank i mod world size
         model = unsharded_copy(self.engine, self.model_config, compute_dtype(training), self.collectives)
         texts = self.collectives.on_every_rank(
             lambda: [text_of(self.tokenizer, ids) for ids in generate(model, mine, settings, self.stopped)]

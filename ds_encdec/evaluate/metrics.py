@@ -1,23 +1,18 @@
 """Compare predictions with references: the functions of the rows of `text_metrics.py`. Figures are from 0 to 100;
 `bleu` and `chrf` are of the whole set (sacrebleu's corpus scores), the others means over the pairs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ds_encdec.base.plugins import load_plugin, whose_fault
 from ds_encdec.base.types import ConfigError
 from ds_encdec.registry.text_metrics import TEXT_METRICS as TEXT_METRICS
 from ds_encdec.registry.text_metrics import not_installed, text_metric
-
-if TYPE_CHECKING:
-    from rouge_score.rouge_scorer import RougeScorer
 
 ROUGE_TYPES = TEXT_METRICS["rouge"].figures
 
@@ -34,8 +29,8 @@ def bertscore_layer(folder: Path) -> int:
     from bert_score.utils import model2layers  # torch: once the folder is sound
 
     known = {name.rpartition("/")[2]: layer for name, layer in model2layers.items()}
-    last = int(config.get("num_hidden_layers") or config.get("num_layers") or config.get("n_layers") or 0)
-    return known.get(folder.resolve().name) or last
+    last = config.get("num_hidden_layers") or config.get("num_layers") or config.get("n_layers") or 0
+    return known.get(folder.resolve().name) or int(last)
 
 
 def check_metrics(names: Iterable[str], bertscore_model: Path | None = None, *, field: str = "--metrics") -> None:
@@ -44,8 +39,9 @@ def check_metrics(names: Iterable[str], bertscore_model: Path | None = None, *, 
     names = list(names)
     rows = {name: row for name in names if (row := text_metric(name)) is not None}
     if unknown := [name for name in names if name not in rows]:
-        known = ", ".join(TEXT_METRICS)
-        raise ConfigError(f"unknown metric {', '.join(unknown)}; there are {known}, and `module:name` of your own")
+        raise ConfigError(
+            f"unknown metric {', '.join(unknown)}; there are {', '.join(TEXT_METRICS)}, and `module:name` of your own"
+        )
     for name in set(names) - TEXT_METRICS.keys():
         load_plugin(field, name, "metrics")
     if problems := list(not_installed(names)):
@@ -68,19 +64,19 @@ def score_texts(
     returns no finite number, `left_out` gets the error and its place; without `left_out` the error is raised."""
     figures: dict[str, float] = {}
     for name in names:
-        if name not in TEXT_METRICS:
-            try:
-                figure = float(load_plugin("--metrics", name, "metrics")(predictions, references))
-                if not math.isfinite(figure):  # nothing can be judged by it
-                    raise ValueError(f"it returned {figure}")
-                figures[name] = figure
-            except Exception as error:  # whatever the user's function raises
-                if left_out is None:
-                    raise
-                left_out[name] = whose_fault(error)
+        if name in TEXT_METRICS:
+            model = {"bertscore_model": bertscore_model} if TEXT_METRICS[name].needs_model else {}
+            figures |= _FUNCTIONS[name](predictions, references, **model)
             continue
-        model = {"bertscore_model": bertscore_model} if TEXT_METRICS[name].needs_model else {}
-        figures |= _FUNCTIONS[name](predictions, references, **model)
+        try:
+            figure = float(load_plugin("--metrics", name, "metrics")(predictions, references))
+            if not math.isfinite(figure):  # nothing can be judged by it
+                raise ValueError(f"it returned {figure}")
+            figures[name] = figure
+        except Exception as error:  # whatever the user's function raises
+            if left_out is None:
+                raise
+            left_out[name] = whose_fault(error)
     return figures
 
 
@@ -89,12 +85,7 @@ def same_words(prediction: str, reference: str) -> bool:
     return prediction.split() == reference.split()
 
 
-def exact_match(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return the share of predictions that equal their reference but for white space. Case and punctuation count."""
-    return {"exact_match": 100 * fmean(map(same_words, predictions, references))}
-
-
-def rouge_scorer() -> RougeScorer:
+def rouge_scorer() -> Any:
     """Return Google's ROUGE-1, -2 and -L with Porter's stemmer. It knows words of a to z and digits only."""
     from rouge_score.rouge_scorer import RougeScorer
 
@@ -102,28 +93,28 @@ def rouge_scorer() -> RougeScorer:
     return RougeScorer(list(ROUGE_TYPES), use_stemmer=True)
 
 
-def rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return mean F1 of common words, pairs of words, and the longest common sequence of words."""
+def _exact_match(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    return {"exact_match": 100 * fmean(map(same_words, predictions, references))}
+
+
+def _rouge(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     scores = list(map(rouge_scorer().score, references, predictions))
     return {name: 100 * fmean(score[name].fmeasure for score in scores) for name in ROUGE_TYPES}
 
 
-def chrf(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return chrF2, the F-score of character n-grams up to 6, which needs no division into words."""
+def _chrf(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     from sacrebleu import corpus_chrf
 
     return {"chrf": corpus_chrf(predictions, [references]).score}
 
 
-def bleu(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Return sacrebleu's BLEU with its default tokenizer (13a) and smoothing (exp)."""
+def _bleu(predictions: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     from sacrebleu import corpus_bleu
 
     return {"bleu": corpus_bleu(predictions, [references]).score}
 
 
-def bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscore_model: Path) -> dict[str, float]:
-    """Return mean precision, recall and F1 of the tokens' best cosines, not rescaled. A text without words scores 0."""
+def _bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscore_model: Path) -> dict[str, float]:
     from bert_score import score
     from transformers.utils.logging import disable_progress_bar
 
@@ -143,11 +134,11 @@ def bertscore(predictions: Sequence[str], references: Sequence[str], *, bertscor
     return {name: 100 * part.sum().item() / len(predictions) for name, part in zip(names, parts, strict=True)}
 
 
+# The function of each row of `TEXT_METRICS`, with the defaults of its library.
 _FUNCTIONS: dict[str, Callable[..., dict[str, float]]] = {
-    "exact_match": exact_match,
-    "rouge": rouge,
-    "chrf": chrf,
-    "bleu": bleu,
-    "bertscore": bertscore,
+    "exact_match": _exact_match,
+    "rouge": _rouge,  # mean F1 of common words, pairs of words, and the longest common sequence of words
+    "chrf": _chrf,  # chrF2, the F-score of character n-grams up to 6, which needs no division into words
+    "bleu": _bleu,
+    "bertscore": _bertscore,  # of the tokens' best cosines, not rescaled; a text without words scores 0
 }
-"""The function of each row of `TEXT_METRICS`."""
