@@ -17,20 +17,20 @@ from ds_encdec import estimate_memory, train
 from ds_encdec.base.arguments import VERBOSITY, Parser, Verb, add
 from ds_encdec.base.terminal import log_to_terminal, print_error, reader_may_leave
 from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
-from ds_encdec.commands import models, prepare, runs
+from ds_encdec.commands import models, runs
 from ds_encdec.config.command_line import read_arguments
 from ds_encdec.launch.host import wait_without_spinning
 from ds_encdec.launch.world import discover
 
 GROUPS: dict[str, dict[str, Verb]] = {
     "prepare": {
-        "init": prepare.INIT,
-        "validate": prepare.VALIDATE,
+        "init": runs.INIT,
+        "validate": runs.VALIDATE,
         "estimate-memory": estimate_memory.VERB,
         "plan": runs.PLAN,
-        "inspect-data": prepare.INSPECT_DATA,
-        "prepare": prepare.PREPARE,
-        "init-model": prepare.INIT_MODEL,
+        "inspect-data": runs.INSPECT_DATA,
+        "prepare": runs.PREPARE,
+        "init-model": runs.INIT_MODEL,
     },
     "run": {
         "doctor": runs.DOCTOR,
@@ -39,12 +39,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "phases": runs.PHASES,
         "stop": runs.STOP,
     },
-    "look": {
-        "report": runs.REPORT,
-        "verify": models.VERIFY,
-        "generate": models.GENERATE,
-        "evaluate": models.EVALUATE,
-    },
+    "look": {"report": runs.REPORT, "verify": models.VERIFY, "generate": models.GENERATE, "evaluate": models.EVALUATE},
     "publish": {"export": models.EXPORT, "average": models.AVERAGE},
 }
 """The verbs as `--help` lists them, in the order of the work."""

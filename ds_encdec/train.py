@@ -145,11 +145,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
             from ds_encdec.training.build import run_training  # only once the configuration is sound
 
         run_training(
-            config,
-            stop,
-            resume=options.resume,
-            allow_data_change=options.allow_data_change,
-            profile=options.profile,
+            config, stop, resume=options.resume, allow_data_change=options.allow_data_change, profile=options.profile
         )
     if in_sagemaker and world.is_main:
         from ds_encdec.exports.hugging_face import hand_over

@@ -54,6 +54,17 @@ SHARED_MEMORY_BYTES = 2**28  # NCCL's buffers between the GPUs of a host; contai
 ConfigFiles = tuple[Path | None, Sequence[str], Path | None]  # as `read_config` takes them
 PROBE = ".ds-encdec-doctor-"  # begins the names of files that it writes for a moment
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+FIXES = {
+    "engine": "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone",
+    "torch": "install torch for CUDA: https://pytorch.org/get-started",
+    "files": "raise nofile in /etc/security/limits.conf, or the container's (--ulimit nofile=1048576)",
+    "memlock": "set memlock to unlimited in /etc/security/limits.conf (containers: --ulimit memlock=-1)",
+    "async_io": "install build-essential, ninja, python3-dev, libaio-dev and, for a GPU, CUDA's toolkit, or set "
+    "infra.offload_optimizer=cpu",
+    "ssh": "DeepSpeed's launcher needs ssh to each host, also to this one: start sshd and install a key; if the host "
+    "file names this host alone, add --no_ssh_check --master_addr 127.0.0.1",
+    "start": "install this environment at the same path on each host",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +91,8 @@ class Host:
         return self.config.infra.device != "cpu" and torch.cuda.is_available()
 
 
+# The message of a check that passed; a problem and its fix; or None if the check does not apply.
 Answer = str | tuple[str, str] | None
-"""The message of a check that passed; a problem and its fix; or None if the check does not apply."""
 
 
 def _configuration(host: Host) -> Answer:
@@ -100,10 +111,7 @@ def _packages(host: Host) -> Answer:
                 import_as_gpu_rank(package)
             importlib.import_module(package)
         except Exception as error:
-            return (
-                f"{package} cannot be imported: {type(error).__name__}: {error}",
-                "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone",
-            )
+            return f"{package} cannot be imported: {type(error).__name__}: {error}", FIXES["engine"]
     if untested := outside_tested_ranges():
         return f"not tested with {', '.join(untested)}", "install a version of the range, or try the run's first steps"
     return ", ".join(f"{name} {version}" for name, version in versions(ENGINES, nccl=host.uses_gpus).items())
@@ -111,8 +119,8 @@ def _packages(host: Host) -> Answer:
 
 def import_as_gpu_rank(package: str) -> None:
     """Import `package` in a new process as ranks on GPUs do. Raises ImportError with the last line of its errors."""
-    command, environment = [sys.executable, "-c", f"import {package}"], os.environ | {"DS_ACCELERATOR": "cuda"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    environment = os.environ | {"DS_ACCELERATOR": "cuda"}
+    done = subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ImportError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
 
@@ -120,10 +128,7 @@ def import_as_gpu_rank(package: str) -> None:
 def _devices(host: Host) -> Answer:
     if choose_device(host.config.infra.device, host.world).type == "cpu":
         if torch.version.cuda is None and Path("/proc/driver/nvidia").exists():
-            return (
-                f"this host has an NVIDIA driver, and torch {torch.__version__} was built for CPUs",
-                "install torch for CUDA: https://pytorch.org/get-started",
-            )
+            return f"this host has an NVIDIA driver, and torch {torch.__version__} was built for CPUs", FIXES["torch"]
         return f"no GPU: ranks run on {os.cpu_count()} cores"
     devices = range(torch.cuda.device_count())
     names = {torch.cuda.get_device_properties(number).name for number in devices}
@@ -143,10 +148,8 @@ def _master(host: Host) -> Answer:
     except OSError as error:
         return f"MASTER_ADDR={address}: {error.strerror or error}", "give an address that all hosts can resolve"
     if host.world.node_rank > 0 and any(one.startswith("127.") or one == "::1" for one in found):
-        return (
-            f"MASTER_ADDR={address} is {found[0]} here: this host itself, and rank 0 is on another one",
-            "give the address of a network card (hostname -I), or mend /etc/hosts",
-        )
+        problem = f"MASTER_ADDR={address} is {found[0]} here: this host itself, and rank 0 is on another one"
+        return problem, "give the address of a network card (hostname -I), or mend /etc/hosts"
     return f"{address} is {', '.join(found)}"
 
 
@@ -156,11 +159,8 @@ def _interface(host: Host) -> Answer:
         value = os.environ.get(variable, "")
         wanted = tuple(value.removeprefix("=").split(","))
         exact = variable.startswith("GLOO") or value.startswith("=")
-        if (
-            value
-            and not value.startswith("^")
-            and not any(card in wanted if exact else card.startswith(wanted) for card in cards)
-        ):
+        found = any(card in wanted if exact else card.startswith(wanted) for card in cards)
+        if value and not value.startswith("^") and not found:
             return f"{variable}={value}, and this host has {', '.join(cards)}", f"unset {variable}, or name one"
     return ", ".join(cards)
 
@@ -190,10 +190,9 @@ def _open_files(host: Host) -> Answer:
     needed = GLOO_GROUPS * ranks + OWN_OPEN_FILES  # each group of a host holds a connection to every other rank
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < needed:
-        return (
-            f"a process may open {most:,} files (ulimit -Hn), and {ranks:,} ranks need about {needed:,}",
-            "raise nofile in /etc/security/limits.conf, or the container's (--ulimit nofile=1048576)",
-        )
+        return f"a process may open {most:,} files (ulimit -Hn), and {ranks:,} ranks need about {needed:,}", FIXES[
+            "files"
+        ]
     return f"up to {'any number of' if most == resource.RLIM_INFINITY else f'{most:,}'} files, {needed:,} needed"
 
 
@@ -202,10 +201,8 @@ def _memory_limits(host: Host) -> Answer:
         return None
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
-        return (
-            f"a process may lock {locked / 2**20:,.1f} MiB (ulimit -l), and InfiniBand's buffers are locked",
-            "set memlock to unlimited in /etc/security/limits.conf (containers: --ulimit memlock=-1)",
-        )
+        problem = f"a process may lock {locked / 2**20:,.1f} MiB (ulimit -l), and InfiniBand's buffers are locked"
+        return problem, FIXES["memlock"]
     if (free := free_bytes(Path("/dev/shm"))) is not None and free < SHARED_MEMORY_BYTES:
         return f"/dev/shm has {free / 2**20:,.0f} MiB free", "containers: --shm-size=8g, or --ipc=host"
     return "enough locked and shared memory"
@@ -222,24 +219,16 @@ def _compiler(host: Host) -> Answer:
     missing += ["Python.h"] * (not Path(sysconfig.get_path("include"), "Python.h").is_file())
     if not missing:
         return ", ".join(names)
-    return (
-        f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found",
-        "install build-essential, ninja, python3-dev, libaio-dev and, for a GPU, CUDA's toolkit, or set "
-        "infra.offload_optimizer=cpu",
-    )
+    return f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found", FIXES["async_io"]
 
 
 def _trackers(host: Host) -> Answer:
     if "wandb" not in host.config.training.report_to or "WANDB_MODE" in os.environ:
         return None
-    return (
-        "logged in to W&B"
-        if has_wandb_login()
-        else (
-            "training.report_to has wandb without a login: the run would be kept offline",
-            "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline",
-        )
-    )
+    if has_wandb_login():
+        return "logged in to W&B"
+    problem = "training.report_to has wandb without a login: the run would be kept offline"
+    return problem, "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
 
 
 def _hub(host: Host) -> Answer:
@@ -251,7 +240,7 @@ def _hub(host: Host) -> Answer:
     return f"{name} can be read"
 
 
-CHECKS: dict[str, Callable[[Host], Answer]] = {
+CHECKS: dict[str, Callable[[Host], Answer]] = {  # of one host, in the order in which they run
     "configuration": _configuration,
     "packages": _packages,
     "devices": _devices,
@@ -266,7 +255,6 @@ CHECKS: dict[str, Callable[[Host], Answer]] = {
     "W&B": _trackers,
     "model": _hub,
 }
-"""All checks of one host by name, in the order in which they run."""
 
 
 def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
@@ -306,13 +294,8 @@ def look_at_hosts(hostfile: Path, files: ConfigFiles) -> tuple[list[Finding], bo
                 reachable[host] = answer.stdout
                 continue
             why = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-            fix = (
-                "DeepSpeed's launcher needs ssh to each host, also to this one: start sshd and install a key; if the "
-                "host file names this host alone, add --no_ssh_check --master_addr 127.0.0.1"
-            )
-            if "Could not resolve" in why:
-                fix = f"write your own hosts into {hostfile} instead of {host}, or make it known (DNS, /etc/hosts)"
-            findings.append(Finding("ssh", False, why, fix, host))
+            unknown = f"write your own hosts into {hostfile} instead of {host}, or make it known (DNS, /etc/hosts)"
+            findings.append(Finding("ssh", False, why, unknown if "Could not resolve" in why else FIXES["ssh"], host))
         if not reachable:
             return findings + look_here(files)[0], True
         first, ranks = next(iter(reachable)), range(len(reachable))
@@ -324,8 +307,7 @@ def look_at_hosts(hostfile: Path, files: ConfigFiles) -> tuple[list[Finding], bo
             except ValueError:
                 if report.returncode not in (0, 10) or report.stdout.strip():  # else another rank has printed them
                     why = f"exit code {report.returncode}: {(report.stderr.strip().splitlines() or ['no output'])[-1]}"
-                    fix = "install this environment at the same path on each host"
-                    findings.append(Finding("start", False, why, fix, host))
+                    findings.append(Finding("start", False, why, FIXES["start"], host))
     return findings, True
 
 
@@ -393,12 +375,8 @@ def _one_folder(host: Host, hosts: dict[int, str], everyone: HostCollectives) ->
         return Finding("shared folder", False, f"{hosts[0]} cannot write there: {error}", "see `output folder`")
     if not blind:
         return Finding("shared folder", True, f"every rank sees what rank 0 writes to {folder}")
-    return Finding(
-        "shared folder",
-        False,
-        f"{folder}: {', '.join(blind)} do not see what {hosts[0]} writes there",
-        "mount one folder on all hosts, and set infra.output_dir to it",
-    )
+    message = f"{folder}: {', '.join(blind)} do not see what {hosts[0]} writes there"
+    return Finding("shared folder", False, message, "mount one folder on all hosts, and set infra.output_dir to it")
 
 
 def _speed(device: torch.device) -> Finding:

@@ -100,7 +100,7 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
     if options.stream and settings.num_beams > 1:
         raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
     require_ours(options.model)
-    from ds_encdec.evaluate.one_text import generate_text  # imports torch, so after the checks
+    from ds_encdec.evaluate.generation import generate_text  # imports torch, so after the checks
 
     text = sys.stdin.read() if options.text == "-" else options.text
     if (shown := generate_text(options.model, text, settings, raw=options.raw, stream=options.stream)) is not None:

@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
 from ds_encdec.base.findings import Finding
@@ -120,16 +119,10 @@ def _model_loads(subject: Subject) -> Result:
         offload=training.activation_offload,
     )
     subject.model = model.train()
-    parameters, trained = sum(map(Tensor.numel, model.parameters())), sum(map(Tensor.numel, _trained(model)))
-    return (
-        True,
-        trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters",
-        {"parameters": parameters, "trainable_parameters": trained},
-    )
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    message = trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
+    return True, message, {"parameters": parameters, "trainable_parameters": trained}
 
 
 def _data_reconstructs(subject: Subject) -> Result:
@@ -193,7 +186,11 @@ def _backward(subject: Subject) -> Result:
 
 def _gradients_reach_both_sides(subject: Subject) -> Result:
     sides = (("encoder", subject.model.encoder), ("decoder", subject.model.decoder))
-    norms = {side: compute_gradient_norm(module) for side, module in sides if _trained(module)}
+    norms = {
+        side: compute_gradient_norm(module)
+        for side, module in sides
+        if any(parameter.requires_grad for parameter in module.parameters())
+    }
     message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
     return min(norms.values(), default=1.0) > 0, f"gradient norm of each that is trained: {message}", norms
 
@@ -213,7 +210,7 @@ def _embeddings_tied(subject: Subject) -> Result:
 def _generation(subject: Subject) -> Result:
     model = subject.model.eval()
     ids = subject.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
-    generated: Tensor = model.generate(torch.tensor([ids], device=subject.device), max_new_tokens=NEW_TOKENS)[0]
+    generated = model.generate(torch.tensor([ids], device=subject.device), max_new_tokens=NEW_TOKENS)[0]
     known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
     new = len(generated) - 1  # after the start token
     return known and new > 0, f"{new} tokens, {'' if known else 'not '}all in the vocabulary", {"tokens": new}
@@ -229,13 +226,8 @@ def _overfits_one_batch(subject: Subject) -> Result:
     run_model = subject.run_model
     rate = OVERFIT_RATE_TIMES_HIDDEN_SIZE / run_model.config.hidden_size
     training = subject.config.training.model_copy(update={"learning_rate": rate})
-    subject.engine = create_engine(
-        subject.config.model_copy(update={"training": training}),
-        subject.context,
-        run_model.config,
-        run_model.weights,
-        1,
-    )
+    config = subject.config.model_copy(update={"training": training})
+    subject.engine = create_engine(config, subject.context, run_model.config, run_model.weights, 1)
     subject.opened.callback(vars(subject).pop, "engine")
     subject.opened.callback(subject.engine.close)
     losses, subject.step_seconds = [], []
@@ -289,14 +281,10 @@ def _checkpoint_resumes(subject: Subject) -> Result:
 def _throughput(subject: Subject) -> Result:
     seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
     speed = (subject.batch.encoder_tokens + subject.batch.target_tokens) / seconds
-    where, peak = "host", peak_host_bytes()
-    if subject.device.type == "cuda":
-        where, peak = "device", torch.cuda.max_memory_allocated(subject.device)
-    return (
-        True,
-        f"{speed:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB",
-        {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak},
-    )
+    where = "device" if subject.device.type == "cuda" else "host"
+    peak = torch.cuda.max_memory_allocated(subject.device) if where == "device" else peak_host_bytes()
+    message = f"{speed:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
+    return True, message, {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak}
 
 
 # The name of a check, its function, and the checks that must pass before it.
@@ -321,10 +309,9 @@ CHECKS: tuple[Check, ...] = (
 def check_config(
     config: FullConfig, report: Callable[[Finding], None] = lambda finding: None, *, checks: Sequence[Check] = CHECKS
 ) -> tuple[list[Finding], DsEncDecError | None]:
-    """Run `checks` on a configuration in this process alone; `report` is called with each finding. It leaves nothing
-    behind, and `infra.output_dir` as it is. Returns all findings, and the error that the process fails with: None if
-    all have passed, else a GateError, or the error of a check with its own exit code (configuration 2, data 4, model or
-    checkpoint 5, memory 6). Raises ConfigError if this machine cannot run it at all."""
+    """Run `checks` in this process alone; `report` is called with each finding. Nothing is left behind. Returns all
+    findings, and the error that the process fails with: None if all have passed, else a GateError, or a check's own
+    error (exit code 2, 4, 5 or 6). Raises ConfigError if this machine cannot run it at all."""
     world = discover(os.environ)
     if world.world_size > 1:
         raise ConfigError("ds-encdec sanity-check is one process: start it without deepspeed or torchrun")

@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.evaluate.one_text import fill_sentinels, generate_text, readable
+from ds_encdec.evaluate.generation import fill_sentinels, generate_text, readable
 from ds_encdec.exports.hugging_face import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.model import modeling

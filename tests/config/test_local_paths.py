@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_encdec import cli, train
-from ds_encdec.commands import models, prepare
+from ds_encdec.commands import models, runs
 from ds_encdec.config.schema import load_config
 from ds_encdec.registry import text_metrics
 from ds_encdec.training import absent
@@ -118,7 +118,7 @@ def test_a_machine_without_the_gpu_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path
 ) -> None:
     output = f"infra.output_dir={tmp_path / 'run'}"
-    for module in (models, prepare, train):
+    for module in (models, runs, train):
         monkeypatch.setattr(module, "has_gpu", lambda: False)
     assert cli.main(["evaluate", "--model", str(tmp_path), "--device", "cuda"]) == 2
     assert capsys.readouterr().err.startswith("error: --device cuda: this machine has no GPU. ")
@@ -128,10 +128,10 @@ def test_a_machine_without_the_gpu_that_is_asked_for(
         assert cli.main(["validate", *given, output]) == 0
         assert f"warning: {named}, and" in capsys.readouterr().out
         assert cli.main(["validate", *given, output, "--elsewhere"]) == 0
-        monkeypatch.setattr(prepare, "has_gpu", lambda: True)
+        monkeypatch.setattr(runs, "has_gpu", lambda: True)
         assert cli.main(["validate", *given, output]) == 0
         assert "warning: infra.device" not in capsys.readouterr().out
-        monkeypatch.setattr(prepare, "has_gpu", lambda: False)
+        monkeypatch.setattr(runs, "has_gpu", lambda: False)
 
 
 def test_a_name_that_is_no_part_is_one_problem(capsys: Output) -> None:

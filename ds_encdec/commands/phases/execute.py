@@ -42,10 +42,10 @@ class PhaseFolder(RunFolder):
 
     def __init__(self, folder: Path, settings: PhaseConfig) -> None:
         super().__init__(str(folder))
-        self._settings = settings
+        self.settings = settings
         self.export = folder / "export" / "final"
         self.phase_yaml = folder / "phase.yaml"
-        self._started, self._result = folder / "started.json", folder / "result.json"
+        self.started, self.result = folder / "started.json", folder / "result.json"
 
     @property
     def is_completed(self) -> bool:
@@ -55,9 +55,9 @@ class PhaseFolder(RunFolder):
     def begin(self, config: FullConfig, weights_sha256: str | None) -> None:
         """Record the start of training; `weights_sha256` is of the checkpoint that it starts from, if any."""
         self.root.mkdir(parents=True, exist_ok=True)
-        first_start = _read(self._started).get("started", _now())
+        first_start = _read(self.started).get("started", _now())
         write_atomically(self.phase_yaml, config.dump_yaml())
-        _write(self._started, {"started": first_start, "weights_sha256": weights_sha256})
+        _write(self.started, {"started": first_start, "weights_sha256": weights_sha256})
 
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
         """Return sentences about the settings that have changed since this phase began. All may change until something
@@ -66,7 +66,7 @@ class PhaseFolder(RunFolder):
         if not self.is_completed and not committed_steps(self.checkpoints):
             return []
         began, ignored = load_saved(self.phase_yaml), {*marked(Mark.UNTRAINED)}
-        if phase_before(self._settings.phase) is not None:
+        if phase_before(self.settings.phase) is not None:
             ignored.add("model.model_name_or_path")  # the previous phase's export, which moves with the output folder
         now = _trained_settings(config)
         changed = {
@@ -76,29 +76,20 @@ class PhaseFolder(RunFolder):
         }
         accepted = [] if self.is_completed else marked(Mark.TUNABLE)
         refused = [words for name, words in changed.items() if name not in accepted]
-        if _read(self._started).get("weights_sha256") != weights_sha256:
+        if _read(self.started).get("weights_sha256") != weights_sha256:
             refused.append("the phase before it has been trained again since")
         if not refused:
             return list(changed.values())
         lanes = f"On other ranks it continues with data.num_lanes={began.data.num_lanes}. "
         raise ConfigError(
-            f"phase {self._settings.phase} in {self.root} has begun with other settings: {'; '.join(refused)}. "
+            f"phase {self.settings.phase} in {self.root} has begun with other settings: {'; '.join(refused)}. "
             f"{lanes if 'data.num_lanes' in changed else ''}Give the earlier values, or delete (or rename) that folder "
             "and those of the phases after it to train them again."
         )
 
     def read_result(self) -> dict[str, Any]:
         """Return the content of result.json; {} without the file."""
-        return _read(self._result)
-
-    def write_result(self, values: Mapping[str, Any]) -> None:
-        """Write `values`, the start and end of the phase, and its numbers to result.json."""
-        times = {"started": _read(self._started).get("started"), "ended": _now()}
-        _write(self._result, {"phase": self._settings.phase, **values, **times, "phase_config": asdict(self._settings)})
-
-    def is_judged_as_now(self) -> bool:
-        """Return whether its result was judged by its current numbers."""
-        return bool(self.read_result().get("phase_config") == asdict(self._settings))
+        return _read(self.result)
 
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
@@ -129,7 +120,8 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
     before = _result_before(config, planned)
     weights_sha256 = before.get("checkpoint_sha256")
     changes = folder.accepted_changes(planned.config, weights_sha256)
-    if folder.read_result().get("passed") and folder.is_judged_as_now() and folder.export.exists():
+    result = folder.read_result()
+    if result.get("passed") and result.get("phase_config") == asdict(planned.settings) and folder.export.exists():
         _print(f"phase {planned.phase} has passed its gate already")
         return
     if folder.is_completed:
@@ -150,7 +142,8 @@ def _result_before(config: FullConfig, planned: PlannedPhase) -> dict[str, Any]:
     before = phase_before(planned.phase)
     if before is None:
         return {}
-    folder = PhaseFolder(phase_folder(config, before), phase_config(config, before))
+    settings = phase_config(config, before)
+    folder = PhaseFolder(phase_folder(config, before), settings)
     result = folder.read_result()
     if result and not result.get("passed"):
         raise GateError(
@@ -159,7 +152,7 @@ def _result_before(config: FullConfig, planned: PlannedPhase) -> dict[str, Any]:
         )
     problems = (
         (not result, f"there is no result in {folder.root}"),
-        (not folder.is_judged_as_now(), f"phases.{before} has other numbers now than its gate had"),
+        (result.get("phase_config") != asdict(settings), f"phases.{before} has other numbers now than its gate had"),
         (not folder.export.exists(), f"{folder.export} is missing"),
     )
     if wrong := [problem for is_wrong, problem in problems if is_wrong]:
@@ -202,7 +195,9 @@ def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initi
     passed, summary = verdict["passed"], verdict["summary"]
     if passed and not folder.export.exists():
         export_checkpoint(planned.folder / "checkpoints" / "final", folder.export)
-    folder.write_result(verdict)
+    times = {"started": _read(folder.started).get("started"), "ended": _now()}
+    record = {"phase": planned.phase, **verdict, **times, "phase_config": asdict(planned.settings)}
+    _write(folder.result, record)
     _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
         _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
