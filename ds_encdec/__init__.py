@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     __version__: str
 
+# True while Python looks for a module of this package to run, as for `python -m ds_encdec.train`.
 _is_program = sys.argv[:1] == ["-m"] and any(word.partition(".")[0] == __name__ for word in sys.orig_argv)
-"""True while Python looks for a module of this package to run, as for `python -m ds_encdec.train`."""
 if _is_program and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:
     sys.path.append(sys.path.pop(0))  # where the user's own `datasets.py` hides no library
 

@@ -22,7 +22,7 @@ from ds_encdec.config.command_line import read_arguments
 from ds_encdec.launch.host import wait_without_spinning
 from ds_encdec.launch.world import discover
 
-GROUPS: dict[str, dict[str, Verb]] = {
+GROUPS: dict[str, dict[str, Verb]] = {  # as `--help` lists them, in the order of the work
     "prepare": {
         "init": runs.INIT,
         "validate": runs.VALIDATE,
@@ -42,7 +42,6 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "look": {"report": runs.REPORT, "verify": models.VERIFY, "generate": models.GENERATE, "evaluate": models.EVALUATE},
     "publish": {"export": models.EXPORT, "average": models.AVERAGE},
 }
-"""The verbs as `--help` lists them, in the order of the work."""
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
 
 
@@ -113,8 +112,8 @@ class _ShowVersions(argparse.Action):
 
         names = ("ds_encdec", "torch", "deepspeed", "transformers")
         found = installed_versions(*names)
-        versions = [f"{name} {found.get(name, '(not installed)')}" for name in names]
-        print(", ".join([*versions, f"Python {platform.python_version()}"]))
+        versions = (f"{name} {found.get(name, '(not installed)')}" for name in names)
+        print(*versions, f"Python {platform.python_version()}", sep=", ")
         parser.exit()
 
 

@@ -23,7 +23,7 @@ import json
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,11 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_reporter() -> bool:
-    """Return whether this process reports: rank 0 does, and any whose rank is unknown."""
-    try:
+    with suppress(ConfigError):
         return discover(os.environ, choose_port=lambda: 0).is_main
-    except ConfigError:
-        return True
+    return True  # its rank is unknown
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: bool = False) -> int:
@@ -102,24 +100,21 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
     outlive_readers()
     wait_without_spinning(os.environ)
     if options.print_config:
-        config, notes = _load(options, overrides)
-        print("".join(f"# {note}\n" for note in notes) + config.dump_yaml(), end="")
+        print(_load(options, overrides, lambda note: print(f"# {note}")).dump_yaml(), end="")
     elif options.print_deepspeed_config:
-        config = _load_and_log(options, overrides)
+        config = _load(options, overrides, _log)
         import torch
 
         from ds_encdec.config.shares import plan_lanes, with_assumed_batch_size
         from ds_encdec.engine.deepspeed.json import render_deepspeed_json
 
-        world = discover(os.environ)
+        world, device = discover(os.environ), config.infra.device
         ranks = world.world_size if world.world_size > 1 else config.infra.num_gpus
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        device = found if config.infra.device == "auto" else config.infra.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         config = with_assumed_batch_size(config, ranks)
-        _, accumulation = plan_lanes(config, ranks)
-        rendered = render_deepspeed_json(
-            config, world_size=ranks, gradient_accumulation_steps=accumulation, device=device
-        )
+        _, steps = plan_lanes(config, ranks)
+        rendered = render_deepspeed_json(config, world_size=ranks, gradient_accumulation_steps=steps, device=device)
         print(json.dumps(rendered, indent=2))
     else:
         _train(options, overrides, in_sagemaker=in_sagemaker)
@@ -138,7 +133,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
     with StopRequest(world, whole_process=True) as stop:
         # Watched while importing: this takes a moment, torch and deepspeed take seconds.
         with startup_errors_shared(world):
-            config = _load_and_log(options, overrides)
+            config = _load(options, overrides, _log)
             _refuse_early(config, options.resume, world)
             grow_segments(os.environ)
             logger.info("loading torch and the engine, which takes some seconds")
@@ -165,12 +160,7 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
     folder = RunFolder(config.infra.output_dir)
     starts_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or resume == "auto"
     if world.is_main and world.num_nodes == 1 and not starts_again:
-        if resume is not None:
-            if not exists_or_replaced(path := Path(resume).expanduser().resolve()):
-                raise CheckpointError(
-                    f"--resume: {path}: no such folder. `--resume auto` finds the newest checkpoint of the run"
-                )
-        else:
+        if resume is None:
             with suppress(OSError):  # claim() reports it
                 folder.refuse_taken()
             try:
@@ -181,27 +171,30 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
                     folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
                     folder.release()
                 raise
+        elif not exists_or_replaced(path := Path(resume).expanduser().resolve()):
+            raise CheckpointError(
+                f"--resume: {path}: no such folder. `--resume auto` finds the newest checkpoint of the run"
+            )
     if config.infra.device == "cuda" and not has_gpu():
         is_set = "device" in config.infra.model_fields_set
         raise no_gpu("no GPU", f"infra.device=cuda{'' if is_set else ' (the default)'}")
     require_here(config, new=resume is None or (resume == "auto" and not folder.is_used()))
 
 
-def _load(options: argparse.Namespace, overrides: Sequence[str]) -> tuple[FullConfig, list[str]]:
-    """Return the run's configuration, and notes on settings in other words. Raises ConfigError."""
+def _load(options: argparse.Namespace, overrides: Sequence[str], log: Callable[[str], None]) -> FullConfig:
     from ds_encdec.config.schema import read_config
 
     loaded = read_config(options.config, overrides, options.deepspeed_config)
-    return loaded.valid(), loaded.notes()
-
-
-def _load_and_log(options: argparse.Namespace, overrides: Sequence[str]) -> FullConfig:
-    config, notes = _load(options, overrides)
-    for note in notes:
-        text = note.removeprefix("warning: ")
-        level = logging.WARNING if text != note and _is_reporter() else logging.INFO  # all ranks have the same notes
-        logger.log(level, "%s", text)
+    config = loaded.valid()
+    for note in loaded.notes():
+        log(note)
     return config
+
+
+def _log(note: str) -> None:
+    text = note.removeprefix("warning: ")
+    # All ranks have the same notes.
+    logger.log(logging.WARNING if text != note and _is_reporter() else logging.INFO, "%s", text)
 
 
 VERB = Verb(

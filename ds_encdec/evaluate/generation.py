@@ -130,15 +130,14 @@ def score_targets(
     scores: list[tuple[float, list[bool]]] = [(0.0, [])] * len(target_ids)
     order = sorted(range(len(target_ids)), key=lambda number: -len(encoder_ids[number]) - len(target_ids[number]))
     longest, longest_target = max(map(len, encoder_ids)), max(map(len, target_ids))
-    most_logits = MOST_LOGITS // (longest_target * int(model.config.vocab_size))
-    rows = max(1, min(batch_tokens // (longest + longest_target), most_logits))
+    logits_of_row = longest_target * int(model.config.vocab_size)
+    rows = max(1, min(batch_tokens // (longest + longest_target), MOST_LOGITS // logits_of_row))
     for start in range(0, len(order), rows):
         batch = order[start : start + rows]
         ids, mask = _padded([encoder_ids[number] for number in batch], _pad_id(model.generation_config), model.device)
         labels, _ = _padded([target_ids[number] for number in batch], IGNORE_INDEX, model.device)
-        start_ids = model.prepare_decoder_input_ids_from_labels(labels)
-        inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": start_ids}
-        logits = model.eval()(**inputs, use_cache=False).logits.float()
+        inputs = {"input_ids": ids, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels)}
+        logits = model.eval()(**inputs, attention_mask=mask, use_cache=False).logits.float()
         losses = F.cross_entropy(logits.transpose(1, 2), labels, ignore_index=IGNORE_INDEX, reduction="none")
         sums, hits = (-losses.double().sum(-1)).tolist(), (logits.argmax(-1) == labels).tolist()
         del logits, losses  # their memory is needed for the next batch
@@ -195,12 +194,12 @@ def generate_text(
 ) -> str | None:
     """Return `text` with its sentinels (`<extra_id_0>`…) filled in or, if it has none, `text` and its continuation.
 
-    `folder`: an export, or a folder of `ds-encdec init-model`. A sentinel that the model does not answer stays in the
-    text. Fillings have blanks for runs of white space; a continuation has no sentinels, and one empty line at most
-    instead of several; stderr reports if this changed anything. `raw`: return the model's output alone, as always for a
-    fine-tuned model. Unless `raw`, a model of conversations reads `text` as the user's turn of its chat template, which
-    stderr reports, like an input of another form than the model was trained on. `stream`: print the output while it is
-    made; returns None if nothing more is to be shown. Raises CheckpointError for a folder without such a model.
+    A sentinel that the model does not answer stays in the text. Fillings have blanks for runs of white space; a
+    continuation has no sentinels, and one empty line at most instead of several; stderr reports if this changed
+    anything. `raw`: return the model's output alone, as always for a fine-tuned model. Unless `raw`, a model of
+    conversations reads `text` as the user's turn of its chat template, which stderr reports, like an input of another
+    form than the model was trained on. `stream`: print the output while it is made; returns None if nothing more is to
+    be shown. Raises CheckpointError for a folder without a model of ours.
     """
     require_ours(folder)
     tokenizer = open_tokenizer(folder)
@@ -219,10 +218,9 @@ def generate_text(
         has_spans = _SENTINEL.search(text) is not None
         encoder_ids.insert(0, next(token for row, token in modes if row.has_spans == has_spans))
     streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
-    ids = generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0]
+    target = text_of(tokenizer, generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0])
     if stream and (raw or continues):
         return None
-    target = text_of(tokenizer, ids)
     if raw:
         return target
     shown = readable(target, continues)
