@@ -15,7 +15,7 @@ import transformers
 from ds_encdec.base import foreign_places
 from ds_encdec.base.foreign_places import known_ranges, outside_tested_ranges, range_of
 from ds_encdec.base.types import ConfigError, DsEncDecError
-from ds_encdec.commands.doctor import Host, _packages
+from ds_encdec.commands.doctor import CHECKS, Host
 from ds_encdec.config.schema import FullConfig, read_config
 from ds_encdec.evaluate import models
 from ds_encdec.exports.model_card import untrained_model_card
@@ -51,10 +51,10 @@ def test_builds_are_their_version_and_nightlies_are_outside(monkeypatch: pytest.
 
 def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host(read_config(None, ["infra.distributed_type=fsdp"]), World())
-    assert f"torch {version('torch')}" in str(_packages(host))
+    assert f"torch {version('torch')}" in str(CHECKS["packages"](host))
     outside = ["torch 9.9 (tested: >=1,<2)"]
     monkeypatch.setattr("ds_encdec.commands.doctor.outside_tested_ranges", lambda: outside)
-    answer = _packages(host)
+    answer = CHECKS["packages"](host)
     assert isinstance(answer, tuple)
     assert answer[0] == "not tested with torch 9.9 (tested: >=1,<2)"
     card = untrained_model_card("nowhere", Qwen3Seq2SeqConfig())

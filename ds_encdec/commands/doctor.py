@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from ds_encdec.base.foreign_places import outside_tested_ranges
 from ds_encdec.base.types import DsEncDecError
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.hostfile import read_hosts, read_variables
-from ds_encdec.config.schema import FullConfig, Loaded, read_config
+from ds_encdec.config.schema import Loaded, read_config
 from ds_encdec.config.stored_model import is_hub_name, model_folder
 from ds_encdec.engine.select import resolve_engine
 from ds_encdec.launch.agreement import differences, versions
@@ -56,28 +55,22 @@ PROBE = ".ds-encdec-doctor-"  # begins the names of files that it writes for a m
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 FIXES = {
     "engine": "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone",
-    "torch": "install torch for CUDA: https://pytorch.org/get-started",
-    "files": "raise nofile in /etc/security/limits.conf, or the container's (--ulimit nofile=1048576)",
-    "memlock": "set memlock to unlimited in /etc/security/limits.conf (containers: --ulimit memlock=-1)",
     "async_io": "install build-essential, ninja, python3-dev, libaio-dev and, for a GPU, CUDA's toolkit, or set "
     "infra.offload_optimizer=cpu",
     "ssh": "DeepSpeed's launcher needs ssh to each host, also to this one: start sshd and install a key; if the host "
     "file names this host alone, add --no_ssh_check --master_addr 127.0.0.1",
     "start": "install this environment at the same path on each host",
 }
+# The message of a check that passed; a problem and its fix; or None if the check does not apply.
+Answer = str | tuple[str, str] | None
 
 
-@dataclass(frozen=True, slots=True)
 class Host:
-    """A host to check: its ranks in `world`, and a configuration without problems."""
+    """A host to check, with the checks: its ranks in `world`, and a configuration without problems."""
 
-    loaded: Loaded
-    world: World
-
-    @property
-    def config(self) -> FullConfig:
-        """Return the configuration."""
-        return self.loaded.config
+    def __init__(self, loaded: Loaded, world: World) -> None:
+        self.loaded, self.config, self.world = loaded, loaded.config, world
+        self.uses_gpus = self.config.infra.device != "cpu" and torch.cuda.is_available()
 
     @property
     def output(self) -> Path:
@@ -85,36 +78,149 @@ class Host:
         folder = Path(self.config.infra.output_dir).expanduser().absolute()
         return next(path for path in (folder, *folder.parents) if path.is_dir())
 
-    @property
-    def uses_gpus(self) -> bool:
-        """Return whether ranks of this host compute on GPUs."""
-        return self.config.infra.device != "cpu" and torch.cuda.is_available()
+    def _configuration(self) -> Answer:
+        absent.look_here(self.loaded)
+        self.loaded.valid()
+        return "the local files, folders and packages that it names were found"
 
+    def _packages(self) -> Answer:
+        package = ENGINES[resolve_engine(self.config)].package
+        if package is not None:
+            if not torch.cuda.is_available():
+                os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            try:
+                if self.uses_gpus:
+                    import_as_gpu_rank(package)
+                importlib.import_module(package)
+            except Exception as error:
+                return f"{package} cannot be imported: {type(error).__name__}: {error}", FIXES["engine"]
+        if untested := outside_tested_ranges():
+            fix = "install a version of the range, or try the run's first steps"
+            return f"not tested with {', '.join(untested)}", fix
+        return ", ".join(f"{name} {version}" for name, version in versions(ENGINES, nccl=self.uses_gpus).items())
 
-# The message of a check that passed; a problem and its fix; or None if the check does not apply.
-Answer = str | tuple[str, str] | None
+    def _devices(self) -> Answer:
+        if choose_device(self.config.infra.device, self.world).type == "cpu":
+            if torch.version.cuda is None and Path("/proc/driver/nvidia").exists():
+                problem = f"this host has an NVIDIA driver, and torch {torch.__version__} was built for CPUs"
+                return problem, "install torch for CUDA: https://pytorch.org/get-started"
+            return f"no GPU: ranks run on {os.cpu_count()} cores"
+        devices = range(torch.cuda.device_count())
+        names = {torch.cuda.get_device_properties(number).name for number in devices}
+        memory = [torch.cuda.mem_get_info(number) for number in devices]
+        seen = f"{len(devices)} × {' and '.join(sorted(names))}, {min(total for _, total in memory) / 2**30:.1f} GiB"
+        if busy := [str(number) for number, (free, total) in enumerate(memory) if total - free > BUSY_BYTES]:
+            return f"{seen}; GPU {', '.join(busy)} is in use", "end the programs that use it: nvidia-smi names them"
+        return seen
 
-
-def _configuration(host: Host) -> Answer:
-    absent.look_here(host.loaded)
-    host.loaded.valid()
-    return "the local files, folders and packages that it names were found"
-
-
-def _packages(host: Host) -> Answer:
-    package = ENGINES[resolve_engine(host.config)].package
-    if package is not None:
-        if not torch.cuda.is_available():
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    def _master(self) -> Answer:
+        address = self.world.master_addr
+        if self.world.num_nodes == 1:
+            return None
         try:
-            if host.uses_gpus:
-                import_as_gpu_rank(package)
-            importlib.import_module(package)
-        except Exception as error:
-            return f"{package} cannot be imported: {type(error).__name__}: {error}", FIXES["engine"]
-    if untested := outside_tested_ranges():
-        return f"not tested with {', '.join(untested)}", "install a version of the range, or try the run's first steps"
-    return ", ".join(f"{name} {version}" for name, version in versions(ENGINES, nccl=host.uses_gpus).items())
+            found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, None)})
+        except OSError as error:
+            return f"MASTER_ADDR={address}: {error.strerror or error}", "give an address that all hosts can resolve"
+        if self.world.node_rank > 0 and any(one.startswith("127.") or one == "::1" for one in found):
+            problem = f"MASTER_ADDR={address} is {found[0]} here: this host itself, and rank 0 is on another one"
+            return problem, "give the address of a network card (hostname -I), or mend /etc/hosts"
+        return f"{address} is {', '.join(found)}"
+
+    def _interface(self) -> Answer:
+        cards = [name for _, name in socket.if_nameindex()]
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            value = os.environ.get(variable, "")
+            wanted = tuple(value.removeprefix("=").split(","))
+            exact = variable.startswith("GLOO") or value.startswith("=")
+            found = any(card in wanted if exact else card.startswith(wanted) for card in cards)
+            if value and not value.startswith("^") and not found:
+                return f"{variable}={value}, and this host has {', '.join(cards)}", f"unset {variable}, or name one"
+        return ", ".join(cards)
+
+    def _output_folder(self) -> Answer:
+        config, folder, ranks = self.config, self.output, max(self.world.world_size, self.config.infra.num_gpus)
+        try:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as file:
+                lock_file(file)  # type: ignore[arg-type]
+        except OSError as error:
+            return f"{folder}: {error.strerror}", "choose an infra.output_dir that this user may write"
+        try:
+            job = make_job(config, run_sizes(config), resolve_engine(config), world_size=ranks, ranks_per_node=ranks)
+        except DsEncDecError as error:
+            logger.debug("the size of checkpoints is not known: %s", error)
+        else:
+            checkpoints = RunFolder(config.infra.output_dir).checkpoints
+            where = checkpoints if checkpoints.is_dir() else folder
+            if (problem := disk_shortage(where, len(committed_steps(where)), config, job)) is not None:
+                return problem, ""
+        free = free_bytes(folder)
+        return f"{folder}: writable, with locks" + (f", {free / 1e9:,.0f} GB free" if free is not None else "")
+
+    def _open_files(self) -> Answer:
+        ranks = max(self.world.world_size, self.config.infra.num_gpus)
+        needed = GLOO_GROUPS * ranks + OWN_OPEN_FILES  # each group of a host holds a connection to every other rank
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if most != resource.RLIM_INFINITY and most < needed:
+            problem = f"a process may open {most:,} files (ulimit -Hn), and {ranks:,} ranks need about {needed:,}"
+            return problem, "raise nofile in /etc/security/limits.conf, or the container's (--ulimit nofile=1048576)"
+        return f"up to {'any number of' if most == resource.RLIM_INFINITY else f'{most:,}'} files, {needed:,} needed"
+
+    def _memory_limits(self) -> Answer:
+        if not self.uses_gpus:
+            return None
+        locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
+            problem = f"a process may lock {locked / 2**20:,.1f} MiB (ulimit -l), and InfiniBand's buffers are locked"
+            return problem, "set memlock to unlimited in /etc/security/limits.conf (containers: --ulimit memlock=-1)"
+        if (free := free_bytes(Path("/dev/shm"))) is not None and free < SHARED_MEMORY_BYTES:
+            return f"/dev/shm has {free / 2**20:,.0f} MiB free", "containers: --shm-size=8g, or --ipc=host"
+        return "enough locked and shared memory"
+
+    def _compiler(self) -> Answer:
+        # DeepSpeed builds its access to NVMe at the first start on a machine.
+        if self.config.infra.offload_optimizer != "nvme":
+            return None
+        names = [os.environ.get("CXX", "c++"), "ninja", *["nvcc"] * self.uses_gpus]
+        cuda = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
+        path = os.pathsep.join([os.environ.get("PATH", ""), cuda, sysconfig.get_path("scripts")])
+        missing = [name for name in names if shutil.which(name, path=path) is None]
+        missing += ["Python.h"] * (not Path(sysconfig.get_path("include"), "Python.h").is_file())
+        if not missing:
+            return ", ".join(names)
+        return f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found", FIXES["async_io"]
+
+    def _trackers(self) -> Answer:
+        if "wandb" not in self.config.training.report_to or "WANDB_MODE" in os.environ:
+            return None
+        if has_wandb_login():
+            return "logged in to W&B"
+        problem = "training.report_to has wandb without a login: the run would be kept offline"
+        return problem, "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
+
+    def _hub(self) -> Answer:
+        model = self.config.model
+        name = model.model_name_or_path if model.architecture is None else model.tokenizer_name_or_path
+        if name is None or not is_hub_name(name) or Path(name).expanduser().is_dir():
+            return None
+        model_folder(name, ("*.json",), field="model.model_name_or_path")  # raises an error with the fix
+        return f"{name} can be read"
+
+
+CHECKS: dict[str, Callable[[Host], Answer]] = {  # of one host, in the order in which they run
+    "configuration": Host._configuration,
+    "packages": Host._packages,
+    "devices": Host._devices,
+    "master address": Host._master,
+    "network cards": Host._interface,
+    "output folder": Host._output_folder,
+    "open files": Host._open_files,
+    "memory limits": Host._memory_limits,
+    "compiler": Host._compiler,
+    # Without headers of Python, the loss and the layers are slower.
+    "Triton's compiler": lambda host: (triton_lacks() or "C compiles against Python.h") if host.uses_gpus else None,
+    "W&B": Host._trackers,
+    "model": Host._hub,
+}
 
 
 def import_as_gpu_rank(package: str) -> None:
@@ -123,138 +229,6 @@ def import_as_gpu_rank(package: str) -> None:
     done = subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ImportError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
-
-
-def _devices(host: Host) -> Answer:
-    if choose_device(host.config.infra.device, host.world).type == "cpu":
-        if torch.version.cuda is None and Path("/proc/driver/nvidia").exists():
-            return f"this host has an NVIDIA driver, and torch {torch.__version__} was built for CPUs", FIXES["torch"]
-        return f"no GPU: ranks run on {os.cpu_count()} cores"
-    devices = range(torch.cuda.device_count())
-    names = {torch.cuda.get_device_properties(number).name for number in devices}
-    memory = [torch.cuda.mem_get_info(number) for number in devices]
-    seen = f"{len(devices)} × {' and '.join(sorted(names))}, {min(total for _, total in memory) / 2**30:.1f} GiB"
-    if busy := [str(number) for number, (free, total) in enumerate(memory) if total - free > BUSY_BYTES]:
-        return f"{seen}; GPU {', '.join(busy)} is in use", "end the programs that use it: nvidia-smi names them"
-    return seen
-
-
-def _master(host: Host) -> Answer:
-    address = host.world.master_addr
-    if host.world.num_nodes == 1:
-        return None
-    try:
-        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(address, None)})
-    except OSError as error:
-        return f"MASTER_ADDR={address}: {error.strerror or error}", "give an address that all hosts can resolve"
-    if host.world.node_rank > 0 and any(one.startswith("127.") or one == "::1" for one in found):
-        problem = f"MASTER_ADDR={address} is {found[0]} here: this host itself, and rank 0 is on another one"
-        return problem, "give the address of a network card (hostname -I), or mend /etc/hosts"
-    return f"{address} is {', '.join(found)}"
-
-
-def _interface(host: Host) -> Answer:
-    cards = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable, "")
-        wanted = tuple(value.removeprefix("=").split(","))
-        exact = variable.startswith("GLOO") or value.startswith("=")
-        found = any(card in wanted if exact else card.startswith(wanted) for card in cards)
-        if value and not value.startswith("^") and not found:
-            return f"{variable}={value}, and this host has {', '.join(cards)}", f"unset {variable}, or name one"
-    return ", ".join(cards)
-
-
-def _output_folder(host: Host) -> Answer:
-    config, folder, ranks = host.config, host.output, max(host.world.world_size, host.config.infra.num_gpus)
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=PROBE) as file:
-            lock_file(file)  # type: ignore[arg-type]
-    except OSError as error:
-        return f"{folder}: {error.strerror}", "choose an infra.output_dir that this user may write"
-    try:
-        job = make_job(config, run_sizes(config), resolve_engine(config), world_size=ranks, ranks_per_node=ranks)
-    except DsEncDecError as error:
-        logger.debug("the size of checkpoints is not known: %s", error)
-    else:
-        checkpoints = RunFolder(config.infra.output_dir).checkpoints
-        where = checkpoints if checkpoints.is_dir() else folder
-        if (problem := disk_shortage(where, len(committed_steps(where)), config, job)) is not None:
-            return problem, ""
-    free = free_bytes(folder)
-    return f"{folder}: writable, with locks" + (f", {free / 1e9:,.0f} GB free" if free is not None else "")
-
-
-def _open_files(host: Host) -> Answer:
-    ranks = max(host.world.world_size, host.config.infra.num_gpus)
-    needed = GLOO_GROUPS * ranks + OWN_OPEN_FILES  # each group of a host holds a connection to every other rank
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and most < needed:
-        return f"a process may open {most:,} files (ulimit -Hn), and {ranks:,} ranks need about {needed:,}", FIXES[
-            "files"
-        ]
-    return f"up to {'any number of' if most == resource.RLIM_INFINITY else f'{most:,}'} files, {needed:,} needed"
-
-
-def _memory_limits(host: Host) -> Answer:
-    if not host.uses_gpus:
-        return None
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
-        problem = f"a process may lock {locked / 2**20:,.1f} MiB (ulimit -l), and InfiniBand's buffers are locked"
-        return problem, FIXES["memlock"]
-    if (free := free_bytes(Path("/dev/shm"))) is not None and free < SHARED_MEMORY_BYTES:
-        return f"/dev/shm has {free / 2**20:,.0f} MiB free", "containers: --shm-size=8g, or --ipc=host"
-    return "enough locked and shared memory"
-
-
-def _compiler(host: Host) -> Answer:
-    # DeepSpeed builds its access to NVMe at the first start on a machine.
-    if host.config.infra.offload_optimizer != "nvme":
-        return None
-    names = [os.environ.get("CXX", "c++"), "ninja", *["nvcc"] * host.uses_gpus]
-    cuda = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
-    path = os.pathsep.join([os.environ.get("PATH", ""), cuda, sysconfig.get_path("scripts")])
-    missing = [name for name in names if shutil.which(name, path=path) is None]
-    missing += ["Python.h"] * (not Path(sysconfig.get_path("include"), "Python.h").is_file())
-    if not missing:
-        return ", ".join(names)
-    return f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found", FIXES["async_io"]
-
-
-def _trackers(host: Host) -> Answer:
-    if "wandb" not in host.config.training.report_to or "WANDB_MODE" in os.environ:
-        return None
-    if has_wandb_login():
-        return "logged in to W&B"
-    problem = "training.report_to has wandb without a login: the run would be kept offline"
-    return problem, "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
-
-
-def _hub(host: Host) -> Answer:
-    model = host.config.model
-    name = model.model_name_or_path if model.architecture is None else model.tokenizer_name_or_path
-    if name is None or not is_hub_name(name) or Path(name).expanduser().is_dir():
-        return None
-    model_folder(name, ("*.json",), field="model.model_name_or_path")  # raises an error with the fix
-    return f"{name} can be read"
-
-
-CHECKS: dict[str, Callable[[Host], Answer]] = {  # of one host, in the order in which they run
-    "configuration": _configuration,
-    "packages": _packages,
-    "devices": _devices,
-    "master address": _master,
-    "network cards": _interface,
-    "output folder": _output_folder,
-    "open files": _open_files,
-    "memory limits": _memory_limits,
-    "compiler": _compiler,
-    # Without headers of Python, the loss and the layers are slower.
-    "Triton's compiler": lambda host: (triton_lacks() or "C compiles against Python.h") if host.uses_gpus else None,
-    "W&B": _trackers,
-    "model": _hub,
-}
 
 
 def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:

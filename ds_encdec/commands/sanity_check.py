@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -22,12 +21,10 @@ from transformers.initialization import no_init_weights
 from ds_encdec.base.findings import Finding
 from ds_encdec.base.quantities import disk_size
 from ds_encdec.base.types import (
-    Batch,
     CheckpointError,
     ConfigError,
     DsEncDecError,
     GateError,
-    LossSum,
     OutOfMemoryError,
     TrainingState,
 )
@@ -36,12 +33,12 @@ from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.checkpoint.zero_state import open_saved_state
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.shares import with_assumed_batch_size
-from ds_encdec.data.build import TrainingData, build_data
+from ds_encdec.data.build import build_data
 from ds_encdec.data.examples.protocol import usable_documents, with_ids
 from ds_encdec.data.sources.sources import all_rows, source_entries
-from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.engine.sharded_engine import packed_forward
+from ds_encdec.launch.disk import free_bytes
 from ds_encdec.launch.host_collectives import RunContext
 from ds_encdec.launch.memory_errors import is_out_of_memory
 from ds_encdec.launch.process_group import shutdown
@@ -52,7 +49,7 @@ from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import canonical_name, count_parameters, trained_shapes, trained_summary
 from ds_encdec.monitor.machine import peak_host_bytes
 from ds_encdec.monitor.monitor import compute_gradient_norm
-from ds_encdec.training.run_model import RunModel, new_model
+from ds_encdec.training.run_model import new_model
 
 logger = logging.getLogger(__name__)
 
@@ -76,15 +73,7 @@ Result = tuple[bool, str, dict[str, float]]  # of a check: whether it passed, a 
 
 
 class Subject:
-    """The objects of the checks. Each check reads attributes that the checks in its `needs` have set."""
-
-    run_model: RunModel
-    model: Qwen3ForSeq2SeqLM
-    data: TrainingData
-    batch: Batch
-    loss_sum: LossSum
-    engine: Engine
-    step_seconds: list[float]
+    """The checks and their objects. Each check reads attributes that the checks in its `needs` have set."""
 
     def __init__(self, config: FullConfig, context: RunContext) -> None:
         self.config, self.context, self.device = config, context, context.device
@@ -97,212 +86,197 @@ class Subject:
         self.engine.step()
         return loss.by_denoiser.sum().item() / self.batch.target_tokens
 
-
-def _model_loads(subject: Subject) -> Result:
-    config, training = subject.config, subject.config.training
-    subject.run_model = run_model = new_model(config)
-    weights = run_model.weights
-    assert weights is not None
-    if config.model.lora is not None:
-        weights = with_new_adapters(weights, config.model.lora, run_model.config, training.seed)
-    with no_init_weights(), torch.device(subject.device):
-        model = Qwen3ForSeq2SeqLM(run_model.config)
-        choose_trained(model, config)
-    model.to(torch.bfloat16 if training.bf16 else torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights(canonical_name(name)))
-    apply_activation_checkpointing(
-        model,
-        "full" if training.recomputation == "selective" else training.recomputation,  # selective is FSDP2's
-        every_n=training.activation_checkpointing_every_n,
-        offload=training.activation_offload,
-    )
-    subject.model = model.train()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    message = trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
-    return True, message, {"parameters": parameters, "trainable_parameters": trained}
-
-
-def _data_reconstructs(subject: Subject) -> Result:
-    config, run_model, on_gpu = subject.config, subject.run_model, subject.device.type == "cuda"
-    subject.data = build_data(
-        config, run_model.tokenizer, run_model.vocabulary, rank=0, world_size=1, num_lanes=1, pin_memory=on_gpu
-    )
-    subject.opened.callback(subject.data.loader.close)
-    pipeline, kinds = subject.data.pipeline, Counter[str]()
-    for number, (source, opened) in enumerate(zip(source_entries(config.data), pipeline.sources, strict=True)):
-        rows = with_ids(islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED), pipeline.maker)
-        documents = usable_documents(rows, pipeline.data.bad_row_limit)
-        usable = ((document.key, ids) for document, ids in documents if pipeline.maker.size(ids))
-        if not (texts := list(islice(usable, DOCUMENTS_PER_SOURCE))):
-            name = f"data.mixture.{number}" if config.data.mixture else "data"
-            message = (
-                f"{name} (dataset_name={source.dataset_name}) has no text in the first {DOCUMENTS_SEARCHED} "
-                "documents: check its data_files and text_column, or leave it out"
-            )
-            return False, message, {}
-        for key, ids in texts:
-            for kind, holds in pipeline.maker.checked(ids, key):
-                if not holds:
-                    return False, f"{kind} does not give back the tokens of {key}", {}
-                kinds[kind] += 1
-    examples = kinds.total()
-    return True, f"{examples} examples of {', '.join(kinds)} give back their documents' tokens", {"examples": examples}
-
-
-def _forward(subject: Subject) -> Result:
-    (subject.batch,) = next(subject.data.loader)
-    encoder_tokens, tokens = subject.batch.encoder_tokens, subject.batch.target_tokens
-    subject.loss_sum = packed_forward(subject.model, subject.batch.to(subject.device))
-    loss = subject.loss_sum.total.item() / tokens
-    message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per token"
-    return math.isfinite(loss), message, {"loss": loss}
-
-
-def _initial_loss(subject: Subject) -> Result:
-    sizes, loss = subject.run_model.config, subject.loss_sum.total.item() / subject.batch.target_tokens
-    if subject.config.model.architecture is None:
-        return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
-    # Of fresh weights: ln(vocabulary), and the effect of their random logits. The states before the head have the norm
-    # sqrt(H), so logits are about N(0, H·initializer_range²); the mean of their exp is exp(H·initializer_range²/2).
-    expected = math.log(sizes.vocab_size) + sizes.hidden_size * sizes.initializer_range**2 / 2
-    return (
-        abs(loss - expected) <= FRESH_LOSS_TOLERANCE and 0 < loss < MAX_LOSS,
-        f"{loss:.4f} of fresh weights, to be within {FRESH_LOSS_TOLERANCE} of {expected:.4f}",
-        {"loss": loss, "expected": expected},
-    )
-
-
-def _backward(subject: Subject) -> Result:
-    (subject.loss_sum.total / subject.batch.target_tokens).backward()
-    wanted = trained_shapes(subject.config, subject.run_model.config)
-    parameters = {name: p for own, p in subject.model.named_parameters() if (name := canonical_name(own)) in wanted}
-    if lacking := [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]:
-        return False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}", {}
-    return True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)}
-
-
-def _gradients_reach_both_sides(subject: Subject) -> Result:
-    sides = (("encoder", subject.model.encoder), ("decoder", subject.model.decoder))
-    norms = {
-        side: compute_gradient_norm(module)
-        for side, module in sides
-        if any(parameter.requires_grad for parameter in module.parameters())
-    }
-    message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
-    return min(norms.values(), default=1.0) > 0, f"gradient norm of each that is trained: {message}", norms
-
-
-def _gradient_norm(subject: Subject) -> Result:
-    norm, most = compute_gradient_norm(subject.model), MAX_GRADIENT_NORM
-    return 0 < norm < most, f"{norm:.4g}, to be between 0 and {most:g}", {"gradient_norm": norm}
-
-
-def _embeddings_tied(subject: Subject) -> Result:
-    tied = subject.model.lm_head.weight is subject.model.shared.weight
-    wanted = bool(subject.run_model.config.tie_word_embeddings)
-    word = {True: "tied", False: "not tied"}
-    return tied == wanted, f"{word[tied]} to the output layer, to be {word[wanted]}", {"tied": tied}
-
-
-def _generation(subject: Subject) -> Result:
-    model = subject.model.eval()
-    ids = subject.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
-    generated = model.generate(torch.tensor([ids], device=subject.device), max_new_tokens=NEW_TOKENS)[0]
-    known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
-    new = len(generated) - 1  # after the start token
-    return known and new > 0, f"{new} tokens, {'' if known else 'not '}all in the vocabulary", {"tokens": new}
-
-
-def _overfits_one_batch(subject: Subject) -> Result:
-    for name in ("model", "loss_sum"):  # the engine needs their memory
-        vars(subject).pop(name, None)
-    gc.collect()
-    if subject.device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(subject.device)
-    run_model = subject.run_model
-    rate = OVERFIT_RATE_TIMES_HIDDEN_SIZE / run_model.config.hidden_size
-    training = subject.config.training.model_copy(update={"learning_rate": rate})
-    config = subject.config.model_copy(update={"training": training})
-    subject.engine = create_engine(config, subject.context, run_model.config, run_model.weights, 1)
-    subject.opened.callback(vars(subject).pop, "engine")
-    subject.opened.callback(subject.engine.close)
-    losses, subject.step_seconds = [], []
-    for _ in range(OVERFIT_STEPS):
-        began = time.monotonic()
-        losses.append(subject.train_step())
-        subject.step_seconds.append(time.monotonic() - began)
-    first, last = losses[0], losses[-1]
-    return (
-        last <= OVERFIT_FACTOR * first,
-        f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {subject.context.engine} at rate {rate:.1e}, "
-        f"to be at most {OVERFIT_FACTOR:g} times the first",
-        {"first_loss": first, "last_loss": last},
-    )
-
-
-def _checkpoint_resumes(subject: Subject) -> Result:
-    where, needed = tempfile.gettempdir(), BYTES_PER_PARAMETER * count_parameters(subject.run_model.config)
-    usage = shutil.disk_usage(where)
-    if usage.total and usage.free < needed:  # some network file systems report 0 in all
-        raise CheckpointError(
-            f"a checkpoint takes about {disk_size(needed)} and {where} has {disk_size(usage.free)} free: free space "
-            "there, or set TMPDIR to a folder that has it"
+    def _model_loads(self) -> Result:
+        config, training = self.config, self.config.training
+        self.run_model = run_model = new_model(config)
+        weights = run_model.weights
+        assert weights is not None
+        if config.model.lora is not None:
+            weights = with_new_adapters(weights, config.model.lora, run_model.config, training.seed)
+        with no_init_weights(), torch.device(self.device):
+            model = Qwen3ForSeq2SeqLM(run_model.config)
+            choose_trained(model, config)
+        model.to(torch.bfloat16 if training.bf16 else torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights(canonical_name(name)))
+        apply_activation_checkpointing(
+            model,
+            "full" if training.recomputation == "selective" else training.recomputation,  # selective is FSDP2's
+            every_n=training.activation_checkpointing_every_n,
+            offload=training.activation_offload,
         )
-    state, context = TrainingState(global_step=OVERFIT_STEPS), subject.context
+        self.model = model.train()
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        message = trained_summary(trained, parameters) if trained < parameters else f"{parameters:,} parameters"
+        return True, message, {"parameters": parameters, "trainable_parameters": trained}
 
-    def write_rest(checkpoint: Path) -> None:
-        (checkpoint / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
+    def _data_reconstructs(self) -> Result:
+        config, run_model, on_gpu = self.config, self.run_model, self.device.type == "cuda"
+        self.data = build_data(
+            config, run_model.tokenizer, run_model.vocabulary, rank=0, world_size=1, num_lanes=1, pin_memory=on_gpu
+        )
+        self.opened.callback(self.data.loader.close)
+        pipeline, kinds = self.data.pipeline, Counter[str]()
+        for number, (source, opened) in enumerate(zip(source_entries(config.data), pipeline.sources, strict=True)):
+            rows = with_ids(islice(all_rows(opened.source, "sample"), DOCUMENTS_SEARCHED), pipeline.maker)
+            documents = usable_documents(rows, pipeline.data.bad_row_limit)
+            usable = ((document.key, ids) for document, ids in documents if pipeline.maker.size(ids))
+            if not (texts := list(islice(usable, DOCUMENTS_PER_SOURCE))):
+                name = f"data.mixture.{number}" if config.data.mixture else "data"
+                message = (
+                    f"{name} (dataset_name={source.dataset_name}) has no text in the first {DOCUMENTS_SEARCHED} "
+                    "documents: check its data_files and text_column, or leave it out"
+                )
+                return False, message, {}
+            for key, ids in texts:
+                for kind, holds in pipeline.maker.checked(ids, key):
+                    if not holds:
+                        return False, f"{kind} does not give back the tokens of {key}", {}
+                    kinds[kind] += 1
+        message = f"{kinds.total()} examples of {', '.join(kinds)} give back their documents' tokens"
+        return True, message, {"examples": kinds.total()}
 
-    with tempfile.TemporaryDirectory(prefix="ds-encdec-sanity-check-") as folder:
-        manager = CheckpointManager(Path(folder), context.collectives, engine_name=context.engine, keep=None)
-        manager.prepare()
-        manager.save(state, subject.engine.stage, write_rest, pointers=(), in_background=False)
-        outcome = manager.collect()
-        if outcome is None or outcome.problem is not None:
-            raise CheckpointError(outcome.problem if outcome else "nothing was saved")
-        checkpoint = committed_steps(Path(folder))[OVERFIT_STEPS]
-        num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-        expected = [subject.train_step() for _ in range(RESUME_STEPS)]
-        subject.engine.load(open_saved_state(checkpoint))
-    found = [subject.train_step() for _ in range(RESUME_STEPS)]
-    difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
-    return (
-        difference <= RESUME_TOLERANCE,
-        f"losses of {RESUME_STEPS} steps differ by {difference:.1e} of themselves, to be at most "
-        f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)",
-        {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes},
-    )
+    def _forward(self) -> Result:
+        (self.batch,) = next(self.data.loader)
+        encoder_tokens, tokens = self.batch.encoder_tokens, self.batch.target_tokens
+        self.loss_sum = packed_forward(self.model, self.batch.to(self.device))
+        loss = self.loss_sum.total.item() / tokens
+        message = f"{encoder_tokens} encoder and {tokens} target tokens: {loss:.4f} nats per token"
+        return math.isfinite(loss), message, {"loss": loss}
 
+    def _initial_loss(self) -> Result:
+        sizes, loss = self.run_model.config, self.loss_sum.total.item() / self.batch.target_tokens
+        if self.config.model.architecture is None:
+            return 0 < loss < MAX_LOSS, f"{loss:.4f}, to be between 0 and {MAX_LOSS:g}", {"loss": loss}
+        # Of fresh weights: ln(vocabulary), and the effect of their random logits. The states before the head have the
+        # norm sqrt(H), so logits are about N(0, H·initializer_range²), and the mean of their exp is
+        # exp(H·initializer_range²/2).
+        expected = math.log(sizes.vocab_size) + sizes.hidden_size * sizes.initializer_range**2 / 2
+        return (
+            abs(loss - expected) <= FRESH_LOSS_TOLERANCE and 0 < loss < MAX_LOSS,
+            f"{loss:.4f} of fresh weights, to be within {FRESH_LOSS_TOLERANCE} of {expected:.4f}",
+            {"loss": loss, "expected": expected},
+        )
 
-def _throughput(subject: Subject) -> Result:
-    seconds = statistics.median(subject.step_seconds[UNTIMED_STEPS:])
-    speed = (subject.batch.encoder_tokens + subject.batch.target_tokens) / seconds
-    where = "device" if subject.device.type == "cuda" else "host"
-    peak = torch.cuda.max_memory_allocated(subject.device) if where == "device" else peak_host_bytes()
-    message = f"{speed:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
-    return True, message, {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak}
+    def _backward(self) -> Result:
+        (self.loss_sum.total / self.batch.target_tokens).backward()
+        wanted = trained_shapes(self.config, self.run_model.config)
+        parameters = {name: p for own, p in self.model.named_parameters() if (name := canonical_name(own)) in wanted}
+        if lacking := [name for name, p in parameters.items() if p.grad is None or not bool(p.grad.isfinite().all())]:
+            return False, f"{len(lacking)} parameters have no finite gradient, the first is {lacking[0]}", {}
+        return True, f"all {len(parameters)} parameters have finite gradients", {"parameters": len(parameters)}
+
+    def _gradients_reach_both_sides(self) -> Result:
+        norms = {
+            side: compute_gradient_norm(module)
+            for side, module in (("encoder", self.model.encoder), ("decoder", self.model.decoder))
+            if any(parameter.requires_grad for parameter in module.parameters())
+        }
+        message = ", ".join(f"{side} {norm:.3g}" for side, norm in norms.items())
+        return min(norms.values(), default=1.0) > 0, f"gradient norm of each that is trained: {message}", norms
+
+    def _gradient_norm(self) -> Result:
+        norm, most = compute_gradient_norm(self.model), MAX_GRADIENT_NORM
+        return 0 < norm < most, f"{norm:.4g}, to be between 0 and {most:g}", {"gradient_norm": norm}
+
+    def _embeddings_tied(self) -> Result:
+        tied = self.model.lm_head.weight is self.model.shared.weight
+        wanted = bool(self.run_model.config.tie_word_embeddings)
+        words = ("not tied", "tied")
+        return tied == wanted, f"{words[tied]} to the output layer, to be {words[wanted]}", {"tied": tied}
+
+    def _generation(self) -> Result:
+        model = self.model.eval()
+        ids = self.run_model.tokenizer.encode(PROMPT, add_special_tokens=False)
+        generated = model.generate(torch.tensor([ids], device=self.device), max_new_tokens=NEW_TOKENS)[0]
+        known = bool(((generated >= 0) & (generated < model.config.vocab_size)).all())
+        new = len(generated) - 1  # after the start token
+        return known and new > 0, f"{new} tokens, {'' if known else 'not '}all in the vocabulary", {"tokens": new}
+
+    def _overfits_one_batch(self) -> Result:
+        for name in ("model", "loss_sum"):  # the engine needs their memory
+            vars(self).pop(name, None)
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        rate = OVERFIT_RATE_TIMES_HIDDEN_SIZE / self.run_model.config.hidden_size
+        training = self.config.training.model_copy(update={"learning_rate": rate})
+        config = self.config.model_copy(update={"training": training})
+        self.engine = create_engine(config, self.context, self.run_model.config, self.run_model.weights, 1)
+        self.opened.callback(vars(self).pop, "engine")
+        self.opened.callback(self.engine.close)
+        losses, self.step_seconds = list[float](), list[float]()
+        for _ in range(OVERFIT_STEPS):
+            began = time.monotonic()
+            losses.append(self.train_step())
+            self.step_seconds.append(time.monotonic() - began)
+        first, last = losses[0], losses[-1]
+        return (
+            last <= OVERFIT_FACTOR * first,
+            f"{first:.4f} to {last:.4f} in {OVERFIT_STEPS} steps of {self.context.engine} at rate {rate:.1e}, "
+            f"to be at most {OVERFIT_FACTOR:g} times the first",
+            {"first_loss": first, "last_loss": last},
+        )
+
+    def _checkpoint_resumes(self) -> Result:
+        where, needed = Path(tempfile.gettempdir()), BYTES_PER_PARAMETER * count_parameters(self.run_model.config)
+        if (free := free_bytes(where)) is not None and free < needed:
+            raise CheckpointError(
+                f"a checkpoint takes about {disk_size(needed)} and {where} has {disk_size(free)} free: free space "
+                "there, or set TMPDIR to a folder that has it"
+            )
+        state, context = TrainingState(global_step=OVERFIT_STEPS), self.context
+
+        def write_rest(checkpoint: Path) -> None:
+            (checkpoint / "trainer.json").write_text(json.dumps({"state": state.to_dict()}))
+
+        with tempfile.TemporaryDirectory(prefix="ds-encdec-sanity-check-") as folder:
+            manager = CheckpointManager(Path(folder), context.collectives, engine_name=context.engine, keep=None)
+            manager.prepare()
+            manager.save(state, self.engine.stage, write_rest, pointers=(), in_background=False)
+            outcome = manager.collect()
+            if outcome is None or outcome.problem is not None:
+                raise CheckpointError(outcome.problem if outcome else "nothing was saved")
+            checkpoint = committed_steps(Path(folder))[OVERFIT_STEPS]
+            num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+            expected = [self.train_step() for _ in range(RESUME_STEPS)]
+            self.engine.load(open_saved_state(checkpoint))
+        found = [self.train_step() for _ in range(RESUME_STEPS)]
+        difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
+        return (
+            difference <= RESUME_TOLERANCE,
+            f"losses of {RESUME_STEPS} steps differ by {difference:.1e} of themselves, to be at most "
+            f"{RESUME_TOLERANCE:g} ({num_bytes / 1e9:.3g} GB)",
+            {"largest_relative_difference": difference, "checkpoint_bytes": num_bytes},
+        )
+
+    def _throughput(self) -> Result:
+        seconds = statistics.median(self.step_seconds[UNTIMED_STEPS:])
+        speed = (self.batch.encoder_tokens + self.batch.target_tokens) / seconds
+        where = "device" if self.device.type == "cuda" else "host"
+        peak = torch.cuda.max_memory_allocated(self.device) if where == "device" else peak_host_bytes()
+        message = f"{speed:,.0f} tokens/s in steps of one micro-batch, peak {where} memory {peak / 1e9:.3g} GB"
+        return True, message, {"tokens_per_second": speed, "step_seconds": seconds, "peak_memory_bytes": peak}
 
 
 # The name of a check, its function, and the checks that must pass before it.
 Check = tuple[str, Callable[[Subject], Result], tuple[str, ...]]
-# All checks in the order in which they run.
-CHECKS: tuple[Check, ...] = (
-    ("model_loads", _model_loads, ()),
-    ("data_reconstructs", _data_reconstructs, ("model_loads",)),
-    ("forward", _forward, ("model_loads", "data_reconstructs")),
-    ("initial_loss", _initial_loss, ("forward",)),
-    ("backward", _backward, ("forward",)),
-    ("gradients_reach_both_sides", _gradients_reach_both_sides, ("backward",)),
-    ("gradient_norm", _gradient_norm, ("backward",)),
-    ("embeddings_tied", _embeddings_tied, ("model_loads",)),
-    ("generation", _generation, ("model_loads",)),
-    ("overfits_one_batch", _overfits_one_batch, ("forward",)),
-    ("checkpoint_resumes", _checkpoint_resumes, ("overfits_one_batch",)),
-    ("throughput", _throughput, ("overfits_one_batch",)),
+CHECKS: tuple[Check, ...] = (  # in the order in which they run
+    ("model_loads", Subject._model_loads, ()),
+    ("data_reconstructs", Subject._data_reconstructs, ("model_loads",)),
+    ("forward", Subject._forward, ("model_loads", "data_reconstructs")),
+    ("initial_loss", Subject._initial_loss, ("forward",)),
+    ("backward", Subject._backward, ("forward",)),
+    ("gradients_reach_both_sides", Subject._gradients_reach_both_sides, ("backward",)),
+    ("gradient_norm", Subject._gradient_norm, ("backward",)),
+    ("embeddings_tied", Subject._embeddings_tied, ("model_loads",)),
+    ("generation", Subject._generation, ("model_loads",)),
+    ("overfits_one_batch", Subject._overfits_one_batch, ("forward",)),
+    ("checkpoint_resumes", Subject._checkpoint_resumes, ("overfits_one_batch",)),
+    ("throughput", Subject._throughput, ("overfits_one_batch",)),
 )
 
 
