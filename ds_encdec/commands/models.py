@@ -16,7 +16,7 @@ from ds_encdec.base.quantities import count
 from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.models import is_ours, require_ours, run_config
+from ds_encdec.evaluate.models import is_ours, require_ours
 from ds_encdec.launch.host import no_gpu
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.gpus import has_gpu
@@ -123,7 +123,7 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.evaluate.metrics import check_metrics
 
     is_ours(options.model)
-    config = read_config(options.config or run_config(options.model), overrides, unread=["training"]).valid()
+    config = read_config(options.config or _run_config(options.model), overrides, unread=["training"]).valid()
     check_metrics(names, options.bertscore_model)
     if options.max_new_tokens is None:
         settings = replace(settings, max_new_tokens=config.data.max_decoder_length)
@@ -157,6 +157,15 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         print(f"warning: the metric {name} has no figure: {why}", file=sys.stderr)
     if options.metrics and failed:
         raise DsEncDecError(f"--metrics: {', '.join(failed)} failed; the other figures are in {out}")
+
+
+def _run_config(model: Path) -> Path:
+    export = model.resolve().parent
+    if export.name != "export" or not (saved := export.parent / "config.yaml").is_file():
+        raise ConfigError(
+            f"--config: {model} does not lie in a run's export folder; name a configuration with the data to evaluate"
+        )
+    return saved
 
 
 def _chosen(options: argparse.Namespace) -> GenerationSettings:

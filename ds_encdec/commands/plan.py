@@ -149,17 +149,18 @@ def plan_of_phases(
     the limit. `time` (`estimate_training_time`) and `usd` are None if unknown."""
     infra, phases = plans[0].config.infra, []
     for planned in plans:
-        settings, tokens = planned.settings, planned.num_steps * planned.tokens_per_step
+        settings, steps = planned.settings, planned.config.training.num_train_steps
+        tokens = steps * planned.tokens_per_step
         limits = {
             "steps": settings.num_train_steps,
             "tokens": planned.steps_for_tokens,
-            "--steps-per-phase": planned.num_steps,
+            "--steps-per-phase": steps,
         }
         phases.append(
             {
                 "phase": str(planned.phase),
                 "description": settings.description,
-                "steps": planned.num_steps,
+                "steps": steps,
                 "ends_with": min(limits, key=lambda name: limits[name]),
                 "num_train_steps": settings.num_train_steps,
                 "steps_for_tokens": planned.steps_for_tokens,

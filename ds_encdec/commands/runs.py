@@ -166,8 +166,9 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
         findings, is_printed = look_at_hosts(options.hostfile, files) if options.hostfile else look_here(files)
     if is_printed and options.json:
-        names = ("check", "host", "passed", "message", "fix")
-        rows = [{name: getattr(one, name) for name in names} for one in findings]
+        rows = [
+            {name: getattr(one, name) for name in ("check", "host", "passed", "message", "fix")} for one in findings
+        ]
         print(json.dumps({"passed": all(one.passed for one in findings), "findings": rows}, indent=2), file=stdout)
     elif is_printed:
         print_marked(describe(findings, console().width), {"(?m)^✓": "green", "(?m)^✗": "bold red"})
@@ -176,11 +177,8 @@ def _doctor(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    if options.model:
-        require_model_folder(options.model)
-        config = config_for_model(options.model, *config_files(options, overrides))
-    else:
-        config = load(options, overrides)
+    files = config_files(options, overrides)
+    config = config_for_model(options.model, *files) if options.model else load(options, overrides)
     from ds_encdec.commands.sanity_check import check_config
     from ds_encdec.monitor.metrics_file import strict_json
 
@@ -207,6 +205,7 @@ def config_for_model(
     `overrides` come last. Raises ConfigError, and CheckpointError for a folder that is not a model's."""
     from ds_encdec.config.schema import load_config
 
+    require_model_folder(model)
     stored = read_stored_model(model / "config.json")
     given = [f"model.model_name_or_path={json.dumps(str(model))}", *(_SMALL if config is None else _ITS_OWN).split()]
     if sentinels := stored.get("sentinel_token_ids"):

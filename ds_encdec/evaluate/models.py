@@ -82,13 +82,3 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
         return kind.from_pretrained(folder, dtype=wanted).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"--model: {folder} could not be loaded: {error}") from error
-
-
-def run_config(model: Path) -> Path:
-    """Return the configuration of the run in whose `export` folder a model lies. Raises ConfigError without one."""
-    export = model.resolve().parent
-    if export.name != "export" or not (saved := export.parent / "config.yaml").is_file():
-        raise ConfigError(
-            f"--config: {model} does not lie in a run's export folder; name a configuration with the data to evaluate"
-        )
-    return saved

@@ -167,7 +167,7 @@ def _train(planned: PlannedPhase, folder: PhaseFolder, subprocess_run: Subproces
     resume = ["--resume", "auto"] if folder.is_used() else []  # else its errors belong into run.json
     _print(
         f"{'continuing' if resume else 'training'} phase {planned.phase} ({planned.settings.description}), "
-        f"{planned.num_steps:,} steps, in {planned.folder}"
+        f"{planned.config.training.num_train_steps:,} steps, in {planned.folder}"
     )
     before = folder.read_status()
     program = [str(TRAIN_PROGRAM), "--config", str(folder.phase_yaml), *resume, *verbosity()]

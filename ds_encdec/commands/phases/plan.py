@@ -141,11 +141,6 @@ class PlannedPhase:
         """Return the phase."""
         return self.settings.phase
 
-    @property
-    def num_steps(self) -> int:
-        """Return the optimizer steps of its run."""
-        return self.config.training.num_train_steps
-
     def differences(self, config: FullConfig) -> str:
         """Return a sentence about the numbers and answers to alerts that its run changes in `config`, or nothing."""
         changed = []
