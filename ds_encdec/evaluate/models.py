@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_encdec.base.types import CheckpointError, ConfigError
+from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.yaml.plain_files import read_json
 
 if TYPE_CHECKING:

@@ -129,7 +129,7 @@ def test_a_changed_gate_is_applied_without_training(
     with pytest.raises(GateError, match=r"the loss was 8\.0600 after the warm-up; at most 0\.1000 is"):
         run(config, planned)
     golden(capsys.readouterr().out)
-    result = records_of(planned).read_result()
+    result = json.loads(records_of(planned).result.read_text())
     assert (result["passed"], result["phase_config"]["max_loss_after_warmup"]) == (False, 0.1)
     assert {check["name"]: check["passed"] for check in result["checks"]}["loss_decrease"]
     assert result["checkpoint_sha256"] == SHA256
@@ -137,7 +137,7 @@ def test_a_changed_gate_is_applied_without_training(
 
     config, planned = first_phase(tmp_path)  # and passes again with the old one; its weights are there
     run(config, planned)
-    assert records_of(planned).read_result()["passed"]
+    assert json.loads(records_of(planned).result.read_text())["passed"]
 
 
 def test_the_same_lanes_on_other_ranks(tmp_path: Path) -> None:

@@ -87,10 +87,6 @@ class PhaseFolder(RunFolder):
             "and those of the phases after it to train them again."
         )
 
-    def read_result(self) -> dict[str, Any]:
-        """Return the content of result.json; {} without the file."""
-        return _read(self.result)
-
 
 def run_phases(config: FullConfig, plans: Sequence[PlannedPhase], *, launcher: str | None = None) -> None:
     """Run and judge each of `plans` (of `config`, in order), without repeating finished work. Raises GateError if one
@@ -120,7 +116,7 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
     before = _result_before(config, planned)
     weights_sha256 = before.get("checkpoint_sha256")
     changes = folder.accepted_changes(planned.config, weights_sha256)
-    result = folder.read_result()
+    result = _read(folder.result)
     if result.get("passed") and result.get("phase_config") == asdict(planned.settings) and folder.export.exists():
         _print(f"phase {planned.phase} has passed its gate already")
         return
@@ -137,14 +133,12 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
 
 
 def _result_before(config: FullConfig, planned: PlannedPhase) -> dict[str, Any]:
-    """Return the result of the phase before, whose weights this one starts from; {} for the first. Raises GateError if
-    it did not pass, ConfigError if its result or weights are missing, or its numbers have changed."""
     before = phase_before(planned.phase)
     if before is None:
         return {}
     settings = phase_config(config, before)
     folder = PhaseFolder(phase_folder(config, before), settings)
-    result = folder.read_result()
+    result = _read(folder.result)
     if result and not result.get("passed"):
         raise GateError(
             f"phase {planned.phase} cannot start: {before} did not pass its gate ({folder.root / 'result.json'}). "
@@ -196,8 +190,7 @@ def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initi
     if passed and not folder.export.exists():
         export_checkpoint(planned.folder / "checkpoints" / "final", folder.export)
     times = {"started": _read(folder.started).get("started"), "ended": _now()}
-    record = {"phase": planned.phase, **verdict, **times, "phase_config": asdict(planned.settings)}
-    _write(folder.result, record)
+    _write(folder.result, {"phase": planned.phase, **verdict, **times, "phase_config": asdict(planned.settings)})
     _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
         _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
@@ -242,8 +235,9 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[st
         reason = f"the run ended at step {steps}, and its warm-up has {warmup}: set phases.{planned.phase}.warmup_steps"
         if steps > warmup:
             reason = f"none of the {steps - warmup} steps after the warm-up had a finite loss"
-        message = f"no loss after the warm-up: {reason}"
-        checks.append({"name": "logged_after_warmup", "passed": False, "message": message})
+        checks.append(
+            {"name": "logged_after_warmup", "passed": False, "message": f"no loss after the warm-up: {reason}"}
+        )
     return {
         "passed": all(check["passed"] for check in checks),
         "checks": checks,
@@ -257,7 +251,6 @@ def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[st
 
 
 def _look_at_metrics(path: Path) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Return the check that every logged loss is finite, and the metrics of the last evaluation."""
     lines, problem, _ = read_step_lines(path)
     losses = [(name, line) for line in lines for name in ("train/loss", "eval/loss") if name in line]
     bad = [f"{name} is not finite at step {line['step']}" for name, line in losses if not is_number(line[name])]
