@@ -14,7 +14,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 
 from ds_encdec import estimate_memory, train
-from ds_encdec.base.arguments import VERBOSITY, Parser, Verb, add
+from ds_encdec.base.arguments import VERBOSITY, Parser, add
 from ds_encdec.base.terminal import log_to_terminal, print_error, reader_may_leave
 from ds_encdec.base.types import ConfigError, DsEncDecError, Preempted
 from ds_encdec.commands import models, runs
@@ -22,27 +22,14 @@ from ds_encdec.config.command_line import read_arguments
 from ds_encdec.launch.host import wait_without_spinning
 from ds_encdec.launch.world import discover
 
-GROUPS: dict[str, dict[str, Verb]] = {  # as `--help` lists them, in the order of the work
-    "prepare": {
-        "init": runs.INIT,
-        "validate": runs.VALIDATE,
-        "estimate-memory": estimate_memory.VERB,
-        "plan": runs.PLAN,
-        "inspect-data": runs.INSPECT_DATA,
-        "prepare": runs.PREPARE,
-        "init-model": runs.INIT_MODEL,
-    },
-    "run": {
-        "doctor": runs.DOCTOR,
-        "sanity-check": runs.SANITY_CHECK,
-        "train": train.VERB,
-        "phases": runs.PHASES,
-        "stop": runs.STOP,
-    },
-    "look": {"report": runs.REPORT, "verify": models.VERIFY, "generate": models.GENERATE, "evaluate": models.EVALUATE},
-    "publish": {"export": models.EXPORT, "average": models.AVERAGE},
+GROUPS = {  # as `--help` lists them, in the order of the work
+    "prepare": ("init", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
+    "run": ("doctor", "sanity-check", "train", "phases", "stop"),
+    "look": ("report", "verify", "generate", "evaluate"),
+    "publish": ("export", "average"),
 }
-VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}
+_ROWS = runs.VERBS | models.VERBS | {"train": train.VERB, "estimate-memory": estimate_memory.VERB}
+VERBS = {name: _ROWS[name] for group in GROUPS.values() for name in group}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,9 +72,9 @@ def _parser(called: str) -> Parser:
     listed = []
     for title, group in GROUPS.items():
         listed.append(f"{title}:")
-        for name, verb in group.items():
+        for name in group:
             start = f"    {name}".ljust(indent)
-            listed += textwrap.wrap(verb.summary, width, initial_indent=start, subsequent_indent=" " * indent)
+            listed += textwrap.wrap(VERBS[name].summary, width, initial_indent=start, subsequent_indent=" " * indent)
     parser = Parser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",

@@ -266,10 +266,10 @@ def look_at_hosts(hostfile: Path, files: ConfigFiles) -> tuple[list[Finding], bo
             if answer.returncode == 0:
                 findings.append(Finding("ssh", True, answer.stdout.strip(), host=host))
                 reachable[host] = answer.stdout
-                continue
-            why = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
-            unknown = f"write your own hosts into {hostfile} instead of {host}, or make it known (DNS, /etc/hosts)"
-            findings.append(Finding("ssh", False, why, unknown if "Could not resolve" in why else FIXES["ssh"], host))
+            else:
+                why = (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+                known = f"write your own hosts into {hostfile} instead of {host}, or make it known (DNS, /etc/hosts)"
+                findings.append(Finding("ssh", False, why, known if "Could not resolve" in why else FIXES["ssh"], host))
         if not reachable:
             return findings + look_here(files)[0], True
         first, ranks = next(iter(reachable)), range(len(reachable))

@@ -179,76 +179,86 @@ _WEIGHTS: Arguments = {
         "dtype of the written weights (default float32)", choices=("float32", "bfloat16"), default="float32"
     ),
 }
-EXPORT = Verb(
-    _export,
-    "write a checkpoint as a Hugging Face model folder",
-    "ds-encdec export output/checkpoints/final exported --dtype bfloat16",
-    {
-        "checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path),
-        "out": value("folder to write; must not exist", Path),
-        "--encoder-only": flag("write the encoder alone, as a text embedding model, also for sentence-transformers"),
-        "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
-        **_WEIGHTS,
-    },
-)
-AVERAGE = Verb(
-    _average,
-    "write the mean of a run's last checkpoints as a Hugging Face model folder",
-    "ds-encdec average output --last 3",
-    {
-        "run_folder": value("a run, e.g. output", Path, metavar="run"),
-        "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
-        "--last": value("newest checkpoints to average (default 5)", int, default=5),
-        **_WEIGHTS,
-    },
-)
-VERIFY = Verb(
-    _verify,
-    "compare every file of a checkpoint, a run or prepared data with its SHA-256",
-    "ds-encdec verify output",
-    {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)},
-)
-GENERATE = Verb(
-    _generate,
-    "fill sentinels in a text, or continue it",
-    "ds-encdec generate --model output/export/final --text 'Paris is <extra_id_0>.'",
-    {
-        "--model": value("exported folder", Path, required=True, metavar="DIR"),
-        "--text": value("with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True),
-        "--raw": flag("print the model's output alone, without the text: the answer of a fine-tuned one"),
-        "--stream": flag("print tokens as they come"),
-        **_settings(GenerationSettings(max_new_tokens=64), "batch_tokens"),
-    },
-)
-EVALUATE = Verb(
-    _evaluate,
-    "generate for a split of the data, and compare with its references",
-    "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
-    {
-        "--model": value("exported folder", Path, required=True, metavar="DIR"),
-        "--config": value("YAML file with the data (default: that of the run whose export/ the model lies in)", Path),
-        "--split": value(
-            "split to generate for (default test)", choices=("train", "validation", "test"), default="test"
-        ),
-        "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
-        "--metrics": value(
-            f"metrics to compute (default: all that need no model): some of {','.join(TEXT_METRICS)}, or `module:name`",
-            lambda text: [name for name in text.split(",") if name],
-            metavar="M,M",
-        ),
-        "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
-        "--out": value(
-            "folder to write into (default MODEL-SPLIT beside the model, or the next such that is free)",
-            Path,
-            metavar="DIR",
-        ),
-        **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
-        "--device": value("where to compute (default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
-        "--dtype": value(
-            "dtype that the model's weights are loaded in (default: the stored one on a GPU, float32 on a CPU)",
-            choices=("float32", "bfloat16", "float16"),
-        ),
-        **JSON,
-    },
-    takes_settings=True,
-)
+
+VERBS = {
+    "export": Verb(
+        _export,
+        "write a checkpoint as a Hugging Face model folder",
+        "ds-encdec export output/checkpoints/final exported --dtype bfloat16",
+        {
+            "checkpoint": value("a checkpoint, e.g. output/checkpoints/final", Path),
+            "out": value("folder to write; must not exist", Path),
+            "--encoder-only": flag(
+                "write the encoder alone, as a text embedding model, also for sentence-transformers"
+            ),
+            "--adapter": flag("write the adapters of a LoRA run alone, as a folder for peft (default: merged)"),
+            **_WEIGHTS,
+        },
+    ),
+    "average": Verb(
+        _average,
+        "write the mean of a run's last checkpoints as a Hugging Face model folder",
+        "ds-encdec average output --last 3",
+        {
+            "run_folder": value("a run, e.g. output", Path, metavar="run"),
+            "out": value("folder to write; must not exist (default RUN/export/averaged)", Path, nargs="?"),
+            "--last": value("newest checkpoints to average (default 5)", int, default=5),
+            **_WEIGHTS,
+        },
+    ),
+    "verify": Verb(
+        _verify,
+        "compare every file of a checkpoint, a run or prepared data with its SHA-256",
+        "ds-encdec verify output",
+        {"path": value("a checkpoint, a run (e.g. output), or prepared data", Path)},
+    ),
+    "generate": Verb(
+        _generate,
+        "fill sentinels in a text, or continue it",
+        "ds-encdec generate --model output/export/final --text 'Paris is <extra_id_0>.'",
+        {
+            "--model": value("exported folder", Path, required=True, metavar="DIR"),
+            "--text": value(
+                "with <extra_id_0>… to fill, or a prefix to continue; - reads standard input", required=True
+            ),
+            "--raw": flag("print the model's output alone, without the text: the answer of a fine-tuned one"),
+            "--stream": flag("print tokens as they come"),
+            **_settings(GenerationSettings(max_new_tokens=64), "batch_tokens"),
+        },
+    ),
+    "evaluate": Verb(
+        _evaluate,
+        "generate for a split of the data, and compare with its references",
+        "ds-encdec evaluate --model output/export/final --split test --max-samples 200",
+        {
+            "--model": value("exported folder", Path, required=True, metavar="DIR"),
+            "--config": value(
+                "YAML file with the data (default: that of the run whose export/ the model lies in)", Path
+            ),
+            "--split": value(
+                "split to generate for (default test)", choices=("train", "validation", "test"), default="test"
+            ),
+            "--max-samples": value("the first N examples (default all)", COUNT, metavar="N"),
+            "--metrics": value(
+                f"metrics to compute (default: all that need no model): some of {','.join(TEXT_METRICS)}, or "
+                "`module:name`",
+                lambda text: [name for name in text.split(",") if name],
+                metavar="M,M",
+            ),
+            "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
+            "--out": value(
+                "folder to write into (default MODEL-SPLIT beside the model, or the next such that is free)",
+                Path,
+                metavar="DIR",
+            ),
+            **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
+            "--device": value("where to compute (default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
+            "--dtype": value(
+                "dtype that the model's weights are loaded in (default: the stored one on a GPU, float32 on a CPU)",
+                choices=("float32", "bfloat16", "float16"),
+            ),
+            **JSON,
+        },
+        takes_settings=True,
+    ),
+}

@@ -238,117 +238,127 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
     print(f"the report is in {page}")
 
 
-INIT = Verb(
-    shipped.run_init,
-    "write a shipped configuration, to edit; or list them",
-    "ds-encdec init quickstart --out my.yaml",
-    shipped.INIT,
-)
-VALIDATE = Verb(
-    _validate,
-    "check a configuration and report every problem in it",
-    "ds-encdec validate my.yaml --hostfile hosts infra.num_gpus=16",
-    {
-        **CONFIG_FILES,
-        "--hostfile": value("hosts and slots, as the deepspeed launcher reads them", Path),
-        "--elsewhere": flag("for another machine: do not look for the files and folders it names"),
-        "--schema": flag("print the JSON schema of configurations, for editors, and check nothing"),
-    },
-    takes_settings=True,
-)
-INIT_MODEL = Verb(
-    _init_model,
-    "make an encoder-decoder from a Qwen3 checkpoint",
-    "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start",
-    {
-        "--from": value("decoder-only Qwen3 to start from", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
-        "--out": value("folder to write; must not exist", Path, required=True, metavar="DIR"),
-        "--num-sentinel-tokens": value("sentinel tokens to add (default 100)", COUNT, default=100),
-        "--seed": value("seed of the sentinel rows (default 42)", int, default=42),
-    },
-)
-INSPECT_DATA = Verb(
-    _inspect_data,
-    "show the examples that a run will see",
-    "ds-encdec inspect-data my.yaml -n 5 data.use_mode_tokens=true",
-    {
-        **CONFIG,
-        "-n": value("examples to show (default 20)", COUNT, default=20),
-        "--ids": flag("show the token ids, too"),
-        **JSON,
-    },
-    takes_settings=True,
-)
-PREPARE = Verb(
-    _prepare,
-    "render and tokenize the data once, for every rank and run to read",
-    "ds-encdec prepare my.yaml --out prepared --num-proc 16",
-    {
-        **CONFIG,
-        "--num-proc": value("processes (default: all cores)", COUNT, metavar="N"),
-        "--out": value("folder to write (default data.prepared_dir)", Path, metavar="DIR"),
-    },
-    takes_settings=True,
-)
-PLAN = Verb(
-    _plan,
-    "compute what a run would take: steps, days, money, disks, host memory",
-    "ds-encdec plan my.yaml --tokens 5B --measured output --price-per-gpu-hour 2.5",
-    {
-        **CONFIG_FILES,
-        "--tokens": value("tokens to train on (default: the run's steps)", tokens, metavar="N"),
-        "--gpus": value("GPUs in total (default infra.num_gpus)", COUNT, metavar="N"),
-        "--nodes": value("machines they are in (default 1)", COUNT, default=1, metavar="N"),
-        **_rates(),
-        **JSON,
-    },
-    takes_settings=True,
-)
-PHASES = Verb(
-    _phases,
-    "run the phases of a pre-training, each behind the gate of the one before",
-    "ds-encdec phases my.yaml --to validation --dry-run",
-    {
-        **CONFIG_FILES,
-        "--only": value("run this phase: sanity_check, validation, medium or full", metavar="PHASE"),
-        "--from": value("first phase (default sanity_check)", dest="first", metavar="PHASE"),
-        "--to": value("last phase (default full)", dest="last", metavar="PHASE"),
-        "--steps-per-phase": value("at most N optimizer steps a phase", COUNT, metavar="N"),
-        "--launcher": value("what starts the ranks, e.g. 'deepspeed --hostfile hosts'", metavar="COMMAND"),
-        "--dry-run": flag("print steps, tokens, days and money, and stop"),
-        **_rates(" (dry run)"),
-        "--json": flag("the dry run as one JSON object"),
-    },
-    takes_settings=True,
-)
-DOCTOR = Verb(
-    _doctor,
-    "look at each host before a run: versions, devices, folders, network",
-    "ds-encdec doctor my.yaml --hostfile hosts",
-    {**CONFIG_FILES, "--hostfile": value("check each of its hosts, by ssh, and all of them together", Path), **JSON},
-    takes_settings=True,
-)
-SANITY_CHECK = Verb(
-    _sanity_check,
-    "look at model, data and engine before a long run",
-    "ds-encdec sanity-check my.yaml training.micro_batch_size=1",
-    {**CONFIG_FILES, "--model": value("a model folder, instead of the configuration's", Path, metavar="DIR"), **JSON},
-    takes_settings=True,
-)
-STOP = Verb(
-    _stop,
-    "make a running job save and stop, from any host that sees its folder",
-    "ds-encdec stop output",
-    {"run_folder": value("the run's folder (infra.output_dir), or that of a phase", metavar="RUN")},
-)
-REPORT = Verb(
-    _report,
-    "write one page with pictures about a run, or a pipeline of phases",
-    "ds-encdec report output --compare output2 --out compared",
-    {
-        "run_folder": value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
-        "--compare": value("run to draw beside it (repeatable)", Path, action="append", default=[], metavar="RUN"),
-        "--out": value("folder to write into (default RUN/report, or RUN/report-compared)", Path, metavar="DIR"),
-        "--png": flag("also write each chart beside the page as a picture"),
-    },
-)
+VERBS = {
+    "init": Verb(
+        shipped.run_init,
+        "write a shipped configuration, to edit; or list them",
+        "ds-encdec init quickstart --out my.yaml",
+        shipped.INIT,
+    ),
+    "validate": Verb(
+        _validate,
+        "check a configuration and report every problem in it",
+        "ds-encdec validate my.yaml --hostfile hosts infra.num_gpus=16",
+        {
+            **CONFIG_FILES,
+            "--hostfile": value("hosts and slots, as the deepspeed launcher reads them", Path),
+            "--elsewhere": flag("for another machine: do not look for the files and folders it names"),
+            "--schema": flag("print the JSON schema of configurations, for editors, and check nothing"),
+        },
+        takes_settings=True,
+    ),
+    "init-model": Verb(
+        _init_model,
+        "make an encoder-decoder from a Qwen3 checkpoint",
+        "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start",
+        {
+            "--from": value("decoder-only Qwen3 to start from", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
+            "--out": value("folder to write; must not exist", Path, required=True, metavar="DIR"),
+            "--num-sentinel-tokens": value("sentinel tokens to add (default 100)", COUNT, default=100),
+            "--seed": value("seed of the sentinel rows (default 42)", int, default=42),
+        },
+    ),
+    "inspect-data": Verb(
+        _inspect_data,
+        "show the examples that a run will see",
+        "ds-encdec inspect-data my.yaml -n 5 data.use_mode_tokens=true",
+        {
+            **CONFIG,
+            "-n": value("examples to show (default 20)", COUNT, default=20),
+            "--ids": flag("show the token ids, too"),
+            **JSON,
+        },
+        takes_settings=True,
+    ),
+    "prepare": Verb(
+        _prepare,
+        "render and tokenize the data once, for every rank and run to read",
+        "ds-encdec prepare my.yaml --out prepared --num-proc 16",
+        {
+            **CONFIG,
+            "--num-proc": value("processes (default: all cores)", COUNT, metavar="N"),
+            "--out": value("folder to write (default data.prepared_dir)", Path, metavar="DIR"),
+        },
+        takes_settings=True,
+    ),
+    "plan": Verb(
+        _plan,
+        "compute what a run would take: steps, days, money, disks, host memory",
+        "ds-encdec plan my.yaml --tokens 5B --measured output --price-per-gpu-hour 2.5",
+        {
+            **CONFIG_FILES,
+            "--tokens": value("tokens to train on (default: the run's steps)", tokens, metavar="N"),
+            "--gpus": value("GPUs in total (default infra.num_gpus)", COUNT, metavar="N"),
+            "--nodes": value("machines they are in (default 1)", COUNT, default=1, metavar="N"),
+            **_rates(),
+            **JSON,
+        },
+        takes_settings=True,
+    ),
+    "phases": Verb(
+        _phases,
+        "run the phases of a pre-training, each behind the gate of the one before",
+        "ds-encdec phases my.yaml --to validation --dry-run",
+        {
+            **CONFIG_FILES,
+            "--only": value("run this phase: sanity_check, validation, medium or full", metavar="PHASE"),
+            "--from": value("first phase (default sanity_check)", dest="first", metavar="PHASE"),
+            "--to": value("last phase (default full)", dest="last", metavar="PHASE"),
+            "--steps-per-phase": value("at most N optimizer steps a phase", COUNT, metavar="N"),
+            "--launcher": value("what starts the ranks, e.g. 'deepspeed --hostfile hosts'", metavar="COMMAND"),
+            "--dry-run": flag("print steps, tokens, days and money, and stop"),
+            **_rates(" (dry run)"),
+            "--json": flag("the dry run as one JSON object"),
+        },
+        takes_settings=True,
+    ),
+    "doctor": Verb(
+        _doctor,
+        "look at each host before a run: versions, devices, folders, network",
+        "ds-encdec doctor my.yaml --hostfile hosts",
+        {
+            **CONFIG_FILES,
+            "--hostfile": value("check each of its hosts, by ssh, and all of them together", Path),
+            **JSON,
+        },
+        takes_settings=True,
+    ),
+    "sanity-check": Verb(
+        _sanity_check,
+        "look at model, data and engine before a long run",
+        "ds-encdec sanity-check my.yaml training.micro_batch_size=1",
+        {
+            **CONFIG_FILES,
+            "--model": value("a model folder, instead of the configuration's", Path, metavar="DIR"),
+            **JSON,
+        },
+        takes_settings=True,
+    ),
+    "stop": Verb(
+        _stop,
+        "make a running job save and stop, from any host that sees its folder",
+        "ds-encdec stop output",
+        {"run_folder": value("the run's folder (infra.output_dir), or that of a phase", metavar="RUN")},
+    ),
+    "report": Verb(
+        _report,
+        "write one page with pictures about a run, or a pipeline of phases",
+        "ds-encdec report output --compare output2 --out compared",
+        {
+            "run_folder": value("a run or a pipeline's folder, e.g. output", Path, metavar="run"),
+            "--compare": value("run to draw beside it (repeatable)", Path, action="append", default=[], metavar="RUN"),
+            "--out": value("folder to write into (default RUN/report, or RUN/report-compared)", Path, metavar="DIR"),
+            "--png": flag("also write each chart beside the page as a picture"),
+        },
+    ),
+}

@@ -218,13 +218,9 @@ def _finish(
     texts = [[record[side] for record in records] for side in ("prediction", "reference")]
     figures |= score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out)
     most = settings.max_new_tokens or math.inf
-    result = {
-        "figures": figures,
-        "examples": len(records),
-        "cut_at_max_new_tokens": sum(record["generated_tokens"] >= most for record in records),
-        "evaluation": dict(facts),
-        **({"metrics_left_out": left_out} if left_out else {}),
-    }
+    cut = sum(record["generated_tokens"] >= most for record in records)
+    result = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": cut, "evaluation": dict(facts)}
+    result |= {"metrics_left_out": left_out} if left_out else {}
     predictions.finish(records, result)
     return result
 

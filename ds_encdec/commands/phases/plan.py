@@ -15,15 +15,7 @@ from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_pe
 from ds_encdec.config.training_rules import ROLLBACK_FIELDS
 
 
-class TrainingPhase(StrEnum):
-    """The phases in their order."""
-
-    SANITY_CHECK = "sanity_check"
-    VALIDATION = "validation"
-    MEDIUM = "medium"
-    FULL = "full"
-
-
+TrainingPhase = StrEnum("TrainingPhase", ["SANITY_CHECK", "VALIDATION", "MEDIUM", "FULL"])
 PHASES = tuple(TrainingPhase)
 _CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
 _TRAINING = TrainingConfig()
