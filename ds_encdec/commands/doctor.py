@@ -232,9 +232,8 @@ def import_as_gpu_rank(package: str) -> None:
 
 
 def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
-    """Return the findings about this host and, among several ranks, about all; and whether this rank prints them. An
-    error in a check becomes its finding. Every rank calls it: several ranks form a process group. Raises ConfigError
-    for a wrong configuration or environment."""
+    """Return the findings about this host and, among several ranks, about all; and whether this rank prints them. Every
+    rank calls it: several form a process group. Raises ConfigError for a wrong configuration or environment."""
     world, loaded = discover(os.environ), read_config(*files)
     loaded.valid()
     host, own, name = Host(loaded, world), list[Finding](), socket.gethostname()
@@ -254,8 +253,7 @@ def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
 
 
 def look_at_hosts(hostfile: Path, files: ConfigFiles) -> tuple[list[Finding], bool]:
-    """Return the findings about all hosts of `hostfile`, by a rank on each, and True: print them. Raises ConfigError
-    for mistakes in files."""
+    """Return the findings of a rank on each host of `hostfile`, and True: print them. Raises ConfigError."""
     loaded = read_config(*files)
     loaded.check_hosts(hostfile)
     loaded.valid()

@@ -21,9 +21,8 @@ from ds_encdec.tokenizer.sentinels import Vocabulary
 
 def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: int = 42) -> str:
     """Write the folder `out` with the weights of `source` (a folder or hub id) on both sides and new sentinel rows, and
-    return the lines to print. Tensors are copied one at a time in the source's dtype: peak memory is about three times
-    the embedding, whatever the size of the model. Without a tokenizer in the source only weights are written, with
-    sentinels at the default ids. Raises CheckpointError if the source cannot be read, or `out` is not empty."""
+    return the lines to print. Tensors are copied one at a time. Without a tokenizer in the source only weights are
+    written, with sentinels at the default ids. Raises CheckpointError for a source or `out` that cannot be used."""
     section = ModelConfig(model_name_or_path=source, num_sentinel_tokens=num_sentinel_tokens)
     folder = model_folder(source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     stored = read_stored_model(folder / "config.json")
@@ -35,15 +34,10 @@ def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: 
     else:
         vocabulary = default_vocabulary(stored, num_sentinel_tokens)
     model = resolve_model(section, vocabulary, seed)
-    dtype = stored.get("dtype") or stored.get("torch_dtype")
-    export_hf(
-        model.weights,
-        model.config,
-        tokenizer,
-        out,
-        dtype={"float32": torch.float32, "float16": torch.float16}.get(str(dtype), torch.bfloat16),
-        card=untrained_model_card(model.description, model.config),
-    )
+    dtypes = {"float32": torch.float32, "float16": torch.float16}
+    dtype = dtypes.get(str(stored.get("dtype") or stored.get("torch_dtype")), torch.bfloat16)
+    card = untrained_model_card(model.description, model.config)
+    export_hf(model.weights, model.config, tokenizer, out, dtype=dtype, card=card)
     ids, what = vocabulary.sentinel_ids, f"{model.description}, {count_parameters(model.config):,} parameters"
     warning = "\nThe source has no tokenizer: only weights were written. Name one to train with."
     return f"{out}: {what}, {len(ids)} sentinels (ids {ids[0]} to {ids[-1]}){'' if tokenizer is not None else warning}"
@@ -59,10 +53,5 @@ def default_vocabulary(stored: dict[str, Any], num_sentinels: int) -> Vocabulary
         raise CheckpointError(f"config.json: eos_token_id is {eos!r}; without a tokenizer it must be one id")
     # Qwen3 pads with <|endoftext|>, which its configuration calls bos_token_id.
     pad = next((stored[name] for name in ("pad_token_id", "bos_token_id") if stored.get(name) is not None), eos)
-    return Vocabulary(
-        sentinel_ids=tuple(range(first, first + num_sentinels)),
-        eos_id=eos,
-        pad_id=pad,
-        mode_token_ids=(),
-        vocab_size=first + num_sentinels,
-    )
+    ids = range(first, first + num_sentinels)
+    return Vocabulary(sentinel_ids=tuple(ids), eos_id=eos, pad_id=pad, mode_token_ids=(), vocab_size=ids.stop)

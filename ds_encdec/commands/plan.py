@@ -42,9 +42,8 @@ def plan_run(
     tokens_per_second: float | None = None,
     price_per_gpu_hour: float | None = None,
 ) -> dict[str, Any]:
-    """Return the needs of the run on `infra.num_gpus` GPUs in `nodes` machines; docs/plan.md lists the keys. Sizes are
-    bytes. `num_tokens` (both sides) replaces `training.num_train_steps`; `tokens_per_second` is of all ranks. Raises
-    ConfigError for a batch or a number of GPUs that does not divide, or a model of unknown size."""
+    """Return the needs of the run on `infra.num_gpus` GPUs in `nodes` machines, in bytes (docs/plan.md). `num_tokens`
+    replaces `training.num_train_steps`. Raises ConfigError for what does not divide, or a model of unknown size."""
     if problems := list(indivisible(config, nodes)):
         raise ConfigError("\n".join(problems))
     if config.training.num_train_epochs is not None and num_tokens is None:
@@ -85,8 +84,7 @@ def _cost(tokens: int, num_gpus: int, tokens_per_second: float | None, usd_per_h
     return {"time": time, "usd": time["hours"] * num_gpus * usd_per_hour if time and usd_per_hour else None}
 
 
-def _disk(job: Job, steps: int) -> dict[str, Any]:
-    # The most bytes in the run's folder, without logs and the tokenizer (some megabytes).
+def _disk(job: Job, steps: int) -> dict[str, Any]:  # without logs and the tokenizer (some megabytes)
     training, monitor = job.config.training, job.config.monitor
     checkpoint, saves = checkpoint_bytes(job), saves_at_most(training, steps)
     keep = saves if training.save_total_limit is None else training.save_total_limit
@@ -144,9 +142,8 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
 def plan_of_phases(
     plans: Sequence[PlannedPhase], *, tokens_per_second: float | None = None, price_per_gpu_hour: float | None = None
 ) -> dict[str, Any]:
-    """Return `phases`, a dict for each, and their `total`. `steps` is the smallest of `num_train_steps`,
-    `steps_for_tokens` and `--steps-per-phase`, and `ends_with` names it. `tokens` are those of the steps, `num_tokens`
-    the limit. `time` (`estimate_training_time`) and `usd` are None if unknown."""
+    """Return `phases`, a dict for each, and their `total`. `ends_with` names what decides `steps`; `tokens` are those
+    of the steps, `num_tokens` the limit. `time` (`estimate_training_time`) and `usd` are None if unknown."""
     infra, phases = plans[0].config.infra, []
     for planned in plans:
         settings, steps = planned.settings, planned.config.training.num_train_steps

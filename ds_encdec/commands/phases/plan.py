@@ -14,7 +14,6 @@ from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.config.training_rules import ROLLBACK_FIELDS
 
-
 TrainingPhase = StrEnum("TrainingPhase", ["SANITY_CHECK", "VALIDATION", "MEDIUM", "FULL"])
 PHASES = tuple(TrainingPhase)
 _CADENCES = ("num_train_steps", "eval_steps", "save_steps", "logging_steps")
@@ -24,10 +23,9 @@ _TRAINING = TrainingConfig()
 @dataclass(frozen=True, slots=True)
 class PhaseConfig:
     """The numbers of a phase, which ends with `num_tokens` (both sides) or `num_train_steps`, whichever comes first.
-    `eval_steps`, `save_steps`, `logging_steps` and `warmup_steps` count optimizer steps; `warmup_steps` None is
-    `training.warmup_steps`, but at most a tenth of the phase. The gate, in nats per target token: the loss of the first
-    step after the warm-up is at most `max_loss_after_warmup`, and the mean of the last ones (`monitor.window_size`) at
-    least `min_loss_decrease` below the first loss of the first phase."""
+    `warmup_steps` None is `training.warmup_steps`, but at most a tenth of the phase. The gate, in nats per target
+    token: the loss of the first step after the warm-up is at most `max_loss_after_warmup`, and the mean of the last
+    ones (`monitor.window_size`) at least `min_loss_decrease` below the first loss of the first phase."""
 
     phase: TrainingPhase
     num_tokens: int
@@ -78,7 +76,7 @@ def phase_config(config: FullConfig, phase: TrainingPhase) -> PhaseConfig:
 
 def with_given(config: FullConfig, given: Collection[str]) -> FullConfig:
     """Return `config` with the fields of `training` that the command line sets (`given`) in place of the phases'
-    defaults. The configuration's `phases` take precedence over both. Steps can only become fewer."""
+    defaults, but not of the configuration's `phases`. Steps can only become fewer."""
     phases = {}
     for phase in PHASES:
         own: PhaseOverrides = getattr(config.phases, phase)
@@ -119,9 +117,8 @@ def estimate_training_time(num_steps: int, step_time_seconds: float) -> dict[str
 
 @dataclass(frozen=True, slots=True)
 class PlannedPhase:
-    """A phase with the batch of a configuration: its numbers (`settings`), and the configuration of its run (`config`),
-    whose `training.num_train_steps` is the smallest of the phase's steps, `steps_for_tokens` and the caller's limit.
-    `tokens_per_step` is the token budget of a step over all ranks and both sides, with a few percent of padding."""
+    """A phase: its numbers (`settings`), and the configuration of its run (`config`), whose `training.num_train_steps`
+    is the smallest of the phase's, `steps_for_tokens` and the caller's. `tokens_per_step` includes padding."""
 
     settings: PhaseConfig
     config: FullConfig
@@ -152,9 +149,8 @@ class PlannedPhase:
 
 
 def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None = None) -> PlannedPhase:
-    """Plan the run of `phase`; `max_steps` is a further limit to its optimizer steps. The data starts again under the
-    phase's own seed; the held-out documents do not depend on it. `infra.num_gpus` decides the size of a step, however
-    many ranks the launcher starts. Raises ConfigError for a phase that contradicts itself."""
+    """Plan the run of `phase`, of at most `max_steps`. The data starts again under the phase's own seed, and
+    `infra.num_gpus` decides the size of a step. Raises ConfigError for a phase that contradicts itself."""
     settings, before = phase_config(config, phase), phase_before(phase)
     training, infra, monitor = config.training, config.infra, config.monitor
     sequences = global_batch_size(config, infra.num_gpus)
