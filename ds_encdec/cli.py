@@ -1,8 +1,6 @@
 """Runs `ds-encdec VERB`: a thin layer over functions that can be imported. Only verbs that need torch, transformers or
 deepspeed import them, so that `--help` and `validate` answer at once."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform
@@ -34,8 +32,7 @@ VERBS = {name: _ROWS[name] for group in GROUPS.values() for name in group}
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the console script; return the exit code."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given:
+    if not (given := list(sys.argv[1:] if arguments is None else arguments)):
         _parser("").print_help(sys.stderr)
         return ConfigError.exit_code
     try:

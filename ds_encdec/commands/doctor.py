@@ -84,8 +84,7 @@ class Host:
         return "the local files, folders and packages that it names were found"
 
     def _packages(self) -> Answer:
-        package = ENGINES[resolve_engine(self.config)].package
-        if package is not None:
+        if (package := ENGINES[resolve_engine(self.config)].package) is not None:
             if not torch.cuda.is_available():
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")
             try:

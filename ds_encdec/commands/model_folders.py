@@ -1,7 +1,5 @@
 """Make a model folder, ready for training, from a decoder-only Qwen3 (`ds-encdec init-model`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

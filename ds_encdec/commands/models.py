@@ -1,8 +1,6 @@
 """The verbs on checkpoints and exported models: `export`, `average`, `verify`, `generate` and `evaluate`. They import
 torch only when they run."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

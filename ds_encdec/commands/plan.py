@@ -185,11 +185,9 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
         time = "" if row["time"] is None else duration(row["time"]["seconds"])
         usd = "" if row["usd"] is None else short(row["usd"], 2)
         table.append([row["phase"], limits, f"{short(row['steps'])} steps, {short(row['tokens'])}", time, usd])
-    columns = []
-    for number, column in enumerate(zip(*table, strict=True)):
-        if any(column[1:]):
-            aligned, width = str.ljust if number < 2 else str.rjust, max(map(len, column))
-            columns.append([aligned(cell, width) for cell in column])
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    aligned = (f"{{:{'<' if number < 2 else '>'}{max(map(len, column))}}}" for number, column in enumerate(columns))
+    pattern = "  ".join(aligned)
     rate, cut = plan["tokens_per_second"], any(row["ends_with"] == "--steps-per-phase" for row in plan["phases"])
     remarks = (
         "A phase ends after its steps or its tokens (M, B, T: millions, billions, trillions), whichever come first"
@@ -198,7 +196,7 @@ def describe_plan_of_phases(plan: Mapping[str, Any]) -> str:
         "(infra.num_gpus).",
         HOW_TO_KNOW_THE_TIME if rate is None else f"At {rate:,.0f} tokens/s. {NOT_COUNTED}",
     )
-    rows = ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
+    rows = [pattern.format(*cells).rstrip() for cells in zip(*columns, strict=True)]
     return "\n".join([*rows, *(textwrap.fill(remark, 80) for remark in remarks)])
 
 

@@ -52,8 +52,8 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     if looks_here and config.infra.device == "cuda" and not has_gpu():
         whose = "" if "device" in config.infra.model_fields_set else " (the default)"
         notes.append(f"warning: infra.device=cuda{whose}, and this machine has no GPU: auto would take its CPU")
-    print("".join(f"{note}\n" for note in notes), end="")
-    print(f"{show(str(options.config))[1:-1] if options.config else 'the default configuration'}: no problems found")
+    named = show(str(options.config))[1:-1] if options.config else "the default configuration"
+    print(*notes, f"{named}: no problems found", sep="\n")
 
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:

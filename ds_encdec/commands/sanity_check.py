@@ -79,12 +79,11 @@ class Subject:
         self.config, self.context, self.device = config, context, context.device
         self.opened = ExitStack()  # closes the engine and the data loader
 
-    def train_step(self) -> float:
-        """Make one step of the engine on the batch; return the loss before it, in nats per target token."""
+    def _train_step(self) -> float:
         loss = self.engine.forward(self.batch)
         self.engine.backward(loss, target_tokens=self.batch.target_tokens, last=True)
         self.engine.step()
-        return loss.by_denoiser.sum().item() / self.batch.target_tokens
+        return loss.by_denoiser.sum().item() / self.batch.target_tokens  # nats per target token, before the step
 
     def _model_loads(self) -> Result:
         config, training = self.config, self.config.training
@@ -211,7 +210,7 @@ class Subject:
         losses, self.step_seconds = list[float](), list[float]()
         for _ in range(OVERFIT_STEPS):
             began = time.monotonic()
-            losses.append(self.train_step())
+            losses.append(self._train_step())
             self.step_seconds.append(time.monotonic() - began)
         first, last = losses[0], losses[-1]
         return (
@@ -237,14 +236,13 @@ class Subject:
             manager = CheckpointManager(Path(folder), context.collectives, engine_name=context.engine, keep=None)
             manager.prepare()
             manager.save(state, self.engine.stage, write_rest, pointers=(), in_background=False)
-            outcome = manager.collect()
-            if outcome is None or outcome.problem is not None:
+            if (outcome := manager.collect()) is None or outcome.problem is not None:
                 raise CheckpointError(outcome.problem if outcome else "nothing was saved")
             checkpoint = committed_steps(Path(folder))[OVERFIT_STEPS]
             num_bytes = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-            expected = [self.train_step() for _ in range(RESUME_STEPS)]
+            expected = [self._train_step() for _ in range(RESUME_STEPS)]
             self.engine.load(open_saved_state(checkpoint))
-        found = [self.train_step() for _ in range(RESUME_STEPS)]
+        found = [self._train_step() for _ in range(RESUME_STEPS)]
         difference = max(abs(a - b) / abs(a) for a, b in zip(expected, found, strict=True))
         return (
             difference <= RESUME_TOLERANCE,

@@ -96,8 +96,7 @@ def evaluate(
         if world.is_main and 0 < len(predictions.records) < len(examples):
             _log(f"{len(predictions.records):,} of {len(examples):,} predictions are there; going on")
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
-        missing = [batch for batch in batches if not predictions.records.keys() >= set(batch)]
-        if missing:
+        if missing := [batch for batch in batches if not predictions.records.keys() >= set(batch)]:
             loaded = open_model(model, place, dtype)
             for batch in _with_progress(split, batches, missing, shown=world.is_main):
                 predictions.append(_predict(loaded, tokenizer, examples, batch, settings))

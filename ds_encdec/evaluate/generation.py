@@ -251,8 +251,7 @@ def _prepare_input(
 ) -> tuple[str, str]:
     """Return the input for `text` of a model that was fine-tuned on `template` or conversations, and a note to print,
     which may be empty. Raises CheckpointError."""
-    chat = ChatTemplate.of(tokenizer)
-    if chat is not None:
+    if (chat := ChatTemplate.of(tokenizer)) is not None:
         # Special tokens of a chat template begin and end turns: a text with them is rendered already.
         marks = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         if any(mark in text and any(mark in one for one in chat.templates.values()) for mark in marks):

@@ -125,6 +125,4 @@ class Judge:
             lambda: [text_of(self.tokenizer, ids) for ids in generate(model, mine, settings, self.stopped)]
         )
         shares = self.collectives.gather(None if self.stopped() else texts)
-        if None in shares:
-            return None
-        return [shares[number % ranks][number // ranks] for number in range(len(inputs))]
+        return None if None in shares else [shares[i % ranks][i // ranks] for i in range(len(inputs))]

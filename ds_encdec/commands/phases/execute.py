@@ -133,8 +133,7 @@ def _run_phase(config: FullConfig, planned: PlannedPhase, subprocess_run: Subpro
 
 
 def _result_before(config: FullConfig, planned: PlannedPhase) -> dict[str, Any]:
-    before = phase_before(planned.phase)
-    if before is None:
+    if (before := phase_before(planned.phase)) is None:
         return {}
     settings = phase_config(config, before)
     folder = PhaseFolder(phase_folder(config, before), settings)

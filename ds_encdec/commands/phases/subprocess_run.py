@@ -39,8 +39,7 @@ def launcher_command(config: FullConfig, launcher: str | None) -> list[str]:
         programs = {Path(word).name for word in words}
         starts_python = programs & LAUNCHER_PROGRAMS or any(name.startswith("python") for name in programs)
         return [*words, sys.executable, "-u"] if programs & TASK_PROGRAMS and not starts_python else words
-    ranks = config.infra.num_gpus
-    if ranks == 1:
+    if (ranks := config.infra.num_gpus) == 1:
         return [sys.executable]
     import torch
 
