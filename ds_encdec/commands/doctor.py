@@ -245,9 +245,7 @@ def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:
         if answer is not None:
             message, fix = (answer, "") if isinstance(answer, str) else answer
             own.append(Finding(check, isinstance(answer, str), message, fix, name))
-    if world.world_size == 1:
-        return own, True
-    findings = _together(host, own)
+    findings = own if world.world_size == 1 else _together(host, own)
     return findings, world.is_main or any(finding.check == "meeting" for finding in findings)
 
 
