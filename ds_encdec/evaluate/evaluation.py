@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from rich.progress import Progress
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_encdec.base import terminal
 from ds_encdec.base.types import CheckpointError, ConfigError, OutOfMemoryError, OutputLockedError
@@ -33,7 +33,7 @@ from ds_encdec.data.sources.sources import Split
 from ds_encdec.data.sources.tables import resolve_commits
 from ds_encdec.evaluate.generation import generate_batch, plan_batches, score_targets, special_ids, text_of
 from ds_encdec.evaluate.metrics import rouge_scorer, same_words, score_texts
-from ds_encdec.evaluate.models import is_ours, open_model, open_tokenizer
+from ds_encdec.evaluate.models import is_ours, open_model
 from ds_encdec.launch.disk import Writing, write_atomically
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.launch.memory_errors import in_one_line, is_out_of_memory
@@ -129,7 +129,7 @@ def _tokenizer(model: Path, config: FullConfig) -> tuple[PreTrainedTokenizerFast
                 f"--model: {model} is no model of ds_encdec, and data.objective={config.data.objective} is for those "
                 "only: set data.objective=sft and its templates"
             )
-        tokenizer = open_tokenizer(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
         return tokenizer, add_sentinels(tokenizer, 0, mode_tokens=False)
     known = Qwen3Seq2SeqConfig.from_pretrained(model)
     its = {"tokenizer_name_or_path": str(model), "num_sentinel_tokens": len(known.sentinel_token_ids)}
@@ -213,12 +213,16 @@ def _finish(
     figures = {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
     if of_text := sum(token not in special for example in examples for token in example.decoder_ids.tolist()):
         figures["token_accuracy"] = 100 * sum(record["right_tokens"] for record in records) / of_text
-    left_out: dict[str, str] = {}
     texts = [[record[side] for record in records] for side in ("prediction", "reference")]
-    figures |= score_texts(metrics, *texts, bertscore_model=bertscore_model, left_out=left_out)
+    of_texts, left_out = score_texts(metrics, *texts, bertscore_model=bertscore_model)
     most = settings.max_new_tokens or math.inf
     cut = sum(record["generated_tokens"] >= most for record in records)
-    result = {"figures": figures, "examples": len(records), "cut_at_max_new_tokens": cut, "evaluation": dict(facts)}
+    result = {
+        "figures": figures | of_texts,
+        "examples": len(records),
+        "cut_at_max_new_tokens": cut,
+        "evaluation": dict(facts),
+    }
     result |= {"metrics_left_out": left_out} if left_out else {}
     predictions.finish(records, result)
     return result

@@ -32,11 +32,12 @@ from ds_encdec.base.types import IGNORE_INDEX, CheckpointError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.data.examples.sft import ChatTemplate
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.evaluate.models import open_model, open_tokenizer, require_ours
+from ds_encdec.evaluate.models import open_model, require_ours
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.objectives import template_parts
+from ds_encdec.tokenizer.load import pretrained_tokenizer
 
 TokenIds = Sequence[int] | np.ndarray
 # The most logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax.
@@ -202,7 +203,7 @@ def generate_text(
     be shown. Raises CheckpointError for a folder without a model of ours.
     """
     require_ours(folder)
-    tokenizer = open_tokenizer(folder)
+    tokenizer = pretrained_tokenizer(str(folder), field="--model")
     if (taught := _taught_inputs(folder)) is not None:
         text, note = _prepare_input(text, *taught, tokenizer, is_raw=raw)
         raw = True

@@ -73,8 +73,7 @@ def figures_of(
 ) -> dict[str, float]:
     """Return all figures of the metrics `names`, except users' own that raise, each of which is logged as a warning.
     Raises ConfigError if one of those is `best`, by which the run is judged."""
-    left_out: dict[str, str] = {}
-    figures = score_texts(names, predictions, references, left_out=left_out)
+    figures, left_out = score_texts(names, predictions, references)
     for name, why in left_out.items():
         logger.warning("the metric %s has no figure: %s", name, why)
     if best in left_out:

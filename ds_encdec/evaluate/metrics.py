@@ -58,11 +58,10 @@ def score_texts(
     references: Sequence[str],
     *,
     bertscore_model: Path | None = None,
-    left_out: dict[str, str] | None = None,
-) -> dict[str, float]:
-    """Return the figures of the metrics `names`, which `check_metrics` has accepted. If a user's metric raises or
-    returns no finite number, `left_out` gets the error and its place; without `left_out` the error is raised."""
-    figures: dict[str, float] = {}
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Return the figures of the metrics `names`, which `check_metrics` has accepted; and the error, with its place, of
+    each user's metric that raises or returns no finite number."""
+    figures, left_out = dict[str, float](), dict[str, str]()
     for name in names:
         if name in TEXT_METRICS:
             model = {"bertscore_model": bertscore_model} if TEXT_METRICS[name].needs_model else {}
@@ -74,10 +73,8 @@ def score_texts(
                 raise ValueError(f"it returned {figure}")
             figures[name] = figure
         except Exception as error:  # whatever the user's function raises
-            if left_out is None:
-                raise
             left_out[name] = whose_fault(error)
-    return figures
+    return figures, left_out
 
 
 def same_words(prediction: str, reference: str) -> bool:

@@ -1,5 +1,5 @@
-"""Check the folder of the model to judge, and open the model and tokenizer in it. Torch and transformers are imported
-only when a model is opened, so that wrong folders are refused at once."""
+"""Check the folder of the model to judge, and open the model in it. Torch and transformers are imported only when a
+model is opened, so that wrong folders are refused at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_encdec.config.yaml.plain_files import read_json
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel
 
 
 def require_model_folder(folder: Path) -> None:
@@ -45,17 +45,6 @@ def require_ours(folder: Path) -> None:
     """Raise CheckpointError if `folder` holds no model of our own kind."""
     if not is_ours(folder):
         raise CheckpointError(f"--model: {folder} is no model of ds_encdec; ds-encdec init-model makes one of a Qwen3")
-
-
-def open_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of a model folder. Raises CheckpointError."""
-    from transformers import AutoTokenizer
-
-    from ds_encdec.tokenizer.load import pretrained_tokenizer
-
-    return (
-        pretrained_tokenizer(str(folder), field="--model") if is_ours(folder) else AutoTokenizer.from_pretrained(folder)
-    )
 
 
 def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> PreTrainedModel:

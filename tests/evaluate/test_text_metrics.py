@@ -24,7 +24,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "cat", "cats", "sat", "on", 
 
 def test_figures_are_those_computed_by_hand_from_0_to_100() -> None:
     names = ["exact_match", "rouge", "chrf", "bleu"]
-    figures = score_texts(names, PREDICTIONS, REFERENCES)
+    figures = score_texts(names, PREDICTIONS, REFERENCES)[0]
     assert 60 < figures.pop("chrf") < 100
     assert figures == pytest.approx(
         {
@@ -37,8 +37,8 @@ def test_figures_are_those_computed_by_hand_from_0_to_100() -> None:
             "bleu": 100 * (7 / 9 * 3 / 7 * 1 / 5 * 1 / 6) ** 0.25,
         }
     )
-    assert score_texts(names, REFERENCES, REFERENCES) == pytest.approx(dict.fromkeys([*figures, "chrf"], 100))
-    assert score_texts(["rouge", "bleu", "chrf"], ["", ""], REFERENCES)["chrf"] == 0
+    assert score_texts(names, REFERENCES, REFERENCES)[0] == pytest.approx(dict.fromkeys([*figures, "chrf"], 100))
+    assert score_texts(["rouge", "bleu", "chrf"], ["", ""], REFERENCES)[0]["chrf"] == 0
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def bert(tmp_path: Path) -> Path:
 
 def test_bertscore_compares_states_of_a_local_models_layer(bert: Path) -> None:
     def f1(predictions: list[str]) -> float:
-        return score_texts(["bertscore"], predictions, REFERENCES, bertscore_model=bert)["bertscore_f1"]
+        return score_texts(["bertscore"], predictions, REFERENCES, bertscore_model=bert)[0]["bertscore_f1"]
 
     assert f1(REFERENCES) == pytest.approx(100, abs=1e-4)
     assert bertscore_layer(bert) == 2  # the last one, where none is known
@@ -69,7 +69,7 @@ def test_bertscore_compares_states_of_a_local_models_layer(bert: Path) -> None:
     tokenizer, model = AutoTokenizer.from_pretrained(bert), AutoModel.from_pretrained(bert).eval()
     states = [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0, 1:-1] for text in ("a cat", "the mat")]
     cosines = torch.nn.functional.cosine_similarity(states[0][:, None], states[1][None], dim=-1)
-    found = score_texts(["bertscore"], ["a cat"], ["the mat"], bertscore_model=bert)
+    found = score_texts(["bertscore"], ["a cat"], ["the mat"], bertscore_model=bert)[0]
     assert found["bertscore_precision"] == pytest.approx(100 * cosines.amax(1).mean().item(), rel=1e-4)
     assert found["bertscore_recall"] == pytest.approx(100 * cosines.amax(0).mean().item(), rel=1e-4)
 
@@ -98,6 +98,6 @@ def test_what_a_metric_lacks_is_said_with_the_command_that_brings_it(
 
 def test_every_figure_belongs_to_the_metric_that_yields_it(bert: Path) -> None:
     for name, row in TEXT_METRICS.items():
-        found = score_texts([name], PREDICTIONS, REFERENCES, bertscore_model=bert)
+        found = score_texts([name], PREDICTIONS, REFERENCES, bertscore_model=bert)[0]
         assert tuple(found) == row.figures
         assert all(FIGURES[figure] is row for figure in found)
