@@ -11,8 +11,7 @@ from typing import Any
 
 from ds_encdec.base.plugins import load_plugin, whose_fault
 from ds_encdec.base.types import ConfigError
-from ds_encdec.registry.text_metrics import TEXT_METRICS as TEXT_METRICS
-from ds_encdec.registry.text_metrics import not_installed, text_metric
+from ds_encdec.registry.text_metrics import TEXT_METRICS, not_installed, text_metric
 
 ROUGE_TYPES = TEXT_METRICS["rouge"].figures
 
