@@ -54,13 +54,13 @@ install_once() { # ENVIRONMENT EXTRAS
     fi
     case "${installer[0]}" in uv) how=uv ;; *) how=pip ;; esac
     echo "installing ds_encdec${extras:+[$extras]} and its requirements into $1, by $how, once" >&2
-    echo "  (2 GB; a minute of work and the downloads; log: $log)" >&2
+    echo "  (2 GB; a minute of work and the downloads; to watch it: tail -f $log)" >&2
     : >"$log"
     if wants_cpu_torch "$python"; then
-        followed "$log" "${installer[@]}" --no-deps --constraint "$ROOT/constraints.txt" \
+        logged "$log" "${installer[@]}" --no-deps --constraint "$ROOT/constraints.txt" \
             --index-url "$TORCH_CPU_INDEX" torch || return 1
     fi
-    followed "$log" "${installer[@]}" --constraint "$ROOT/constraints.txt" \
+    logged "$log" "${installer[@]}" --constraint "$ROOT/constraints.txt" \
         --editable "$ROOT${extras:+[$extras]}" || return 1
     echo "$wanted${extras:+ $extras}" >"$stamp"
 }
@@ -91,27 +91,10 @@ END_PYTHON
     fi
 }
 
-followed() { # LOG COMMAND...: runs it and shows its last line: on a terminal all the time, elsewhere every 10 s
-    local log="$1" line last="" status began=$SECONDS shown=$SECONDS patience=""
+logged() { # LOG COMMAND...: what it prints goes into the log, whose end is shown if it fails
+    local log="$1" status=0 began=$SECONDS
     shift
-    [ "${BASH_VERSINFO[0]}" -lt 4 ] || patience="-t 1" # older ones do not tell patience's end from the input's
-    "$@" 2>&1 | while true; do
-        # shellcheck disable=SC2086
-        if IFS= read -r $patience line; then
-            echo "$line" >>"$log"
-            case "$line" in "    "* | WARNING:*) ;; *) last="${line%% (from *}" ;; esac
-        elif [ $? -le 128 ]; then
-            break
-        fi
-        if [ -t 2 ]; then
-            printf '\r\033[K  %3d s  %.60s' $((SECONDS - began)) "$last" >&2
-        elif [ $((SECONDS - shown)) -ge 10 ]; then
-            shown=$SECONDS
-            printf '  %3d s  %.100s\n' $((SECONDS - began)) "$last" >&2
-        fi
-    done
-    status=${PIPESTATUS[0]}
-    [ ! -t 2 ] || printf '\r\033[K' >&2
+    "$@" >>"$log" 2>&1 || status=$?
     if [ "$status" = 0 ]; then
         echo "  done in $((SECONDS - began)) s" >&2
     else
