@@ -10,16 +10,12 @@ Needs the `dev` extra: the runs are the tests' own (tests/distributed/portable_r
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "distributed"))
-
-from portable_matrix import (  # noqa: E402
+from parity_table import NEXT_PART, PAGE, only_prints  # which also lets the tests' modules be imported
+from portable_matrix import (
     ONE_OF_EACH,
     SIDES,
     TESTED_SIDES,
@@ -33,13 +29,10 @@ from portable_matrix import (  # noqa: E402
     save_all,
     uninterrupted,
 )
-from portable_runs import ADAPTERS, ENGINES, SAVED_STEP, STEPS  # noqa: E402
+from portable_runs import ADAPTERS, ENGINES, SAVED_STEP, STEPS
 
-PAGE = ROOT / "docs" / "parity.md"
-
-HEADING = "\n## Checkpoints across engines"
 INTRODUCTION = (
-    HEADING
+    NEXT_PART
     + """ and numbers of ranks
 
 Each engine trained a tiny model in float32 on real text for {saved} steps on 1, 2 and 4 ranks and was stopped; from
@@ -63,9 +56,7 @@ rate (3e-2), two runs that nothing interrupts, on one and on two ranks, part wit
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--print", action="store_true", help="print the page, write nothing")
-    options = parser.parse_args()
+    is_printed = only_prints(__doc__)
     found, _ = run_pairs([(saver, loader) for saver in SIDES for loader in SIDES])
     counts = {"saved": SAVED_STEP, "steps": STEPS - SAVED_STEP, "savers": len(SIDES), "tested": len(TESTED_SIDES)}
     page = INTRODUCTION.format(**counts, pairs=len(found), samples=samples(found)) + table(found)
@@ -77,10 +68,10 @@ def main() -> None:
     counts = {"savers": len(ONE_OF_EACH), "steps": TESTED_STEPS - SAVED_STEP, "pairs": len(found)}
     ends = {"first": losses[1], "last": losses[TESTED_STEPS]}
     page += ADAPTER_INTRODUCTION.format(**counts, **ends, samples=samples(found)) + table(found)
-    if options.print:
+    if is_printed:
         print(page)
     else:
-        PAGE.write_text(PAGE.read_text().partition(HEADING)[0] + page)
+        PAGE.write_text(PAGE.read_text().partition(NEXT_PART)[0] + page)
 
 
 def run_pairs(

@@ -40,15 +40,18 @@ another's. `_hybrid` shards over half of the ranks.
 `python scripts/dev/parity_table.py` writes this table; `tests/distributed/test_parity_table.py` repeats some of its
 rows.
 """
-NEXT_PART = "\n## Checkpoints across engines"
-"""Where the part of checkpoint_matrix.py begins."""
+NEXT_PART = "\n## Checkpoints across engines"  # where the part of checkpoint_matrix.py begins
 BF16_BOUND = 0.03
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def only_prints(description: str) -> bool:
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--print", action="store_true", help="print the page, write nothing")
-    options = parser.parse_args()
+    return parser.parse_args().print
+
+
+def main() -> None:
+    is_printed = only_prints(__doc__)
     oracles = {kind: oracle_losses(**changes) for kind, changes in KINDS.items()}
     worst: dict[tuple[str, str, int], float] = {}
     for kind, changes in KINDS.items():
@@ -60,7 +63,7 @@ def main() -> None:
                 worst[name, kind, world_size] = max(abs(a - b) for a, b in zip(found[name], oracles[kind], strict=True))
             print(f"{kind} on {world_size} ranks done", file=sys.stderr, flush=True)
     page = render(worst, oracles)
-    if options.print:
+    if is_printed:
         print(page)
     else:
         PAGE.write_text(page + NEXT_PART + PAGE.read_text().partition(NEXT_PART)[2])
