@@ -148,11 +148,7 @@ def plan_of_phases(
     for planned in plans:
         settings, steps = planned.settings, planned.config.training.num_train_steps
         tokens = steps * planned.tokens_per_step
-        limits = {
-            "steps": settings.num_train_steps,
-            "tokens": planned.steps_for_tokens,
-            "--steps-per-phase": steps,
-        }
+        limits = {"steps": settings.num_train_steps, "tokens": planned.steps_for_tokens, "--steps-per-phase": steps}
         phases.append(
             {
                 "phase": str(planned.phase),

@@ -215,8 +215,8 @@ def generate_text(
         print(text, end="", flush=True)
     encoder_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
     if model.config.mode_token_ids:  # it was trained with them before each input
-        modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
         has_spans = _SENTINEL.search(text) is not None
+        modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
         encoder_ids.insert(0, next(token for row, token in modes if row.has_spans == has_spans))
     streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
     target = text_of(tokenizer, generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0])

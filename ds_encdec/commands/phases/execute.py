@@ -60,9 +60,8 @@ class PhaseFolder(RunFolder):
         _write(self.started, {"started": first_start, "weights_sha256": weights_sha256})
 
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
-        """Return sentences about the settings that have changed since this phase began. All may change until something
-        is saved, and the fields with `Mark.TUNABLE` until the phase is complete. Raises ConfigError if others have
-        changed, or the weights that it started from."""
+        """Return sentences about the settings that have changed since this phase began: all may until something is
+        saved, `Mark.TUNABLE` until the phase is complete. Raises ConfigError for others, and for other weights."""
         if not self.is_completed and not committed_steps(self.checkpoints):
             return []
         began, ignored = load_saved(self.phase_yaml), {*marked(Mark.UNTRAINED)}
@@ -210,8 +209,8 @@ def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initi
 
 def judge(planned: PlannedPhase, pipeline_initial_loss: float | None) -> dict[str, Any]:
     """Compare the final checkpoint and the metrics of a completed run with its phase's limits; return the content of
-    result.json (docs/phases.md). The decrease is measured from `pipeline_initial_loss`, the first loss of the first
-    phase; None if this is that phase. Raises CheckpointError if the final checkpoint is missing or cannot be read."""
+    result.json (docs/phases.md). The decrease is measured from `pipeline_initial_loss`, the first phase's first loss;
+    None if this is that phase. Raises CheckpointError if the final checkpoint cannot be read."""
     from ds_encdec.monitor.monitor import TrainingMonitor  # imports torch
 
     final = planned.folder / "checkpoints" / "final"

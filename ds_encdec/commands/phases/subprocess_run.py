@@ -1,6 +1,5 @@
-"""Run the ordinary program in a subprocess, under a launcher. A process for each phase makes it an ordinary run, which
-leaves no memory behind. The launcher gets its own session: a Ctrl-C would otherwise end it before its ranks have
-saved."""
+"""Run the ordinary program in a subprocess, under a launcher: a run of its own leaves no memory behind. The launcher
+gets its own session: a Ctrl-C would otherwise end it before its ranks have saved."""
 
 import ctypes
 import shlex
