@@ -47,9 +47,9 @@ def test_hyperparameters_are_read_as_the_command_line_is(monkeypatch: pytest.Mon
     """A Hugging Face estimator's: `resume` by a boolean, and a folder, which is then the only one."""
     seen: list[str | None] = []
 
-    def load(options: argparse.Namespace, *_: object) -> tuple[FullConfig, list[str]]:
+    def load(options: argparse.Namespace, *_: object) -> FullConfig:
         seen.append(options.resume)
-        return FullConfig(), []
+        return FullConfig()
 
     monkeypatch.setattr(train, "_load", load)
     for name, value in {"resume": "true", "resume_from_checkpoint": "there"}.items():
