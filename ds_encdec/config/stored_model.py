@@ -1,17 +1,21 @@
 """Find the folder of a model or tokenizer, and read its files as transformers does, refusing models that the engine
 cannot train. It needs neither torch nor transformers, so estimates and runs read the same sizes."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_encdec.base.types import CheckpointError
-from ds_encdec.config.sections import Sections
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.registry.denoisers import DENOISERS
+
+if TYPE_CHECKING:  # `--help` does not wait for pydantic
+    from ds_encdec.config.sections import Sections
 
 # Files downloaded for a model (none that would have to be unpickled or executed), and for a tokenizer.
 MODEL_FILES = ("*.json", "*.safetensors")
