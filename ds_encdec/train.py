@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
     if options.print_config:
         print(_load(options, overrides, lambda note: print(f"# {note}")).dump_yaml(), end="")
     elif options.print_deepspeed_config:
-        config = _load(options, overrides, _log)
+        config = _load(options, overrides, logger.info)
         import torch
 
         from ds_encdec.config.shares import plan_lanes, with_assumed_batch_size
@@ -133,7 +133,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
     with StopRequest(world, whole_process=True) as stop:
         # Watched while importing: this takes a moment, torch and deepspeed take seconds.
         with startup_errors_shared(world):
-            config = _load(options, overrides, _log)
+            config = _load(options, overrides, logger.info)
             _refuse_early(config, options.resume, world)
             grow_segments(os.environ)
             logger.info("loading torch and the engine, which takes some seconds")
@@ -186,15 +186,9 @@ def _load(options: argparse.Namespace, overrides: Sequence[str], log: Callable[[
 
     loaded = read_config(options.config, overrides, options.deepspeed_config)
     config = loaded.valid()
-    for note in loaded.notes():
+    for note in loaded.translated:
         log(note)
     return config
-
-
-def _log(note: str) -> None:
-    text = note.removeprefix("warning: ")
-    # All ranks have the same notes.
-    logger.log(logging.WARNING if text != note and _is_reporter() else logging.INFO, "%s", text)
 
 
 VERB = Verb(

@@ -1,7 +1,6 @@
 """Finds local files by their paths, or by patterns of them (`*`, `?`, `[abc]`, and `**` for folders at any depth)."""
 
 import os
-import re
 from collections.abc import Iterator, Sequence
 from glob import escape, iglob
 
@@ -24,18 +23,7 @@ def named_files(name: str, folder: str = "") -> Iterator[str]:
 
 
 def no_file_matches(patterns: Sequence[str]) -> str:
-    """Return the message for patterns without a file, with advice on folders, brackets and variables."""
+    """Return the message for patterns without a file, with advice on folders."""
     folders = ", ".join(pattern for pattern in patterns if os.path.isdir(os.path.expanduser(pattern)))
     advice = f". {folders}: a folder; add /** for its files" if folders else ""
-    if any("[" in pattern for pattern in patterns):
-        advice += ". In a pattern [abc] is one of three letters: write [[] for a bracket"
-    advice += "".join(f". {found}" for found in map(variable_in, patterns) if found)
     return f"no file matches {', '.join(patterns)} (looked from {os.getcwd()}){advice}"
-
-
-def variable_in(name: str) -> str | None:
-    """Return a message if a path has a shell's variable in it; None if it has none."""
-    found = re.search(r"\$(\{[^}]*\}|[A-Za-z_]\w*)", name)
-    return (
-        f"{found[0]} is part of the name: shell variables are not expanded here, so write the value" if found else None
-    )

@@ -59,16 +59,11 @@ def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
 
 
 def _which(module: str) -> str:
-    """Return a message's end: Python's file for `module`, and the working folder's file that it hides."""
-    spec = None
+    """Return a message's end that names Python's file for `module`, which may hide one in the working folder."""
     with suppress(Exception, SystemExit):  # of packages around it
-        spec = importlib.util.find_spec(module)
-    if spec is None:
-        return ""
-    found, own = spec.origin or "built into Python", os.path.abspath(module.replace(".", os.sep))
-    file = next((path for path in (f"{own}.py", f"{own}{os.sep}__init__.py") if os.path.isfile(path)), found)
-    hides = os.path.realpath(file) != os.path.realpath(found)
-    return f"; {module} is {found}" + f", which hides {file}: rename that file" * hides
+        if (spec := importlib.util.find_spec(module)) is not None:
+            return f"; {module} is {spec.origin}"
+    return ""
 
 
 def whose_fault(error: BaseException, *, or_library: bool = True) -> str:

@@ -1,7 +1,6 @@
-"""Shows a program's log and progress through one console, and its errors: on a terminal in colour, with the lines of
-files that are wrong. Log lines stand above the progress bar; outside a terminal each has its time, level and, among
-several ranks, rank. Only programs set this up, not the import. If a reader leaves early (`plan | head`), most verbs
-end, but a training goes on: its results are in its folder."""
+"""Shows a program's log, progress and errors, on a terminal in colour. Log lines stand above the progress bar; outside
+a terminal each has its time, level and, among several ranks, rank. Only programs set this up, not the import. If a
+reader leaves early (`plan | head`), most verbs end, but a training goes on: its results are in its folder."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from datetime import datetime
-from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -34,7 +31,13 @@ SECRET = (
     r"|key(?:[_-]?(?:id|file|path))?(?![\w.-])"
 )
 
-_PLACE = re.compile(r"  (?P<place>(?P<file>.+?):(?P<line>\d+)(?::(?P<column>\d+))?(?: [^:]*)?): (?P<said>.+)")
+# The report of a configuration's problems (config/settings.py): places, values and fixes.
+_STYLES_OF_ERRORS = {
+    "^error:": "bold red",
+    r"(?m)^  \S.*?:\d+(:\d+)?(?=[ :])": "cyan",
+    "(?m)(?<= = ).*$": "red",
+    "`[^`\n]+`": "bold green",
+}
 
 
 def is_secret(name: str) -> bool:
@@ -147,73 +150,29 @@ def take_over(name: str, harmless: Collection[str] = ()) -> None:
 
 def print_marked(text: str, styles: Mapping[str, str]) -> None:
     """Print `text`; on a terminal, what the regular expressions in `styles` match has that style."""
-    if not is_terminal(sys.stdout):
+    if is_terminal(sys.stdout):
+        console().print(_marked(text, styles), soft_wrap=True)
+    else:
         print(text)
-        return
+
+
+def print_error(error: Exception) -> None:
+    """Print why the program ends, on standard error."""
+    if is_terminal(sys.stderr):
+        from rich.console import Console
+
+        Console(stderr=True).print(_marked(f"error: {error}", _STYLES_OF_ERRORS), soft_wrap=True)
+    else:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
+def _marked(text: str, styles: Mapping[str, str]) -> Text:
     from rich.text import Text
 
     marked = Text(text)
     for pattern, style in styles.items():
         marked.highlight_regex(pattern, style)
-    console().print(marked, soft_wrap=True)
-
-
-def print_error(error: Exception) -> None:
-    """Print why the program ends, on standard error."""
-    if not is_terminal(sys.stderr):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    shown = Console(stderr=True)
-    shown.print(Text.assemble(("error:", "bold red"), " ", marked(str(error), shown.width)), soft_wrap=True)
-
-
-def marked(report: str, width: int) -> Text:
-    """Return the report of a configuration's problems (config/settings.py) for a terminal of `width` columns, with
-    colours, and with the wrong lines of the files. A place stands there as `  file:line[:column]: field = value`."""
-    from rich.text import Text
-
-    lines, shown = report.splitlines(), list[Text]()
-    for number, line in enumerate(lines):
-        if found := _PLACE.fullmatch(line):
-            field, equals, value = found["said"].partition(" = ")
-            shown.append(Text.assemble("  ", (found["place"], "cyan"), ": ", (field, "bold"), equals, (value, "red")))
-            message = next((below for below in lines[number + 1 :] if below.startswith("      ")), "")
-            shown += _source(found, field, is_unknown="unknown key" in message, width=width)
-        elif line.startswith("      "):
-            shown.append(Text("\n".join(wrap(line, width, subsequent_indent=" " * 6, break_long_words=False))))
-            shown[-1].highlight_regex(r"`[^`]+`", "bold green")
-        else:
-            shown.append(Text(line))
-    return Text("\n").join(shown)
-
-
-def _source(found: re.Match[str], field: str, *, is_unknown: bool, width: int) -> list[Text]:
-    # The line of the file, and marks below it: under the value, or the key if that is unknown.
-    from rich.text import Text
-
-    try:
-        path = Path(found["file"])  # a pipe would block
-        source = path.read_text().splitlines()[int(found["line"]) - 1] if path.is_file() else ""
-    except (OSError, ValueError, IndexError):  # gone by now, or not text
-        return []
-    if not source.isprintable() or any(map(is_secret, re.findall(r"([\w.-]+)[\"']?\s*:", source))):
-        return []
-    key = re.escape(field.rpartition(".")[2])
-    pattern = rf"(?<![\w.])({key})\b" if is_unknown else rf"(?<![\w.]){key}[\"']?\s*:\s*([^#]*[^#\s,}}])"
-    if (mark := re.search(pattern, source)) is None:
-        return []
-    start, end = mark.span(1)
-    margin = f"{found['line']:>8} | "
-    columns = max(20, width - len(margin))
-    first = max(0, min(start - 4, end - columns)) if end > columns else 0
-    end = min(end, first + columns)
-    return [
-        Text.assemble((margin, "dim"), source[first : first + columns]),
-        Text.assemble((f"{'| ':>{len(margin)}}", "dim"), " " * (start - first), ("^" * (end - start), "bold red")),
-    ]
+    return marked
 
 
 @contextmanager

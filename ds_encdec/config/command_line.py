@@ -5,7 +5,6 @@ its training toolkit's (github.com/aws/sagemaker-training-toolkit, ENVIRONMENT_V
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ds_encdec.base.arguments import VERBOSITY, Arguments, Parser, add, mistake
 from ds_encdec.base.types import ConfigError
-from ds_encdec.registry.source_kinds import LOCAL_SOURCES
+from ds_encdec.registry.source_kinds import ENDING, kind_of_file
 
 if TYPE_CHECKING:
     from ds_encdec.config.schema import FullConfig
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 CHECKPOINTS = "/opt/ml/checkpoints"
 _HYPERPARAMETERS = "SM_HPS"
 _FOLDER_FIELDS = ("infra.output_dir", "output_dir", "output-dir")
-_KIND_OF = {
-    ending: name for name, kind in LOCAL_SOURCES.items() if kind.reads_files for ending in (name, *kind.endings)
-}
 
 
 def read_arguments(
@@ -54,11 +50,8 @@ def read_arguments(
     options, rest = parser.parse_known_args(own)
     if rest and not takes_settings:
         names = [word.partition("=")[0] for word in rest if word.startswith("-")]  # a value may be a secret
-        known = {name.strip("-"): name for name in named if name.startswith("-")}
-        found = (difflib.get_close_matches(name.strip("-").replace("_", "-"), known, 1, 0.8) for name in names)
-        guess = next((f"; did you mean {known[near[0]]}?" for near in found if near), "")
         program = parser.prog if given[0].startswith("-") else f"{parser.prog} {given[0]}"
-        raise mistake(f"unrecognized arguments: {' '.join(names or rest)}{guess}", program)
+        raise mistake(f"unrecognized arguments: {' '.join(names or rest)}", program)
     if (by_option := vars(options).pop("config_option", None)) is not None:
         if options.config is not None:
             raise ConfigError(f"{options.config} and --config {by_option}: both name a configuration; give only one")
@@ -116,19 +109,15 @@ def _channels(environ: Mapping[str, str]) -> Iterator[str]:
         (("SM_CHANNEL_VALIDATION", "SM_CHANNEL_EVAL"), "data.eval_dataset_name", "data.eval_files"),
     ):
         if variable := next((name for name in variables if environ.get(name)), None):
-            folder, endings = Path(environ[variable]), set[tuple[str, str]]()
-            for path in folder.rglob("*"):
-                packed = path.suffix if path.suffix in (".gz", ".bz2", ".xz", ".zst") else ""
-                ending = path.name.removesuffix(packed).rpartition(".")[2]
-                if ending in _KIND_OF and path.is_file():
-                    endings.add((ending, packed))
-            kinds = {_KIND_OF[ending] for ending, _ in endings}
+            folder = Path(environ[variable])
+            files = (path.name for path in folder.rglob("*") if kind_of_file(path.name) and path.is_file())
+            endings = sorted({found[0] for name in files if (found := ENDING.search(name))})
+            kinds = {str(kind_of_file(ending)) for ending in endings}
             if len(kinds) != 1:
-                found = " and ".join(sorted(kinds)) if kinds else "no files of a kind that is read"
+                holds = " and ".join(sorted(kinds)) if kinds else "no files of a kind that is read"
                 raise ConfigError(
-                    f"{variable}={folder} has {found}: give the channel files of one kind ({', '.join(_KIND_OF)}), or "
-                    f"name them by the hyperparameters {kind_field} and {files_field}"
+                    f"{variable}={folder} has {holds}: give the channel files of one kind, or name them by the "
+                    f"hyperparameters {kind_field} and {files_field}"
                 )
-            patterns = [f"{escape(str(folder))}/**/*.{ending}{packed}" for ending, packed in sorted(endings)]
             yield f"{kind_field}={kinds.pop()}"
-            yield f"{files_field}={json.dumps(patterns)}"
+            yield f"{files_field}={json.dumps([f'{escape(str(folder))}/**/*{ending}' for ending in endings])}"

@@ -14,12 +14,10 @@ from itertools import chain, islice
 from typing import Any
 
 from ds_encdec.base.types import DataError
+from ds_encdec.config.yaml.plain_files import too_deep
 
-_FOREIGN_QUOTES = ("''", "``", '""', "“”", "‘’", "„“", "«»")
 # Most levels of objects and lists in a line. Python's own limit depends on the caller, which must decide nothing.
 MAX_NESTING = 200
-# Field names under which a file of one object may hold its rows.
-_HOLDERS = ("data", "rows", "train", "examples", "instances", "records", "items", "samples", "results")
 _BLANK = re.compile(r"[ \t\r\n]*")
 # The first line of an object that is spread over several lines.
 _OPENING = re.compile(r'\{\s*("(\\.|[^"\\])*"\s*:\s*[\[{]?)?\s*')
@@ -69,21 +67,19 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
 
 
 def _check_names(names: Sequence[str], path: str) -> None:
-    for number, name in enumerate(names):
-        bare, problem = name.strip(), None
-        if not_utf8(name):
-            problem = f"is {not_utf8(name)}"
-        elif not bare or "\0" in name:
-            problem = (
-                f"has no name for column {number + 1}. Write one (pandas leaves out its row numbers with "
-                "`to_csv(index=False)`)"
-            )
-        elif len(bare) > 1 and bare[0] + bare[-1] in _FOREIGN_QUOTES:
-            problem = f'quotes {bare:.80}. CSV quotes by ", with no blank before it: write the file so'
-        elif bare in map(str.strip, names[:number]):
-            problem = f"has {bare:.80} twice. Rename or remove one of these columns"
-        if problem is not None:
-            raise DataError(f"{path}: the first line, which names the columns, {problem}")
+    bare = [name.strip() for name in names]
+    twice = next((name for name in bare if bare.count(name) > 1), None)
+    if problem := not_utf8("".join(names)):
+        problem = f"is {problem}"
+    elif "" in bare:
+        problem = (
+            f"has no name for column {bare.index('') + 1}. Write one (pandas leaves out its row numbers with "
+            "`to_csv(index=False)`)"
+        )
+    elif twice is not None:
+        problem = f"has {twice:.80} twice. Rename or remove one of these columns"
+    if problem:
+        raise DataError(f"{path}: the first line, which names the columns, {problem}")
 
 
 def not_utf8(text: str) -> str | None:
@@ -135,7 +131,8 @@ def json_row(content: bytes) -> Any:
     """Parse a line. Raises RowError."""
     try:
         # Without the line's end, which may look like a part of a text. Joined files have a mark in their middle.
-        record = _DECODER.decode(content.rstrip(b"\r\n").removeprefix(BOM_UTF8).decode())
+        text = content.rstrip(b"\r\n").removeprefix(BOM_UTF8).decode()
+        record = _DECODER.decode(text)
     except RowError:
         raise
     except UnicodeDecodeError as error:
@@ -146,17 +143,8 @@ def json_row(content: bytes) -> Any:
         raise RowError(f"not a JSON line ({error.msg.removesuffix(' at')} at character {error.pos + 1})") from error
     except (ValueError, RecursionError) as error:
         raise RowError(f"not a JSON line ({error})") from error
-    if content.count(b"[") + content.count(b"{") > MAX_NESTING:
-        level = [record]
-        for _ in range(MAX_NESTING):
-            level = [
-                inner
-                for one in level
-                if isinstance(one, dict | list)
-                for inner in (one.values() if isinstance(one, dict) else one)
-            ]
-        if any(isinstance(one, dict | list) for one in level):
-            raise RowError(f"not a JSON line (nested more than {MAX_NESTING} deep)")
+    if content.count(b"[") + content.count(b"{") > MAX_NESTING and too_deep(text, MAX_NESTING) is not None:
+        raise RowError(f"not a JSON line (nested more than {MAX_NESTING} deep)")
     return record
 
 
@@ -186,7 +174,7 @@ def is_array(start: bytes) -> bool:
 
 def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[bytes]:
     """Yield each element of an array as a line, as the file writes it. Raises DataError for a damaged array. `is_whole`
-    is False if the content stops within the file. Bytes that are not UTF-8 are kept."""
+    is False if the content stops within the file: damage is then not reported. Bytes that are not UTF-8 are kept."""
     text = content.removeprefix(BOM_UTF8).decode(errors="surrogateescape")
     try:
         place = _after_blank(text, _after_blank(text, 0) + 1)
@@ -203,13 +191,9 @@ def array_rows(content: bytes, path: str, *, is_whole: bool = True) -> Iterator[
                 raise json.JSONDecodeError("Expecting a comma, or the end of the array", text, place)
         if (end := _after_blank(text, place + 1)) != len(text):
             raise json.JSONDecodeError("Something follows the end of the array", text, end)
-    except json.JSONDecodeError as error:
-        if is_whole or (error.pos < len(text) // 2 and not error.msg.startswith("Unterminated")):
-            raise DataError(
-                f"{path}: a damaged JSON array ({error.msg} at line {error.lineno}, column {error.colno})"
-            ) from error
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: a damaged JSON array ({error})") from error
+        if is_whole:
+            raise DataError(f"{path}: a damaged JSON array ({error})") from error
 
 
 def _after_blank(text: str, place: int) -> int:
@@ -217,25 +201,17 @@ def _after_blank(text: str, place: int) -> int:
     return found.end() if found else place
 
 
-def not_lines(start: bytes, *, is_whole: bool) -> str | None:
-    """Return the error for a file whose object holds the rows in a list, or spans several lines; None for others."""
+def not_lines(start: bytes) -> str | None:
+    """Return the error for a file whose first object spans several lines; None for others."""
     text = _text(start)
     line, _, rest = text.partition("\n")
-    if not text.startswith("{"):
-        return None
     try:
-        record, end = _LENIENT.raw_decode(text)
+        _, end = _LENIENT.raw_decode(text)
     except (ValueError, RecursionError):
-        record, end = {}, 0
-    lists = {name: value for name in _HOLDERS if isinstance(value := record.get(name), list) and value}
-    holder = next((name for name, rows in lists.items() if all(isinstance(row, dict) for row in rows)), "")
-    if end > len(line) or (not end and rest.strip() and _OPENING.fullmatch(line)):
-        found = "JSON objects over several lines"
-    elif holder and is_whole and not rest.strip():
-        found = f"one JSON object, whose field {holder} holds the rows"
-    else:
-        return None
-    return f"{found}; needed is an object a line: `jq -c '.{holder and f'{holder}[]'}' FILE > rows.jsonl`"
+        end = 0
+    if text.startswith("{") and (end > len(line) or (not end and rest.strip() and _OPENING.fullmatch(line))):
+        return "JSON objects over several lines; needed is an object a line: `jq -c . FILE > rows.jsonl`"
+    return None
 
 
 def field_value(record: Mapping[str, Any], column: str) -> Any:

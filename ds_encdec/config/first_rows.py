@@ -3,7 +3,6 @@
 import io
 import os
 from codecs import BOM_UTF8
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -11,17 +10,7 @@ from typing import Any
 from ds_encdec.base.file_patterns import named_files
 from ds_encdec.base.types import DataError
 from ds_encdec.config.data_sections import DataConfig, Source
-from ds_encdec.config.file_rows import (
-    RowError,
-    array_rows,
-    csv_rows,
-    field_value,
-    is_array,
-    json_object,
-    not_lines,
-    not_utf8,
-    present,
-)
+from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, not_lines, not_utf8
 from ds_encdec.config.packed_files import first_bytes
 from ds_encdec.config.sections import ModelConfig
 from ds_encdec.config.settings import Conflict
@@ -33,7 +22,7 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     """Yield the problems of each source's first file: a wrong format, unreadable rows, missing columns. Of a text file
     only the format is checked, and rows that the run may skip are not. Local files are also reported if the run would
     look for them in the repository of a data set."""
-    for field, source in [] if data.prepared_dir is not None else [*_trained_on(data), *_only_evaluated(data)]:
+    for field, source in _sources(data) if data.prepared_dir is None else ():
         if (
             local_kind(source.dataset_name) is None
             and not os.path.isdir(source.dataset_name)
@@ -51,32 +40,8 @@ def unusable_rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
         if data.on_bad_row != "skip":
             first = next((row for row in rows if not isinstance(row, str)), None)
             absent = [] if first is None else [*_absent_columns(field, source, list(first), data, model)]
-            bad = (why for number, row in enumerate(rows, start=1) if (why := _wrong(number, row, source, data)))
-            yield from absent or (Conflict((field, "data.on_bad_row"), why) for why in islice(bad, 1))
-
-
-def _wrong(number: int, row: Mapping[str, Any] | str, source: Source, data: DataConfig) -> str | None:
-    """Return why a row is unusable (it cannot be read, or a field that a template needs is empty), or None. A row that
-    is a conversation, or has a weight that may exclude it from training, needs no template."""
-    if isinstance(row, str):
-        return row
-    column = conversation_column(data, row)
-    if (
-        not OBJECTIVES[data.objective].takes_records
-        or data.converter is not None
-        or source.dataset_name == "parquet"
-        or (column is not None and present(row[column]) is not None)
-        or (data.weight_column is not None and present(row.get(data.weight_column)) not in (None, 1, "1", True))
-    ):
-        return None
-    return next(
-        (
-            f"row {number} has nothing in its field {column}, which a template needs ({{{name}}})"
-            for name, column in columns_by_field(data).items()
-            if field_value(row, column) is None
-        ),
-        None,
-    )
+            bad = (Conflict((field, "data.on_bad_row"), row) for row in rows if isinstance(row, str))
+            yield from absent or islice(bad, 1)
 
 
 def _absent_columns(
@@ -104,62 +69,28 @@ def _absent_columns(
         )
 
 
-def evaluated_and_trained_on(data: DataConfig) -> Iterator[str]:
-    """Yield a warning for each field whose files or split are also trained on, with the first of them."""
-    own = [*_only_evaluated(data)]
-    trained = {text for _, source in _trained_on(data) for text in _texts(source)} if own else set()
-    for field, source in own:
-        if (both := next((text for text in _texts(source) if text in trained), None)) is not None:
-            yield (
-                f"warning: {field if source.data_files else field.replace('_files', '_split')}: {both}: it is also "
-                "trained on, so its figures do not show how the model does on other texts"
-            )
-
-
-def _texts(source: Source) -> Iterator[str]:
-    """Yield the identity of a source's texts: the real paths of local files, or the split of a data set."""
-    if local_kind(source.dataset_name) is not None:
-        yield from sorted(map(os.path.realpath, _files(source)))
-    elif source.data_files is None:
-        config = "" if source.dataset_config is None else f" ({source.dataset_config})"
-        yield f"the split {source.dataset_split} of {source.dataset_name}{config}"
-
-
-def _trained_on(data: DataConfig) -> Iterator[tuple[str, Source]]:
+def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
+    """Yield the sources that are trained or evaluated on, each with the field that names its files."""
     yield from ((f"{at}.data_files", source) for at, source in data.sources_by_path().items())
-
-
-def _only_evaluated(data: DataConfig) -> Iterator[tuple[str, Source]]:
     sets = [(f"data.eval_sets.{name}.eval_files", data.of_eval_set(name), "validation") for name in data.eval_sets]
     for field, section, split in [("data.eval_files", data, "validation"), ("data.test_files", data, "test"), *sets]:
         if (own := section.own_split(split)) is not None:
             yield field, own
 
 
-def _files(source: Source) -> Iterator[str]:
-    return chain.from_iterable(map(named_files, source.data_files or ()))
-
-
 def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
     """Yield the first rows of a file (of a parquet file the columns only); a string reports an unreadable row. A file
-    that cannot be opened has none. Raises DataError if the rows cannot be separated, or columns are repeated."""
+    that cannot be opened has none. Raises DataError if the rows cannot be separated."""
     kind = source.dataset_name
-    path = next(_files(source), None) if kind in ("json", "csv", "parquet", "text") else None
+    files = chain.from_iterable(map(named_files, source.data_files or ()))
+    path = next(files, None) if kind in ("json", "csv", "parquet", "text") else None
     if path is None:
         return
     try:
         if kind == "parquet":
-            from pyarrow.parquet import read_metadata  # 0.2 s
+            from pyarrow.parquet import read_schema  # 0.2 s
 
-            filled = next((found for found in map(read_metadata, _files(source)) if found.num_rows), None)
-            if filled is None:
-                raise DataError(f"{path}: none of the files has a row. Name some that have")
-            names = filled.schema.to_arrow_schema().names
-            if twice := [name for name, count in Counter(names).items() if count > 1]:
-                raise DataError(
-                    f"the first file has the column {', '.join(twice):.300} more than once: rename the others"
-                )
-            yield dict.fromkeys(names)
+            yield dict.fromkeys(read_schema(path).names)
             return
         content, is_whole = first_bytes(path, 1 << 20)
     except (OSError, ValueError):
@@ -172,7 +103,7 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
             yield row if reason is None else f"{path}, row {number}: {reason}"
     elif kind == "json":
         in_array = is_array(content)
-        if not in_array and (reason := not_lines(content, is_whole=is_whole)):
+        if not in_array and (reason := not_lines(content)):
             raise DataError(f"{path}: {reason}")
         rows = array_rows(content, path, is_whole=is_whole) if in_array else content.split(b"\n")[whole_lines]
         for number, line in enumerate(rows, start=1):

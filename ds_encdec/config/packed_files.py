@@ -45,14 +45,9 @@ def _arrow(codec: str, path: str) -> Iterator[bytes]:
     # Imported here because it takes 0.2 s, and most runs do not need it.
     import pyarrow
 
-    try:
-        with pyarrow.CompressedInputStream(pyarrow.OSFile(path), codec) as stream:
-            while block := stream.read(1 << 20):
-                yield block
-    except OSError as error:
-        if "too much memory" in str(error):  # zstd's, for windows above 128 MiB
-            raise ValueError("its window is above 128 MiB: unpack it with `zstd -d --long=31`") from error
-        raise
+    with pyarrow.CompressedInputStream(pyarrow.OSFile(path), codec) as stream:
+        while block := stream.read(1 << 20):
+            yield block
 
 
 # Patterns of the first bytes of files that are not plain UTF-8 text, with the function that unpacks them, or advice if

@@ -1,6 +1,5 @@
 """Rules about contradictions in a configuration. Each names all fields that it reads: reports give their places."""
 
-import math
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -8,7 +7,7 @@ from itertools import chain
 from ds_encdec.base.plugins import PYTHON, is_dotted
 from ds_encdec.config.data_sections import LOCAL_FORMATS, DataConfig, EvalSet, Source
 from ds_encdec.config.engine_rules import LACKS, infra_rules
-from ds_encdec.config.sections import LARGEST_LOSS, Sections
+from ds_encdec.config.sections import Sections
 from ds_encdec.config.settings import Conflict, broken, unknown_key
 from ds_encdec.config.training_rules import training_rules
 from ds_encdec.registry.denoisers import DENOISERS
@@ -24,7 +23,7 @@ _FORMAT_OF = {ending: name for name, kind in LOCAL_SOURCES.items() for ending in
 
 def find_conflicts(config: Sections) -> list[Conflict]:
     """Return all contradictions in `config`."""
-    found = [*_model(config), *_data(config.data), *training_rules(config), *infra_rules(config), *_phases(config)]
+    found = [*_model(config), *_data(config.data), *training_rules(config), *infra_rules(config)]
     lacks = [
         engine_conflicts(config, row.name)
         for row in ENGINES.values()
@@ -234,26 +233,6 @@ def _evaluation(data: DataConfig, section: str) -> Iterator[Conflict]:
             "its rows have no columns",
         ),
     )
-
-
-def _phases(config: Sections) -> Iterator[Conflict]:
-    """Yield gates that every run would pass, or none; a run would notice them after days."""
-    shape = config.model.architecture
-    first_loss, sizes = (math.log(shape.vocab_size), " model.architecture.vocab_size") if shape else (LARGEST_LOSS, "")
-    for phase, numbers in config.phases:
-        yield from broken(
-            f"phases.{phase}",
-            (
-                (numbers.max_loss_after_warmup or 0) > LARGEST_LOSS,
-                "max_loss_after_warmup",
-                f"must be <= {LARGEST_LOSS:.0f} nats: every run would pass a higher limit",
-            ),
-            (
-                not 0 <= (numbers.min_loss_decrease or 0) < first_loss,
-                f"min_loss_decrease{sizes}",
-                f"must be >= 0 and < {first_loss:.1f} nats, the highest first loss: no loss falls below 0",
-            ),
-        )
 
 
 def engine_conflicts(config: Sections, engine: EngineName) -> list[Conflict]:

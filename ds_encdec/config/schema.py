@@ -16,7 +16,6 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.data_sections import DataConfig, MixtureSource, Source  # noqa: F401  also importable from here
-from ds_encdec.config.first_rows import evaluated_and_trained_on
 from ds_encdec.config.hostfile import read_hosts, read_variables
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.section_base import Mark, Section  # noqa: F401
@@ -31,7 +30,7 @@ from ds_encdec.config.sections import (  # noqa: F401
     Sections,
     marked,
 )
-from ds_encdec.config.settings import COMMAND_LINE, Conflict, Mention, Problem, Settings, raise_if_any, show, unusable
+from ds_encdec.config.settings import COMMAND_LINE, Conflict, Problem, Settings, raise_if_any, show, unusable
 from ds_encdec.config.shares import unevenness
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.training_sections import ENDLESS_SCHEDULES, TrainingConfig  # noqa: F401
@@ -42,24 +41,14 @@ from ds_encdec.config.yaml.text import file_problem, read_yaml, write_yaml
 
 SCHEMA_ID = "urn:ds_encdec:configuration"
 _JSON_FIELD = "infra.deepspeed_config"
-_DEEPSPEED_KEYS = {
-    "train_micro_batch_size_per_gpu",
-    "train_batch_size",
-    "zero_optimization",
-    "zero_allow_untested_optimizer",
-}
 
 
-def imply(settings: Settings) -> list[str]:
-    """Set fields for which others in `settings` leave only one value, and return notes about the unexpected ones."""
-    notes = []
+def imply(settings: Settings) -> None:
+    """Set fields for which others in `settings` leave only one value."""
     for source, field, value in _decided(settings):
         if settings.get(field) is None:
             decided_by = f"{source.rpartition('.')[2]} = {show(settings.get(source))}"
             settings.put(field, value, f"{settings.place_of(source)} ({decided_by})")
-            if source == "training.fp16":  # Hugging Face has neither by default
-                notes.append(f"{mention(settings, source)} sets {field} = {show(value)}, which is true by default")
-    return notes
 
 
 def _decided(settings: Settings) -> Iterator[tuple[str, str, Any]]:
@@ -148,7 +137,7 @@ def editor_schema() -> str:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A configuration and its problems. `translated`: how words were read, and which fields others decide."""
+    """A configuration and its problems. `translated`: how words of other tools were read."""
 
     settings: Settings
     checked: Checked
@@ -180,10 +169,6 @@ class Loaded:
         raise_if_any(self.problems)
         return self.config
 
-    def notes(self) -> list[str]:
-        """Return notes on how words were read, and warnings. Raises ConfigError if the configuration is not valid."""
-        return [*self.translated, *evaluated_and_trained_on(self.valid().data)]
-
 
 def read_config(
     path: str | Path | None,
@@ -196,29 +181,21 @@ def read_config(
     problems: list[Problem] = []
     path, deepspeed_config = map(find_shipped, (path, deepspeed_config))
     settings, translated = read_yaml(path, problems) if path is not None else Settings(), list[str]()
-    if not problems and _DEEPSPEED_KEYS & settings.values.keys():
-        message = f"this is a DeepSpeed JSON, and no configuration of a run: --deepspeed_config {path} reads it"
-        raise_if_any([file_problem(Path(str(path)), message)])
     read_words(settings, problems, translated)
     read_overrides(settings, overrides, problems, translated)
     json_path, named_by = deepspeed_config, None
-    if isinstance(named := settings.get(_JSON_FIELD), str):
-        file, mentioned = Path(named), mention(settings, _JSON_FIELD)
-        if path is not None and settings.place_of(_JSON_FIELD) != COMMAND_LINE:  # it may be beside the YAML file
-            beside = path.parent / file
-            file = beside if os.path.exists(beside) else find_shipped(file) or file
-        if deepspeed_config is None:
-            json_path, named_by = file, mentioned
-        elif os.path.realpath(deepspeed_config) != os.path.realpath(file):
-            other = Mention(COMMAND_LINE, "--deepspeed_config", show(str(deepspeed_config)))
-            problems.append(Problem((mentioned, other), "two different files: name one"))
+    if json_path is None and isinstance(named := settings.get(_JSON_FIELD), str):
+        json_path, named_by = find_shipped(named), mention(settings, _JSON_FIELD)
+        beside = (path or Path()).parent / named
+        if settings.place_of(_JSON_FIELD) != COMMAND_LINE and os.path.isfile(beside):  # the YAML file names it
+            json_path = beside
     if json_path is not None:
         settings = merge_deepspeed_json(settings, read_deepspeed_json(json_path, problems, named_by), problems)
         settings.put(_JSON_FIELD, None, "")
     if settings.get("infra.wandb_project") is None and (project := os.environ.get("WANDB_PROJECT")):
         settings.put("infra.wandb_project", project, "WANDB_PROJECT")
-    implied = imply(settings)
-    return Loaded(settings, validate(settings, problems, unread), problems, [*translated, *implied])
+    imply(settings)
+    return Loaded(settings, validate(settings, problems, unread), problems, translated)
 
 
 def load_config(

@@ -230,9 +230,9 @@ class PhaseOverrides(Section):
     """Optimizer steps between checkpoints."""
     logging_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps between two lines of metrics."""
-    max_loss_after_warmup: float | None = Field(default=None, gt=0)
+    max_loss_after_warmup: float | None = Field(default=None, gt=0, le=LARGEST_LOSS)
     """Gate: largest loss allowed in the first step after the warm-up, in nats per target token."""
-    min_loss_decrease: float | None = None
+    min_loss_decrease: float | None = Field(default=None, ge=0, lt=LARGEST_LOSS)
     """Gate: least fall of the loss since the first step of the first phase, in nats per target token."""
 
 

@@ -47,15 +47,6 @@ def similar_shipped(path: Path) -> str:
     return next((f"; did you mean {name}?" for name in get_close_matches(path.name, names, 1, 0.7)), "")
 
 
-def shipped_instead(path: Path) -> str:
-    """Return the end of a sentence about a missing configuration: a similar shipped file, or for a bare name all."""
-    if (similar := similar_shipped(path)) or len(path.parts) != 1 or path.suffix == ".json":
-        return similar
-    return "; configurations that come with the program are found by name: " + ", ".join(
-        _name(file) for file in shipped_files() if file.suffix == ".yaml"
-    )
-
-
 def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
     """Run `ds-encdec init`: write a shipped file, with comments that name the copy, and the program as a module; or
     list them. Raises ConfigError if there is no such file, or a file would be replaced."""

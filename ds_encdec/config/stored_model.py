@@ -138,8 +138,6 @@ def _rope(stored: dict[str, Any]) -> dict[str, Any]:
             if kind != "default":
                 raise ValueError(f"not supported: rope type {kind!r} ({name})")
         bases[f"{name}.rope_theta"] = rope.get("rope_theta")
-    if bases["rope_theta"] is None and bases.get("rope_scaling.rope_theta", 0) is None:
-        bases["rope_scaling.rope_theta"] = None if bases.get("rope_parameters.rope_theta") is None else 10_000.0
     known = {name: base for name, base in bases.items() if base is not None}
     for name, base in known.items():
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < inf:
@@ -167,20 +165,15 @@ def tokenizer_lacks_rows(config: Sections) -> str | None:
     section, name = config.model, config.model.tokenizer_name_or_path
     if section.architecture is None or name is None or (file := _file_of(name)) is None:
         return None
-    modes = MODE_TOKENS if config.data.use_mode_tokens else ()
-    wanted = {*map(sentinel, range(section.num_sentinel_tokens)), *modes}
+    from tokenizers import Tokenizer  # rarely needed
+
     try:
-        stored = read_json(file)
-        # BPE, WordPiece and WordLevel map tokens to ids, Unigram lists pairs with scores.
-        vocab, tokens = stored["model"]["vocab"], stored.get("added_tokens") or ()
-        vocab = vocab if isinstance(vocab, dict) else {token: number for number, (token, _) in enumerate(vocab)}
-        added = {token["content"]: int(token["id"]) for token in tokens}
-        ids = {token: int(number) for token, number in vocab.items()} | added
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # it raises no other kind
         return None
-    following = max([len(vocab), *(number + 1 for number in added.values())])  # as tokenizers does
-    largest = max([following + len(wanted - ids.keys()), *(number + 1 for number in ids.values())])
-    return too_few_rows(section.architecture.vocab_size, largest)
+    modes = MODE_TOKENS if config.data.use_mode_tokens else ()
+    tokenizer.add_special_tokens([*map(sentinel, range(section.num_sentinel_tokens)), *modes])
+    return too_few_rows(section.architecture.vocab_size, max(tokenizer.get_vocab().values()) + 1)
 
 
 def _file_of(name: str) -> Path | None:

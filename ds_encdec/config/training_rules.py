@@ -21,15 +21,17 @@ from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 
 ROLLBACK_FIELDS = ("on_non_finite", "on_loss_spike", "on_grad_explosion")  # fields that may be `rollback`
 # Fields that not every schedule, or optimizer, reads, with those that do.
-_READ_BY_SCHEDULES = {
-    "min_lr_ratio": ("cosine", "wsd", "polynomial", "WarmupCosineLR"),
-    "lr_scheduler_power": ("polynomial",),
-    "lr_scheduler_timescale": ("inverse_sqrt",),
-    "wsd_decay_fraction": ("wsd",),
-}
-_READ_BY_OPTIMIZERS = {
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), tuple(OPTIMIZERS)),
-    "muon_momentum": ("muon",),
+_READ_BY: dict[str, dict[str, Iterable[str]]] = {
+    "lr_scheduler_type": {
+        "min_lr_ratio": ("cosine", "wsd", "polynomial", "WarmupCosineLR"),
+        "lr_scheduler_power": ("polynomial",),
+        "lr_scheduler_timescale": ("inverse_sqrt",),
+        "wsd_decay_fraction": ("wsd",),
+    },
+    "optimizer": {
+        **dict.fromkeys(("adam_beta1", "adam_beta2", "adam_epsilon"), OPTIMIZERS),
+        "muon_momentum": ("muon",),
+    },
 }
 # Fields for a name that is built in, or `module:name`.
 _NAMED: dict[str, Iterable[str]] = {
@@ -56,6 +58,7 @@ def training_rules(config: Sections) -> Iterator[Conflict]:
             )
     yield from _batches(config)
     yield from _schedule(training)
+    yield from _fields_not_read(training)
     yield from _optimization(config)
     yield from _evaluation(config)
     yield from _saving(config)
@@ -87,9 +90,9 @@ def _batches(config: Sections) -> Iterator[Conflict]:
 
 def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
     steps, schedule, warmup = training.num_train_steps, training.lr_scheduler_type, training.warmup_steps
-    set_fields, is_endless = training.model_fields_set, schedule in ENDLESS_SCHEDULES
+    set_fields = training.model_fields_set
     decay_steps, ends = round(training.wsd_decay_fraction * steps), "warmup_steps num_train_steps lr_scheduler_type"
-    yield from broken(
+    return broken(
         "training",
         (
             training.num_train_epochs is not None and "num_train_steps" in set_fields,
@@ -102,7 +105,7 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
             "the warm-up twice: remove one of the two, or set it to null",
         ),
         (
-            not is_endless and warmup >= steps,
+            schedule not in ENDLESS_SCHEDULES and warmup >= steps,
             ends,
             f"the warm-up must end before the run does: set warmup_steps={max(1, steps // 10)}, a tenth of it; only "
             "WarmupLR and constant have no end",
@@ -113,33 +116,28 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
             f"the warm-up and the decay of {decay_steps} steps do not fit into the run",
         ),
     )
-    for field in _set_by_a_person(training, _READ_BY_SCHEDULES) if schedule in get_args(Schedule) else ():
-        has_fixed_end = field == "min_lr_ratio" and schedule != "inverse_sqrt"
-        if schedule in _READ_BY_SCHEDULES[field] or (has_fixed_end and training.min_lr_ratio == is_endless):
-            continue
-        why = f"always ends at {is_endless:d} times the peak" if has_fixed_end else "does not read it"
-        yield Conflict(
-            ("training.lr_scheduler_type", f"training.{field}"),
-            f"{schedule} {why}: set lr_scheduler_type={' or '.join(_READ_BY_SCHEDULES[field][:3])}, or remove {field}",
-        )
 
 
-def _set_by_a_person(training: TrainingConfig, names: Iterable[str]) -> list[str]:
-    # In a run's file, with all fields, defaults are not choices.
-    is_of_a_run = {*_READ_BY_SCHEDULES, *_READ_BY_OPTIMIZERS} <= training.model_fields_set
-    return training.changed(*names) if is_of_a_run else [name for name in names if name in training.model_fields_set]
+def _fields_not_read(training: TrainingConfig) -> Iterator[Conflict]:
+    for chooser, readers in _READ_BY.items():
+        chosen = getattr(training, chooser)
+        if chosen not in _NAMED[chooser] and not (chooser == "optimizer" and is_dotted(chosen)):
+            continue  # the user's own schedule, which may read any of them, or a mistake that is reported elsewhere
+        for field in training.changed(*readers):
+            is_its_end = field == "min_lr_ratio" and training.min_lr_ratio == (chosen in ENDLESS_SCHEDULES)
+            if chosen not in readers[field] and not is_its_end:
+                yield Conflict(
+                    (f"training.{chooser}", f"training.{field}"),
+                    f"{chosen} does not read it: set {chooser}={' or '.join(readers[field])}, or remove {field}",
+                )
 
 
 def _optimization(config: Sections) -> Iterator[Conflict]:
     training, lora, own_loss = config.training, config.model.lora, config.training.loss != CROSS_ENTROPY
     optimizer, is_built_in = training.optimizer, training.optimizer in OPTIMIZERS
-    names = _set_by_a_person(training, _READ_BY_OPTIMIZERS) if is_built_in or is_dotted(optimizer) else ()
-    ignored = [name for name in names if optimizer not in _READ_BY_OPTIMIZERS[name]]
-    instead = "set training.optimizer=muon" if is_built_in else "write them into training.optimizer_args"
     limit = config.monitor.grad_norm_threshold
     return broken(
         "training",
-        (ignored, " ".join(["optimizer", *ignored]), f"{optimizer} does not read them: remove these, or {instead}"),
         (
             is_built_in and training.optimizer_args,
             "optimizer optimizer_args",

@@ -27,7 +27,7 @@ from ds_encdec.config.settings import (
     unknown_key,
     within,
 )
-from ds_encdec.config.words.other_tools import their_sections, words_by_name
+from ds_encdec.config.words.other_tools import BY_NAME, THEIR_SECTIONS
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -41,6 +41,7 @@ _EXPECTED = {
     "model_type": "a mapping (`field: value` lines, with a blank behind the colon)",
     "model_attributes_type": "a mapping (`field: value` lines)",
 }
+# Valid values for missing required fields, about which nothing will be reported, by the field's type.
 _STAND_INS: dict[Any, Any] = {int: 1, float: 1.0, str: "unknown"}
 _BOUNDS = {
     "greater_than": (">", "gt"),
@@ -102,7 +103,7 @@ def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] 
         assert all(taken_out), "every section has defaults, so no error is about the whole"
         for path in lacking:
             if isinstance(section := rest.get(above(path)), dict):  # the section itself was not removed
-                section[path.rpartition(".")[2]] = stand_in(path)
+                section[path.rpartition(".")[2]] = _STAND_INS[fields()[_in_schema(path)].annotation]
         broken |= taken_out | lacking
     conflicts = [
         conflict
@@ -182,11 +183,6 @@ def _take_out(rest: Settings, paths: Iterable[str]) -> set[str]:
     return parts
 
 
-def stand_in(path: str) -> Any:
-    """Return a valid value for the required field at `path`, about which nothing will be reported."""
-    return _STAND_INS[fields()[_in_schema(path)].annotation]
-
-
 def _field_at(path: str) -> FieldInfo | None:
     return fields().get(_in_schema(path))
 
@@ -208,37 +204,29 @@ def _in_schema(path: str) -> str:
 
 def meant(path: str) -> tuple[str, list[str]]:
     """Return the message about the unknown key at `path`, and the fields that it may mean. The same name elsewhere
-    takes precedence over similar ones, which may be beside it, need no section, or be words of other tools."""
+    takes precedence over similar ones, and those beside it over those that need no section or are another tool's."""
     parent, _, key = path.rpartition(".")
-    beside = [
-        name for section, _, name in (known.rpartition(".") for known in fields()) if section == _in_schema(parent)
-    ]
-    if above(parent) == "data.eval_sets":  # whatever the name of the set
-        beside = [*EvalSet.model_fields]
-    section, _, field = key.partition("_")
-    if not parent and section in beside and field:
-        return f"unknown key; behind a section stands a dot: `{section}.{field}`", []
     if elsewhere := _called(key):
         return unknown_key(key, (), elsewhere), elsewhere
-    names = _elsewhere(parent) if "." not in parent else {}
-    near = [name for name in names if name[:1] == key[:1] and (abs(len(name) - len(key)) <= 2 or name.startswith(key))]
-    guess = closest(key, [*beside, *near])
-    if guess in beside:
+    parts = (known.rpartition(".") for known in fields())
+    beside = [name for section, _, name in parts if section == _in_schema(parent)]
+    if above(parent) == "data.eval_sets":  # whatever the name of the set
+        beside = [*EvalSet.model_fields]
+    if guess := closest(key, beside):
         return unknown_key(key, [guess]), [join(parent, guess)]
-    if guess and closest(key, [guess], cutoff=0.8):
-        field = names[guess]
-        if field and parent and parent not in their_sections() and guess not in words_by_name():
-            return unknown_key(key, (), [field]), [field]
-        return f"unknown key; did you mean `{guess}`" + (f" (here `{field}`)?" if field else "?"), [field] * bool(field)
-    known = "unknown key; docs/coming-from.md lists the words that are known"
-    return known if parent in their_sections() else unknown_key(key, beside), []
+    names = _elsewhere(parent) if "." not in parent else {}
+    if guess := closest(key, names, cutoff=0.8):
+        return unknown_key(key, (), [names[guess] or guess]), [names[guess]] if names[guess] else []
+    if parent in THEIR_SECTIONS:
+        return "unknown key; docs/coming-from.md lists the words that are known", []
+    return unknown_key(key, beside), []
 
 
 @cache
 def _elsewhere(parent: str) -> dict[str, str]:
     """Return the names that need no section, and other tools' words that are read in `parent`, with their fields."""
-    names = {} if parent else dict.fromkeys(their_sections(), "")
-    words = ((word.removeprefix(f"{parent}."), row.field) for word, row in words_by_name().items())
+    names = {} if parent else dict.fromkeys(THEIR_SECTIONS, "")
+    words = ((word.removeprefix(f"{parent}."), row.field) for word, row in BY_NAME.items())
     names |= {name: field for name, field in words if "." not in name}
     own = {path.rpartition(".")[2] for path in fields() if "." in path}
     return names | {name: homes(name)[0] for name in own if len(homes(name)) == 1}

@@ -38,9 +38,13 @@ LOCAL_SOURCES: dict[str, SourceKind] = {
 }
 
 
+# The ending of a file's name, and that of a compression behind it.
+ENDING = re.compile(r"\.(\w+)(\.(gz|bz2|xz|lzma|zst|lz4))?$", re.IGNORECASE)
+
+
 def kind_of_file(name: str) -> str | None:
-    """Return the kind of local files by a file's ending, below that of a compression; None for other endings."""
-    ending = re.sub(r"\.(gz|bz2|xz|lzma|zst|lz4)$", "", name.lower()).rpartition(".")[2]
+    """Return the kind of local files by the ending of a file's name; None for other endings."""
+    ending = found[1].lower() if (found := ENDING.search(name)) else ""
     return next(
         (kind for kind, row in LOCAL_SOURCES.items() if row.reads_files and ending in (kind, *row.endings)), None
     )

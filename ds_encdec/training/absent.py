@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
-from ds_encdec.base.file_patterns import named_files, no_file_matches, variable_in
+from ds_encdec.base.file_patterns import named_files, no_file_matches
 from ds_encdec.base.plugins import PYTHON, converter_digest, load_plugin
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError
 from ds_encdec.config.data_sections import LOCAL_FORMATS
@@ -171,7 +171,7 @@ def _folder_problem(name: str | None, needed: str) -> str | None:
         return None if os.path.isfile(folder / needed) else f"the folder has no {needed}"
     if is_hub_name(name):  # the hub and its cache are not queried
         return None
-    return variable_in(name) or "there is no such folder, and a name on the hub is `OWNER/NAME`"
+    return "there is no such folder, and a name on the hub is `OWNER/NAME`"
 
 
 def _model_problem(config: FullConfig) -> str | None:
@@ -192,8 +192,6 @@ def _write_problem(name: str) -> str | None:
     if name.startswith("~") and not _folder(name).is_absolute():
         return "there is no such user"
     folder = _folder(name).absolute()
-    if not os.path.exists(folder) and (odd := variable_in(name)):
-        return odd
     there = next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
     if not os.path.isdir(there):
         return f"{there} is not a folder"

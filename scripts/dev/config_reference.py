@@ -15,7 +15,7 @@ from ds_encdec.config.schema import FullConfig, editor_schema
 from ds_encdec.config.sections import fields
 from ds_encdec.config.settings import show
 from ds_encdec.config.validation import default_of
-from ds_encdec.config.words.other_tools import READERS, Meaning, Word, all_words
+from ds_encdec.config.words.other_tools import READERS, WORDS, Meaning, Word
 from ds_encdec.config.yaml.deepspeed_keys import FIXED, IGNORED, PASSED_ON, SCHEMA_FIELDS
 
 HERE = Path(__file__).resolve().parent
@@ -147,7 +147,7 @@ def documents() -> dict[str, str]:
         passed_on.setdefault(block, []).append(name)
     facts = {"sections": list(_sections()), "deepspeed_fields": SCHEMA_FIELDS, "passed_on": passed_on}
     facts |= {"ignored": list(_by_block(IGNORED)), "fixed": FIXED, "defaults": HUGGING_FACE_DEFAULTS}
-    facts |= {"words": all_words(), "names": _names, "here": _here, "default_of": default_of}
+    facts |= {"words": WORDS, "names": _names, "here": _here, "default_of": default_of}
     pages = ("configuration.md", "coming-from.md")
     written = {page: environment.get_template(f"{page}.j2").render(facts) for page in pages}
     return written | {"configuration.schema.json": editor_schema()}

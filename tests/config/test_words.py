@@ -17,7 +17,7 @@ from ds_encdec import cli, train
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig, load_config, read_config
 from ds_encdec.config.sections import fields
-from ds_encdec.config.words.other_tools import READERS, all_words, their_sections, words_by_name
+from ds_encdec.config.words.other_tools import BY_NAME, READERS, THEIR_SECTIONS, WORDS
 from ds_encdec.config.yaml.text import write_yaml
 
 Golden = Callable[[object], None]
@@ -55,10 +55,10 @@ def test_each_name_here_is_reported(name: str, golden: Golden) -> None:
 
 
 def test_the_table_is_sound() -> None:
-    names = [name for row in all_words() for name in row.names.split()]
+    names = [name for row in WORDS for name in row.names.split()]
     assert [name for name, count in Counter(names).items() if count > 1] == []
     assert {*names} & {path.rpartition(".")[2] for path in fields()} == set()
-    for row in all_words():
+    for row in WORDS:
         assert row.why or not row.ignored
         assert not row.reads or row.reads in READERS
         assert all(isinstance(text, str) for text in row.values), row  # YAML reads `no` as false
@@ -69,7 +69,7 @@ def test_the_table_is_sound() -> None:
 
 def test_every_argument_of_the_trainer_is_known() -> None:
     homes = {path.rpartition(".")[2] for path in fields()}
-    known = homes | words_by_name().keys() | their_sections()
+    known = homes | BY_NAME.keys() | THEIR_SECTIONS
     assert {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)} - known == set()
 
 

@@ -1,7 +1,6 @@
 """The words of other tools (other_tools.yaml): our field for each, or why no field fits."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,22 +42,10 @@ def read_table(path: Path) -> dict[str, Any]:
 _CONTENT = read_table(Path(__file__).with_suffix(".yaml"))
 
 
-@cache
-def all_words() -> tuple[Word, ...]:
-    """Return the rows in the order of the file."""
-    return tuple(Word(**row) for row in _CONTENT["words"])
-
-
-@cache
-def words_by_name() -> dict[str, Word]:
-    """Return the row of each name."""
-    return {name: row for row in all_words() for name in row.names.split()}
-
-
-@cache
-def their_sections() -> frozenset[str]:
-    """Return sections of other tools whose names mean nothing: their entries are read like those at the top level."""
-    return frozenset(_CONTENT["sections"].split())
+WORDS = tuple(Word(**row) for row in _CONTENT["words"])
+BY_NAME = {name: row for row in WORDS for name in row.names.split()}
+# Sections of other tools whose names mean nothing: their entries are read like those at the top level.
+THEIR_SECTIONS = frozenset(_CONTENT["sections"].split())
 
 
 def _train_files(value: Any) -> Meaning | None:
@@ -73,7 +60,7 @@ def _fsdp(value: Any) -> Meaning | None:
     if words is None:
         return None
     meant: dict[str, Any] = {"infra.distributed_type": "fsdp"} if words else {}
-    rows = words_by_name()["fsdp_sharding_strategy"], words_by_name()["fsdp_cpu_offload"]
+    rows = BY_NAME["fsdp_sharding_strategy"], BY_NAME["fsdp_cpu_offload"]
     for word in map(str, words):
         found = rows[1].meaning(True) if word == "offload" else {} if word == "auto_wrap" else rows[0].meaning(word)
         if isinstance(found, str):

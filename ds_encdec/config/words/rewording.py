@@ -10,7 +10,7 @@ from ds_encdec.config.sections import fields, section_in
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, join, show, within
 from ds_encdec.config.shipped import find_shipped
 from ds_encdec.config.validation import homes, meant, mention, wrong_value
-from ds_encdec.config.words.other_tools import Meaning, Word, their_sections, words_by_name
+from ds_encdec.config.words.other_tools import BY_NAME, THEIR_SECTIONS, Meaning, Word
 from ds_encdec.config.yaml.text import read_settings
 
 # Two fields for one thing: on the command line, one replaces the other.
@@ -28,11 +28,11 @@ def read_words(settings: Settings, problems: list[Problem], notes: list[str]) ->
     found: dict[str, Any] = {}
     for path, value in list(_foreign(settings.values)):
         meaning, (section, _, name) = _meaning(path, value), path.rpartition(".")
-        if meaning is None and section not in their_sections():
+        if meaning is None and section not in THEIR_SECTIONS:
             continue  # the schema reports it
         word, row = mention(settings, path), _row(path)
         settings.get(section).pop(name, None)
-        if section in their_sections() and not settings.get(section):
+        if section in THEIR_SECTIONS and not settings.get(section):
             settings.values.pop(section, None)
         if meaning is None:
             problems.append(Problem((word,), meant(path)[0]))
@@ -119,16 +119,16 @@ def _foreign(values: dict[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
         info = fields().get(path)
         if info is not None and isinstance(value, dict) and section_in(info.annotation):
             yield from _foreign(value, path)
-        elif not at and info is None and key in their_sections() and isinstance(value, dict) and value:
+        elif not at and info is None and key in THEIR_SECTIONS and isinstance(value, dict) and value:
             yield from ((join(path, inner), what) for inner, what in value.items())
-        elif info is None or path in words_by_name():
+        elif info is None or path in BY_NAME:
             yield path, value
 
 
 def _row(path: str) -> Word | None:
     """Return the row for `path`. A name without dots is at the top level, or in a section of ours or of theirs."""
     section, _, name = path.rpartition(".")
-    rows = words_by_name()
+    rows = BY_NAME
     return rows.get(path) or (rows.get(name) if "." not in section and path not in fields() else None)
 
 
@@ -136,8 +136,8 @@ def _meaning(path: str, value: Any) -> Meaning | None:
     """Return the fields that a setting means, why no field fits, or None if it is unknown. Under a name that is not
     ours null, and an `auto` that no field accepts, set nothing."""
     section, _, name = path.rpartition(".")
-    row, known = _row(path), homes(name) if not section or section in their_sections() else []
-    if not section and name in their_sections() and value in (None, {}):
+    row, known = _row(path), homes(name) if not section or section in THEIR_SECTIONS else []
+    if not section and name in THEIR_SECTIONS and value in (None, {}):
         return {}
     if row is not None:
         meaning = row.meaning(value)
@@ -154,7 +154,7 @@ def _meaning(path: str, value: Any) -> Meaning | None:
         return meaning if isinstance(meaning, str) else None
     translated: dict[str, Any] = {}
     for field, wanted in meaning.items():  # the value may be another tool's, too
-        own = words_by_name()[field].meaning(wanted) if field != path and field in words_by_name() else None
+        own = BY_NAME[field].meaning(wanted) if field != path and field in BY_NAME else None
         if isinstance(own, str):
             return own
         translated |= {field: wanted} if own is None else own

@@ -4,17 +4,14 @@ means no offload, but the YAML file and the command line take precedence over th
 
 import json
 import logging
-from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from ds_encdec.config.settings import Mention, Problem, Settings, above, join, masked, show
+from ds_encdec.config.settings import Mention, Problem, Settings, above, masked, show
 from ds_encdec.config.validation import default_of, mention, wrong_value
 from ds_encdec.config.yaml.deepspeed_keys import IGNORED, PASSED_ON, SCHEMA_FIELDS, check_keys
-from ds_encdec.config.yaml.text import compose, file_problem, read_text
+from ds_encdec.config.yaml.text import NodeReader, compose, file_problem, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -26,43 +23,27 @@ _HPZ = f"{_EXTRA}zero_optimization.zero_hpz_partition_size"
 
 def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention | None = None) -> Settings:
     """Return the entries of a DeepSpeed JSON under DeepSpeed's names, and append the file's problems to `problems`.
-    Places are `file:line:column`, since such files are often one line; YAML's reader finds them, because JSON is also
-    YAML except for odd characters. `named_by` is the setting that names the file, if any."""
+    JSON is also YAML except for odd characters. Places are `file:line:column`, since such files are often one line.
+    `named_by` is the setting that names the file, if any."""
     if (text := read_text(path, problems, named_by)) is None:
         return Settings()
+    reader = NodeReader(lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", problems)
     try:
-        values, problem = json.loads(text), None
+        json.loads(text)
         root = compose("".join(char if char.isprintable() or char == "\n" else " " for char in text))
-        if not isinstance(values, dict):
-            problem = file_problem(path, "a DeepSpeed configuration is one { ... } block", 1)
+        if root is not None and isinstance(values := reader.read(root, ""), dict):
+            document = Settings(values, {**reader.places, "": f"{path}:1"})
+            for key, message in document.unusable().items():
+                problems.append(Problem((_mention(document, key, document.get(key)),), message))
+                document.put(key, None, document.place_of(key))
+            return document
+        problem = file_problem(path, "a DeepSpeed configuration is one { ... } block", 1)
     except json.JSONDecodeError as error:
         problem = file_problem(path, f"not valid JSON: {error.msg}", error.lineno, error.colno)
     except (ValueError, RecursionError) as error:
         problem = file_problem(path, f"not valid JSON: {error}")
-    if problem is not None:
-        problems.append(problem)
-        return Settings()
-    document = Settings(values, {"": f"{path}:1"})
-    for key, mark in _keys(root, ""):
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}"
-        if key in document.places:
-            problems.append(Problem((Mention(place, key),), f"`{key.rpartition('.')[2]}` is set twice in one block"))
-        document.places[key] = place
-    for key, message in document.unusable().items():
-        problems.append(Problem((_mention(document, key, document.get(key)),), message))
-        document.put(key, None, document.place_of(key))
-    return document
-
-
-def _keys(node: yaml.Node | None, path: str) -> Iterator[tuple[str, yaml.Mark]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            here = join(path, key.value)
-            yield here, key.start_mark
-            yield from _keys(value, here)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, item in enumerate(node.value):
-            yield from _keys(item, join(path, index))
+    problems.append(problem)
+    return Settings()
 
 
 def merge_deepspeed_json(settings: Settings, document: Settings, problems: list[Problem]) -> Settings:

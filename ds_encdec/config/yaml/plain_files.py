@@ -78,9 +78,17 @@ def _decoded(content: bytes, max_bytes: int | None) -> str:
 
 def read_json(path: str | Path, max_bytes: int | None = MAX_RECORD_BYTES) -> Any:
     """Parse a program's JSON file. Raises OSError, and ValueError if it is not JSON, too large, or nested too deep."""
-    text, depth = read_plain(path, max_bytes), 0
+    text = read_plain(path, max_bytes)
+    if (place := too_deep(text, MAX_DEPTH)) is not None:
+        raise json.JSONDecodeError(f"nested more than {MAX_DEPTH} deep", text, place)
+    return json.loads(text)
+
+
+def too_deep(text: str, most: int) -> int | None:
+    """Return the place in a JSON text that is nested more than `most` deep, or None."""
+    depth = 0
     for token in _BRACKET.finditer(text):
         depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0], 0)
-        if depth > MAX_DEPTH:
-            raise json.JSONDecodeError(f"nested more than {MAX_DEPTH} deep", text, token.start())
-    return json.loads(text)
+        if depth > most:
+            return token.start()
+    return None

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from ds_encdec.config.settings import COMMAND_LINE, Mention, Problem, Settings, join, masked, show
-from ds_encdec.config.shipped import shipped_instead
+from ds_encdec.config.shipped import similar_shipped
 from ds_encdec.config.yaml.plain_files import MAX_DEPTH, MAX_NODES, read_config
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -65,7 +65,7 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     """Return the settings in the YAML file `path`, and append its problems to `problems`."""
     if (text := read_text(path, problems)) is None:
         return Settings()
-    reader = _NodeReader(lambda line: f"{path}:{line}", problems)
+    reader = NodeReader(lambda mark: f"{path}:{mark.line + 1}", problems)
     try:
         root = compose(text)
         if root is None:
@@ -85,8 +85,7 @@ def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator
     """Yield the name and value of each argument `[--]section.field=value`; append a problem for any other."""
     for argument in arguments:
         name, equals, text = argument.removeprefix("--").partition("=")
-        spelt, is_file, is_name = name.replace("-", "_"), os.path.isfile(argument), _is_name(name)
-        if equals and is_name and name.count(".") < MAX_DEPTH:
+        if equals and all(map(str.isidentifier, name.split("."))) and name.count(".") < MAX_DEPTH:
             try:
                 yield name, _given_value(text, name, problems)
                 continue
@@ -94,22 +93,14 @@ def read_settings(arguments: Sequence[str], problems: list[Problem]) -> Iterator
                 shown = masked(name.rpartition(".")[2], text)
                 quoted = json.dumps(text, ensure_ascii=False) if shown == text and len(text) < 200 else '"..."'
                 message = f"{show(shown)} is not a YAML value ({error}); as text it is {name}={shlex.quote(quoted)}"
-        elif not equals and is_file and argument.endswith((".yaml", ".yml")):
-            message = f"a file, and not a setting: a configuration is named by --config {argument}"
-        elif not equals and is_file:
-            message = "a file, and not a setting: write [FILE,FILE] for several, or the pattern between quotes"
-        elif not equals and argument.startswith("--") and is_name:
+        elif not equals and os.path.isfile(argument):
+            message = "a file, and not a setting: `--config FILE` names a configuration, [FILE,FILE] several of data"
+        elif not equals and argument.startswith("--"):
             message = f"not a setting: its value is missing; write `{argument} VALUE`"
-        elif equals and spelt != name and _is_name(spelt):
-            message = f"not a setting; its words are joined by underscores: {spelt}"
         else:
-            message = "not a setting; write `section.field=value`"
+            message = "not a setting; write `section.field=value`, with underscores between words"
         # Only the name is shown: the value may be a secret.
         problems.append(Problem((Mention(COMMAND_LINE, argument.partition("=")[0] or argument),), message))
-
-
-def _is_name(name: str) -> bool:
-    return all(map(str.isidentifier, name.split(".")))
 
 
 def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
@@ -123,9 +114,6 @@ def _given_value(text: str, field: str, problems: list[Problem]) -> Any:
     root = compose(body)
     if root is None or not getattr(root, "flow_style", True) or root.end_mark.index != len(body) or "\n" in body:
         raise UnreadableError("YAML reads a part of it: write it on one line, a line's end in quotes as \\n", 1, field)
-    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
-        if not isinstance(key, yaml.ScalarNode) or value.start_mark.index == value.end_mark.index:
-            raise UnreadableError("YAML takes the words between braces for keys, and these have no values", 1, field)
     return parse_value(body, COMMAND_LINE, field, problems)
 
 
@@ -134,7 +122,7 @@ def read_text(path: Path, problems: list[Problem], named_by: Mention | None = No
     try:
         return read_config(path)
     except FileNotFoundError:
-        message = f"no such file{'' if path.is_absolute() else f' in {Path.cwd()}'}{shipped_instead(path)}"
+        message = f"no such file{'' if path.is_absolute() else f' in {Path.cwd()}'}{similar_shipped(path)}"
     except (OSError, ValueError) as error:
         message = f"cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
     problems.append(Problem((*([named_by] if named_by else ()), Mention(str(path), "")), message))
@@ -153,7 +141,7 @@ def parse_value(text: str, place: str = "", field: str = "", problems: list[Prob
     """Parse `text` as one YAML value, and append mistakes inside it to `problems` under `field` at `place`. Raises
     UnreadableError (ValueError) if it is not YAML."""
     root, found = compose(text), [] if problems is None else problems
-    return None if root is None else _NodeReader(lambda _: place, found).read(root, field)
+    return None if root is None else NodeReader(lambda _: place, found).read(root, field)
 
 
 def write_yaml(values: dict[str, Any]) -> str:
@@ -207,11 +195,11 @@ def _read(tag: str, text: str, line: int, field: str) -> Any:
         raise UnreadableError(f"{show(text)} cannot be read", line, field) from None
 
 
-class _NodeReader:
+class NodeReader:
     """Turns YAML nodes into values, records the place of every key, and reports repeated keys. Values behind aliases
     count each time: nine lines of nine aliases, each of the line before, are 387 million values."""
 
-    def __init__(self, place: Callable[[int], str], problems: list[Problem]) -> None:
+    def __init__(self, place: Callable[[yaml.Mark], str], problems: list[Problem]) -> None:
         self.place, self.problems = place, problems
         self.places: dict[str, str] = {}
         self._values = self._depth = 0
@@ -257,9 +245,9 @@ class _NodeReader:
                 lines.setdefault(name, _line(key))
                 values[name] = self._read_item(key, value, at)
             if message:
-                self.problems.append(Problem((Mention(self.place(_line(key)), at),), message))
+                self.problems.append(Problem((Mention(self.place(key.start_mark), at),), message))
         return values
 
     def _read_item(self, place: yaml.Node, value: yaml.Node, path: str) -> Any:
-        self.places[path] = self.place(_line(place))
+        self.places[path] = self.place(place.start_mark)
         return self.read(value, path)

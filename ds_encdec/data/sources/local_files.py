@@ -222,10 +222,9 @@ class JsonLines(_FileRanges):
         plain = plain_file(path)
         with local_errors(path), open(plain, "rb") as file:
             start = file.readline(_PEEKED_LINE_BYTES) + file.read(_PEEKED_BYTES)
-            is_whole = not file.read(1)
         if is_array(start):
             return kept_file(plain, "rows", write_rows)
-        if reason := not_lines(start, is_whole=is_whole):
+        if reason := not_lines(start):
             raise DataError(f"{path}: {reason}")
         return plain
 
