@@ -18,8 +18,6 @@ import pytest
 from ds_encdec.base import foreign_places
 from ds_encdec.base.foreign_places import PLACES, Place, check, replaced, write
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.schema import MixtureSource
-from ds_encdec.data.sources.tables import folder_files
 from ds_encdec.engine.deepspeed import private as deepspeed_private
 
 PACKAGE = Path(str(foreign_places.__file__)).parents[1]
@@ -41,21 +39,6 @@ def test_a_start_names_the_place_that_a_library_has_no_more(owner: str, monkeypa
     check("torch")
     with pytest.raises(ConfigError, match=rf"deepspeed \d.*: {owner} has no renamed_of_late, which .*{user}.*>=0.19.8"):
         check("deepspeed")
-
-
-def test_a_place_of_datasets_is_looked_for_before_it_opens_anything(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    place = Place("datasets:DatasetBuilder", "renamed_of_late", "read", "data/sources/tables.py")
-    monkeypatch.setattr(foreign_places, "PLACES", [place])
-    with pytest.raises(ConfigError, match=r"datasets \d.*: datasets:DatasetBuilder has no renamed_of_late, which"):
-        folder_files(MixtureSource(dataset_name=str(tmp_path), weight=1))
-
-
-def test_a_method_counts_as_there_only_where_it_is() -> None:
-    field = Place(OPTIMIZER, "bf16_groups", "read", "engine/deepspeed/private.py")
-    assert field.is_there()
-    assert not field._replace(use="call").is_there()
 
 
 class Owner:

@@ -16,7 +16,6 @@ from ds_encdec.base.terminal import (
     TerminalHandler,
     is_quiet,
     log_to_terminal,
-    outlive_readers,
     stamped,
     take_over,
 )
@@ -63,13 +62,6 @@ def test_each_line_has_time_level_and_rank(
     assert is_quiet() is bool(options.get("quiet"))
 
 
-def test_verbs_that_do_not_train_warn_only(capsys: pytest.CaptureFixture[str]) -> None:
-    log_to_terminal(argparse.Namespace(quiet=False, verbose=False))
-    assert told(capsys) == ["WARNING: it", "ERROR: it"]
-    log_to_terminal(argparse.Namespace(quiet=True, verbose=False))
-    assert told(capsys) == ["ERROR: it"]
-
-
 def test_a_librarys_log_loses_only_what_is_known_to_be_harmless(capsys: pytest.CaptureFixture[str]) -> None:
     library = logging.getLogger("a library that prints by itself")
     library.addHandler(logging.StreamHandler())
@@ -109,7 +101,6 @@ sys.exit(75)
 
 @pytest.mark.parametrize("options", [[], ["-u"]], ids=["buffered", "unbuffered"])
 def test_a_process_outlives_the_readers_of_its_output(options: list[str]) -> None:
-    """`| head`, a killed `tee`, ssh: with its own exit code, also after Python's last flush."""
     process = subprocess.Popen(
         [sys.executable, *options, "-c", PRINTS_ON],
         stdin=subprocess.PIPE,
@@ -132,9 +123,3 @@ def test_what_is_read_is_all_there(tmp_path: Path) -> None:
     for line, times in (("to stdout", 3), ("to stderr", 3), ("a line of the log", 3), ("a line of metrics", 3)):
         assert text.count(f"{line}\n") == times
     assert text.endswith("unflushed")
-
-
-def test_other_streams_are_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    outlive_readers()
-    print("seen by the test")
-    assert capsys.readouterr().out == "seen by the test\n"

@@ -212,11 +212,13 @@ def meant(path: str) -> tuple[str, list[str]]:
     beside = [name for section, _, name in parts if section == _in_schema(parent)]
     if above(parent) == "data.eval_sets":  # whatever the name of the set
         beside = [*EvalSet.model_fields]
-    if guess := closest(key, beside):
-        return unknown_key(key, [guess]), [join(parent, guess)]
     names = _elsewhere(parent) if "." not in parent else {}
-    if guess := closest(key, names, cutoff=0.8):
-        return unknown_key(key, (), [names[guess] or guess]), [names[guess]] if names[guess] else []
+    guess = closest(key, [*beside, *names])
+    if guess in beside:
+        return unknown_key(key, [guess]), [join(parent, guess)]
+    if guess and closest(key, [guess], cutoff=0.8):
+        field = names[guess]
+        return unknown_key(key, [guess], [field] if field else []), [field] if field else []
     if parent in THEIR_SECTIONS:
         return "unknown key; docs/coming-from.md lists the words that are known", []
     return unknown_key(key, beside), []

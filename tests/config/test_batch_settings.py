@@ -25,20 +25,6 @@ def load(**training: Any) -> FullConfig:
     return load_config(None, [f"training.{name}={value}" for name, value in training.items()])
 
 
-@pytest.mark.parametrize(
-    ("training", "sequences", "micro_batches"),
-    [
-        ({}, 4 * 8 * 2, 8 * 2),
-        ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 5}, 30, 10),
-        ({"per_device_train_batch_size": 4, "global_batch_size": 24}, 24, 6),
-    ],
-)
-def test_a_step_in_sequences_and_micro_batches(training: dict[str, Any], sequences: int, micro_batches: int) -> None:
-    config = load(**training)
-    assert global_batch_size(config, 2) == sequences
-    assert micro_batches_per_step(config, 2) == micro_batches
-
-
 def test_auto_keeps_what_the_default_micro_batch_makes() -> None:
     config = load(per_device_train_batch_size="auto", gradient_accumulation_steps=3)
     assert global_batch_size(config, 2) == 24

@@ -38,28 +38,10 @@ def load(tmp_path: Path, text: str, *overrides: str) -> FullConfig:
     return load_config(path, overrides)
 
 
-def test_without_a_file_the_defaults_hold() -> None:
-    assert load_config(None) == FullConfig()
-
-
 def test_the_command_line_replaces_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     text = "training:\n  seed: 1\n  save_steps: 2\n"
     config = load(tmp_path, text, "training.seed=3")
     assert (config.training.seed, config.training.save_steps, config.training.eval_steps) == (3, 2, 500)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "training.num_train_steps=7 training.warmup_steps=1",
-        "--training.num_train_steps=7 --training.warmup_steps=1",
-        "--training.num_train_steps 7 --training.warmup_steps 1",
-        "training.num_train_steps=9 training.warmup_steps=1 training.num_train_steps=7",  # the later counts
-    ],
-)
-def test_spellings_of_overrides(arguments: str) -> None:
-    config = load_config(None, arguments.split())
-    assert (config.training.num_train_steps, config.training.warmup_steps) == (7, 1)
 
 
 def test_epochs_take_the_place_of_a_files_steps(tmp_path: Path) -> None:
@@ -97,37 +79,20 @@ def test_a_share_of_the_steps_is_the_warm_up(tmp_path: Path) -> None:
     assert plan_phase(later, TrainingPhase.MEDIUM, 20).config.training.warmup_steps == 2
 
 
-def test_words_of_a_list_may_stand_between_commas(tmp_path: Path) -> None:
-    words = ["report_to=tensorboard,wandb", "training.freeze=encoder.*, shared.weight", "data_files=a,b.jsonl"]
-    config = load(tmp_path, "data: {dataset_name: json}\nmodel: {lora: null}", *words)
-    assert config.training.report_to == ("tensorboard", "wandb")
-    assert config.training.freeze == ("encoder.*", "shared.weight")
-    assert config.data.data_files == ("a,b.jsonl",)  # a name of a file
-    lora = load(tmp_path, "model: {lora: {target_modules: 'q_proj,v_proj'}}").model.lora
-    assert lora is not None
-    assert lora.target_modules == ("q_proj", "v_proj")
-    with pytest.raises(ConfigError, match="did you mean `wandb`"):
-        load(tmp_path, "", "report_to=wandc,tensorboard")
-
-
 @pytest.mark.parametrize(
     ("text", "field", "value"),
     [
         (ARCHITECTURE, "model.model_name_or_path", None),  # an architecture displaces the default checkpoint
-        ("training: {report_to: tensorboard}", "training.report_to", ("tensorboard",)),
         ("training: {report_to: none}", "training.report_to", ()),
-        ("data: {dataset_name: json, data_files: a.jsonl}", "data.data_files", ("a.jsonl",)),
+        ("report_to=tensorboard,wandb", "training.report_to", ("tensorboard", "wandb")),
+        ("data: {dataset_name: json, data_files: 'a,b.jsonl'}", "data.data_files", ("a,b.jsonl",)),
         ("data: {ul2_task_weights: {S: 3, R1: 0.5}}", "data.ul2_task_weights", (0.5, 0, 0, 0, 3)),
         ("training: &shared\n  seed: 5\ndata:\n  <<: {text_column: body}\n", "training.seed", 5),
         ("data:\n  <<: {text_column: body}\n  streaming: false\n", "data.text_column", "body"),
         ("training:\n  # seed: 1\n", "training.seed", 42),  # an empty section
         ("training.learning_rate=1e-4", "training.learning_rate", 1e-4),
-        ("training.save_total_limit=null", "training.save_total_limit", None),
-        ("training.bf16=false", "training.bf16", False),
         ("data.ul2_task_weights.X2=2", "data.ul2_task_weights", (0, 0, 0, 2, 0)),
-        ("data.ul2_task_weights=[1, 0, 0, 0, 2.5]", "data.ul2_task_weights", (1, 0, 0, 0, 2.5)),
-        ("infra.wandb_run_name=a=b", "infra.wandb_run_name", "a=b"),
-        ("infra.wandb_entity='123'", "infra.wandb_entity", "123"),
+        ("infra.wandb_run_name='a=1'", "infra.wandb_run_name", "a=1"),
         ("infra.deepspeed_extra.aio.block_size=1e8", "infra.deepspeed_extra", {"aio": {"block_size": 1e8}}),
     ],
 )
@@ -188,7 +153,6 @@ def test_saved_configurations_load_back_equal(config: FullConfig, tmp_path: Path
 
 
 def test_what_a_run_has_saved_is_not_judged_by_later_rules(tmp_path: Path) -> None:
-    """A mixture beside a text column was accepted once. Checkpoints of such runs go on."""
     path = tmp_path / "config.yaml"
     saved = FullConfig(data=DataConfig(mixture=(MixtureSource(dataset_name="builtin", weight=1.0),)))
     values = saved.model_dump(mode="json")

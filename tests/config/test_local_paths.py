@@ -27,18 +27,12 @@ ABSENT = (
     "data.dataset_name=parquet data.data_files=~nobody-here/x",
     'data.mixture=[{"weight":1,"dataset_name":"builtin"},{"weight":1,"dataset_name":"text","data_files":"x"}]',
     "model.model_name_or_path=./absent",
-    "model.model_name_or_path=~nobody-here/x",
-    "model.model_name_or_path=Qwen3",
     "model.model_name_or_path=folder",
     "model.tokenizer_name_or_path=folder",
     "data.prepared_dir=folder",
     "training.num_train_epochs=2",
     'training.num_train_epochs=2 data.mixture=[{"weight":1,"dataset_name":"folder"}]',
     "infra.output_dir=here.txt/run",
-    "infra.output_dir=/tmp/${USER}/run",
-    "model.model_name_or_path=$HOME/model",
-    "data.dataset_name=text data.data_files=“here.txt”",
-    "data.dataset_name=text data.data_files=${HOME}/x.txt",
     "infra.output_dir=~nobody-here/run",
     "infra.output_dir=/proc/run",
     "infra.logging_dir=/proc/self/status/logs",
@@ -68,8 +62,6 @@ def test_what_is_not_there(
     [
         (["trainning.x=1", "infra.num_gpus=0"], False),
         (["training.warmup_steps=500", "training.num_train_steps=300"], False),
-        (["data.num_epochs_=1", "data.max_seq_length=-1"], False),
-        (["data.eval_files=3"], False),
         (["data.dataset_name=7.5"], True),  # nobody knows whether it has files
     ],
 )
@@ -85,35 +77,6 @@ def test_what_is_not_there_is_reported_beside_mistakes(
     assert all(mistake.partition("=")[0].split(".")[0] in shown for mistake in mistakes)
 
 
-def test_evaluating_on_training_files_is_warned_of_once(tmp_path: Path, capsys: Output) -> None:
-    for name in ("a.json", "b.json"):
-        (tmp_path / name).write_text('{"instruction": "a", "input": "", "output": "b"}\n')
-    (tmp_path / "link.json").symlink_to(tmp_path / "b.json")
-    files = [f"infra.output_dir={tmp_path}/run", "data.dataset_name=json", f"data.data_files={tmp_path}/[ab].json"]
-    for field, name, verb in [
-        ("data.eval_files", f"{tmp_path}/*.json", ["validate"]),
-        ("data.eval_sets.mine.eval_files", f"{tmp_path}/link.json", ["train", "--print-config"]),
-    ]:
-        assert cli.main([*verb, "--config", "quickstart_sft.yaml", *files, f"{field}={name}"]) == 0
-        shown, first = capsys.readouterr().out, "b" if "link" in name else "a"
-        assert shown.count("warning: data.eval") == 1
-        assert f"warning: {field}: {tmp_path.resolve()}/{first}.json: it is also trained on" in shown
-    others = [*files[:2], f"data.data_files={tmp_path}/a.json", f"data.eval_files={tmp_path}/b.json"]
-    assert cli.main(["validate", "--config", "quickstart_sft.yaml", *others]) == 0
-    assert "also trained on" not in capsys.readouterr().out
-
-
-def test_files_of_a_pattern_that_the_shell_spread_are_no_settings(tmp_path: Path, capsys: Output) -> None:
-    files = [str(tmp_path / name) for name in ("a.txt", "b.txt", "c.txt")]
-    for name in files:
-        Path(name).touch()
-    assert cli.main(["validate", QUICKSTART, "data.dataset_name=text", f"data.data_files={files[0]}", *files[1:]]) == 2
-    told = capsys.readouterr().err
-    assert f"command line: {files[1]}\n      a file, and not a setting: write [FILE,FILE] for several" in told
-    assert cli.main(["train", QUICKSTART]) == 2
-    assert f"a configuration is named by --config {QUICKSTART}" in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_machine_without_the_gpu_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: Output, tmp_path: Path
 ) -> None:
@@ -122,21 +85,13 @@ def test_a_machine_without_the_gpu_that_is_asked_for(
         monkeypatch.setattr(module, "has_gpu", lambda: False)
     assert cli.main(["evaluate", "--model", str(tmp_path), "--device", "cuda"]) == 2
     assert capsys.readouterr().err.startswith("error: --device cuda: this machine has no GPU. ")
-    for given, named in ((["infra.device=cuda"], "infra.device=cuda"), ([], "infra.device=cuda (the default)")):
-        assert cli.main(["train", *given, output]) == 2
-        assert f"error: {named}, but this machine has no GPU." in capsys.readouterr().err
-        assert cli.main(["validate", *given, output]) == 0
-        assert f"warning: {named}, and" in capsys.readouterr().out
-        assert cli.main(["validate", *given, output, "--elsewhere"]) == 0
-        monkeypatch.setattr(runs, "has_gpu", lambda: True)
-        assert cli.main(["validate", *given, output]) == 0
-        assert "warning: infra.device" not in capsys.readouterr().out
-        monkeypatch.setattr(runs, "has_gpu", lambda: False)
-
-
-def test_a_name_that_is_no_part_is_one_problem(capsys: Output) -> None:
-    assert cli.main(["validate", QUICKSTART, "training.metric_for_best_model=easy_loss"]) == 2
-    assert "has 1 problem:" in capsys.readouterr().err
+    assert cli.main(["train", "infra.device=cuda", output]) == 2
+    assert "error: infra.device=cuda, but this machine has no GPU." in capsys.readouterr().err
+    assert cli.main(["validate", output]) == 0
+    assert "warning: infra.device=cuda (the default), and" in capsys.readouterr().out
+    monkeypatch.setattr(runs, "has_gpu", lambda: True)
+    assert cli.main(["validate", output]) == 0
+    assert "warning: infra.device" not in capsys.readouterr().out
 
 
 def test_a_package_that_a_setting_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
@@ -192,10 +147,8 @@ def test_adapters_beside_a_model_with_fewer_special_tokens(tmp_path: Path, capsy
         ("# none\n", "no host has a slot"),
         ("a slots=2\nb\n", ":2: b\n      not `HOST slots=N`"),
         ("a slots=2\na slots=2\n", ":2: a\n      the host is listed twice"),
-        (f"a slots={'9' * 5000}", ":1: a slots="),
         ("a slots=8\n", "data.num_lanes=4 cannot be divided evenly among 8 ranks: use one of"),
         ("localhost slots=2\nuser@127.0.0.1 slots=2 # two hosts\n", ""),
-        ("localhost slots=2\nno-such-host.invalid slots=2\n", ""),
     ],
 )
 def test_a_hostfile(tmp_path: Path, capsys: Output, text: str, message: str) -> None:
@@ -222,9 +175,3 @@ def test_variables_for_other_hosts_that_deepspeed_cannot_read(
     assert [f"{tmp_path}/.deepspeed_env:{line}: " in shown for line in (1, 2, 3, 4)] == [False, True, False, True]
     (tmp_path / ".deepspeed_env").write_text("HF_HOME=/data\n")
     assert cli.main(validate) == 0
-
-
-def test_lanes_that_the_planned_ranks_do_not_divide_are_warned_of(tmp_path: Path, capsys: Output) -> None:
-    """The launcher decides how many ranks there are."""
-    assert cli.main(["validate", QUICKSTART, "data.num_lanes=3", f"infra.output_dir={tmp_path}"]) == 0
-    assert "warning: infra.num_gpus=2, and data.num_lanes=3 cannot be divided evenly" in capsys.readouterr().out

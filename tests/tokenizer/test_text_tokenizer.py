@@ -59,7 +59,7 @@ def test_documents_are_left_to_the_tokenizer_only_where_they_must_be() -> None:
         assert fast.encode(text, backend) is None
 
 
-@pytest.mark.parametrize("text", ["a" * 10**6, " " * 10**6 + "x", "\n\t" * 500_000, "中" * 300_000])
+@pytest.mark.parametrize("text", ["a" * 10**6, "\n\t" * 500_000])
 def test_a_long_run_ends_no_process(text: str) -> None:
     assert np.array_equal(opened("builtin").encode(text), slow_ids(opened("builtin").backend, text))
 
@@ -78,11 +78,9 @@ def changed(**changes: Any) -> Tokenizer:
 def test_other_kinds_of_tokenizers_do_it_themselves(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     merges = json.loads(opened("builtin").backend.to_str())["model"]["merges"]
-    split = {"type": "Split", "pattern": {"Regex": "a+|[^a]+"}, "behavior": "Isolated", "invert": False}
     for why, changes in {
         "normalizer": {"normalizer": {"type": "Lowercase"}},
         "rules": {"pre_tokenizer__add_prefix_space": True},
-        "rules ": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [split]}},
         "plain BPE": {"model__dropout": 0.1},
         "another order": {"model__merges": merges[::-1]},
         "do not lead to its token": {"model__merges": [["t", "h"], ["h", "e"], ["t", "he"]]},
