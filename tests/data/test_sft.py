@@ -478,7 +478,6 @@ LOOKED_FOR: list[dict[str, str]] = [
         WRONG | {"dataset_name": file.split(".")[1].removesuffix("l"), "data_files": file, "eval_files": file}
         for file in ("a.jsonl", "b.json", "a.csv", "a.parquet")
     ),
-    {"input_template": '"{q}"', "field_mapping": "{q: output.x}"},
     {"data_files": "chat.jsonl"},
     {"objective": "ul2", "text_column": "body"},
     {"objective": "ul2", "text_column": "body", "on_bad_row": "skip"},
