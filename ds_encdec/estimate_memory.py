@@ -3,7 +3,7 @@
     python -m ds_encdec.estimate_memory [--config X] [--model ID_OR_DIR] [--gpus 8] [--nodes 1] [--gpu h100-80gb]
 
 Without arguments, the default run on 8 x a100-80gb. docs/estimate-memory.md explains the table and its formulas.
-Neither torch nor the network is needed, except for --trace, which imports torch.
+Neither torch nor the network is needed.
 """
 
 import argparse
@@ -25,7 +25,6 @@ ARGUMENTS: Arguments = {
     "--gpu": value(f"e.g. h100-80gb, 80GiB (default {DEFAULT_GPU})", metavar="NAME|SIZE"),
     "--host-memory": value("memory of each machine, e.g. 1TB: judge the host, too", metavar="SIZE"),
     "--all": flag("show both engines, and the settings that do not exist"),
-    "--trace": flag("also trace the configured run's step (needs torch)"),
     **JSON,
 }
 
@@ -51,19 +50,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ds_encdec.memory.question import read_request
 
     request = read_request(options, overrides)
-    tables, traced = estimate_tables(request), None
-    if options.trace:
-        from ds_encdec.memory.trace import trace_memory  # takes seconds, and torch
-
-        traced = trace_memory(request.job)
+    tables = estimate_tables(request)
     if options.json:
-        print(json.dumps(as_json(request, tables, traced), indent=2))
+        print(json.dumps(as_json(request, tables), indent=2))
     else:
         from rich.console import Console
 
         console = Console() if sys.stdout.isatty() else Console(width=FILE_COLUMNS, no_color=True)
         with console.capture() as written:
-            show(console, request, tables, traced, everything=options.all)
+            show(console, request, tables, everything=options.all)
         print(*map(str.rstrip, written.get().splitlines()), sep="\n")
     return 0
 

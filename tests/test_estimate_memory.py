@@ -108,7 +108,7 @@ def test_no_figure_is_cut_on_a_terminal(width: int, is_whole: bool) -> None:
     add(parser, ARGUMENTS)
     asked = read_request(parser.parse_args(["--model", "Qwen/Qwen3-8B", "--gpu", "24GB"]), [])
     console = Console(file=io.StringIO(), width=width, force_terminal=True)
-    show(console, asked, estimate_tables(asked), None, everything=False)
+    show(console, asked, estimate_tables(asked), everything=False)
     text = re.sub(r"\x1b\[[\d;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
     assert "…" not in text
     (row,) = (line.rstrip() for line in text.splitlines() if line.startswith("* zero3"))
@@ -204,19 +204,6 @@ def test_a_reader_may_leave(command: str) -> None:
     words = ["bash", "-c", f"set -o pipefail; {sys.executable} -m {command} | true"]
     result = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
-
-
-def test_a_trace_stands_beside_the_formula() -> None:
-    tiny = "vocab_size=1024 hidden_size=32 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=1 head_dim=16"
-    arguments = [f"model.architecture.{size}" for size in [*tiny.split(), "intermediate_size=64"]]
-    arguments += ["infra.distributed_type=fsdp", "infra.offload_optimizer=none"]
-    arguments += ["data.max_encoder_length=64", "data.max_decoder_length=64", "training.eval_samples=0"]
-    options = ("--config", "ds_configs/quickstart.yaml", "--gpus", "2", "--trace")
-    answer = ask_json(*options, *arguments)
-    traced, formula = answer["trace"]["bytes"], answer["configured"]["bytes"]
-    assert traced["communication"] is None or traced["communication"] > 0
-    assert traced["optimizer"] == pytest.approx(formula["optimizer"], rel=0.01)
-    assert traced["master_weights"] == pytest.approx(formula["master_weights"], rel=0.01)
 
 
 REFUSED = """

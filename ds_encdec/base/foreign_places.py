@@ -108,7 +108,6 @@ _BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 _UNFUSED = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _CUT = "deepspeed.runtime.zero.partition_parameters"
 _SWAP = "deepspeed.runtime.swap_tensor.optimizer_utils"
-_FSDP = "torch.distributed.fsdp._fully_shard"
 _SCALER = "deepspeed.runtime.fp16.loss_scaler:DynamicLossScaler"
 
 _ROWS: tuple[tuple[str, Use, str, str], ...] = (
@@ -193,23 +192,9 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("torch._dynamo.decorators", "read", "model/activation_checkpointing.py", "_dynamo_dynamic_indices"),
     ("torch.distributed.checkpoint.utils", "call", "checkpoint/saved_state.py", "_ReaderView"),
     ("torch", "read", "checkpoint/saved_state.py", "_C"),
-    ("torch.distributed._tools.common_utils", "call", "memory/storage_log.py", "get_untyped_storages"),
-    ("torch:UntypedStorage", "read", "memory/storage_log.py", "_cdata"),
-    ("torch._guards", "call", "memory/trace.py", "active_fake_mode"),
-    ("torch._subclasses.fake_tensor", "call", "memory/trace.py", "FakeTensorMode"),
-    ("torch.testing._internal.distributed.fake_pg", "call", "memory/trace.py", "FakeStore"),
-    ("torch.utils._python_dispatch", "call", "memory/trace.py", "TorchDispatchMode"),
-    ("torch.utils._pytree", "call", "memory/trace.py", "tree_leaves"),
-    ("torch.distributed.fsdp:FSDPModule", "call", "memory/trace.py", "_get_fsdp_state"),
-    (f"{_FSDP}._fsdp_state:FSDPState", "read", "memory/trace.py", "_fsdp_param_group"),
-    (f"{_FSDP}._fsdp_param_group:FSDPParamGroup", "replace", "memory/trace.py", "post_backward"),
-    (f"{_FSDP}._fsdp_param_group:FSDPParamGroup", "read", "memory/trace.py", "fsdp_params _reshard_after_forward"),
-    (f"{_FSDP}._fsdp_param:FSDPParam", "read", "memory/trace.py", "sharded_param all_gather_outputs"),
-    (f"{_FSDP}._fsdp_param:FSDPParam", "read", "memory/trace.py", "_unsharded_param unsharded_accumulated_grad"),
     ("torch.utils.tensorboard.writer:SummaryWriter", "call", "monitor/sinks.py", "_get_file_writer"),
     # transformers, peft, datasets.
     ("transformers.initialization", "call", "engine/sharded_engine.py", "no_init_weights"),
-    ("transformers:PreTrainedModel", "call", "memory/trace.py", "_from_config"),
     ("transformers:PreTrainedModel", "override", "model/modeling.py", "_skip_keys_device_placement _tied_weights_keys"),
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_input_embed_layer _no_split_modules"),
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_supports_sdpa"),

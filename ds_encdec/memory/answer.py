@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_encdec.base.quantities import count, in_gib
-from ds_encdec.memory.breakdown import TracedMemory
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.job import Job
 from ds_encdec.memory.question import EstimateRequest
@@ -86,18 +85,9 @@ def estimate_tables(request: EstimateRequest) -> list[EngineTable]:
     return tables
 
 
-def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: TracedMemory | None) -> dict[str, Any]:
+def as_json(request: EstimateRequest, tables: Sequence[EngineTable]) -> dict[str, Any]:
     """Return the answer as JSON, sizes in bytes; docs/estimate-memory.md lists the keys."""
     job, on_gpu = request.job, request.job.device == "cuda"
-    trace = traced and {
-        "bytes": {
-            **{name: held if name in traced.categories else None for name, held in traced.peak._asdict().items()},
-            "peak": traced.peak.total,
-        },
-        "moment": traced.moment,
-        "seconds": traced.seconds,
-        "remark": traced.remark,
-    }
     return {
         "inputs": {
             "model": job.config.model.model_name_or_path,
@@ -125,7 +115,6 @@ def as_json(request: EstimateRequest, tables: Sequence[EngineTable], traced: Tra
             for table in tables
         },
         "remarks": request.remarks,
-        **({"trace": trace} if trace else {}),
     }
 
 
@@ -165,14 +154,7 @@ def _batch(job: Job) -> dict[str, int]:
     }
 
 
-def show(
-    console: Console,
-    request: EstimateRequest,
-    tables: Sequence[EngineTable],
-    traced: TracedMemory | None,
-    *,
-    everything: bool,
-) -> None:
+def show(console: Console, request: EstimateRequest, tables: Sequence[EngineTable], *, everything: bool) -> None:
     """Print the answer. `everything` adds the other engine's table and the settings that do not exist."""
     job, on_cpus, configured = request.job, request.job.device == "cpu", variant(request.job, {})
     tables = [] if on_cpus else tables  # their settings save a GPU's memory
@@ -187,7 +169,6 @@ def show(
         _verdict(_configured(request, configured), _short_of(request, configured) is None),
         *(_verdict(_recommended(request, table), table.recommendation is not None) for table in tables),
         *request.remarks,
-        *([] if traced is None else [_beside(configured, traced), traced.remark]),
     ]
     for table in shown:
         reasons = dict.fromkeys(row.reason for row in table.rows if row.reason and everything)
@@ -317,22 +298,4 @@ def _recommended(request: EstimateRequest, table: EngineTable) -> str:
         f"  {in_gib(best.estimate.peak.total)} GiB per GPU, {in_gib(best.node_bytes)} GiB per host.\n"
         f"  Micro-batch {batch} and accumulation {steps}{was}: {batch * steps * best.job.world_size:,} sequences a "
         f"step, as configured.{in_16_bits if engine_memory(best.job).sums_in_16_bits else ''}"
-    )
-
-
-def _beside(configured: Variant, traced: TracedMemory) -> str:
-    formula = configured.estimate.peak._asdict()
-    rows = [
-        *(
-            (name, held, in_gib(getattr(traced.peak, name)) if name in traced.categories else "-")
-            for name, held in formula.items()
-        ),
-        ("traced ones", sum(formula[name] for name in traced.categories), in_gib(traced.peak.total)),
-    ]
-    return "\n".join(
-        [
-            f"The configured run traced; GiB per GPU (formula: {configured.estimate.moment}; trace: {traced.moment})",
-            f"{'':16}{'formula':>10}{'traced':>10}",
-            *(f"{name:16}{in_gib(held):>10}{seen:>10}" for name, held, seen in rows),
-        ]
     )

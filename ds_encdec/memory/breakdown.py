@@ -94,16 +94,3 @@ class Estimate(NamedTuple):
     peak: Breakdown
     moment: str
     host: HostBreakdown
-
-
-class TracedMemory(NamedTuple):
-    """Bytes on one rank's device at the worst moment of a traced step; categories that are not traced are 0 in `peak`.
-
-    `moment`: the part of the step and the running layer. `remark`: untraced parts of this job, in whole sentences.
-    """
-
-    peak: Breakdown
-    categories: tuple[str, ...]
-    moment: str
-    seconds: float
-    remark: str

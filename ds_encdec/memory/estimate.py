@@ -2,8 +2,8 @@
 
 Activations of layers and loss head are sums of products of sizes: `8*D*I` is four 16-bit tensors of decoder tokens ×
 intermediate size. activations.json has them for each kind of numbers and mode of activation checkpointing.
-scripts/dev/memory_formulas.py writes it from traces of a small model (trace.py): exact in every storage, for models of
-any size. Formulas here cover only attention on a GPU without a flash kernel, which no trace without a GPU shows.
+scripts/dev/memory_formulas.py writes it from traces of a small model: exact in every storage, for models of any size.
+Formulas here cover only attention on a GPU without a flash kernel, which no trace without a GPU shows.
 
 Symbols (docs/memory.md explains the terms): `E`, `D` encoder and decoder tokens of a micro-batch; `C` tokens of a chunk
 of the loss; `m` keys of the longest document under merged attention; `s` segments of a flash kernel. `H`, `I`, `V`

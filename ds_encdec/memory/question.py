@@ -34,7 +34,7 @@ from ds_encdec.memory.variants import (
     variant,
     with_fields,
 )
-from ds_encdec.memory.zero import not_estimated, swapped_bytes
+from ds_encdec.memory.zero import swapped_bytes
 
 Found = TypeVar("Found")
 
@@ -110,7 +110,6 @@ def _attempt(problems: list[str], read: Callable[..., Found], *arguments: Any) -
 
 def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, request: EstimateRequest) -> list[str]:
     training = request.job.config.training
-    ignored = ", ".join(not_estimated(request.job)) if config.infra.deepspeed_extra else ""
     rows = (
         (
             is_auto(config),
@@ -122,7 +121,6 @@ def _remarks(options: argparse.Namespace, own: list[str], config: FullConfig, re
             f"A {request.gpu.name} has neither bfloat16 nor a flash kernel: the tables are for training.bf16=false "
             "training.fp16=true.",
         ),
-        (ignored, f"infra.deepspeed_extra: {ignored}: estimated as DeepSpeed and this program have them by default."),
         (
             training.torch_compile is True,
             "torch_compile: estimated like layers that are not compiled, whose activations may differ.",

@@ -27,9 +27,6 @@ _DEFAULTS = {
     "stage3_param_persistence_threshold": 100_000,
     "zero_hpz_partition_size": 1,
 }
-_ZERO_AS = {"contiguous_gradients": True, "stage3_module_granularity_threshold": 0}
-# Keys of the JSON that change memory, and the value that the estimate assumes for them.
-_ADAM_AS = {"fused": True, "foreach": False}
 
 
 def zero_memory(job: Job) -> EngineMemory:
@@ -61,16 +58,6 @@ def swapped_bytes(job: Job) -> float:
     return (s.master + s.moments * s.moment + s.master) * s.partition * job.ranks_per_node
 
 
-def not_estimated(job: Job) -> list[str]:
-    """Return the settings of the JSON whose effect on memory the estimate does not follow."""
-    rendered = _Settings(job).rendered
-    zero, adam = rendered["zero_optimization"], rendered.get("optimizer", {}).get("params", {})
-    return [
-        *(f"zero_optimization.{key}" for key, value in _ZERO_AS.items() if zero.get(key, value) != value),
-        *(f"optimizer.params.{key}" for key, value in _ADAM_AS.items() if adam.get(key, value) != value),
-    ]
-
-
 class _Settings:
     """One rank's share of a run under DeepSpeed, in the terms of its source. Sizes are elements.
 
@@ -88,7 +75,7 @@ class _Settings:
     """
 
     def __init__(self, job: Job) -> None:
-        rendered = self.rendered = render_deepspeed_json(
+        rendered = render_deepspeed_json(
             job.config,
             world_size=job.world_size,
             gradient_accumulation_steps=job.gradient_accumulation_steps,

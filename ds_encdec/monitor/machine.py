@@ -84,14 +84,15 @@ def performance_metrics(
     """Return the `perf/` metrics of an interval; `perf/mfu` only if the peak is known. `tokens` (non-padding, both
     sides) and `flops` (of the model, without recomputation) are of all ranks."""
     seconds = max(lap.training_s, 1e-9)
-    mfu = peak_flops_per_device and flops / seconds / (peak_flops_per_device * num_devices)
-    return {
+    metrics = {
         "perf/tokens_per_sec": tokens / seconds,
         "perf/tokens_per_sec_per_gpu": tokens / seconds / num_devices,
         "perf/step_time_s": seconds / max(num_steps, 1),
         "perf/data_wait_frac": lap.data_wait_s / seconds,
-        **({} if mfu is None else {"perf/mfu": mfu}),
     }
+    if peak_flops_per_device is not None:
+        metrics["perf/mfu"] = flops / seconds / (peak_flops_per_device * num_devices)
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +129,11 @@ def peak_host_bytes() -> int:
 
 def own_status(name: str) -> int:
     """Return a figure of this process, in bytes, from Linux's /proc; 0 elsewhere."""
-    status = Path("/proc/self/status")
-    match = re.search(rf"^{name}:\s*(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    try:
+        status = Path("/proc/self/status").read_text(errors="replace")
+    except OSError:
+        return 0
+    match = re.search(rf"^{name}:\s*(\d+)", status, re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
 

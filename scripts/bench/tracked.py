@@ -19,14 +19,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
+from unittest.mock import patch
+from weakref import finalize
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from ds_encdec.memory.storage_log import StorageLog, storages_of
 
 Kind = Literal["parameters", "optimizer", "gradients", "engine", "rest"]
 """`parameters`: of the model, as its layers compute with them, or this rank's shards of them. `optimizer`: its master
@@ -43,6 +44,69 @@ class Phase:
     peak_bytes: int
     at_peak: Mapping[Kind, int]
     held_bytes: int
+
+
+@dataclass
+class _Entry:
+    purpose: str
+    num_bytes: int = 0
+
+
+class StorageLog:
+    """A log of storage sizes by purpose at every moment, in bytes; it keeps no storage alive.
+
+    Sums wait until it is read: a purpose may be known late, and storages also die in other threads (gloo's).
+    """
+
+    def __init__(self) -> None:
+        self.moment = ""
+        """Name of what runs, which later changes carry."""
+        self._alive: dict[int, _Entry] = {}
+        self._changes: list[tuple[_Entry, int, str]] = []
+
+    def note(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
+        """Follow `storages`; those that are new are for `purpose`."""
+        for storage in storages:
+            if (key := storage._cdata) not in self._alive:
+                self._alive[key] = _Entry(purpose)
+                finalize(storage, lambda key: self._log_size(self._alive.pop(key), 0), key).atexit = False
+            self._log_size(self._alive[key], storage.nbytes())
+
+    def claim(self, storages: Iterable[UntypedStorage], purpose: str) -> None:
+        """Follow `storages` and set their purpose, for their earlier changes too."""
+        for storage in storages:
+            self.note([storage], purpose)
+            self._alive[storage._cdata].purpose = purpose
+
+    def changes(self) -> Iterator[tuple[str, str, int]]:
+        """Every change so far: moment, purpose, and the bytes added or (below 0) freed."""
+        return ((when, entry.purpose, change) for entry, change, when in self._changes)
+
+    @contextmanager
+    def watched_resizes(self) -> Iterator[None]:
+        """Log `UntypedStorage.resize_`, no operator, by which FSDP2 makes and frees gathered parameters."""
+        original = UntypedStorage.resize_
+
+        def resize_(storage: UntypedStorage, size: int) -> UntypedStorage:
+            resized = original(storage, size)
+            if (entry := self._alive.get(storage._cdata)) is not None:
+                self._log_size(entry, storage.nbytes())
+            return resized
+
+        with patch.object(UntypedStorage, "resize_", resize_):
+            yield
+
+    def _log_size(self, entry: _Entry, num_bytes: int) -> None:
+        if num_bytes != entry.num_bytes:
+            self._changes.append((entry, num_bytes - entry.num_bytes, self.moment))
+            entry.num_bytes = num_bytes
+
+
+def storages_of(leaves: Iterable[object]) -> Iterator[UntypedStorage]:
+    """The storages of the dense tensors among `leaves`; other objects are skipped."""
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            yield from get_untyped_storages(leaf)
 
 
 class Tracked:

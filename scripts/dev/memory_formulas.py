@@ -1,10 +1,10 @@
 """Writes ds_encdec/memory/activations.json, the formulas of activations, from traces; --check only compares.
 
-A model of three encoder and three decoder layers is traced once (memory/trace.py) for each kind of numbers and each
-mode of activation checkpointing, without adapters and with. Its sizes have no common factors, so the bytes of every
-storage are the product of one set of sizes only: `2*D*Q` is a tensor of decoder tokens times the width of the queries
-in 16 bits. What is held at a moment is a sum of such products, and what one layer more adds is the difference between
-two layers.
+A model of three encoder and three decoder layers is traced once (pass_trace.py) for each kind of numbers and each mode
+of activation checkpointing, without adapters and with. Its sizes have no common factors, so the bytes of every storage
+are the product of one set of sizes only: `2*D*Q` is a tensor of decoder tokens times the width of the queries in 16
+bits. What is held at a moment is a sum of such products, and what one layer more adds is the difference between two
+layers.
 
 Of each part of the pass the file has all moments that may be its worst: those that are so for one of many sizes.
 """
@@ -19,17 +19,14 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
+from pass_trace import watched_pass
 
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.memory import trace
 from ds_encdec.memory.estimate import TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
-from ds_encdec.model.attention_kernels import KernelChoice
 
 KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
 """Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
@@ -72,25 +69,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit with 1 if the file is not what traces give")
     check = parser.parse_args().check
-    text = written()
-    if check:
-        return 0 if TABLE.read_text() == text else 1
-    TABLE.write_text(text)
-    return 0
-
-
-def written() -> str:
-    """The file's text."""
+    # float16 is DeepSpeed's, and selective checkpointing FSDP2's.
     table = {
         f"{kind}{adapters}": {
-            mode: formulas(f"{kind}{adapters}", mode)
-            for mode in MODES
-            if (kind, mode) != ("cuda fp16", "selective")  # float16 is DeepSpeed's, and selective checkpointing FSDP2's
+            mode: formulas(f"{kind}{adapters}", mode) for mode in MODES if (kind, mode) != ("cuda fp16", "selective")
         }
         for kind in KINDS
         for adapters in ADAPTERS
     }
-    return json.dumps(table, indent=1) + "\n"
+    text = json.dumps(table, indent=1) + "\n"
+    if check:
+        return int(TABLE.read_text() != text)
+    TABLE.write_text(text)
+    return 0
 
 
 def formulas(kind: str, mode: str) -> dict[str, Any]:
@@ -98,14 +89,9 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
     job = _job(kind, mode)
     parts: dict[str, list[Formula]] = {}
     ends: dict[str, Formula] = {}
-    with ExitStack() as substitutions:
-        if job.device == "cuda":  # float32 too: attention without a kernel is in memory/estimate.py
-            choice = KernelChoice(trace._VARLEN, ())
-            substitutions.enter_context(patch.object(trace, "choose_kernel", lambda *_, **__: choice))
-        for part, held in _walk(job, backward=True):
-            parts.setdefault(part, []).append(held)
-            ends[part] = held
-        evaluation = [held for _, held in _walk(job, backward=False)]
+    for part, held in _walk(job, backward=True):
+        parts.setdefault(part, []).append(held)
+        ends[part] = held
     kept = {side: _kept(ends, side) for side in ("encoder", "decoder")}
     encoder, decoder = (_times(LAYERS, kept[side]) for side in ("encoder", "decoder"))
 
@@ -122,7 +108,7 @@ def formulas(kind: str, mode: str) -> dict[str, Any]:
         found[side] = worst(middle, below)
     # Beside adapters the embedding is frozen, and has no backward pass.
     found["embedding"] = worst("backward pass, shared", Counter()) if "backward pass, shared" in parts else []
-    found["evaluation"] = _worst(evaluation)
+    found["evaluation"] = _worst([held for _, held in _walk(job, backward=False)])
     return found
 
 
@@ -165,10 +151,10 @@ def _job(name: str, mode: str) -> Job:
 
 
 def _walk(job: Job, *, backward: bool) -> Iterator[tuple[str, Formula]]:
-    """The bytes held of activations and logits after each change, with the part of the pass in work."""
+    """The bytes held of activations after each change, with the part of the pass in work."""
     held: Formula = Counter()
-    for part, purpose, change in trace.watched_pass(job, backward=backward).changes():
-        if purpose in ("activations", "logits") and abs(change) >= NEGLIGIBLE:
+    for part, purpose, change in watched_pass(job, backward=backward).changes():
+        if purpose == "activations" and abs(change) >= NEGLIGIBLE:
             for product, coefficient in _products(abs(change)).items():
                 held[product] += coefficient if change > 0 else -coefficient
         yield part, Counter({product: times for product, times in held.items() if times})

@@ -16,14 +16,13 @@ from engine_steps import Case, run_all
 from memory_runs import MICRO_BATCH_TOKENS, run_of
 from packed_batches import boundaries
 from torch import Tensor
-from tracked import tracking
+from tracked import StorageLog, tracking
 
 from ds_encdec.base.types import Batch
 from ds_encdec.engine.select import create_engine
 from ds_encdec.engine.sharded_engine import ShardedEngine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
-from ds_encdec.memory.storage_log import StorageLog
 from ds_encdec.model import precision
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.registry.engines import EngineName

@@ -1,4 +1,4 @@
-"""The estimate of memory against engines that train on two ranks. Of one and of many under FSDP2: test_trace.py."""
+"""The estimate of memory against engines that train on two ranks."""
 
 from __future__ import annotations
 

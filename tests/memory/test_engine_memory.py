@@ -1,7 +1,4 @@
-"""The memory of both engines by hand: published figures, and what test_memory_ranks.py and test_trace.py measure not.
-
-Those two compare the same arithmetic with engines that really train, and with traces of them.
-"""
+"""The memory of both engines by hand: published figures, and what test_memory_ranks.py does not measure."""
 
 from __future__ import annotations
 
