@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 
 from ds_encdec import estimate_memory, train
 from ds_encdec.base.arguments import VERBOSITY, Parser, add
@@ -57,9 +56,6 @@ def read_verb(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options and settings behind a verb. Raises ConfigError."""
     name = given[0]
     parser = _parser(name)
-    if name not in VERBS and not name.startswith("-"):
-        guess = next((f": did you mean {near}?" for near in get_close_matches(name, VERBS, 1)), "")
-        parser.error(f"there is no verb {name}{guess}")
     table, takes_settings = (VERBS[name].arguments, VERBS[name].takes_settings) if name in VERBS else ({}, False)
     return read_arguments(parser, table, given, takes_settings=takes_settings)
 

@@ -8,12 +8,10 @@ import logging
 import os
 import resource
 import shlex
-import shutil
 import socket
 import statistics
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +40,6 @@ from ds_encdec.launch.process_group import GLOO_GROUPS, OWN_OPEN_FILES, choose_d
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.job import disk_shortage, make_job, run_sizes
-from ds_encdec.monitor.sinks import has_wandb_login
 from ds_encdec.registry.engines import ENGINES
 from ds_encdec.training import absent
 
@@ -55,8 +52,6 @@ PROBE = ".ds-encdec-doctor-"  # begins the names of files that it writes for a m
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 FIXES = {
     "engine": "set CUDA_HOME, or install it for this torch; infra.distributed_type=fsdp needs torch alone",
-    "async_io": "install build-essential, ninja, python3-dev, libaio-dev and, for a GPU, CUDA's toolkit, or set "
-    "infra.offload_optimizer=cpu",
     "ssh": "DeepSpeed's launcher needs ssh to each host, also to this one: start sshd and install a key; if the host "
     "file names this host alone, add --no_ssh_check --master_addr 127.0.0.1",
     "start": "install this environment at the same path on each host",
@@ -71,12 +66,8 @@ class Host:
     def __init__(self, loaded: Loaded, world: World) -> None:
         self.loaded, self.config, self.world = loaded, loaded.config, world
         self.uses_gpus = self.config.infra.device != "cpu" and torch.cuda.is_available()
-
-    @property
-    def output(self) -> Path:
-        """Return the output folder, or its nearest parent that exists: a run makes the rest."""
         folder = Path(self.config.infra.output_dir).expanduser().absolute()
-        return next(path for path in (folder, *folder.parents) if path.is_dir())
+        self.output = next(path for path in (folder, *folder.parents) if path.is_dir())  # a run makes the rest
 
     def _configuration(self) -> Answer:
         absent.look_here(self.loaded)
@@ -85,11 +76,8 @@ class Host:
 
     def _packages(self) -> Answer:
         if (package := ENGINES[resolve_engine(self.config)].package) is not None:
-            if not torch.cuda.is_available():
-                os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            os.environ.setdefault("DS_ACCELERATOR", "cuda" if self.uses_gpus else "cpu")  # as its ranks set it
             try:
-                if self.uses_gpus:
-                    import_as_gpu_rank(package)
                 importlib.import_module(package)
             except Exception as error:
                 return f"{package} cannot be imported: {type(error).__name__}: {error}", FIXES["engine"]
@@ -175,27 +163,6 @@ class Host:
             return f"/dev/shm has {free / 2**20:,.0f} MiB free", "containers: --shm-size=8g, or --ipc=host"
         return "enough locked and shared memory"
 
-    def _compiler(self) -> Answer:
-        # DeepSpeed builds its access to NVMe at the first start on a machine.
-        if self.config.infra.offload_optimizer != "nvme":
-            return None
-        names = [os.environ.get("CXX", "c++"), "ninja", *["nvcc"] * self.uses_gpus]
-        cuda = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
-        path = os.pathsep.join([os.environ.get("PATH", ""), cuda, sysconfig.get_path("scripts")])
-        missing = [name for name in names if shutil.which(name, path=path) is None]
-        missing += ["Python.h"] * (not Path(sysconfig.get_path("include"), "Python.h").is_file())
-        if not missing:
-            return ", ".join(names)
-        return f"DeepSpeed's async_io is compiled here, and {', '.join(missing)} cannot be found", FIXES["async_io"]
-
-    def _trackers(self) -> Answer:
-        if "wandb" not in self.config.training.report_to or "WANDB_MODE" in os.environ:
-            return None
-        if has_wandb_login():
-            return "logged in to W&B"
-        problem = "training.report_to has wandb without a login: the run would be kept offline"
-        return problem, "wandb login, or WANDB_API_KEY, or WANDB_MODE=offline"
-
     def _hub(self) -> Answer:
         model = self.config.model
         name = model.model_name_or_path if model.architecture is None else model.tokenizer_name_or_path
@@ -214,20 +181,10 @@ CHECKS: dict[str, Callable[[Host], Answer]] = {  # of one host, in the order in 
     "output folder": Host._output_folder,
     "open files": Host._open_files,
     "memory limits": Host._memory_limits,
-    "compiler": Host._compiler,
     # Without headers of Python, the loss and the layers are slower.
     "Triton's compiler": lambda host: (triton_lacks() or "C compiles against Python.h") if host.uses_gpus else None,
-    "W&B": Host._trackers,
     "model": Host._hub,
 }
-
-
-def import_as_gpu_rank(package: str) -> None:
-    """Import `package` in a new process as ranks on GPUs do. Raises ImportError with the last line of its errors."""
-    environment = os.environ | {"DS_ACCELERATOR": "cuda"}
-    done = subprocess.run([sys.executable, "-c", f"import {package}"], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise ImportError((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
 
 
 def look_here(files: ConfigFiles) -> tuple[list[Finding], bool]:

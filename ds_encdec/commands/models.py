@@ -14,10 +14,8 @@ from ds_encdec.base.quantities import count
 from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.models import is_ours, require_ours
-from ds_encdec.launch.host import no_gpu
+from ds_encdec.evaluate.models import is_ours
 from ds_encdec.launch.world import discover
-from ds_encdec.memory.gpus import has_gpu
 from ds_encdec.registry.text_metrics import TEXT_METRICS, usable
 
 
@@ -48,8 +46,6 @@ def _average(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.launch.run_folder import RunFolder
 
     run = RunFolder(str(options.run_folder))
-    if not run.root.is_dir():
-        raise CheckpointError(f"{options.run_folder}: no such folder; give a run's, such as output")
     refuse_existing(out := options.out or run.averaged)
     import torch
 
@@ -97,7 +93,8 @@ def _generate(options: argparse.Namespace, _: Sequence[str]) -> None:
         raise ConfigError("--max-new-tokens 0 generates nothing: it is for `ds-encdec evaluate`")
     if options.stream and settings.num_beams > 1:
         raise ConfigError("--stream shows tokens as they are taken, and a search with beams takes them at its end")
-    require_ours(options.model)
+    if not is_ours(options.model):
+        raise CheckpointError(f"--model: {options.model} is no model of ds_encdec")
     from ds_encdec.evaluate.generation import generate_text  # imports torch, so after the checks
 
     text = sys.stdin.read() if options.text == "-" else options.text
@@ -115,8 +112,6 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         names, left_out = usable(names)
         if left_out:
             print(f"texts are judged without {left_out}", file=sys.stderr)
-    if options.device == "cuda" and not has_gpu():
-        raise no_gpu("no GPU", "--device cuda")
     from ds_encdec.config.schema import read_config
     from ds_encdec.evaluate.metrics import check_metrics
 
@@ -244,11 +239,7 @@ VERBS = {
                 metavar="M,M",
             ),
             "--bertscore-model": value("folder of the model that BERTScore compares with", Path, metavar="DIR"),
-            "--out": value(
-                "folder to write into (default MODEL-SPLIT beside the model, or the next such that is free)",
-                Path,
-                metavar="DIR",
-            ),
+            "--out": value("folder to write into (default MODEL-SPLIT beside the model)", Path, metavar="DIR"),
             **_settings(GenerationSettings(), max_new_tokens="data.max_decoder_length"),
             "--device": value("where to compute (default auto)", choices=("auto", "cuda", "cpu"), default="auto"),
             "--dtype": value(

@@ -134,8 +134,9 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
         f"Each node's ranks need {in_gib(plan['host_bytes_per_node'])} GiB of host memory{where}.",
     ]
     if swapped := plan["nvme_bytes_per_node"]:
-        held = f"{disk_size(swapped)} on each node: the optimizer's states and gradients"
-        lines.append(f"The disk of infra.nvme_path holds {held}.")
+        lines.append(
+            f"The disk of infra.nvme_path holds {disk_size(swapped)} on each node: the optimizer's states and gradients."
+        )
     return "\n".join([*lines, *plan["remarks"]])
 
 

@@ -8,7 +8,6 @@ metrics.json           the figures, at the end
 """
 
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -20,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from rich.progress import Progress
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from ds_encdec.base import terminal
@@ -66,11 +64,12 @@ def evaluate(
     """Generate for the examples of `split`, all or the first `max_samples`; returns the folder `out` and the figures.
 
     `check_metrics` has accepted `metrics`. An unfinished evaluation of the same model, data and settings in `out` is
-    continued; `metrics` and `batch_tokens` may differ. `out` None: the first folder beside the model that has no other
-    evaluation. Called by one process, or by every rank. Raises ConfigError, DataError, CheckpointError and
-    OutOfMemoryError.
+    continued; `metrics` and `batch_tokens` may differ. `out` None: MODEL-SPLIT beside the model. Called by one process,
+    or by every rank. Raises ConfigError, DataError, CheckpointError and OutOfMemoryError.
     """
-    if out is not None and out.resolve().is_relative_to(model.resolve()):
+    if out is None:
+        out = model.resolve().with_name(f"{model.resolve().name}-{split}")
+    elif out.resolve().is_relative_to(model.resolve()):
         raise ConfigError(f"--out: {out} is inside the model's folder, which is left as it is; choose another")
     tokenizer, vocabulary = _tokenizer(model, config)
     world = discover(os.environ)
@@ -89,8 +88,6 @@ def evaluate(
     how = asdict(settings) | {"dtype": dtype or "default", "device": place.type}
     del how["batch_tokens"]
     facts = collectives.on_rank_zero(lambda: {**_digests(model, split, examples), **how})
-    if out is None:
-        out = collectives.on_rank_zero(lambda: _free_folder(model, split, facts))
     with collectives.on_every_rank(lambda: _claim(out, facts) if world.is_main else open(os.devnull)):
         predictions = collectives.on_every_rank(lambda: _Predictions(out, world.rank))
         if world.is_main and 0 < len(predictions.records) < len(examples):
@@ -98,7 +95,7 @@ def evaluate(
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
         if missing := [batch for batch in batches if not predictions.records.keys() >= set(batch)]:
             loaded = open_model(model, place, dtype)
-            for batch in _with_progress(split, batches, missing, shown=world.is_main):
+            for batch in _with_progress(split, batches, missing, shown=world.is_main and not terminal.is_quiet()):
                 predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
             del loaded
         collectives.gather(None)  # all ranks have written their predictions
@@ -148,12 +145,6 @@ def _digests(model: Path, split: Split, examples: Sequence[TextExample]) -> dict
         "model": of_model.hexdigest(),
         "data": f"{len(examples)} examples of {split}, SHA-256 {of_data.hexdigest()}",
     }
-
-
-def _free_folder(model: Path, split: Split, facts: Mapping[str, Any]) -> Path:
-    first = model.resolve().with_name(f"{model.resolve().name}-{split}")
-    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([first], others) if not _difference(folder, facts))
 
 
 def _predict(
@@ -231,17 +222,13 @@ def _finish(
 def _with_progress(
     split: Split, batches: Sequence[Sequence[int]], missing: Sequence[Sequence[int]], *, shown: bool
 ) -> Iterator[Sequence[int]]:
-    console, total = terminal.console(stderr=True), sum(map(len, batches))
+    total = sum(map(len, batches))
     done = total - sum(map(len, missing))
-    with Progress(console=console, disable=not (shown and console.is_terminal) or terminal.is_quiet()) as progress:
-        task = progress.add_task(split, total=total, completed=done)
-        for batch in missing:
-            yield batch
-            tenths, done = 10 * done // total, done + len(batch)
-            progress.advance(task, len(batch))
-            # Without a bar, a line for each tenth of this rank's share.
-            if shown and not console.is_terminal and not terminal.is_quiet() and 10 * done // total > tenths:
-                _log(f"{split}: {100 * done // total} % of the predictions are made")
+    for batch in missing:
+        yield batch
+        tenths, done = 10 * done // total, done + len(batch)
+        if shown and 10 * done // total > tenths:  # a line for each tenth of this rank's share
+            _log(f"{split}: {100 * done // total} % of the predictions are made")
 
 
 def _log(line: str) -> None:

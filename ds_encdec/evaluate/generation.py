@@ -1,8 +1,6 @@
 """Generate by the model's own `generate()` with its cache, for many inputs in batches of similar length or for one text
 (`ds-encdec generate`); and score given targets by the loss on them."""
 
-import ast
-import json
 import os
 import re
 import sys
@@ -32,11 +30,10 @@ from ds_encdec.base.types import IGNORE_INDEX, CheckpointError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.data.examples.sft import ChatTemplate
 from ds_encdec.data.randomness import keyed_generator
-from ds_encdec.evaluate.models import open_model, require_ours
+from ds_encdec.evaluate.models import open_model
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
 from ds_encdec.registry.denoisers import DENOISERS
-from ds_encdec.registry.objectives import template_parts
 from ds_encdec.tokenizer.load import pretrained_tokenizer
 
 TokenIds = Sequence[int] | np.ndarray
@@ -196,19 +193,17 @@ def generate_text(
     """Return `text` with its sentinels (`<extra_id_0>`…) filled in or, if it has none, `text` and its continuation.
 
     A sentinel that the model does not answer stays in the text. Fillings have blanks for runs of white space; a
-    continuation has no sentinels, and one empty line at most instead of several; stderr reports if this changed
-    anything. `raw`: return the model's output alone, as always for a fine-tuned model. Unless `raw`, a model of
-    conversations reads `text` as the user's turn of its chat template, which stderr reports, like an input of another
-    form than the model was trained on. `stream`: print the output while it is made; returns None if nothing more is to
-    be shown. Raises CheckpointError for a folder without a model of ours.
+    continuation has no sentinels, and one empty line at most instead of several. `raw`: return the model's output
+    alone, as always for a model whose card says that it was fine-tuned. Unless `raw`, a model of conversations reads
+    `text` as the user's turn of its chat template, which stderr reports. `stream`: print the output while it is made;
+    returns None if nothing more is to be shown. Raises CheckpointError.
     """
-    require_ours(folder)
     tokenizer = pretrained_tokenizer(str(folder), field="--model")
-    if (taught := _taught_inputs(folder)) is not None:
-        text, note = _prepare_input(text, *taught, tokenizer, is_raw=raw)
-        raw = True
-        if note:
-            print(note, file=sys.stderr)
+    card = (folder / "README.md").read_text("utf-8", "replace") if (folder / "README.md").is_file() else ""
+    has_template, has_turns = (f"\n| {fact} |" in card for fact in ("input_template", "Conversations"))
+    if has_turns and not has_template and not raw:
+        text = _as_turn(text, tokenizer)
+    raw = raw or has_template or has_turns
     model = open_model(folder, choose_device("auto", discover(os.environ)))
     continues = not raw and not _SENTINEL.search(text)
     if stream and continues:
@@ -225,52 +220,18 @@ def generate_text(
     if raw:
         return target
     shown = readable(target, continues)
-    if shown != target.rstrip():
-        print("white space and special tokens of the output are left out (--raw shows all)", file=sys.stderr)
-    if continues:
-        return text + shown
-    if unanswered := [sentinel for sentinel in _SENTINEL.findall(text) if sentinel not in _SENTINEL.findall(target)]:
-        print(f"nothing was written for {', '.join(unanswered)}", file=sys.stderr)
-    return fill_sentinels(text, shown)
+    return text + shown if continues else fill_sentinels(text, shown)
 
 
-def _taught_inputs(folder: Path) -> tuple[str | None, bool] | None:
-    """Return the input template of a fine-tuned model's training, if any, and whether it had conversations, from the
-    model's card; None for any other model."""
+def _as_turn(text: str, tokenizer: PreTrainedTokenizerFast) -> str:
+    if (chat := ChatTemplate.of(tokenizer)) is None:
+        return text
     try:
-        card = (folder / "README.md").read_text("utf-8")
-        row = re.search(r"^\| input_template \| `(.+)` \|$", card, re.MULTILINE)
-        template = row and str(ast.literal_eval(row[1].replace("\\|", "|")))
-    except (OSError, ValueError, SyntaxError):  # somebody has written another card
-        return None
-    has_chat = re.search(r"^\| Conversations \| .+ \|$", card, re.MULTILINE) is not None
-    return (template, has_chat) if has_chat or template is not None else None
-
-
-def _prepare_input(
-    text: str, template: str | None, has_chat: bool, tokenizer: PreTrainedTokenizerFast, *, is_raw: bool
-) -> tuple[str, str]:
-    """Return the input for `text` of a model that was fine-tuned on `template` or conversations, and a note to print,
-    which may be empty. Raises CheckpointError."""
-    if (chat := ChatTemplate.of(tokenizer)) is not None:
-        # Special tokens of a chat template begin and end turns: a text with them is rendered already.
-        marks = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
-        if any(mark in text and any(mark in one for one in chat.templates.values()) for mark in marks):
-            return text, ""
-        if template is None and not is_raw:
-            try:
-                rendered = chat.render([{"role": "user", "content": text}], None, is_prompt=True)
-            except ValueError as error:
-                message = f"--model: {error} for a user's turn alone; --raw takes a text of any form"
-                raise CheckpointError(message) from error
-            return rendered, "The text is the user's turn in the model's chat template (--raw: it is all)."
-    forms = ["conversations in its chat template"] * has_chat
-    if template is not None:
-        words = (part.strip() for part, _ in template_parts(template))
-        if re.search(".*".join(map(re.escape, words)), text, re.DOTALL):  # has the parts that are no fields, in order
-            return text, ""
-        forms.insert(0, json.dumps(template))
-    return text, f"The model was fine-tuned on inputs of another form: {', or '.join(forms)}"
+        rendered = chat.render([{"role": "user", "content": text}], None, is_prompt=True)
+    except ValueError as error:
+        raise CheckpointError(f"--model: {error} for a user's turn alone; --raw takes a text of any form") from error
+    print("The text is the user's turn in the model's chat template (--raw: it is all).", file=sys.stderr)
+    return rendered
 
 
 def readable(target: str, continues: bool) -> str:

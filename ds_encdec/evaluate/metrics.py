@@ -119,14 +119,8 @@ def _bertscore(predictions: Sequence[str], references: Sequence[str], *, bertsco
     pairs = [pair for pair in zip(predictions, references, strict=True) if all(text.strip() for text in pair)]
     if not pairs:
         return dict.fromkeys(names, 0.0)
-    folder, layer = str(bertscore_model), bertscore_layer(bertscore_model)
-    try:
-        parts = score(*zip(*pairs, strict=True), model_type=folder, num_layers=layer)
-    except OverflowError as error:  # bert-score passes on model_max_length, which is 1e30 if a tokenizer has none
-        raise ConfigError(
-            f"--bertscore-model: the tokenizer in {folder} does not state how long a text may be; add "
-            '"model_max_length" (such as 512) to its tokenizer_config.json'
-        ) from error
+    layer = bertscore_layer(bertscore_model)
+    parts = score(*zip(*pairs, strict=True), model_type=str(bertscore_model), num_layers=layer)
     return {name: 100 * part.sum().item() / len(predictions) for name, part in zip(names, parts, strict=True)}
 
 

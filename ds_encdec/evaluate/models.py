@@ -41,12 +41,6 @@ def is_ours(folder: Path) -> bool:
     return bool(kind == "qwen3_seq2seq")
 
 
-def require_ours(folder: Path) -> None:
-    """Raise CheckpointError if `folder` holds no model of our own kind."""
-    if not is_ours(folder):
-        raise CheckpointError(f"--model: {folder} is no model of ds_encdec; ds-encdec init-model makes one of a Qwen3")
-
-
 def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
     """Load the model of a folder onto `device`, in evaluation mode. No code from the folder is run. It is one of ours,
     or another encoder-decoder that transformers can load by itself. `dtype`: a name of torch's; None is the stored one

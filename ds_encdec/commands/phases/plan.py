@@ -10,7 +10,6 @@ from pathlib import Path
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig, PhaseOverrides, PhasesConfig, TrainingConfig
-from ds_encdec.config.settings import closest
 from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.config.training_rules import ROLLBACK_FIELDS
 
@@ -58,12 +57,7 @@ def select_phases(only: str | None, first: str | None, last: str | None) -> Sequ
         raise ConfigError("--only names a single phase: leave out --from and --to, or --only")
     if only is not None:
         first = last = only
-    ends = [PHASES[0] if first is None else first, PHASES[-1] if last is None else last]
-    for name in ends:
-        if name not in PHASES:
-            suggestion = f" Did you mean {meant}?" if (meant := closest(name, PHASES)) else ""
-            raise ConfigError(f"there is no phase {name!r}; the phases are {', '.join(PHASES)}.{suggestion}")
-    start, stop = map(PHASES.index, map(TrainingPhase, ends))
+    start, stop = (PHASES.index(TrainingPhase(name)) for name in (first or PHASES[0], last or PHASES[-1]))
     if stop < start:
         raise ConfigError(f"--to {last} comes before --from {first}; the order is {', '.join(PHASES)}")
     return PHASES[start : stop + 1]
