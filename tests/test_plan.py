@@ -137,7 +137,7 @@ def test_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str], words: 
 
 
 REFUSED = "--gpus=8 --nodes=3; data.num_lanes=63; model.model_name_or_path=Qwen/Qwen3-7B; training.colour=3"
-REFUSED += "; --price-per-gpu-hour=2; --measured=/nowhere; --tokens=0.5; --tokens=0; --tokens=-5; --tokens=many"
+REFUSED += "; --measured=/nowhere; --tokens=0.5; --tokens=0; --tokens=-5; --tokens=many"
 REFUSED += "; --tokens=B; --tokens=inf; --tokens=nan"
 
 

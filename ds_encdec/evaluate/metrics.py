@@ -120,7 +120,13 @@ def _bertscore(predictions: Sequence[str], references: Sequence[str], *, bertsco
     if not pairs:
         return dict.fromkeys(names, 0.0)
     layer = bertscore_layer(bertscore_model)
-    parts = score(*zip(*pairs, strict=True), model_type=str(bertscore_model), num_layers=layer)
+    try:
+        parts = score(*zip(*pairs, strict=True), model_type=str(bertscore_model), num_layers=layer)
+    except OverflowError as error:  # bert-score passes on model_max_length, which is 1e30 if a tokenizer has none
+        raise ConfigError(
+            f"--bertscore-model: the tokenizer in {bertscore_model} does not state how long a text may be; add "
+            '"model_max_length" (such as 512) to its tokenizer_config.json'
+        ) from error
     return {name: 100 * part.sum().item() / len(predictions) for name, part in zip(names, parts, strict=True)}
 
 

@@ -25,6 +25,7 @@ from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.generation import fill_sentinels, generate_text, readable
+from ds_encdec.evaluate.models import is_ours
 from ds_encdec.exports.hugging_face import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.model import modeling
@@ -355,35 +356,16 @@ def generate(folder: Path, text: str, *, raw: bool = False, stream: bool = False
     return generate_text(folder, text, GenerationSettings(**settings), raw=raw, stream=stream)
 
 
-def test_generate_text_answers_every_sentinel_in_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_text_answers_every_sentinel_in_place(tmp_path: Path) -> None:
     export(tmp_path / "out", config())
     text = "hello <extra_id_0> world"
     filled = generate(tmp_path / "out", text, max_new_tokens=4)
     assert filled is not None
     assert filled.startswith("hello ")
     assert generate(tmp_path / "out", text, max_new_tokens=4) == filled
-    unanswered = "nothing was written for <extra_id_0>\n" * 2
-    assert capsys.readouterr().err == (unanswered if "<extra_id_0>" in filled else "")
     sampled = {generate(tmp_path / "out", "hello", max_new_tokens=8, temperature=2.0, seed=s) for s in range(3)}
     assert len(sampled) > 1
     assert all(text is not None and text.startswith("hello") for text in sampled)
-
-
-def test_a_fine_tuned_model_answers_alone_and_says_where_its_template_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    export(tmp_path / "out", config())
-    written = {text: generate(tmp_path / "out", text, raw=True, max_new_tokens=4) for text in ("hello", "Say: hello!")}
-    template = 'Say: {it}|"\\'
-    trained = FullConfig.model_validate({"data": {"objective": "sft", "input_template": template}})
-    (tmp_path / "out" / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x"))
-    for text in written:
-        assert generate(tmp_path / "out", text, max_new_tokens=4) == written[text]
-        assert capsys.readouterr().err == (
-            f"The model was fine-tuned on inputs of another form: {json.dumps(template)}\n"
-        )
-    assert generate(tmp_path / "out", 'Say: hello|"\\', max_new_tokens=4) is not None
-    assert capsys.readouterr().err == ""
 
 
 def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
@@ -394,14 +376,8 @@ def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
     (out / "chat_template.jinja").write_text(marks + "{{ ' world' if add_generation_prompt }}")
     written = {text: generate(out, text, raw=True, max_new_tokens=4) for text in ("hello", "hello <extra_id_0> world")}
     trained = FullConfig.model_validate({"data": {"objective": "sft"}})
-    for forms, notes in (
-        (
-            [CHAT],
-            ["The text is the user's turn in the model's chat template (--raw: it is all).\n", "of another form: conv"],
-        ),
-        ([CHAT, TEMPLATES], ['of another form: "###', "of another form: "]),
-        ([TEMPLATES], ['of another form: "###', "of another form: "]),
-    ):
+    note = "The text is the user's turn in the model's chat template (--raw: it is all).\n"
+    for forms in ([CHAT], [CHAT, TEMPLATES], [TEMPLATES]):
         card = model_card(trained, TrainingState(global_step=1), "x", forms=forms)
         (out / "README.md").write_text(card)
         assert ("### Instruction" in card) == (TEMPLATES in forms)
@@ -409,10 +385,7 @@ def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
         read = "hello <extra_id_0> world" if forms == [CHAT] else "hello"
         assert generate(out, "hello", max_new_tokens=4) == written[read]
         assert generate(out, "hello", raw=True, max_new_tokens=4) == written["hello"]
-        errors = capsys.readouterr().err.splitlines(keepends=True)
-        assert all(note in error for note, error in zip(notes, errors, strict=True)), errors
-        assert generate(out, "hello <extra_id_0> world", max_new_tokens=4) == written["hello <extra_id_0> world"]
-        assert capsys.readouterr().err == ""
+        assert capsys.readouterr().err == note * (forms == [CHAT])
     (out / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x", forms=[CHAT]))
     program = (
         f"folder = {str(out)!r}\n{card_code(out)}"
@@ -457,4 +430,4 @@ def test_what_is_shown_can_be_read() -> None:
 def test_generate_refuses_what_is_no_encoder_decoder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(CheckpointError, match="ds-encdec init-model"):
-        generate(tmp_path, "hello")
+        is_ours(tmp_path)

@@ -24,7 +24,6 @@ from ds_encdec.commands.phases.plan import (
 from ds_encdec.config.schema import load_config
 
 CURVES = Path(__file__).with_name("curves")
-TOO_HIGH = {"loss_after_warmup", "loss_decrease"}
 
 
 @pytest.fixture
@@ -62,8 +61,7 @@ def test_the_decrease_is_measured_from_the_first_loss_of_the_pipeline(phase: Pla
 
 @pytest.mark.parametrize(
     ("losses", "eval_loss"),
-    [(FALLING[:3], 5.0), ([*FALLING[:4], *[math.nan] * 36], 5.0), ([math.nan] * 40, 5.0), (FALLING, math.inf)],
-    ids=["ended in its warm-up", "no finite loss after it", "no finite loss", "an evaluation that is not finite"],
+    [(FALLING[:3], 5.0), ([math.nan] * 40, 5.0), (FALLING, math.inf)],
 )
 def test_why_a_run_fails(
     phase: PlannedPhase, golden: Callable[[object], None], losses: list[float], eval_loss: float
@@ -78,16 +76,13 @@ def test_why_a_run_fails(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (None, "no line has train/loss"),
         ('{"step": 1, "eval/loss": 2.0}\n', "no line has train/loss"),
-        ('{"step": 1, "train/loss": NaN}\n', "train/loss is not finite at step 1"),
         ('{"step": 1, "train/loss": 2.0}\nnonsense\n', "metrics.jsonl: 1 lines cannot be read"),
     ],
 )
-def test_metrics_that_cannot_be_used(phase: PlannedPhase, content: str | None, why: str) -> None:
+def test_metrics_that_cannot_be_used(phase: PlannedPhase, content: str, why: str) -> None:
     finish_run(phase, FALLING)
-    metrics = phase.folder / "metrics.jsonl"
-    metrics.unlink() if content is None else metrics.write_text(content)
+    (phase.folder / "metrics.jsonl").write_text(content)
     assert why in failed(judge(phase, None))["logged_losses"]
 
 
@@ -97,7 +92,6 @@ def test_a_final_checkpoint_that_is_gone(phase: PlannedPhase) -> None:
 
 
 def failures(losses: Sequence[float], settings: PhaseConfig, *, warmup_steps: int, initial: float) -> set[str]:
-    """The checks that a phase with these losses fails, in a pipeline that began at `initial`."""
     monitor = watch(losses, warmup_steps=warmup_steps)
     monitor.initial_loss = initial
     return failed(monitor.validate_phase(settings)).keys()
@@ -107,9 +101,7 @@ def failures(losses: Sequence[float], settings: PhaseConfig, *, warmup_steps: in
     ("file", "curve", "gates", "phase", "expected"),
     [
         ("quickstart", "sanity_check", "default", "sanity_check", set()),
-        ("quickstart", "validation", "default", "validation", set()),
         # It learns, but no 1.3 M parameters are near 5 after 80 steps.
-        ("quickstart", "medium", "default", "medium", {"loss_after_warmup"}),
         ("quickstart", "full", "default", "full", {"loss_after_warmup"}),
         *(("quickstart", phase, "own", phase, set()) for phase in TrainingPhase),
         # A phase that was handed nothing begins where the first one did.
@@ -118,8 +110,7 @@ def failures(losses: Sequence[float], settings: PhaseConfig, *, warmup_steps: in
         # The rate is a hundred times too high. It comes back as the rate falls, but the mean of its losses does not;
         # the limit of 15 lets its warm-up pass.
         ("too_high_rate", "sanity_check", "default", "sanity_check", {"loss_decrease"}),
-        ("too_high_rate", "sanity_check", "default", "validation", TOO_HIGH),
-        ("too_high_rate", "sanity_check", "own", "sanity_check", TOO_HIGH),
+        ("too_high_rate", "sanity_check", "own", "sanity_check", {"loss_after_warmup", "loss_decrease"}),
     ],
 )
 def test_recorded_curves(file: str, curve: str, gates: str, phase: str, expected: set[str]) -> None:

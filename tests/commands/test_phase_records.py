@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import resource
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from finished_runs import FALLING, QUICKSTART, finish_run
 
-from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, GateError, OutputLockedError
+from ds_encdec.base.types import ConfigError, DsEncDecError, GateError, OutputLockedError
 from ds_encdec.commands.phases.execute import PhaseFolder, run_phases
 from ds_encdec.commands.phases.plan import PlannedPhase, TrainingPhase, plan_phase
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.launch.run_folder import take_folder
 
 IMPASSABLE = "phases.sanity_check.max_loss_after_warmup=0.1"
-SHA256 = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
-"""Of the manifest that `finish_run` writes."""
+SHA256 = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"  # of the manifest that `finish_run` writes
 
 
 def first_phase(tmp_path: Path, *overrides: str) -> tuple[FullConfig, PlannedPhase]:
@@ -74,8 +71,6 @@ def completed(tmp_path: Path, *overrides: str) -> tuple[FullConfig, PlannedPhase
         # Settings that do not decide what is learned may change.
         ("passed", "training.eval_samples=3 infra.sharding_stage=zero2 monitor.window_size=50"),
         ("passed", "training.learning_rate=1e-4"),
-        ("passed", "data.max_encoder_length=128"),
-        ("passed", "model.architecture.hidden_size=64"),
         ("passed", "phases.sanity_check.num_train_steps=30"),
         ("begun", "data.max_encoder_length=128"),  # a wrong path, or a batch that did not fit: nothing is lost yet
         ("saved", "data.max_encoder_length=128"),
@@ -97,7 +92,6 @@ def test_a_changed_setting_is_taken_or_refused(
 
 
 def outcome(action: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
-    """What is printed, and the error."""
     error = ""
     try:
         action()
@@ -160,7 +154,6 @@ def test_a_moved_output_folder_is_no_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("launcher", "code"), [(f"{sys.executable} /nowhere.py", 2), ("false", 1)])
 def test_a_run_that_did_not_start_is_reported(tmp_path: Path, launcher: str, code: int) -> None:
-    """An older status does not speak for this start."""
     config, planned = first_phase(tmp_path)
     began(planned, saved_at=None).write_status("preempted", reason="stopped at step 3", exit_code=75)
     problem = rf"the run did not start \(the launcher's exit code is {code}\)"
@@ -170,7 +163,6 @@ def test_a_run_that_did_not_start_is_reported(tmp_path: Path, launcher: str, cod
 
 
 def test_the_code_of_the_run_is_the_pipelines(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Launchers make 1 of every code; run.json has the run's own. What it prints is shown."""
     config, planned = first_phase(tmp_path)
     code = (
         "from ds_encdec.launch.run_folder import RunFolder;"
@@ -194,44 +186,3 @@ def test_it_is_no_rank_and_alone_in_its_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match="RANK is set, as for a rank"):
         run(config, planned)
-
-
-@pytest.mark.parametrize("largest_file", [300, 1000])
-def test_a_disk_that_is_full_leaves_the_records_as_they_were(tmp_path: Path, largest_file: int) -> None:
-    """At 300 bytes result.json does not fit, at 1,000 phase.yaml."""
-    if largest_file == 300:
-        completed(tmp_path)
-        change = "phases.sanity_check.min_loss_decrease=0.2"
-    else:
-        began(first_phase(tmp_path)[1], saved_at=10)
-        change = "training.eval_samples=3"
-    config, planned = first_phase(tmp_path, change)
-
-    def records() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in planned.folder.glob("*") if path.is_file()}
-
-    before, limits = records(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, limits[1]))
-    try:
-        with pytest.raises(CheckpointError, match="is the disk full"):
-            run(config, planned)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert records() == before
-
-
-@pytest.mark.parametrize(
-    ("damage", "overrides", "error", "problem"),
-    [
-        (lambda run: (run / "result.json").write_text("{"), (), ConfigError, r"result\.json: cannot be read"),
-        (lambda run: shutil.rmtree(run / "checkpoints"), (IMPASSABLE,), CheckpointError, "cannot be read to judge it"),
-    ],
-)
-def test_a_record_that_cannot_be_read_is_named(
-    tmp_path: Path, damage: Callable[[Path], Any], overrides: tuple[str, ...], error: type[DsEncDecError], problem: str
-) -> None:
-    config, planned = completed(tmp_path, *overrides)
-    damage(planned.folder)
-    with pytest.raises(error, match=problem):
-        run(config, planned)
-    assert json.loads((planned.folder / "started.json").read_text())["weights_sha256"] is None

@@ -15,14 +15,11 @@ from finished_runs import CONFIGS, QUICKSTART, finish_run
 from ds_encdec.base.types import ConfigError
 from ds_encdec.cli import main
 from ds_encdec.commands.phases.plan import (
-    PHASE_CONFIGS,
     PHASES,
-    PhaseConfig,
     PlannedPhase,
     TrainingPhase,
     estimate_steps_for_tokens,
     estimate_training_time,
-    phase_before,
     plan_phase,
     with_given,
 )
@@ -44,24 +41,6 @@ def steps(planned: PlannedPhase) -> int:
 def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["phases", "--dry-run", "--json", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
-
-
-def test_the_numbers_of_the_phases() -> None:
-    numbers = {
-        phase: (c.num_tokens, c.num_train_steps, c.eval_steps, c.save_steps, c.logging_steps)
-        for phase, c in PHASE_CONFIGS.items()
-    }
-    assert numbers == {
-        "sanity_check": (10_000_000, 100, 50, 100, 1),
-        "validation": (1_000_000_000, 5_000, 500, 1_000, 10),
-        "medium": (100_000_000_000, 50_000, 1_000, 5_000, 10),
-        "full": (500_000_000_000, 100_000, 500, 10_000, 10),
-    }
-    gates = {phase: (c.max_loss_after_warmup, c.min_loss_decrease) for phase, c in PHASE_CONFIGS.items()}
-    assert gates == {"sanity_check": (15.0, 0.1), "validation": (8.0, 0.5), "medium": (5.0, 1.0), "full": (4.0, 1.5)}
-    plain = PhaseConfig(SANITY, 1, "", 1, 1, 1, 1)
-    assert (plain.max_loss_after_warmup, plain.min_loss_decrease) == (10.0, 0.1)
-    assert (phase_before(SANITY), phase_before(FULL)) == (None, MEDIUM)
 
 
 def test_steps_and_time() -> None:
@@ -126,21 +105,11 @@ def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
     named = {"PHASE": "validation", "MODEL_PATH": "a b", "DATASET": "builtin", "OUTPUT_DIR": "/data/run"}
     own = ["--from", "medium", "model_name_or_path=c", "--data.dataset_name", "d", "--output_dir=e"]
     paths = ["model.model_name_or_path=a b", "data.dataset_name=builtin", "infra.output_dir=/data/run"]
-    for variables, arguments, wanted in (
-        (named, ["x=1"], ["--only", "validation", *paths, "x=1"]),
-        ({"PHASE": "all"}, ["x=1"], ["x=1"]),
-        (named, own, own),
-    ):
-        assert script(*arguments, **variables).stdout.split("\n")[3:-1] == wanted
-    hosts = tmp_path / "hosts"
+    for arguments, wanted in ((["x=1"], ["--only", "validation", *paths, "x=1"]), (own, own)):
+        assert script(*arguments, **named).stdout.split("\n")[3:-1] == wanted
+    (hosts := tmp_path / "hosts").write_text("# mine\nlocalhost slots=8\n")
     alone = " --no_ssh_check --master_addr 127.0.0.1"
-    for lines, flags in (("# mine\nlocalhost slots=8\n", alone), ("127.0.0.1 slots=8\nnode1 slots=8\n", " ")):
-        hosts.write_text(lines)
-        assert script(str(hosts), "x=1").stdout.endswith(f"deepspeed --hostfile {hosts}{flags}\nx=1\n")
-    hosts.write_text("localhost slots=two\n")
-    refused = script(str(hosts), "x=1")
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "not `HOST slots=N`" in refused.stderr
+    assert script(str(hosts), "x=1").stdout.endswith(f"deepspeed --hostfile {hosts}{alone}\nx=1\n")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +118,6 @@ def test_variables_before_the_script_are_its_arguments(tmp_path: Path) -> None:
         ((), 40, 4),  # a tenth
         ((), 5, 1),  # DeepSpeed's schedules need one
         (("training.warmup_steps=0", "training.lr_scheduler_type=cosine"), 40, 0),
-        (("training.warmup_steps=2",), 40, 2),
         (("phases.sanity_check.warmup_steps=70",), None, 70),  # as it says
         (("phases.sanity_check.warmup_steps=70",), 40, 4),  # shortened
     ],
@@ -169,24 +137,6 @@ def test_only_a_phase_that_is_too_short_goes_back_to_nothing() -> None:
         planned = plan(phase, path=FULL_RUN)
         assert (planned.config.training.save_steps, planned.config.monitor.on_loss_spike) == (save_steps, answer)
         assert ("monitor.on_loss_spike=warn (not rollback)" in planned.differences(config)) == (answer == "warn")
-
-
-@pytest.mark.parametrize(
-    ("gate", "path", "allowed", "refused"),
-    [
-        ("min_loss_decrease", QUICKSTART, (0.0, 8.3), (-0.1, 8.4)),  # ln(4096) is 8.32
-        ("min_loss_decrease", FULL_RUN, (8.4,), (50.0,)),
-        ("max_loss_after_warmup", QUICKSTART, (20.0,), (21.0,)),
-    ],
-)
-def test_gates_that_nobody_could_pass_or_fail_are_refused(
-    gate: str, path: Path, allowed: tuple[float, ...], refused: tuple[float, ...]
-) -> None:
-    for value in allowed:
-        assert load_config(path, [f"phases.medium.{gate}={value}"])
-    for value in refused:
-        with pytest.raises(ConfigError, match=rf"phases\.medium\.{gate}(.|\n)*must be"):
-            load_config(path, [f"phases.medium.{gate}={value}"])
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
@@ -219,7 +169,6 @@ def test_days_and_money(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_tables(capsys: pytest.CaptureFixture[str], golden: Callable[[object], None]) -> None:
-    """They fit 80 columns, their numbers are rounded to three places, and unknown ones have no column."""
     short = ("--config", str(QUICKSTART), "--steps-per-phase", "40")
     for options in ((), ("--tokens-per-second", "4000", "--price-per-gpu-hour", "300"), short):
         assert main(["phases", "--dry-run", *options]) == 0
@@ -235,12 +184,8 @@ def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     printed = capsys.readouterr()
     assert json.loads(printed.out)["tokens_per_second"] == 200
     assert f"200 tokens/s were measured in {phase.folder} (ranks: 2; device: cpu)" in printed.err
-    for content, why in ((None, "no metrics.jsonl"), (b"\xff\n", "1 lines cannot be read"), (b"", "no line has perf/")):
-        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-        if content is not None:
-            (tmp_path / "metrics.jsonl").write_bytes(content)
-        assert main(["phases", "--dry-run", "--measured", str(tmp_path)]) == 4
-        assert why in capsys.readouterr().err
+    assert main(["phases", "--dry-run", "--measured", str(tmp_path)]) == 4
+    assert "no metrics.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -248,10 +193,7 @@ def test_a_measured_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     [
         ["--only", "medium", "--from", "full"],
         ["--from", "full", "--to", "medium"],
-        ["--only", "midium"],
-        ["--only", ""],
         ["--steps-per-phase", "1"],
-        ["phases.medium.num_tokns=3"],
         ["--json"],
     ],
 )

@@ -9,19 +9,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from finished_runs import CONFIGS, QUICKSTART
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ds_encdec import cli
 from ds_encdec.base.findings import Finding
-from ds_encdec.base.types import CheckpointError, GateError
+from ds_encdec.base.types import GateError
 from ds_encdec.commands import sanity_check
 from ds_encdec.commands.runs import config_for_model
 from ds_encdec.commands.sanity_check import CHECKS, Subject, check_config, on_one_rank
@@ -38,15 +37,8 @@ pytestmark = pytest.mark.distributed
 NAMES = [name for name, _, _ in CHECKS]
 LOOKS = {name: function for name, function, _ in CHECKS}
 WITHOUT_ENGINE = CHECKS[: NAMES.index("gradient_norm") + 1]
-SIZES = {
-    "vocab_size": 1024,
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-}
+SIZES = {"vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
 SHORT = ("data.max_encoder_length=64", "data.max_decoder_length=64")
 ON_CPU = ("data.preprocessing_num_workers=0", "training.bf16=false", "infra.device=cpu", *SHORT)
 TINY = (*(f"model.architecture.{name}={size}" for name, size in SIZES.items()), *ON_CPU)
@@ -66,7 +58,6 @@ def failed(findings: list[Finding]) -> list[str]:
 
 
 def test_the_quickstart_passes_under_deepspeed(tmp_path: Path) -> None:
-    """In its own process, with a configuration planned for more ranks; as JSON on a stdout that is its alone."""
     command = [sys.executable, "-m", "ds_encdec.cli", "sanity-check", "--config", str(QUICKSTART), *TINY, "--json"]
     plan = ["infra.num_gpus=8", "data.num_lanes=8", f"infra.output_dir={tmp_path / 'run'}", "training.bf16=true"]
     (temporary := tmp_path / "tmp").mkdir()
@@ -76,12 +67,10 @@ def test_the_quickstart_passes_under_deepspeed(tmp_path: Path) -> None:
     answer = json.loads(result.stdout)
     assert answer["passed"] is True
     assert [check["name"] for check in answer["checks"] if check["passed"]] == NAMES
-    assert all(set(check) == {"name", "passed", "skipped", "message", "values"} for check in answer["checks"])
     values = {check["name"]: check["values"] for check in answer["checks"]}
     assert "deepspeed" in answer["checks"][NAMES.index("overfits_one_batch")]["message"]
     assert values["overfits_one_batch"]["last_loss"] < 0.9 * values["overfits_one_batch"]["first_loss"]
     assert values["initial_loss"]["loss"] == pytest.approx(np.log(1024), abs=0.1)
-    assert values["throughput"]["tokens_per_second"] > 0
     assert values["throughput"]["peak_memory_bytes"] > 10**8
     assert [path.name for path in tmp_path.iterdir()] == ["tmp"]
     assert not list(temporary.glob("ds-encdec-*"))
@@ -93,8 +82,6 @@ def test_every_shipped_configuration_can_be_checked_on_one_rank(path: Path) -> N
     config = on_one_rank(run)
     assert (config.data.num_lanes, config.infra.num_gpus, config.training.warmup_steps) == (1, 1, 0)
     assert config.model == run.model
-    assert config.infra.sharding_stage == run.infra.sharding_stage
-    assert config.infra.offload_optimizer == run.infra.offload_optimizer
 
 
 def test_the_list_and_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +109,6 @@ def without_attention_in_the_decoder(name: str, weight: Tensor) -> Tensor:
         (without_attention_in_the_decoder, "gradients_reach_both_sides", True),
         (lambda name, weight: weight * 30 if name == "shared.weight" else weight, "initial_loss", True),
     ],
-    ids=["not a number", "no attention in the decoder", "too wide"],
 )
 def test_broken_weights_are_found(
     monkeypatch: pytest.MonkeyPatch,
@@ -157,7 +143,6 @@ def test_what_cannot_be_read_keeps_its_exit_code(tmp_path: Path, capsys: pytest.
     assert "text" in checks["data_reconstructs"]["message"]
     assert checks["forward"]["skipped"]
     assert not checks["forward"]["passed"]
-    assert checks["embeddings_tied"]["passed"]
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert cli.main(["sanity-check", "--model", str(tmp_path), "infra.device=cpu", FSDP]) == 5
     assert cli.main(["sanity-check", "--config", str(QUICKSTART), "training.learning_rat=1"]) == 2
@@ -207,19 +192,10 @@ def test_an_unforeseen_error_fails_its_check_and_memory_has_its_exit_code(monkey
     assert error.exit_code == 6
 
 
-def test_a_checkpoint_without_room_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sanity_check, "count_parameters", lambda _: 10**18)
-    wanted = r"takes about 14,000,000,000.0 GB and .* free: free space there, or set TMPDIR"
-    with pytest.raises(CheckpointError, match=wanted):
-        LOOKS["checkpoint_resumes"](SimpleNamespace(run_model=SimpleNamespace(config=None)))
-
-
-def test_untied_embeddings_and_frozen_parameters_are_found() -> None:
+def test_a_parameter_without_a_gradient_is_found() -> None:
     subject = Subject(tiny(), RunContext(discover({}), torch.device("cpu"), "fsdp", HostCollectives()))
-    for name in ("model_loads", "data_reconstructs", "forward", "backward", "embeddings_tied"):
+    for name in ("model_loads", "data_reconstructs", "forward", "backward"):
         assert LOOKS[name](subject)[0]
-    subject.model.lm_head.weight = nn.Parameter(subject.model.shared.weight.detach().clone())
-    assert not LOOKS["embeddings_tied"](subject)[0]
     subject.model.encoder.layers[0].mlp.up_proj.weight.requires_grad_(False).grad = None
     assert LOOKS["forward"](subject)[0]
     passed, problem, _ = LOOKS["backward"](subject)
@@ -229,12 +205,10 @@ def test_untied_embeddings_and_frozen_parameters_are_found() -> None:
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An encoder-decoder, as `export` and `init-model` write it."""
     model = new_model(tiny())
     out = tmp_path_factory.mktemp("models") / "export"
     assert model.weights is not None
-    shape: dict[str, Any] = {"dtype": torch.float32, "card": ""}
-    export_hf(model.weights, model.config, model.tokenizer, out, **shape)
+    export_hf(model.weights, model.config, model.tokenizer, out, dtype=torch.float32, card="")
     return out
 
 

@@ -23,8 +23,6 @@ from ds_encdec.registry import text_metrics
 
 
 class OneOfTwo(HostCollectives):
-    """Rank `rank` of two, of which the other one's records are known."""
-
     def __init__(self, rank: int, others: Any) -> None:
         self.rank, self.world_size, self.given = rank, 2, others
         self._others = others
@@ -40,8 +38,6 @@ class OneOfTwo(HostCollectives):
 
 
 class Digits:
-    """A tokenizer whose texts are the ids."""
-
     bos_token_id = cls_token_id = sep_token_id = None
     eos_token_id = pad_token_id = 0
 

@@ -55,9 +55,9 @@ class PhaseFolder(RunFolder):
     def begin(self, config: FullConfig, weights_sha256: str | None) -> None:
         """Record the start of training; `weights_sha256` is of the checkpoint that it starts from, if any."""
         self.root.mkdir(parents=True, exist_ok=True)
-        first_start = _read(self.started).get("started", _now())
         write_atomically(self.phase_yaml, config.dump_yaml())
-        _write(self.started, {"started": first_start, "weights_sha256": weights_sha256})
+        # The first start counts, and the latest weights.
+        _write(self.started, {"started": _now()} | _read(self.started) | {"weights_sha256": weights_sha256})
 
     def accepted_changes(self, config: FullConfig, weights_sha256: str | None) -> list[str]:
         """Return sentences about the settings that have changed since this phase began: all may until something is
@@ -187,8 +187,16 @@ def _judge_and_export(planned: PlannedPhase, folder: PhaseFolder, pipeline_initi
     passed, summary = verdict["passed"], verdict["summary"]
     if passed and not folder.export.exists():
         export_checkpoint(planned.folder / "checkpoints" / "final", folder.export)
-    times = {"started": _read(folder.started).get("started"), "ended": _now()}
-    _write(folder.result, {"phase": planned.phase, **verdict, **times, "phase_config": asdict(planned.settings)})
+    _write(
+        folder.result,
+        {
+            "phase": planned.phase,
+            **verdict,
+            "started": _read(folder.started).get("started"),
+            "ended": _now(),
+            "phase_config": asdict(planned.settings),
+        },
+    )
     _print(f"phase {planned.phase} {'passed its gate' if passed else 'did not pass its gate'}:")
     for check in verdict["checks"]:
         _print(f"  {'✓' if check['passed'] else '✗'} {check['name']}: {check['message']}")
