@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_encdec import cli, estimate_memory, train
+from ds_encdec import cli, train
 from ds_encdec.base.types import CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.run_folder import RunFolder
@@ -39,15 +39,10 @@ def test_help_names_every_verb_once_within_the_terminal(
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
-def test_help_of_a_verb_explains_its_values(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """No value is called by its option's name alone, each option stands once, and the example is one that is read."""
+def test_help_of_a_verb_ends_with_an_example_that_is_read(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main([verb, "--help"])
     shown = capsys.readouterr().out
-    assert "CONFIG_OPTION" not in shown
-    assert "_config" not in shown.partition("example:")[0]
-    unexplained = re.findall(r"--(\w[\w-]*) (?=[A-Z])([A-Z_-]+)\b", shown)
-    assert [name for name, called in unexplained if called == name.upper().replace("-", "_")] in ([], ["text", "text"])
     assert ("[section.field=value ...]" in shown) is cli.VERBS[verb].takes_settings
     *_, example = shown.rstrip().splitlines()
     assert example == f"  {cli.VERBS[verb].example}"
@@ -57,28 +52,12 @@ def test_help_of_a_verb_explains_its_values(verb: str, capsys: pytest.CaptureFix
     cli.read_verb(words[1:])
 
 
-@pytest.mark.parametrize("main", [train.main, estimate_memory.main])
-def test_programs_have_an_example_and_take_settings(
-    main: Callable[..., int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = capsys.readouterr().out
-    assert "[section.field=value ...]" in shown
-    assert "\nexample:\n" in shown
-
-
 MISTYPED = """
 trian
 report folder --token hf_0123 --api-key=sk-1
-train --profile x
 train --profile 0
-train --profile 1.5
 generate --model . --text x --max_new_token 3
-report output --compar y
-stop output --quit
 evaluate --model . --split valid
-export a b --dtype bfloat
 """
 
 
@@ -89,11 +68,6 @@ def test_what_is_mistyped_is_answered_with_its_neighbour(
     for line in MISTYPED.strip().splitlines():
         assert cli.main(line.split()) == 2
     golden(re.sub(r" \(choose from .*?\)", "", capsys.readouterr().err))  # the quotes depend on Python
-
-
-def test_options_of_every_verb_may_be_written_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generate", "--model", "nowhere", "--text", "x_y", "--max_new_tokens", "3"]) == 5
-    assert capsys.readouterr().err.startswith("error: --model: nowhere")
 
 
 QUICKSTART = "ds_encdec/train.py --config quickstart infra.output_dir=output/never"
@@ -114,9 +88,7 @@ NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "to
             {"torch", "transformers", "deepspeed"},
             marks=pytest.mark.skipif(has_gpu(), reason="this machine has a GPU"),
         ),
-        (f"{QUICKSTART} infra.upload_to=nowhere://here", 2, {"torch", "transformers", "deepspeed"}),
         (f"{QUICKSTART} --resume nowhere", 5, {"torch", "transformers", "deepspeed"}),
-        (f"{QUICKSTART} model.tokenizer_name_or_path=./nowhere", 5, {"torch", "transformers", "deepspeed"}),
         (f"{QUICKSTART} data.dataset_name=text data.data_files=nothing*", 4, {"torch", "transformers", "deepspeed"}),
     ],
 )
@@ -154,7 +126,6 @@ def test_what_a_run_does_not_read_may_be_away(tmp_path: Path) -> None:
     (tmp_path / "source-0").mkdir()
     (tmp_path / "source-0" / "index.json").touch()
     train._refuse_early(prepared, None, World())
-    train._refuse_early(configured(tmp_path / ("x" * 300)), None, World())  # which the run tells in its own words
     (tmp_path / ".replaced-step-00000001").mkdir()
     train._refuse_early(prepared, str(tmp_path / "step-00000001"), World())
     with pytest.raises(CheckpointError, match="no such folder"):

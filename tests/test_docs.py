@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import BaseModel
 
 from ds_encdec import cli
@@ -83,12 +81,6 @@ def test_metrics_are_those_of_the_program(page: Path) -> None:
     named = {re.sub(r"_(?:R1|S|SFT)$", "", name) for name in METRIC.findall(page.read_text())} - {"data/sources"}
     parts = {name: {name, last := name.rpartition("/")[2], last.removesuffix("_bytes")} for name in named}
     assert {name for name in named if not any(f'"{part}"' in SOURCE for part in parts[name])} == set()
-
-
-def test_the_citation_is_of_this_version() -> None:
-    package = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert (citation["version"], citation["license"]) == (package["version"], package["license"])
 
 
 def fields(section: type[BaseModel], path: str = "") -> Iterator[str]:

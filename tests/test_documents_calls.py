@@ -12,7 +12,7 @@ import torch
 
 from ds_encdec.base.types import TrainingState
 from ds_encdec.commands.phases.plan import PhaseConfig, TrainingPhase
-from ds_encdec.memory.library import auto_find_batch_size, estimate_model_memory
+from ds_encdec.memory.library import auto_find_batch_size
 from ds_encdec.monitor.monitor import TrainingMonitor
 
 
@@ -42,13 +42,6 @@ def test_one_step_does_not_decide_a_gate(losses: float, last: float, passes: boo
         monitor.update(step, loss, 1.0, 1e-4, 1000.0)
     phase = PhaseConfig(TrainingPhase.VALIDATION, 1_000_000, "Test", min_loss_decrease=0.5)
     assert monitor.validate_phase(phase)["passed"] is passes
-
-
-def test_memory_is_estimated_with_recomputation_unless_told_otherwise() -> None:
-    sizes = {"num_params": 7e9, "batch_size": 4, "seq_length": 2048, "hidden_size": 4096, "num_layers": 32}
-    recomputed = estimate_model_memory(**sizes)["activation_gb"]
-    assert recomputed == estimate_model_memory(**sizes, gradient_checkpointing=True)["activation_gb"]
-    assert recomputed < estimate_model_memory(**sizes, gradient_checkpointing=False)["activation_gb"] / 10
 
 
 def test_a_batch_size_is_looked_for_from_32_down() -> None:

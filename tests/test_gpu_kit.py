@@ -59,22 +59,6 @@ for name in INFRA:
         print(config.infra.device, name, dtype)
 """
 
-FROZEN = """
-import os
-from pathlib import Path
-os.environ["DS_ACCELERATOR"] = "cpu"
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator as Coordinator
-from frozen_parts import train
-from kit import Kit
-native = Coordinator.release_sub_module
-def release(self, submodule, forward=False):
-    if not forward:
-        submodule.ds_recompute_parameters.clear()
-    native(self, submodule, forward=forward)
-Coordinator.release_sub_module = release
-train(Kit(True, Path(), Path()), "one rank")
-"""
-
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, (ROOT, ROOT / "scripts" / "gpu", folder)))
@@ -115,16 +99,6 @@ def test_what_only_a_gpu_runs_is_configured_soundly(tmp_path: Path) -> None:
     assert "cpu reference fp32" in result.stdout
 
 
-def test_weights_that_recomputation_leaves_gathered_are_found(tmp_path: Path) -> None:
-    """DeepSpeed is made to forget what a layer's recomputation has gathered. As it is, the dry run has it."""
-    result = python("-c", FROZEN, folder=tmp_path)
-    assert result.returncode == 0, result.stderr
-    row = json.loads((tmp_path / "rows.jsonl").read_text())
-    assert not row["ok"]
-    assert 50 < row["gathered"] < row["sharded"]
-    assert "AVAILABLE after backward pass" in row["one"]
-
-
 def row(name: str, ok: bool = True, **figures: Any) -> dict[str, Any]:
     return {"name": name, "ok": ok, **figures}
 
@@ -134,7 +108,6 @@ def part(name: str, *rows: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts(**changes: Any) -> dict[str, Any]:
-    """The file of a check that measured two settings."""
     machine = (
         row("versions", python="3.12.3", cores=16, torch="2.11.0", triton="3.6.0", deepspeed="0.19.8"),
         row("device", device="NVIDIA H200", capability="9.0", memory_gib=139.7),

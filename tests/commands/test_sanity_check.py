@@ -221,11 +221,3 @@ def test_model_folders_need_no_configuration(export: Path, tmp_path: Path, capsy
     for path in (None, QUICKSTART):
         config = config_for_model(export, path, [*ON_CPU, FSDP])
         assert check_config(config, checks=WITHOUT_ENGINE)[1] is None
-
-
-def test_a_deepspeed_json_counts(export: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "deepspeed.json"
-    path.write_text('{"zero_optimization": {"stage": 9}}')
-    for subject in (["--config", str(QUICKSTART)], ["--model", str(export)]):
-        assert cli.main(["sanity-check", *subject, "--deepspeed_config", str(path)]) == 2
-        assert "zero_optimization.stage" in capsys.readouterr().err

@@ -67,7 +67,6 @@ def test_a_signal_goes_to_the_ranks_and_not_to_their_launcher(tmp_path: Path, mo
 
 @pytest.mark.parametrize("started_by", ["this process", "a launcher"])
 def test_srun_is_asked_by_a_signal_that_it_passes_on(tmp_path: Path, started_by: str) -> None:
-    """At SIGTERM it would kill ranks that still save, and `deepspeed --launcher slurm` leave it behind."""
     srun, ready = tmp_path / "srun", tmp_path / "ready"
     srun.write_text(f"#!/bin/bash\ntrap 'exit 3' USR1\ntouch {ready}\nwhile sleep 0.1; do :; done\n")
     srun.chmod(0o755)

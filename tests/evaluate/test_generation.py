@@ -11,7 +11,6 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from ds_encdec.base.types import ConfigError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches, score_targets
 from ds_encdec.model.attention import PackedLayout
@@ -44,7 +43,6 @@ def ended(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> int:
         GenerationSettings(num_beams=3, repetition_penalty=1.3),
         GenerationSettings(temperature=1.5, top_p=0.9, top_k=40, seed=3),
     ],
-    ids=["greedy", "beams", "sampling"],
 )
 def test_each_input_gets_in_any_batch_what_it_gets_alone(
     model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray], how: GenerationSettings
@@ -98,13 +96,6 @@ def test_samples_follow_the_distribution_and_their_seed(model: Qwen3ForSeq2SeqLM
     assert set(first) <= set(tokens.tolist())
     seeds = [generate(model, inputs, replace(settings, seed=seed, top_k=0, max_new_tokens=4)) for seed in (1, 1, 2)]
     assert seeds[0] == seeds[1] != seeds[2]
-
-
-def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ConfigError, match="temperature is nan"):
-        GenerationSettings(temperature=float("nan"))
-    with pytest.raises(ConfigError, match="give one of them"):
-        GenerationSettings(temperature=0.1, num_beams=4)
 
 
 def test_targets_are_scored_as_training_does(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> None:
