@@ -18,6 +18,7 @@ from ds_encdec.base.terminal import console, libraries_print_to_stderr, log_to_t
 from ds_encdec.base.types import ConfigError, GateError, Preempted
 from ds_encdec.config import shipped
 from ds_encdec.config.command_line import config_files, load
+from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder, read_stored_model
 from ds_encdec.evaluate.models import require_model_folder
 from ds_encdec.memory.gpus import has_gpu
 
@@ -57,7 +58,6 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import refuse_existing
-    from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder
 
     model_folder(options.source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     refuse_existing(options.out)
@@ -200,7 +200,6 @@ def config_for_model(
     """Return the configuration to check the model folder `model` with: `config`, else a small one on the built-in text.
     `overrides` come last. Raises ConfigError, and CheckpointError for a folder that is not a model's."""
     from ds_encdec.config.schema import load_config
-    from ds_encdec.config.stored_model import read_stored_model
 
     require_model_folder(model)
     stored = read_stored_model(model / "config.json")
