@@ -2,9 +2,8 @@
 
 import io
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
-from ds_encdec.monitor.metrics_file import PERSISTENT_INTERVALS, is_number
 from ds_encdec.registry.objectives import TASKS
 from ds_encdec.report.page import number, power_of_ten
 from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_to
@@ -24,13 +22,11 @@ from ds_encdec.report.read_run import NO_CURVE, SMOOTHED_FROM, Curve, Run, back_
 COLOURS: dict[str, str] = dict(
     re.findall(r"--(\w+): (#[0-9a-f]{6})", Path(__file__).with_name("page.css").read_text().partition("@media")[0])
 )
-MAX_MARKS = 150  # most alerts marked in one chart, the highest ones; the table has the others too
+MAX_MARKS = 150  # most alerts marked in one chart, the newest ones; the table has the others too
 FEW_POINTS = 60  # most points with which a curve that is not smoothed has a mark at each
 LOG_SCALE_FROM = 20.0  # highest value over the median from which a curve with `log` is drawn on a logarithmic scale
-HIGHEST_LIMIT = 2.0  # multiple of the highest value up to which a limit is drawn: a higher one would flatten the curve
 
 Style = dict[str, Any]
-AlertMark = tuple[float, float, int]  # step, height in the unit of the chart, and number of the alerts that share it
 
 _COLOURED = {
     "ink": ("text.color", "axes.titlecolor"),
@@ -43,14 +39,10 @@ styled = matplotlib.rc_context({**_RC, "svg.hashsalt": "report"}, Path(__file__)
 _LINES = tuple(name for name in COLOURS if name.startswith("line"))
 _DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 _TAKEN_BACK: Style = {"label": "taken back", "color": COLOURS["abandoned"], "lw": 1, "alpha": 0.8, "ls": "--"}
-_LOWEST: Style = {"label": "lowest", "color": COLOURS["line2"], "ls": "none", "marker": "*", "markersize": 10}
 _RESTART: Style = {"label": "restart", "color": COLOURS["muted"], "lw": 0.9, "ls": ":"}
 _ROLLBACK: Style = {"label": "rollback", "color": COLOURS["rollback"], "lw": 1.1}
 _ALERT: Style = {"label": "alert", "color": COLOURS["alert"], "ls": "none", "marker": "v", "markersize": 5.5,
                  "markeredgecolor": COLOURS["paper"], "markeredgewidth": 0.5, "zorder": 3}  # fmt: skip
-_TIMES: Style = {"xytext": (5, 0), "textcoords": "offset points", "va": "center", "fontsize": 8.5,
-                 "color": COLOURS["alert"]}  # fmt: skip
-_LIMITS: tuple[Style, ...] = ({"color": COLOURS["line3"], "ls": ":"}, {"color": COLOURS["alert"], "ls": "--"})
 
 
 class Chart(NamedTuple):
@@ -63,22 +55,18 @@ class Chart(NamedTuple):
 @dataclass(frozen=True)
 class ChartPlan:
     """The contents of a chart. `key` names its file; `metrics` maps names to labels; `alerts` are the types marked on
-    it. `measured_alert` is the one of these types whose `value` is the metric at its step; others are marked on the
-    curve. `smoothed`: many points are drawn faintly below a smoothed curve. `scale` multiplies the values. `from_zero`:
-    the axis begins at 0. `log`: the axis may be logarithmic. `limits` maps labels, with {} for the value, to the dotted
-    names of the fields that are drawn across."""
+    it. `smoothed`: many points are drawn faintly below a smoothed curve. `scale` multiplies the values. `from_zero`:
+    the axis begins at 0. `log`: the axis may be logarithmic."""
 
     key: str
     title: str
     unit: str
     metrics: Mapping[str, str]
     alerts: tuple[str, ...] = ()
-    measured_alert: str = ""
     smoothed: bool = False
     scale: float = 1.0
     from_zero: bool = False
     log: bool = False
-    limits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def heading(self) -> str:
@@ -96,7 +84,7 @@ PLANS = {  # by key
     plan.key: plan
     for plan in (
         ChartPlan("loss", "Training loss", _NATS, {"train/loss": "loss"}, ("loss_spike", "loss_plateau", "non_finite"),
-                  measured_alert="loss_spike", smoothed=True, log=True),
+                  smoothed=True, log=True),
         ChartPlan("loss_by_denoiser", "Loss by denoiser", _NATS, {f"train/loss_{name}": name for name in TASKS},
                   smoothed=True, log=True),
         ChartPlan("eval_loss", "Evaluation loss", _NATS, {"eval/loss": "loss"}, log=True),
@@ -104,9 +92,7 @@ PLANS = {  # by key
                   {"eval/exact_match": "exact match", "eval/rougeL": "ROUGE-L", "eval/chrf": "chrF",
                    "eval/bleu": "BLEU"}, from_zero=True),
         ChartPlan("grad_norm", "Gradient norm", "before clipping", {"train/grad_norm": "norm"},
-                  ("grad_explosion", "non_finite"), measured_alert="grad_explosion", smoothed=True, log=True,
-                  limits={"clipped above {}": "training.max_grad_norm",
-                          "alert above {}": "monitor.grad_norm_threshold"}),
+                  ("grad_explosion", "non_finite"), smoothed=True, log=True),
         ChartPlan("learning_rate", "Learning rate", "", {"train/learning_rate": "rate"}, ("learning_rate_off",),
                   from_zero=True),
         ChartPlan("tokens_per_sec", "Throughput", "tokens/s", {"perf/tokens_per_sec": "throughput"},
@@ -122,8 +108,7 @@ PLANS = {  # by key
         ChartPlan("checkpoint", "Time of a checkpoint", "s",
                   {"ckpt/blocked_s": "training paused", "ckpt/total_s": "until it was complete"}, from_zero=True),
         ChartPlan("slowest_rank", "Slowest rank over the median rank", "", {"health/slowest_rank_ratio": "time ratio"},
-                  ("straggler",),
-                  limits={f"alert above {{}}, {PERSISTENT_INTERVALS} times in a row": "monitor.straggler_threshold"}),
+                  ("straggler",)),
     )
 }  # fmt: skip
 
@@ -144,52 +129,35 @@ def charts_of(run: Run, pictures: Path | None = None) -> tuple[list[Chart], list
 def _chart(run: Run, plan: ChartPlan, pictures: Path | None) -> Chart:
     curves = {label: plan.curve(run.curves, metric) for metric, label in plan.metrics.items()}
     curves = {label: curve for label, curve in curves.items() if len(curve.known)}
-    if "peak" in curves and "device" not in curves:  # without a GPU it is the same memory as the host's
-        curves = {"host, highest so far" if label == "peak" else label: curve for label, curve in curves.items()}
-    marks = alert_marks(run, plan)
-    known = np.concatenate([[value for _, value, _ in marks], *(curve.known for curve in curves.values())])
+    known = np.concatenate([curve.known for curve in curves.values()])
     axes, alone = new_axes(plan), len(plan.metrics) == 1
     for taken_back in run.abandoned.values() if alone else ():
         branch = plan.curve(taken_back, next(iter(plan.metrics)))
         axes.plot(branch.steps, branch.values, **_TAKEN_BACK)
     for index, (label, curve) in enumerate(curves.items()):
         draw_curve(axes, curve, plan, label, index, alone=alone)
-    if plan.key == "eval_loss":
-        (curve,) = curves.values()
-        lowest = int(np.nanargmin(curve.values))
-        axes.plot(curve.steps[lowest], curve.values[lowest], **_LOWEST)
-    for (label, path), style in zip(plan.limits.items(), _LIMITS, strict=False):
-        limit = run.number(path)
-        if limit is not None and limit <= HIGHEST_LIMIT * known.max():
-            axes.axhline(limit, label=label.format(number(limit)), linewidth=1.1, **style)
     for entry in run.entries("start"):
         if entry.get("resumed_from"):
             axes.axvline(entry["step"], **_RESTART)
     for entry in run.entries("rollback"):
         axes.axvline(entry["step"], **_ROLLBACK)
         axes.axvspan(back_to(entry), entry["step"], color=COLOURS["rollback"], alpha=0.09, linewidth=0)
-    for step, value, times in marks[:MAX_MARKS]:
-        axes.plot(step, value, **_ALERT)
-        if times > 1:
-            axes.annotate(f"×{times}", (step, value), **_TIMES)
-    return finish(axes, plan, describe(curves, marks), known, pictures)
+    if len((marks := alert_marks(run, plan)).known):
+        axes.plot(marks.steps, marks.values, **_ALERT)
+    return finish(axes, plan, describe(curves), known, pictures)
 
 
-def describe(curves: Mapping[str, Curve], marks: Sequence[AlertMark] = ()) -> str:
-    """Return the key figures of a chart's curves in words; an alert may be higher than all logged values."""
+def describe(curves: Mapping[str, Curve]) -> str:
+    """Return the key figures of a chart's curves in words."""
     if len(curves) > 1:
         return "last " + ", ".join(f"{label} {number(curve.known[-1])}" for label, curve in curves.items())
     (curve,) = curves.values()
     lowest, highest = int(np.nanargmin(curve.values)), int(np.nanargmax(curve.values))
-    top, at, remark = curve.values[highest], curve.steps[highest], ""
-    if marks and marks[0][1] > top:
-        at, top, _ = marks[0]
-        remark = " (alert)"
     gaps = len(curve) - len(curve.known)
     return (
         f"first {number(curve.known[0])}, last {number(curve.known[-1])}, "
         f"lowest {number(curve.values[lowest])} at step {curve.steps[lowest]:,.0f}, "
-        f"highest {number(top)} at step {at:,.0f}{remark}"
+        f"highest {number(curve.values[highest])} at step {curve.steps[highest]:,.0f}"
     ) + (f", {gaps} not finite" if gaps else "")
 
 
@@ -209,19 +177,11 @@ def draw_curve(axes: Axes, curve: Curve, plan: ChartPlan, label: str, index: int
     axes.plot(curve.steps, curve.values, **style)
 
 
-def alert_marks(run: Run, plan: ChartPlan) -> list[AlertMark]:
-    """Return the marks of a chart, the highest first; the alerts of one step share one at the highest of them. An alert
-    is at its own value if that is the metric, else on the curve."""
-    heights: dict[float, list[float]] = defaultdict(list)
-    curve = run.curve(next(iter(plan.metrics)))
-    for alert in run.entries("alert"):
-        kind, step, value = str(alert.get("type")), alert["step"], alert.get("value")
-        if kind != plan.measured_alert or not is_number(value):
-            value = float(curve.at(np.array([step]))[0])
-        if kind in plan.alerts and not np.isnan(value):
-            heights[step].append(value * plan.scale)
-    marks = [(step, max(values), len(values)) for step, values in heights.items()]
-    return sorted(marks, key=lambda mark: -mark[1])
+def alert_marks(run: Run, plan: ChartPlan) -> Curve:
+    """Return the newest steps with an alert that is marked on the chart, and their heights on its first curve."""
+    marked = {entry["step"] for entry in run.entries("alert") if entry.get("type") in plan.alerts}
+    steps = np.array(sorted(marked)[-MAX_MARKS:], dtype=np.float64)
+    return Curve(steps, run.curve(next(iter(plan.metrics))).at(steps) * plan.scale)
 
 
 def new_axes(plan: ChartPlan, over: str = "optimizer step") -> Axes:

@@ -1,7 +1,6 @@
 """Make a page from the templates (`*.html.j2`), and write numbers, times and configurations as text. The values come
 from files that may hold anything: everything is escaped, and every type has a text."""
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -21,10 +20,7 @@ from ds_encdec.report.read_run import Entry, Run, read_time
 NOTHING = "–"  # text for a missing value
 MAX_EVENTS = 200  # most rows of the table of events, the newest ones; all are in ledger.jsonl
 MAX_EXCERPT = 1500  # most characters of a generated text that are shown
-_KEPT_NAMES = ("ds_encdec",)  # names of packages, whose underscores are not spaces
 _LAST = itemgetter(-1)
-# Events that decide whether the rollbacks of the alerts before them were made; a start leaves them open.
-_ANSWERS = ("rollback", "no_rollback", "stop", "start")
 
 
 def write_page(folder: Path, template: str, **values: Any) -> Path:
@@ -32,7 +28,7 @@ def write_page(folder: Path, template: str, **values: Any) -> Path:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
-    filters = (number, count, disk_size, when, cause, excerpt, flat, outcomes, events, changes)
+    filters = (number, count, disk_size, when, excerpt, flat, outcomes, events, changes)
     environment.filters |= {function.__name__: function for function in filters}
     environment.globals["nothing"] = NOTHING
     write_atomically(folder / "index.html", environment.get_template(template).render(values))
@@ -62,21 +58,16 @@ def when(written: object) -> str:
     return f"{time:%Y-%m-%d %H:%M:%S %z}" if (time := read_time(written)) else ""
 
 
-def cause(message: object) -> str:
-    """Return why a run stopped, without the step and the advice."""
-    return re.sub(r"^stopped at step \d+ |; go on with .*$", "", number(message))
-
-
 def excerpt(text: object) -> str:
-    """Return the beginning of a text that a model may have made; repeated line ends are counted, not shown."""
-    breaks = re.sub(r"\n{3,}", lambda found: f"\n[{len(found[0])} line breaks]\n", number(text))
-    return breaks if len(breaks) <= MAX_EXCERPT else f"{breaks[:MAX_EXCERPT]}…"
+    """Return the beginning of a text that a model may have made."""
+    whole = number(text)
+    return whole if len(whole) <= MAX_EXCERPT else f"{whole[:MAX_EXCERPT]}…"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield the values of nested mappings by readable names, times and sizes in readable form."""
     for name, value in values.items():
-        label = f"{prefix}{name if name in _KEPT_NAMES else name.replace('_', ' ')}"
+        label = f"{prefix}{name.replace('_', ' ')}"
         if isinstance(value, Mapping):
             yield from flat(value, f"{label} ")
         elif label.endswith(" bytes") and is_number(value):
@@ -121,14 +112,9 @@ def outcomes(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def events(run: Run) -> tuple[list[tuple[Entry, bool]], int]:
-    """Return the newest events, the last one first, and the number of older ones. Each has whether the rollback that it
-    asks for was refused: the next answer after it is a refusal."""
-    shown, answer = [], ""
-    for entry in reversed(run.events):
-        answer = entry["kind"] if entry["kind"] in _ANSWERS else answer
-        if entry["kind"] != "start" or entry.get("resumed_from"):
-            shown.append((entry, answer == "no_rollback" and entry.get("action") == "rollback"))
+def events(run: Run) -> tuple[list[Entry], int]:
+    """Return the newest events, the last one first, and the number of older ones."""
+    shown = [one for one in reversed(run.events) if one["kind"] != "start" or one.get("resumed_from")]
     return shown[:MAX_EVENTS], max(0, len(shown) - MAX_EVENTS)
 
 

@@ -16,11 +16,8 @@ import pytest
 
 
 class LocalHub(ThreadingHTTPServer):
-    """Speaks as much of the hub's protocol as `datasets` and `huggingface_hub` need to read public data sets.
-
-    `breaking`: how many of the next requests for a file's content break, in the way of `breaking_how`: `drop` (closed
-    without an answer), `cut` (closed within the content) or `error` (status 500).
-    """
+    """As much of the hub's protocol as public data sets need. `breaking`: how many of the next requests for a file's
+    content break, by `breaking_how`: `cut` (the connection is closed within the content) or `error` (status 500)."""
 
     daemon_threads = True
 
@@ -29,7 +26,7 @@ class LocalHub(ThreadingHTTPServer):
         self.commits: dict[str, dict[str, Path]] = {}
         self.references: dict[str, str] = {}
         self.breaking = 0
-        self.breaking_how = "drop"
+        self.breaking_how = "cut"
         self.content_requests = 0
 
     @property
@@ -37,7 +34,7 @@ class LocalHub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def push(self, files: dict[str, Path], *names: str) -> str:
-        """A new commit of these files (name in the repository: local path) on `main` and `names`; its sha."""
+        """Return the sha of a new commit of these files (name: local path) on `main` and `names`."""
         sha = f"{len(self.commits) + 1:040x}"
         self.commits[sha] = files
         self.references |= dict.fromkeys(["main", *names], sha)
@@ -111,12 +108,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.breaking_how == "error":
             self._send(500, b"", {})
             return
-        if self.server.breaking_how == "cut":
-            self.send_response(206)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
-            self.wfile.flush()
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2])
+        self.wfile.flush()
         self.connection.shutdown(socket.SHUT_RDWR)
         self.close_connection = True
 

@@ -9,22 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
 from huggingface_hub import hf_file_system
 from huggingface_hub.utils import http_backoff
-from hypothesis import given
-from hypothesis import strategies as st
 from local_hub import LocalHub, local_hub
 
 from ds_encdec.base.types import CheckpointError, DataError
-from ds_encdec.config.first_rows import unusable_rows
 from ds_encdec.config.schema import FullConfig, MixtureSource
 from ds_encdec.data.sources import hub_errors
-from ds_encdec.data.sources.sources import BadRow, Row, all_rows, shortened
+from ds_encdec.data.sources.sources import BadRow, Row, all_rows
 from ds_encdec.data.sources.tables import ParquetFiles, open_hub_data, resolve_commits
 
 NAME = "someone/texts"
@@ -70,12 +66,8 @@ def test_a_push_changes_nothing_for_a_run_that_has_begun(hub: LocalHub, tmp_path
     assert again == batches
     with pytest.raises(CheckpointError, match=rf"commit {first}\) there, .*commit {second}\) now"):
         make_data(config, num_lanes=2, saved=saved, commits={f"{NAME}@main": second})
-
-
-def test_a_revision_that_does_not_exist(hub: LocalHub, tmp_path: Path) -> None:
-    hub.push(parquet_files(tmp_path / "one", texts(50)))
     with pytest.raises(DataError, match="v9"):
-        make_data(config_of(streaming=True, dataset_revision="v9"))
+        make_data(config_of(streaming=streaming, dataset_revision="v9"))
 
 
 @pytest.fixture
@@ -96,23 +88,18 @@ def shorten_patience(monkeypatch: pytest.MonkeyPatch, retries: int) -> None:
     monkeypatch.setattr(hf_file_system, "http_backoff", partial(http_backoff, max_retries=0))
 
 
-@pytest.mark.parametrize("how", ["drop", "cut", "error"])
+@pytest.mark.parametrize("how", ["cut", "error"])
 def test_broken_connections_are_outlived(
     hub: LocalHub, streamed: ParquetFiles, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shorten_patience(monkeypatch, 4)
     expected = texts(200)[0::2] + texts(200)[1::2]
     assert read(streamed) == expected
-    for broken in (1, 3):
-        hub.breaking, hub.breaking_how = broken, how
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, logger=hub_errors.__name__):
-            assert read(streamed) == expected
-        assert hub.breaking == 0
-        warnings = [record.message for record in caplog.records if record.name == hub_errors.__name__]
-        assert [message.partition(" failed")[0].partition("parquet: ")[2] for message in warnings] == [
-            f"attempt {attempt} of 5" for attempt in range(1, broken + 1)
-        ]
+    hub.breaking, hub.breaking_how = 3, how
+    with caplog.at_level(logging.WARNING, logger=hub_errors.__name__):
+        assert read(streamed) == expected
+    assert hub.breaking == 0
+    assert [number for number in range(1, 9) if f"parquet: attempt {number} failed" in caplog.text] == [1, 2, 3]
 
 
 def test_patience_ends_with_a_data_error(
@@ -121,18 +108,15 @@ def test_patience_ends_with_a_data_error(
     shorten_patience(monkeypatch, 2)
     hub.breaking = 10**6
     before = hub.content_requests
-    with pytest.raises(
-        DataError, match=r"train-0.parquet: cannot be read after 3 attempts \(RemoteProtocolError"
-    ) as caught:
+    with pytest.raises(DataError, match=r"train-0.parquet: cannot be read after 3 attempts \(RemoteProtocolError"):
         read(streamed)
-    assert caught.value.exit_code == 4
     assert hub.content_requests == before + 3
 
 
 def test_what_will_never_work_is_not_tried_again(hub: LocalHub, streamed: ParquetFiles) -> None:
     hub.commits = {sha: {} for sha in hub.commits}  # the files are gone
     before = hub.content_requests
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot be read after 1 attempt "):
         read(streamed)
     assert hub.content_requests == before
 
@@ -160,23 +144,20 @@ def test_what_is_wrong_with_the_data_is_not_tried_again() -> None:
         yield first
         raise error
 
-    wrong = [TypeError("no cast"), KeyError("column"), RuntimeError("odd"), ValueError("no JSON")]
-    for is_local, error in [*((False, one) for one in wrong), (True, OSError("bad page"))]:
+    for is_local, error in ((False, KeyError("column")), (False, ValueError("no JSON")), (True, OSError("bad page"))):
         attempts.clear()
         with pytest.raises(DataError, match="a set, from row 6 on: cannot be read"):
             list(hub_errors.retry_rows(partial(rows, error=error), 5, "a set", is_local=is_local))
         assert attempts == [5]
 
 
-@pytest.mark.parametrize("streaming", [True, False])
 def test_a_hub_that_does_not_answer_is_named(
-    hub: LocalHub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, streaming: bool
+    hub: LocalHub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No network, by a server that is gone. Its library's own error is of whatever HTTP client that has."""
     hub.shutdown()
     hub.server_close()  # connections are refused from now on
     monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", ())
-    config = config_of(streaming=streaming)
+    config = config_of(streaming=True)
     with caplog.at_level(logging.WARNING):
         assert resolve_commits(config.data) == {}
     assert f"{NAME}: its commit is not known" in caplog.text
@@ -189,21 +170,14 @@ OTHER = '{"text": "x", "label": 1}'
 
 
 def json_lines(folder: Path, last: str) -> None:
-    """Two files, of which the second ends with the line `last`."""
     for name, more in (("a", ""), ("b", last)):
         path = Path(write_json_lines(folder / f"train_{name}.jsonl", TEXTS))
         path.write_text(path.read_text() + more)
 
 
 def two_columns(folder: Path) -> None:
-    """Two files, of which the second has another column."""
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), folder / "train_a.parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "n": [1] * 20}), folder / "train_b.parquet")
-
-
-def repeated_column(folder: Path) -> None:
-    table = pyarrow.Table.from_arrays([pyarrow.array(TEXTS)] * 2, names=["text", "text"])
-    pyarrow.parquet.write_table(table, folder / "train_b.parquet")
 
 
 def rows_of(folder: Path, *, streaming: bool, whole: bool = False) -> list[Row]:
@@ -224,7 +198,6 @@ def folder(tmp_path: Path, cache: Path) -> Path:
         (partial(json_lines, last=OTHER), "b.jsonl, from row 0 on: .*names don't match.*data.streaming=false", [41, 0]),
         (partial(json_lines, last='{"text": "x'), "b.jsonl, from row 0 on: .*on_bad_row=skip", [41, 1]),
         (two_columns, [40, 0], "cannot be read .*same columns and types.*data.streaming=true"),
-        (repeated_column, "b.parquet: the column text is there more than once", "cannot be read"),
     ],
 )
 def test_files_that_are_not_alike_are_read_row_by_row_or_named(
@@ -265,71 +238,3 @@ def test_a_value_that_python_cannot_hold_makes_its_row_a_bad_one(folder: Path, s
         f"{'train.parquet, row group 0, row 1' if streaming else f'{folder}/train:1'}: a value of it cannot be read "
         "(OverflowError: date value out of range)"
     ]
-
-
-def test_validate_sees_a_repeated_column(tmp_path: Path) -> None:
-    repeated_column(tmp_path)
-    config = make_config(dataset_name="parquet", data_files=str(tmp_path / "train_b.parquet"))
-    (found,) = unusable_rows(config.data, config.model)
-    assert "the column text more than once" in found.message
-
-
-def test_an_empty_folder_is_no_matter_of_the_hub(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="loose files are read by") as caught:
-        rows_of(tmp_path, streaming=True)
-    assert "hub" not in str(caught.value).replace("huggingface", "")
-
-
-def test_texts_of_json_that_become_timestamps_are_not_read_as_others(folder: Path) -> None:
-    """Row by row they stay as they are; where `datasets` reads them they are refused, unless nothing reads them."""
-    rows = [{"text": "a", "when": {"day": day}} for day in ("2024-01-01", "2024-01-02")]
-    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert all(row.record in rows for row in rows_of(folder, streaming=False, whole=True))  # type: ignore[union-attr]
-    with pytest.raises(DataError, match="timestamps of the texts of when"):
-        rows_of(folder, streaming=True, whole=True)
-    assert len(rows_of(folder, streaming=True)) == 2
-
-
-TABLE = pyarrow.table(
-    {
-        "single": pyarrow.array([0.1, None, 1e20], pyarrow.float32()),
-        "double": pyarrow.array([0.1, 1 / 3, 1e20], pyarrow.float64()),
-        "flag": [True, False, None],
-        "list": pyarrow.array([[0.3], None, []], pyarrow.list_(pyarrow.float32())),
-        "object": pyarrow.array(
-            [{"x": 2.7, "y": "a"}] * 3, pyarrow.struct({"x": pyarrow.float32(), "y": pyarrow.string()})
-        ),
-    }
-)
-ROWS = [
-    {"single": 0.1, "double": 0.1, "flag": True, "list": [0.3], "object": {"x": 2.7, "y": "a"}},
-    {"single": None, "double": 1 / 3, "flag": False, "list": None, "object": {"x": 2.7, "y": "a"}},
-    {"single": 1e20, "double": 1e20, "flag": None, "list": [], "object": {"x": 2.7, "y": "a"}},
-]
-
-
-@pytest.mark.parametrize("reader", ["parquet", "table", "stream"])
-def test_narrow_floats_are_the_shortest_numbers(tmp_path: Path, reader: str) -> None:
-    pyarrow.parquet.write_table(TABLE, tmp_path / "train.parquet")
-
-    source: Any
-    if reader == "parquet":
-        source = ParquetFiles([str(tmp_path / "train.parquet")], None, num_lanes=1, columns=lambda existing: existing)
-    else:
-        if reader == "stream":
-            (tmp_path / "train.parquet").unlink()
-            with (
-                pyarrow.OSFile(str(tmp_path / "train.arrow"), "wb") as file,
-                pyarrow.ipc.new_stream(file, TABLE.schema) as out,
-            ):
-                out.write_table(TABLE)
-        entry = MixtureSource(weight=1, dataset_name=str(tmp_path))
-        source = open_hub_data(entry, 1, streaming=reader == "stream", columns=lambda existing: existing)
-    rows = [source.document(i) for i in range(3)] if reader == "table" else [*source.documents(0, 0)]
-    assert [row.record for row in rows] == ROWS
-
-
-@given(st.floats(width=32, allow_nan=False) | st.none())
-def test_a_shortened_float_has_the_same_bits(value: float | None) -> None:
-    found = shortened(value, pyarrow.float32())
-    assert found == value if value is None else np.float32(found) == np.float32(value)

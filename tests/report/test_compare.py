@@ -1,17 +1,15 @@
-"""Runs laid over each other, and those that cannot be."""
+"""Pages of several runs: laid over each other, or the phases of a pipeline behind each other; and refusals."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from one_page import Page
-from run_folders import write_checkpoint, write_lines, write_run
+from run_folders import write_checkpoint, write_lines, write_phases, write_run
 
 from ds_encdec import cli
 from ds_encdec.report.read_run import read_run
@@ -45,15 +43,6 @@ def test_runs_with_the_same_configuration_are_said_to_be(tmp_path: Path) -> None
     assert ">tokens seen</text>" not in page.source, "a run that did not log them is drawn over steps"
 
 
-def test_a_smoothed_curve_has_its_raw_one_below_it(tmp_path: Path) -> None:
-    for steps, lines_a_run in ((1190, 1), (1200, 2)):
-        one, two = (write_run(tmp_path / f"{name}{steps}", only=("train/loss",), steps=steps) for name in "ab")
-        drawn = Page(write_report(one, compare=[two])[0]).source.partition('aria-label="Training loss of 2 runs')[2]
-        for colour in ("line1", "line2"):
-            curves = re.findall(rf'<path d="[^"]{{500,}}"[^>]*var\(--{colour}\)', drawn.partition("</svg>")[0])
-            assert len(curves) == lines_a_run
-
-
 def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write_run(tmp_path / "one", only=LOSSES)
     two = write_run(tmp_path / "two", only=LOSSES, model__tokenizer_name_or_path="builtin")
@@ -64,15 +53,12 @@ def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["by config", "by checkpoint"])
-@pytest.mark.parametrize(
-    ("field", "value"), [("data__eval_fraction", 0.1), ("training__eval_samples", 16), ("data__max_seq_length", 64)]
-)
-def test_other_held_out_examples_are_warned_of(tmp_path: Path, field: str, value: float, saved: bool) -> None:
-    runs = [write_run(tmp_path / "one", only=LOSSES), write_run(tmp_path / "two", only=LOSSES, **{field: value})]
+def test_other_held_out_examples_are_warned_of(tmp_path: Path, saved: bool) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", data__max_seq_length=64)]
     for run in runs if saved else ():
         write_checkpoint(run, 200)
     assert list(incomparable([read_run(run) for run in runs], ["one", "two"])) == [
-        f"one and two differ in {field.replace('__', '.')}: evaluation losses are over different examples."
+        "one and two differ in data.max_seq_length: evaluation losses are over different examples."
     ]
 
 
@@ -87,23 +73,48 @@ def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> 
     ]
 
 
-@pytest.mark.parametrize("lines", [[], [{"step": 1, "perf/mfu": 0.4, "train/loss": None}]], ids=["none", "other"])
-def test_runs_without_a_common_loss_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: list[dict[str, Any]]
-) -> None:
+def test_runs_without_a_common_loss_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = write_run(tmp_path / "one"), write_run(tmp_path / "two")
-    write_lines(two / "metrics.jsonl", lines)
+    write_lines(two / "metrics.jsonl", [{"step": 1, "perf/mfu": 0.4, "train/loss": None}])
     assert cli.main(["report", str(one), "--compare", str(two)]) == 4
-    problem = "neither of train/loss and eval/loss was logged by both" if lines else "metrics.jsonl: no line of metrics"
-    assert problem in capsys.readouterr().err
-    assert not (one / "report").exists()
+    assert "neither of train/loss and eval/loss was logged by both" in capsys.readouterr().err
+    assert not (one / "report-compared").exists()
 
 
 def test_the_difference_is_taken_at_the_same_tokens(tmp_path: Path) -> None:
-    """The second run logs at other steps; it is 0.5 above the line of the first, and the first's gap is bridged."""
     one, two = tmp_path / "one", tmp_path / "two"
     write_lines(one / "metrics.jsonl", [{"step": s, "train/loss": 4 - s / 10 if s != 5 else None} for s in range(11)])
     write_lines(two / "metrics.jsonl", [{"step": s + 0.5, "train/loss": 4.45 - s / 10} for s in range(15)])
     found = difference(*(read_run(run).curve("train/loss") for run in (two, one)))
     assert list(found.steps) == [s + 0.5 for s in range(10)]
     np.testing.assert_allclose(found.values, 0.5)
+
+
+def test_the_losses_of_all_phases_stand_behind_each_other(tmp_path: Path, golden: Callable[[object], None]) -> None:
+    root = write_phases(tmp_path / "output", only=("train/loss",))
+    page = Page(write_report(root)[0])
+    golden(page.prose)
+    assert list(page.charts) == ["Training loss, nats per token, all phases"]
+    assert all(f">{name}</text>" in page.source for name in ("sanity_check", "validation", "medium"))
+    reports = [link["href"] for link in page.all("a") if link["href"].endswith(".html")]
+    assert reports == [f"{name}/index.html" for name in ("sanity_check", "validation", "medium")]
+    assert "The gate of medium was not passed" in Page(root / "report" / "medium" / "index.html").text
+
+
+def test_a_phase_that_logged_nothing_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(tmp_path / "phases" / "sanity_check" / "metrics.jsonl", [])
+    assert cli.main(["report", str(tmp_path)]) == 4
+    assert "none of the phases has logged metrics" in capsys.readouterr().err
+    write_run(tmp_path / "phases" / "sanity_check", only=("train/loss",))
+    (tmp_path / "phases" / "validation").mkdir()
+    page = Page(write_report(tmp_path, out=tmp_path / "out")[0])
+    assert "! validation was begun and not judged" in page.text
+    assert "validation is not the folder of a run" in page.text
+
+
+def test_a_pipeline_is_not_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_phases(tmp_path / "output", only=("train/loss",))
+    last = root / "phases" / "medium"
+    assert cli.main(["report", str(last), "--compare", str(root)]) == 2
+    assert f"{root} is the folder of a pipeline of phases" in (said := capsys.readouterr().err)
+    assert f"name one of its phases, e.g. {last}." in said

@@ -3,10 +3,11 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+from ds_encdec.base.quantities import count
 from ds_encdec.base.types import DataError, DsEncDecError
 from ds_encdec.config.schema import MixtureSource
 from ds_encdec.registry.source_kinds import kind_of_file
@@ -69,16 +70,6 @@ def no_shifted(kind: str, name: str, columns: Container[str]) -> None:
         )
 
 
-def no_dates(kind: str, name: str, types: Mapping[str, object], read: Collection[str]) -> None:
-    """Raise DataError if `datasets` made timestamps of JSON's texts in columns that are read: the texts are lost."""
-    dates = [column for column, one in types.items() if column in read and "timestamp[" in str(one)]
-    if kind == "json" and dates:
-        raise DataError(
-            f"data set {name}: `datasets` makes timestamps of the texts of {', '.join(dates)}, which changes them. "
-            "Download its files and name them: data.dataset_name=json data.data_files=FILES"
-        )
-
-
 def is_remote(path: str) -> bool:
     """Return whether the path is a URL."""
     return "://" in path
@@ -116,17 +107,13 @@ def retry_rows(read: Callable[[int], Iterator[T]], first_row: int, what: str, *,
                 raise content_error(f"{what}, from row {row} on", error, [what] if is_local else ()) from error
             reason = f"{type(error).__name__}: {error}"
             status = getattr(getattr(error, "response", None), "status_code", None)
-            if isinstance(error, _POINTLESS) or status in _REFUSED:
-                raise DataError(f"{what}: cannot be read ({reason})") from error
-            attempts = len(RETRY_DELAYS_SECONDS) + 1
-            failures += 1
-            if failures == attempts:
+            is_pointless = isinstance(error, _POINTLESS) or status in _REFUSED
+            if is_pointless or failures == len(RETRY_DELAYS_SECONDS):
                 raise DataError(
-                    f"{what}: cannot be read after {attempts} attempts ({reason}). Check the network, and start again "
-                    "from the last checkpoint once it is back"
+                    f"{what}: cannot be read after {count(failures + 1, 'attempt')} ({reason}). Once it can be "
+                    "read, start again from the last checkpoint"
                 ) from error
-            delay = RETRY_DELAYS_SECONDS[failures - 1]
-            logger.warning(
-                "%s: attempt %d of %d failed (%s); trying again in %g s", what, failures, attempts, reason, delay
-            )
+            delay = RETRY_DELAYS_SECONDS[failures]
+            failures += 1
+            logger.warning("%s: attempt %d failed (%s); trying again in %g s", what, failures, reason, delay)
             time.sleep(delay)

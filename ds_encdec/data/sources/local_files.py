@@ -9,7 +9,6 @@ import json
 import logging
 import lzma
 import os
-import time
 import zlib
 from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
@@ -22,8 +21,8 @@ import numpy as np
 
 from ds_encdec.base.file_patterns import named_files, no_file_matches
 from ds_encdec.base.types import ConfigError, DataError, Document
-from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, json_row, not_lines
-from ds_encdec.config.packed_files import TWICE, UNPACKABLE, packing
+from ds_encdec.config.file_rows import RowError, array_rows, csv_rows, is_array, json_object, json_row
+from ds_encdec.config.packed_files import UNPACKABLE, packing
 from ds_encdec.data.sources.sources import BadRow, Row, row_document
 from ds_encdec.launch.disk import atomic_file, cache_folder
 from ds_encdec.launch.run_folder import lock_file
@@ -34,11 +33,9 @@ TEXT_PIECE_BYTES = 1 << 16
 
 INDEXED_BYTES = 1 << 20  # the index of a larger file's lines is kept; that of a smaller file takes a millisecond
 _SCAN_BYTES = 1 << 24
-_PEEKED_LINE_BYTES = 1 << 24  # of the first line of a JSON file
-_PEEKED_BYTES = 1 << 16  # behind it: enough to see whether a value goes on there
+_PEEKED_BYTES = 1 << 16  # of a JSON file: enough to see whether it is an array
 _DIGESTED_BYTES = 1 << 16
 _FORMAT = 2  # raised when the code makes another copy or index of the same file, so that an earlier one is not read
-_ABANDONED_SECONDS = 86_400  # without a write, after which an unfinished file counts as a killed process's
 
 logger = logging.getLogger(__name__)
 
@@ -95,10 +92,6 @@ def kept_file(source: str, kind: str, make: Callable[[str, IO[bytes]], None]) ->
                 lock_file(lock, wait=True)
             if not path.is_file():
                 logger.info("%s: preparing it for reading, once, in %s", source, path.parent)
-                for left in path.parent.glob(f".{path.name}.*.tmp"):
-                    with suppress(OSError):
-                        if time.time() - left.stat().st_mtime > _ABANDONED_SECONDS:
-                            left.unlink()
                 with atomic_file(path, status.st_mode & 0o777 | 0o600) as file:
                     make(source, file)
         return str(path)
@@ -125,14 +118,7 @@ def plain_file(path: str) -> str:
                 return
             out.write(block)
 
-    copy = kept_file(path, "plain", unpack)
-    try:
-        inner = packing(copy)
-    except DataError as error:  # an archive, or text in another encoding
-        raise DataError(str(error).replace(copy, f"{path}, unpacked", 1)) from error
-    if inner is not None:
-        raise DataError(f"{path}: {TWICE}")
-    return copy
+    return kept_file(path, "plain", unpack)
 
 
 class _FileRanges(ABC):
@@ -211,9 +197,6 @@ class JsonLines(_FileRanges):
         super().__init__(files, lines, _line_index, kind=self.kind, text_column=text_column)
 
     def _as_lines(self, path: str) -> str:
-        if ".csv" in os.path.basename(path).lower():
-            raise DataError(f"{path}: a CSV file: set data.dataset_name=csv, or leave it out of data.data_files")
-
         def write_rows(plain: str, out: IO[bytes]) -> None:
             with local_errors(path), open(plain, "rb") as file:
                 content = file.read()
@@ -221,12 +204,8 @@ class JsonLines(_FileRanges):
 
         plain = plain_file(path)
         with local_errors(path), open(plain, "rb") as file:
-            start = file.readline(_PEEKED_LINE_BYTES) + file.read(_PEEKED_BYTES)
-        if is_array(start):
-            return kept_file(plain, "rows", write_rows)
-        if reason := not_lines(start):
-            raise DataError(f"{path}: {reason}")
-        return plain
+            start = file.read(_PEEKED_BYTES)
+        return kept_file(plain, "rows", write_rows) if is_array(start) else plain
 
     def _parse(self, content: bytes, key: str, name: str, row: int) -> Row:
         if not content.strip():
@@ -286,28 +265,14 @@ def _line_edges(path: str) -> np.ndarray:
 def _text_edges(path: str) -> np.ndarray:
     """Return the start of each document of a text file, the first behind a byte order mark, and the file's end."""
     with local_errors(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        start = file.read(TEXT_PIECE_BYTES)
-        edges = [len(BOM_UTF8) if start.startswith(BOM_UTF8) else 0]
-        if b"\0" in start:
-            raise DataError(_binary(path, "NUL characters"))
-        while size - edges[-1] > TEXT_PIECE_BYTES:
+        edges = [len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0]
+        while True:
             file.seek(edges[-1])
-            block = file.read(TEXT_PIECE_BYTES)
-            if len(block) < TEXT_PIECE_BYTES:
-                raise DataError(f"{path}: became shorter while it was read. Start again when nobody writes to it")
+            piece = file.read(TEXT_PIECE_BYTES)
+            if not file.read(1):
+                return np.array([*edges, edges[-1] + len(piece)], dtype=np.int64)
             # Cut behind the last blank line, else the last line, else before the last character, which is at most 4
-            # bytes long and begins with one that is not a continuation byte.
-            cuts = [block.rfind(end) + len(end) for end in (b"\n\n", b"\n") if end in block]
-            cuts += [cut for cut in range(len(block) - 1, len(block) - 5, -1) if block[cut] & 0xC0 != 0x80]
-            if not cuts:
-                raise DataError(_binary(path, f"neither lines nor UTF-8 characters near byte {edges[-1]}"))
-            edges.append(edges[-1] + cuts[0])
-    return np.array([*edges, size], dtype=np.int64)
-
-
-def _binary(path: str, sign: str) -> str:
-    return (
-        f"{path}: a binary file, or text in another encoding than UTF-8 ({sign}). Convert it, for example with "
-        "`iconv -f utf-16 -t utf-8`, or leave it out of data.data_files"
-    )
+            # bytes long and begins with one that is not a continuation byte; bytes that are no text, anywhere.
+            cuts = [piece.rfind(end) + len(end) for end in (b"\n\n", b"\n") if end in piece]
+            cuts += [cut for cut in range(len(piece) - 1, len(piece) - 5, -1) if piece[cut] & 0xC0 != 0x80]
+            edges.append(edges[-1] + [*cuts, len(piece)][0])

@@ -208,21 +208,21 @@ def prepare_source(
     _require_made_from(folder, index["made_from"], facts)
     _require_made_from(folder, index["identity"], identity)
     shards: list[Shard] = []
+    done: list[Shard] = []
     todo: list[tuple[int, range]] = []
     for number, (start, stop) in enumerate(pairwise(index["parts"])):
         try:
             made = [Shard(**facts) for facts in json.loads((folder / f"{number:04}.json").read_text())]
         except (OSError, ValueError, TypeError):
-            made = None  # it is not finished
-        if made is not None and all(_is_whole(folder, shard) for shard in made):
-            shards += made
+            made = []  # it is not finished
+        if made and all(_is_whole(folder, shard) for shard in made):
+            done += made
         else:
             todo.append((number, range(start, stop)))
-    _check(shards, bad_row_limit)
     logged = time.monotonic()
-    for shard in _work_off(todo, num_proc, source, maker, folder, bad_row_limit):
+    for shard in chain(done, _work_off(todo, num_proc, source, maker, folder)):
         shards.append(shard)
-        _check(shards, bad_row_limit)
+        check_bad_rows(sum(one.bad_rows for one in shards), bad_row_limit, str(shard.problem))
         if time.monotonic() - logged > _LINE_SECONDS:
             logged = time.monotonic()
             total = "" if is_stream else f" of {size:,}"
@@ -231,11 +231,6 @@ def prepare_source(
     _write(folder / INDEX, json.dumps(index | {"shards": [asdict(shard) for shard in shards]}))
     rows, tokens, bad = (sum(getattr(shard, name) for shard in shards) for name in ("rows", "tokens", "bad_rows"))
     return f"{folder}: {rows:,} rows, {tokens:,} tokens in {len(shards)} shards; {bad} rows could not be read"
-
-
-def _check(shards: Sequence[Shard], bad_row_limit: int) -> None:
-    if bad := [shard for shard in shards if shard.bad_rows]:
-        check_bad_rows(sum(shard.bad_rows for shard in bad), bad_row_limit, str(bad[-1].problem))
 
 
 def _work_off(todo: Sequence[tuple[int, range]], num_proc: int, *work: Any) -> Iterator[Shard]:
@@ -254,30 +249,22 @@ def _work_off(todo: Sequence[tuple[int, range]], num_proc: int, *work: Any) -> I
             worker.close()
 
 
-def _make(
-    parts: Sequence[tuple[int, range]], source: AnySource, maker: ExampleMaker, folder: Path, bad_row_limit: int
-) -> Iterator[Shard]:
+def _make(parts: Sequence[tuple[int, range]], source: AnySource, maker: ExampleMaker, folder: Path) -> Iterator[Shard]:
     for number, places in parts:
         shards: list[Shard] = []
-        for rows in _shard_rows(source, places, maker, bad_row_limit):
+        for rows in _shard_rows(source, places, maker):
             shards.append(_write_shard(folder / f"{number:04}-{len(shards):05}.arrow", rows))
             yield shards[-1]
         _write(folder / f"{number:04}.json", json.dumps([asdict(shard) for shard in shards]))
 
 
-def _shard_rows(
-    source: AnySource, places: range, maker: ExampleMaker, bad_row_limit: int
-) -> Iterator[list[tuple[str, Any | BadRow]]]:
+def _shard_rows(source: AnySource, places: range, maker: ExampleMaker) -> Iterator[list[tuple[str, Any | BadRow]]]:
     rows: list[tuple[str, Any | BadRow]] = []
-    tokens = bad = 0
+    tokens = 0
     for place in places:
         read = source.documents(place, 0) if isinstance(source, StreamSource) else (source.document(place),)
         for row, ids in with_ids(read, maker):
-            if isinstance(ids, BadRow):
-                bad += 1
-                check_bad_rows(bad, bad_row_limit, ids.problem)
-            else:
-                tokens += maker.size(ids)
+            tokens += 0 if isinstance(ids, BadRow) else maker.size(ids)
             rows.append((row.key, ids))
             if tokens >= SHARD_TOKENS or len(rows) >= SHARD_ROWS:
                 yield rows

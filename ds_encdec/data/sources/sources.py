@@ -9,11 +9,8 @@ row group, a file, a shard), so its order is shuffled in windows. Both are pickl
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
-
-import numpy as np
 
 from ds_encdec.base.plugins import PYTHON, code_digest, load_plugin
 from ds_encdec.base.types import DataError, Document
@@ -176,44 +173,6 @@ def check_bad_rows(found: int, limit: int, last: str) -> None:
             else f"more than data.max_bad_rows={limit} rows cannot be read, the last one {last}. Look at the data, or "
             "raise data.max_bad_rows"
         )
-
-
-def shortened_fields(record: Mapping[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of columns of these Arrow types, with each narrow float `shortened`."""
-    return {name: shortened(value, types[name]) if name in types else value for name, value in record.items()}
-
-
-def shortened(value: Any, kind: Any) -> Any:
-    """Return the value of Arrow type `kind`, each narrow float in it as the shortest number with its bits."""
-    width = _width(kind)
-    if value is None or width is None:
-        return value
-    if width:
-        return float(str((np.float16 if width == 16 else np.float32)(value)))
-    if isinstance(value, Mapping):
-        return {name: shortened(inner, kind.field(name).type) for name, inner in value.items()}
-    if hasattr(kind, "item_type"):  # a map's pairs
-        return [(key, shortened(inner, kind.item_type)) for key, inner in value]
-    return [shortened(inner, kind.value_type) for inner in value]
-
-
-@lru_cache(maxsize=256)
-def _width(kind: Any) -> int | None:
-    """Return the bits of a narrow float; 0 for lists and objects with one in them; None for other types."""
-    from pyarrow import types  # 0.2 s
-
-    if types.is_float16(kind) or types.is_float32(kind):
-        return int(kind.bit_width)
-    inner = (
-        [kind.field(number).type for number in range(kind.num_fields)]
-        if types.is_struct(kind)
-        else [kind.item_type]
-        if types.is_map(kind)
-        else [kind.value_type]
-        if types.is_nested(kind) and hasattr(kind, "value_type")
-        else []
-    )
-    return 0 if any(_width(one) is not None for one in inner) else None
 
 
 def reader_digest(name: str) -> str:

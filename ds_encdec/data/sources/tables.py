@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain, islice
@@ -23,22 +22,12 @@ from ds_encdec.data.sources.hub_errors import (
     content_error,
     is_of_network,
     is_remote,
-    no_dates,
     no_shifted,
     readable_errors,
     retry_rows,
 )
 from ds_encdec.data.sources.local_files import CsvFiles, JsonLines, file_digests, local_errors, short_names
-from ds_encdec.data.sources.sources import (
-    BadRow,
-    Row,
-    hub_name,
-    missing_column,
-    named_sources,
-    row_document,
-    shortened,
-    shortened_fields,
-)
+from ds_encdec.data.sources.sources import BadRow, Row, hub_name, missing_column, named_sources, row_document
 from ds_encdec.registry.source_kinds import kind_of_file, local_kind
 
 if TYPE_CHECKING:
@@ -132,20 +121,13 @@ class ParquetFiles:
         else:
             with local_errors(path, "cannot be read as parquet"):
                 parquet = ParquetFile(path)
-        names = parquet.schema_arrow.names
-        if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise DataError(
-                f"{path}: the column {', '.join(repeated):.300} is there more than once. Write the file with a "
-                "different name for each column"
-            )
         if parquet.metadata.num_rows:  # one without rows may have no columns either
-            _require_column(self._text_column, self._names[file], names)
+            _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
         return parquet
 
 
 def _record(table: Any, row: int) -> dict[str, Any]:
-    columns = zip(table.column_names, table.columns, strict=True)
-    return {name: shortened(one[row].as_py(), one.type) for name, one in columns}
+    return {name: column[row].as_py() for name, column in zip(table.column_names, table.columns, strict=True)}
 
 
 def open_hub_data(
@@ -177,15 +159,11 @@ def open_hub_data(
                 raise content_error(name, error, files) from error
             rows = builder.as_dataset(split=entry.dataset_split)
             no_shifted(builder.name, name, rows.column_names)
-            table = HubTable(name, column, rows, identity, columns)
-            no_dates(builder.name, name, table.types, table.types)
-            return table
+            return HubTable(name, column, rows, identity, columns)
         if builder.name == "parquet" and files:
             return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, identity=identity)
         shards = builder.as_streaming_dataset(split=entry.dataset_split)
-        stream = HubStream(name, column, shards, identity, files, builder.name)
-        no_dates(builder.name, name, stream.types, _read_columns(column, columns, list(stream.types)))
-        return stream
+        return HubStream(name, column, shards, identity, files, builder.name)
 
 
 def folder_files(entry: MixtureSource) -> list[str]:
@@ -231,10 +209,6 @@ def _is_saved(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "state.json"))
 
 
-def _arrow_types(features: datasets.Features | None) -> dict[str, Any]:
-    return {} if features is None else {field.name: field.type for field in features.arrow_schema}
-
-
 class HubTable:
     """A downloaded data set. A `MapSource`."""
 
@@ -249,7 +223,6 @@ class HubTable:
         _require_column(column, name, table.column_names)
         self._name, self._column = name, column
         self._table = table.select_columns(_read_columns(column, columns, table.column_names))
-        self.types = _arrow_types(self._table.features)
         self.identity = {**identity, "rows": len(table)}
 
     def __len__(self) -> int:
@@ -260,7 +233,7 @@ class HubTable:
 
     def document(self, index: int) -> Row:
         key = self.key(index)
-        return row_document(key, lambda: shortened_fields(self._table[index], self.types), self._column, key)
+        return row_document(key, lambda: self._table[index], self._column, key)
 
 
 class HubStream:
@@ -276,7 +249,6 @@ class HubStream:
         kind: str,
     ) -> None:
         self._name, self._column, self._stream, self._files, self._kind = name, column, stream, files, kind
-        self.types = _arrow_types(stream.features)
         self.num_units = stream.num_shards
         self.identity = identity
         self.is_remote = not files or any(map(is_remote, files))
@@ -289,7 +261,7 @@ class HubStream:
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
                 no_shifted(self._kind, self._name, record)
-                yield row_document(key, partial(shortened_fields, record, self.types), self._column, key)
+                yield row_document(key, partial(dict, record), self._column, key)
 
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
@@ -316,8 +288,6 @@ def _hub_commit(entry: MixtureSource) -> str | None:
     try:
         return HfApi().dataset_info(entry.dataset_name, revision=entry.dataset_revision).sha
     except Exception as error:
-        if not (isinstance(error, ValueError) or is_of_network(error)):
-            raise
         logger.warning("%s: its commit is not known (%s: %s)", entry.dataset_name, type(error).__name__, error)
         return None
 
