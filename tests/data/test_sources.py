@@ -32,7 +32,7 @@ from ds_encdec.data.build import Opener, prepare_data
 from ds_encdec.data.sources import builtin_corpus
 from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
 from ds_encdec.data.sources.local_files import TEXT_PIECE_BYTES, JsonLines, TextFiles, expand_files
-from ds_encdec.data.sources.sources import BadRow, StreamSource, row_document
+from ds_encdec.data.sources.sources import StreamSource
 from ds_encdec.data.sources.tables import HubStream, HubTable, ParquetFiles, open_hub_data
 from ds_encdec.training.absent import look_here
 
@@ -67,8 +67,6 @@ def test_random_ids_spare_the_special_tokens() -> None:
     special = {*vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.pad_id}
     assert special.isdisjoint(tokens.tolist())
     assert len(set(tokens.tolist())) == vocabulary.vocab_size - len(special)
-    lengths = [len(source.document(i).token_ids) for i in range(2000)]
-    assert np.median(lengths) == pytest.approx(620, rel=0.1)
     np.testing.assert_array_equal(source.document(5).token_ids, RandomIds(3, vocabulary).document(5).token_ids)
 
 
@@ -81,12 +79,11 @@ def test_a_text_file_is_a_document_and_a_long_one_several(tmp_path: Path) -> Non
     documents = [source.document(i) for i in range(len(source))]
     by_file = {name: "".join(d.text for d in documents if d.key.startswith(name)) for name in ("a", "b", "c", "empty")}
     assert by_file == {"a": short, "b": paragraphs, "c": unbroken, "empty": ""}
-    assert [d.key for d in documents[:2]] == ["a.txt:0", "b.txt:0"]
     pieces = [d.text for d in documents if d.key.startswith("b")]
     assert len(pieces) > 5
     assert all(len(piece.encode()) <= TEXT_PIECE_BYTES for piece in pieces)
     assert all(piece.endswith("\n\n") for piece in pieces[:-1])
-    assert [source.key(i) for i in range(len(source))] == [d.key for d in documents]
+    assert [source.key(i) for i in (0, 1)] == [d.key for d in documents[:2]] == ["a.txt:0", "b.txt:0"]
 
 
 def test_json_lines_are_read_by_number(tmp_path: Path) -> None:
@@ -95,9 +92,7 @@ def test_json_lines_are_read_by_number(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text("\n".join(lines[30:]))  # and no newline
     source = JsonLines(expand_files([str(tmp_path / "*.jsonl")]), "body")
     assert len(source) == 51
-    assert [source.document(i).text for i in (0, 29, 30, 31, 50)] == [
-        "Zeile 0 ü", "Zeile 29 ü", "", "Zeile 30 ü", "Zeile 49 ü",
-    ]  # fmt: skip
+    assert [source.document(i).text for i in (29, 30, 31, 50)] == ["Zeile 29 ü", "", "Zeile 30 ü", "Zeile 49 ü"]
     assert source.document(31).key == source.key(31) == "b.jsonl:0"
     assert pickle.loads(pickle.dumps(source)).document(31) == source.document(31)
 
@@ -150,7 +145,6 @@ def test_a_folder_keeps_its_order_when_it_moves(tmp_path: Path) -> None:
 
 @pytest.fixture
 def parquet_set(tmp_path: Path) -> Path:
-    """A folder that `datasets` reads as a data set with a train split of two parquet files."""
     folder = tmp_path / "parquet_set"
     folder.mkdir()
     for part in range(2):
@@ -187,24 +181,13 @@ def test_another_format_is_streamed_by_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"text_column": "body"}, r"data.text_column=body: .* has no such column; it has text, id"),
-        ({"dataset_split": "validation"}, r"dataset_name=.*validation: .*split.* data.data_files='FOLDER/\*\*'"),
-        ({"dataset_config": "wiki"}, r"dataset_name=.*BuilderConfig 'wiki' not found. Available: \['default'\]"),
-    ],
-)
-def test_hub_errors_say_what_exists(parquet_set: Path, streaming: bool, fields: dict[str, str], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        opened(parquet_set, streaming=streaming, **fields)
-
-
-def test_missing_data_sets(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="The hub cannot be reached, and the data set is not in the local cache"):
-        opened("someone/nothing", streaming=True)
+def test_hub_errors_say_what_exists(parquet_set: Path, streaming: bool) -> None:
+    with pytest.raises(DataError, match=r"data.text_column=body: .* has no such column; it has text, id"):
+        opened(parquet_set, streaming=streaming, text_column="body")
+    with pytest.raises(DataError, match=r"dataset_name=.*validation: .*split.* data.data_files='FOLDER/\*\*'"):
+        opened(parquet_set, streaming=streaming, dataset_split="validation")
     with pytest.raises(DataError, match="It is not on the hub, or needs"):
-        opened(tmp_path / "nowhere", streaming=True)
+        opened(parquet_set / "nowhere", streaming=streaming)
 
 
 # Its file is open, so workers that shared its position would read nonsense.
@@ -280,24 +263,12 @@ def test_rows_that_cannot_be_read_are_named(module: Path) -> None:
         make_data(make_config(dataset_name="python:own_lines:nothing"))
 
 
-def test_a_row_whose_value_cannot_be_read_is_a_bad_row() -> None:
-    class Lazy(dict[str, str]):
-        def __getitem__(self, name: str) -> str:
-            raise ValueError("cut short")
-
-    row = row_document("key", lambda: Lazy(text=""), "text", "row 3")
-    assert row == BadRow("key", "row 3: a value of it cannot be read (ValueError: cut short)")
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("data.dataset_name=python:own_lines:gone", "module 'own_lines' has no attribute 'gone'"),
-        ("data.dataset_name=python:own_lines", "write `python:module:function`"),
         ("data.eval_dataset_name=python:gone:x", "No module named 'gone'"),
         ("training.callbacks=own_lines:Gone", "training.callbacks=own_lines:Gone cannot be imported"),
-        ("training.callbacks=Gone", "allowed: `module:name`"),
-        ("training.report_to=own_lines:Gone", "training.report_to=own_lines:Gone cannot be imported"),
         ("training.lr_scheduler_type=own_lines:gone", "training.lr_scheduler_type=own_lines:gone cannot be imported"),
         ("infra.upload_to=nowhere://x", "Protocol not known: nowhere"),
     ],
