@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
+import datasets
+import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest
 from data_parts import make_config, make_data, texts, write_json_lines, write_parquet
-from huggingface_hub import hf_file_system
+from huggingface_hub import HfFileSystem, hf_file_system
 from huggingface_hub.utils import http_backoff
-from local_hub import LocalHub, local_hub
 
 from ds_encdec.base.types import CheckpointError, DataError
 from ds_encdec.config.schema import FullConfig, MixtureSource
@@ -26,20 +31,137 @@ from ds_encdec.data.sources.tables import ParquetFiles, open_hub_data, resolve_c
 NAME = "someone/texts"
 
 
+class LocalHub(ThreadingHTTPServer):
+    """As much of the hub's protocol as public data sets need. `breaking`: how many of the next requests for a file's
+    content break, by `breaking_how`: `cut` (the connection is closed within the content) or `error` (status 500)."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.commits: dict[str, dict[str, Path]] = {}
+        self.references: dict[str, str] = {}
+        self.breaking = 0
+        self.breaking_how = "cut"
+        self.content_requests = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def push(self, files: dict[str, Path], *names: str) -> str:
+        """Return the sha of a new commit of these files (name: local path) on `main` and `names`."""
+        sha = f"{len(self.commits) + 1:040x}"
+        self.commits[sha] = files
+        self.references |= dict.fromkeys(["main", *names], sha)
+        return sha
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that go away are part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: LocalHub
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = unquote(urlsplit(self.path).path).strip("/").split("/")
+        if parts[:2] == ["api", "datasets"]:
+            action, *rest = parts[4:] or ["revision", "main"]
+            self._api(action, rest, body)
+        else:  # datasets/OWNER/NAME/resolve/REVISION/FILE
+            self._content(self._sha(parts[4]), "/".join(parts[5:]))
+
+    do_HEAD = do_POST = do_GET
+
+    def _sha(self, revision: str) -> str | None:
+        return self.server.references.get(revision, revision if revision in self.server.commits else None)
+
+    def _api(self, action: str, rest: list[str], body: bytes) -> None:
+        sha = self._sha(rest[0]) if rest else None
+        if sha is None:
+            self._send(404, b"{}", {"X-Error-Code": "RevisionNotFound"})
+            return
+        if action == "revision":
+            facts = {"id": "someone/texts", "sha": sha, "siblings": [], "private": False, "tags": []}
+            self._send(200, json.dumps(facts).encode(), {"Content-Type": "application/json"})
+            return
+        files = [
+            {"type": "file", "path": name, "size": path.stat().st_size, "oid": f"{sha[-8:]}{name}"}
+            for name, path in self.server.commits[sha].items()
+        ]
+        if action == "paths-info":
+            wanted = json.loads(body)["paths"]
+            files = [file for file in files if file["path"] in wanted]
+        self._send(200, json.dumps(files).encode(), {"Content-Type": "application/json"})
+
+    def _content(self, sha: str | None, name: str) -> None:
+        path = self.server.commits[sha].get(name) if sha else None
+        if path is None:
+            self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+            return
+        content = path.read_bytes()
+        headers = {"X-Repo-Commit": sha or "", "ETag": f'"{sha}-{name}"', "Accept-Ranges": "bytes"}
+        status = 200
+        if (requested := self.headers.get("Range")) and self.command == "GET":
+            first, last = (int(part) if part else None for part in requested.removeprefix("bytes=").split("-"))
+            whole, content = len(content), content[first : last + 1 if last is not None else None]
+            headers["Content-Range"] = f"bytes {first}-{(first or 0) + len(content) - 1}/{whole}"
+            status = 206
+        self.server.content_requests += self.command == "GET"
+        if self.command == "HEAD" or not self.server.breaking:
+            self._send(status, content, headers)
+            return
+        self.server.breaking -= 1
+        if self.server.breaking_how == "error":
+            self._send(500, b"", {})
+        else:
+            self._send(206, content, {}, sent=len(content) // 2)
+            self.wfile.flush()
+            self.connection.shutdown(socket.SHUT_RDWR)
+            self.close_connection = True
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str], sent: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content[:sent])
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    with local_hub(tmp_path, monkeypatch) as hub:
+    """A running hub that this process takes for the real one."""
+    hub = LocalHub()
+    Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    constants = {
+        "ENDPOINT": hub.url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "HF_HUB_OFFLINE": False,
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+    }
+    for name, value in constants.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    HfFileSystem.clear_instance_cache()
+    try:
         yield hub
+    finally:
+        HfFileSystem.clear_instance_cache()
+        hub.shutdown()
+        hub.server_close()
 
 
 def parquet_files(folder: Path, documents: list[str]) -> dict[str, Path]:
     folder.mkdir()
     paths = [write_parquet(folder / f"train-{i}.parquet", documents[i::2], row_group_size=20) for i in range(2)]
     return {Path(path).name: Path(path) for path in paths}
-
-
-def config_of(*, streaming: bool, **fields: Any) -> FullConfig:
-    return make_config(dataset_name=NAME, streaming=streaming, **fields)
 
 
 def first_step(config: FullConfig, **more: Any) -> tuple[dict[str, Any], list[Any]]:
@@ -49,7 +171,7 @@ def first_step(config: FullConfig, **more: Any) -> tuple[dict[str, Any], list[An
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_push_changes_nothing_for_a_run_that_has_begun(hub: LocalHub, tmp_path: Path, streaming: bool) -> None:
-    config = config_of(streaming=streaming)
+    config = make_config(dataset_name=NAME, streaming=streaming)
     first = hub.push(parquet_files(tmp_path / "one", texts(200)), "v1")
     saved, batches = first_step(config)
     assert saved["dataset_commits"] == {f"{NAME}@main": first}
@@ -61,13 +183,13 @@ def test_a_push_changes_nothing_for_a_run_that_has_begun(hub: LocalHub, tmp_path
     new, other = first_step(config)
     assert new["dataset_commits"] == {f"{NAME}@main": second}
     assert other != batches
-    pinned, again = first_step(config_of(streaming=streaming, dataset_revision="v1"))
+    pinned, again = first_step(make_config(dataset_name=NAME, streaming=streaming, dataset_revision="v1"))
     assert pinned["dataset_commits"] == {f"{NAME}@v1": first}
     assert again == batches
     with pytest.raises(CheckpointError, match=rf"commit {first}\) there, .*commit {second}\) now"):
         make_data(config, num_lanes=2, saved=saved, commits={f"{NAME}@main": second})
     with pytest.raises(DataError, match="v9"):
-        make_data(config_of(streaming=streaming, dataset_revision="v9"))
+        make_data(make_config(dataset_name=NAME, streaming=streaming, dataset_revision="v9"))
 
 
 @pytest.fixture
@@ -157,7 +279,7 @@ def test_a_hub_that_does_not_answer_is_named(
     hub.shutdown()
     hub.server_close()  # connections are refused from now on
     monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", ())
-    config = config_of(streaming=True)
+    config = make_config(dataset_name=NAME, streaming=True)
     with caplog.at_level(logging.WARNING):
         assert resolve_commits(config.data) == {}
     assert f"{NAME}: its commit is not known" in caplog.text

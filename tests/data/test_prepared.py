@@ -20,7 +20,6 @@ from data_parts import (
     plain_batches,
     plain_examples,
     texts,
-    write_json_lines,
     write_parquet,
 )
 from tokenizers import normalizers
@@ -41,7 +40,6 @@ QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.ya
 
 
 def rows(count: int) -> list[str]:
-    """JSON lines: of each ten one that cannot be read, and one that is empty."""
     lines = [json.dumps({"text": text}) for text in texts(count)]
     return [("{]", '{"text": ""}')[i % 10] if i % 10 < 2 else line for i, line in enumerate(lines)]
 
@@ -59,8 +57,6 @@ def settings(lines: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes, which take most of the time; the others' tests have them."""
-
     monkeypatch.setattr(prepare, "_work_off", lambda todo, _, *work: prepare._make(todo, *work))
     monkeypatch.setattr(prepare, "SHARD_ROWS", 7)
     monkeypatch.setattr(prepare, "MOST_PARTS", 2)
@@ -73,7 +69,7 @@ def prepared(folder: Path, data: dict[str, Any], num_proc: int = 2) -> FullConfi
 
 
 def kept(folder: Path) -> dict[str, int]:
-    """The shards that are said to be whole, and which file each is."""
+    """Return the inode of each shard that is said to be whole."""
     parts = folder.glob("source-0/0*.json")
     shards = (path for part in parts for path in part.parent.glob(f"{part.stem}-*.arrow"))
     return {path.name: path.stat().st_ino for path in shards}
@@ -118,9 +114,6 @@ def test_a_stream_becomes_a_map_of_its_rows(tmp_path: Path, capsys: pytest.Captu
     found = {row.key: tokenizer.decode(row.token_ids) for row in map(source.document, range(90))}
     assert found == {f"a.parquet:{i // 20}:{i % 20}": text for i, text in enumerate(documents)}
     assert [facts["kind"] for facts in data.fingerprint["sources"]] == ["prepared parquet", "builtin"]
-
-    reweighed = {**mixture[0], "weight": 5}, mixture[1]
-    make_data(make_config(mixture=[*reweighed], prepared_dir=str(tmp_path / "out")))
 
     # A part that is not whole is made again.
     folder = tmp_path / "out" / "source-0"
@@ -180,15 +173,6 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatc
     with pytest.raises(DataError, match=r"source-1 is not finished: run `ds-encdec prepare`"):
         make_data(make_config(mixture=more, on_bad_row="skip", prepared_dir=str(out)))
 
-    index = out / "source-0" / "index.json"
-    facts = index.read_text()
-    earlier = json.loads(facts)
-    del earlier["made_from"]["the format of prepared data"]  # as it was before there was one
-    index.write_text(json.dumps(earlier))
-    with pytest.raises(DataError, match=r"the format of prepared data: None there, 3 now.*delete the folder"):
-        make_data(config)
-    index.write_text(facts)
-
     shard = out / "source-0" / "0001-00000.arrow"
     before = kept(out)
     shard.write_bytes(shard.read_bytes()[:-8])
@@ -206,46 +190,31 @@ def test_what_is_not_the_same_is_refused(tmp_path: Path, lines: Path, monkeypatc
         prepared(tmp_path / "strict", settings(lines, on_bad_row="stop"))
     with pytest.raises(DataError, match=r"more than data.max_bad_rows=20 rows cannot be read"):
         prepared(tmp_path / "some", settings(lines, max_bad_rows=20))
-    (out / ".lock").write_text("")
     with (out / ".lock").open("a+") as lock:
         assert lock_file(lock)
-        lock.write("process 7 on host")
-        lock.flush()
-        with pytest.raises(OutputLockedError, match=r"data\.prepared_dir: .* is in use by process 7 on host"):
+        with pytest.raises(OutputLockedError, match=r"data\.prepared_dir: .* is in use by "):
             prepared(out, settings(lines))
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("kind", ["saved", "plain"])
-def test_a_folder_that_has_changed_is_refused(tmp_path: Path, kind: str) -> None:
-    folder, out = tmp_path / kind, tmp_path / "out"
-
-    def write(seed: int) -> None:
-        if kind == "saved":
-            datasets.Dataset.from_dict({"text": texts(60, seed=seed)}).save_to_disk(folder)
-        else:
-            folder.mkdir(exist_ok=True)
-            write_json_lines(folder / "a.jsonl", texts(60, seed=seed))
-
-    write(0)
+def test_a_folder_that_has_changed_is_refused(tmp_path: Path) -> None:
+    folder, out = tmp_path / "saved", tmp_path / "out"
+    datasets.Dataset.from_dict({"text": texts(60)}).save_to_disk(folder)
     config = prepared(out, {"dataset_name": str(folder)})
     make_data(config)
-    write(1)
-    file = "data-00000-of-00001.arrow" if kind == "saved" else "a.jsonl"
-    with pytest.raises(DataError, match=rf"out/source-0 was made from .*{file}.* now"):
+    datasets.Dataset.from_dict({"text": texts(60, seed=1)}).save_to_disk(folder)
+    with pytest.raises(DataError, match=r"out/source-0 was made from .*data-00000-of-00001.arrow.* now"):
         make_data(config)
     shutil.rmtree(folder)
     make_data(config)
 
 
-@pytest.mark.parametrize("blocks", [1, 20], ids=["the index", "a shard"])
-def test_a_disk_that_takes_no_more_is_told(tmp_path: Path, blocks: int) -> None:
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
     verb = f"prepare {QUICKSTART} --num-proc 1 --out {tmp_path}/out model.architecture.vocab_size=600"
-    limited = f"ulimit -f {blocks}; exec {sys.executable} -m ds_encdec.cli {verb} data.dataset_name=random"
+    limited = f"ulimit -f 20; exec {sys.executable} -m ds_encdec.cli {verb} data.dataset_name=random"
     process = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
     assert process.returncode == DiskRefusedError.exit_code
     assert "Traceback" not in process.stderr
-    assert (tmp_path / "out" / "source-0" / "index.json").exists() == (blocks == 20)
     assert "The prepared data has " in process.stderr
     assert "Raise the limit on the size of files (ulimit -f)" in process.stderr
 

@@ -117,7 +117,6 @@ def test_a_mixture_draws_by_weight(tmp_path: Path, map_source: JsonLines) -> Non
 
 
 def test_weights_that_count_tokens(tmp_path: Path, map_source: JsonLines) -> None:
-    """Documents of 20 tokens with weight 3, and of 500 with weight 1: 75 documents on one."""
     other = JsonLines([write_json_lines(tmp_path / "b.jsonl", texts(COUNT))], "text")
     tokens, length = [0, 0, 0], [20, 500, 20]
     sources = [OpenSource(map_source, 3.0, 0.0, 0, 0.0, True), OpenSource(other, 1.0, 0.0, 1, 0.0, True)]
