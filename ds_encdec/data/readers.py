@@ -111,7 +111,8 @@ class StreamReader:
         unit, row = reference
         document = dict(self._current_window()).get(reference) or next(self._source.documents(unit, row), None)
         if document is None:
-            raise changed_since(f"row {row} of unit {unit}")
+            first = next(self._source.documents(unit, 0), None) if unit < self._source.num_units else None
+            raise changed_since(f"row {row} of unit {unit} ({'empty' if first is None else f'from {first.key} on'})")
         return document
 
     def _current_window(self) -> list[tuple[Reference, Row]]:
