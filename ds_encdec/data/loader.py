@@ -14,7 +14,7 @@ number of workers. The saved state is that of the returned micro-batches, howeve
 import atexit
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ from ds_encdec.data.workers import Worker
 from ds_encdec.registry.objectives import TASKS
 
 READY_BATCHES_PER_LANE = 2  # that a worker prepares in advance
-# One stream of a device for all steps: memory that one stream has used cannot serve another.
-_side_stream = cache(torch.cuda.Stream)
 _LESS = (
     "lower data.preprocessing_num_workers or data.shuffle_buffer_size, or work without workers "
     "(data.preprocessing_num_workers=0)"
@@ -154,8 +152,10 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
         decoder_lengths=decoder_lengths,
         documents=tuple(example.document for example in examples),
     )
-    pinned = {name: tensor.pin_memory() for name, tensor in _tensors(batch).items()} if pin_memory else {}
-    return dataclasses.replace(batch, **pinned)
+    if not pin_memory:
+        return batch
+    tensors = {name: value for name in Batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)}
+    return dataclasses.replace(batch, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
 
 
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> torch.Tensor:
@@ -167,33 +167,3 @@ def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> torch.Ten
 
 def _boundaries(lengths: Sequence[int], max_examples: int) -> torch.Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths, *[0] * (max_examples - len(lengths))], dtype=np.int32))
-
-
-def copied_ahead(batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches on `device`; each is copied on a side stream as soon as the one before it is yielded. Copies of
-    page-locked memory then run beside the device's work, and at most two batches are on the device."""
-    if device.type != "cuda":
-        yield from batches
-        return
-    side = _side_stream(device)
-    ahead: list[tuple[Batch, torch.cuda.Event]] = []
-    for batch in batches:
-        # These copies need not wait for the queued work: their memory belongs to the side stream.
-        with torch.cuda.stream(side):
-            ahead.append((batch.to(device), side.record_event()))
-        if len(ahead) == 2:
-            yield _for_current_stream(*ahead.pop(0), device)
-    if ahead:
-        yield _for_current_stream(*ahead.pop(), device)
-
-
-def _for_current_stream(batch: Batch, copied: torch.cuda.Event, device: torch.device) -> Batch:
-    using = torch.cuda.current_stream(device)
-    using.wait_event(copied)
-    for tensor in _tensors(batch).values():
-        tensor.record_stream(using)  # which keeps its memory until this stream has used it
-    return batch
-
-
-def _tensors(batch: Batch) -> dict[str, Any]:
-    return {name: value for name in Batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)}

@@ -14,7 +14,6 @@ from ds_encdec.base.types import Batch, ConfigError, Example
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.training_sections import LOSS_FIGURES
-from ds_encdec.data.loader import copied_ahead
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.sharded_engine import compute_dtype, unsharded_copy
 from ds_encdec.evaluate.generation import generate, text_of
@@ -45,9 +44,9 @@ def evaluate(
     metrics: dict[str, float] = {}
     for name, batches in eval_sets.items():
         sums = torch.zeros(2, len(TASKS), dtype=torch.float64, device=engine.device)
-        for batch in copied_ahead(batches(), engine.device):
+        for batch in batches():
             heartbeat.beat()
-            loss = engine.evaluate(batch)
+            loss = engine.evaluate(batch.to(engine.device))
             sums += torch.stack((loss.by_denoiser, loss.tokens_by_denoiser)).double()
         losses, tokens = by_denoiser(torch.stack(collectives.gather(sums.cpu())).sum(dim=0))
         if any(tokens.values()):

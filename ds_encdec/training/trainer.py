@@ -26,7 +26,7 @@ from ds_encdec.base.types import (
 )
 from ds_encdec.checkpoint.manager import CheckpointManager
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.data.loader import LaneLoader, copied_ahead, count_rows
+from ds_encdec.data.loader import LaneLoader, count_rows
 from ds_encdec.data.sources.sources import check_bad_rows
 from ds_encdec.data.workers import WorkerKilledError
 from ds_encdec.engine.protocol import Engine
@@ -115,7 +115,8 @@ def train(run: Trainer) -> TrainingState:
         if totals.saves_over == run.collectives.world_size:
             _collect_save(run)
 
-        for number, batch in enumerate(copied_ahead(micro_batches, run.engine.device), start=1):
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            batch = micro_batch.to(run.engine.device)
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
             run.recorder.add(loss, batch)
