@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import DataConfig
 
 
@@ -17,8 +16,6 @@ class Budgets:
 
 def token_budgets(data: DataConfig, micro_batch_size: int, ratio: float) -> Budgets:
     """Divide a micro-batch by `ratio` (encoder to decoder tokens), so that each side fits its longest example."""
-    if ratio <= 0:
-        raise ConfigError(f"the ratio of encoder to decoder tokens must be positive, got {ratio}")
     total = micro_batch_size * (data.max_encoder_length + data.max_decoder_length)
     encoder_tokens = round(total * ratio / (1 + ratio))
     encoder_tokens = min(max(encoder_tokens, data.max_encoder_length), total - data.max_decoder_length)

@@ -59,7 +59,6 @@ class TrainingData:
     commits: Mapping[str, str]  # see `resolve_commits`
     eval_sets: Mapping[str, Callable[[], Sequence[Batch]]]
     forms: Sequence[str] = ()  # see `take_survey`
-    too_short: str | None = None  # why a run refuses this data; only with `may_be_short`
 
     def saved(self) -> dict[str, Any]:
         """Return the facts that a checkpoint keeps for `build_data(saved=...)`; they are equal on all ranks."""
@@ -84,12 +83,11 @@ def build_data(
     accept_other_data: bool = False,
     evaluation_cache: Path | None = None,
     pin_memory: bool = False,
-    may_be_short: bool = False,
 ) -> TrainingData:
     """Open the sources and make the loader; starts no process, and reads a few hundred documents at most. `saved`: the
     run's earlier `TrainingData.saved()`. `commits`: one rank's `resolve_commits`, for all ranks; None: looked up here.
     `evaluation_cache`: a folder for the evaluation examples, which are then made now; None: every rank makes them at
-    the first evaluation. Raises DataError for sources that are missing, unreadable or too small, ConfigError for lanes
+    the first evaluation. Raises DataError for sources that are missing, unreadable or empty, ConfigError for lanes
     that ranks do not divide, and CheckpointError if the data is not that of `saved` (unless `accept_other_data`)."""
     data, training = config.data, config.training
     commits = resolve_commits(data, saved["dataset_commits"] if saved else None) if commits is None else commits
@@ -97,11 +95,9 @@ def build_data(
     opener = Opener(data, training.seed, maker, commits)
     own, sources = opener.open_split("validation"), opener.open_sources(num_lanes)
     if saved is None:
-        ratio, forms, too_short = take_survey(config, sources, maker, num_lanes)
-        if too_short and not may_be_short:
-            raise DataError(too_short)
+        ratio, forms = take_survey(config, sources, maker)
     else:
-        ratio, forms, too_short = saved["encoder_decoder_ratio"], saved.get("input_forms", ()), None
+        ratio, forms = saved["encoder_decoder_ratio"], saved.get("input_forms", ())
         sources = numbered(sources, saved["fingerprint"]["sources"])
     budgets = token_budgets(data, training.micro_batch_size, ratio)
     pipeline = LanePipeline(sources, maker, budgets, num_lanes, training.seed, data)
@@ -120,7 +116,7 @@ def build_data(
             eval_sets[name], _ = evaluated(of_set.open_split("validation", name))
         except DataError as error:
             raise DataError(f"data.eval_sets.{name}: {error}") from error
-    return TrainingData(loader, batches, examples, pipeline, facts, ratio, commits, eval_sets, forms, too_short)
+    return TrainingData(loader, batches, examples, pipeline, facts, ratio, commits, eval_sets, forms)
 
 
 def _evaluated(
@@ -214,11 +210,6 @@ class Opener:
             return PreparedSource(data, name, named, self.maker, self.seed)
         entry = named.model_copy(update={"dataset_revision": self.commits.get(hub_name(named), named.dataset_revision)})
         kind = local_kind(entry.dataset_name) or HUB
-        if kind.reads_files and not entry.data_files:
-            raise DataError(
-                f"data.dataset_name={entry.dataset_name} reads local files: name them in data.data_files "
-                "(paths or glob patterns)"
-            )
         columns = OBJECTIVES[data.objective].columns
         offered = {
             "entry": entry,

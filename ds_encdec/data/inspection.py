@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -35,7 +34,7 @@ def inspect_run_data(config: FullConfig, tokenizer: PreTrainedTokenizerFast, voc
     """Return `inspect_data` of a run of this configuration."""
     config = with_assumed_batch_size(config, config.infra.num_gpus)
     lanes = micro_batches_per_step(config, config.infra.num_gpus)  # no ranks have to divide them
-    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes, may_be_short=True)
+    data = build_data(config, tokenizer, vocabulary, rank=0, world_size=1, num_lanes=lanes)
     return inspect_data(data, tokenizer, **how)
 
 
@@ -43,13 +42,12 @@ def inspect_data(
     data: TrainingData, tokenizer: PreTrainedTokenizerFast, *, num_examples: int, as_json: bool, with_ids: bool = False
 ) -> str:
     """Return the run's first `num_examples` examples, in the order of its lanes, as text or JSON. Raises DataError.
-    Statistics are of all micro-batches made for them. Of data that a run refuses as too short, one lane reads it
-    once."""
-    pipeline = dataclasses.replace(data.pipeline, num_lanes=1) if data.too_short else data.pipeline
+    Statistics are of all micro-batches made for them."""
+    pipeline = data.pipeline
     lane = cache(partial(Lane, pipeline))
     made: list[Example] = []
     batches = 0
-    while not batches or (len(made) < num_examples and not (data.too_short and lane(0).passes)):
+    while not batches or len(made) < num_examples:
         made += next(lane(batches % pipeline.num_lanes))
         batches += 1
     statistics: dict[str, Any] = {"micro_batches": batches, "examples": len(made)}
@@ -73,7 +71,6 @@ def inspect_data(
         "long_rows": sum(sum(record["long_rows"]) for record in read),
         "bad_rows": sum(sum(record["bad_rows"]) for record in read),
         "skipped_documents": sum(record["skipped_documents"] for record in read),
-        **({"too_short": data.too_short} if data.too_short else {}),
     }
     if as_json:
         fields = ("document", "denoiser", "encoder_ids", "decoder_ids")
@@ -109,7 +106,6 @@ def _in_words(statistics: Mapping[str, Any], weights: Sequence[float]) -> list[s
             for (name, drawn), weight in zip(statistics["denoisers"].items(), weights, strict=True)
         ),
         *(f"{count(statistics[name], one)} {rest}" for name, (one, rest) in counted.items() if statistics[name]),
-        *([f"A run refuses this data: {statistics['too_short']}"] if "too_short" in statistics else []),
     ]
 
 

@@ -105,4 +105,5 @@ class Packer(Generic[Item]):
         """Return the free share of the emptier side, [...], of `left` tokens [2, ...]; infinite if a side overflows."""
         encoder_left, decoder_left = left
         share = np.maximum(encoder_left / self._capacity[0], decoder_left / self._capacity[1])
-        return np.where((encoder_left < 0) | (decoder_left < 0), np.inf, share)
+        share[(encoder_left < 0) | (decoder_left < 0)] = np.inf
+        return share

@@ -34,8 +34,6 @@ class Permutation:
     _ROUNDS = 6
 
     def __init__(self, size: int, seed: int, purpose: str, *parts: int | str) -> None:
-        if size < 1:
-            raise ValueError(f"a permutation needs at least one element, got {size}")
         self._size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
         self._half_mask = (1 << self._half_bits) - 1

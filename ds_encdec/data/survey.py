@@ -1,6 +1,6 @@
 """The size of the training data, from a sample or from lanes that run ahead without a model.
 
-A new run needs the ratio of its two sides, and enough data for one step; `training.num_train_epochs` becomes steps.
+A new run needs the ratio of its two sides; `training.num_train_epochs` becomes steps.
 """
 
 import logging
@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-from ds_encdec.base.quantities import count
 from ds_encdec.base.types import ConfigError, DataError
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.schema import FullConfig, shortened_warmup
-from ds_encdec.data.budgets import token_budgets
 from ds_encdec.data.eval_set import packed, split_rows, weighed_size
 from ds_encdec.data.examples.protocol import ExampleMaker, usable_documents, with_ids
 from ds_encdec.data.lane import Lane, LanePipeline
@@ -26,33 +24,18 @@ _LARGE_SAMPLE_DOCUMENTS = 4000  # documents from which the steps of more reading
 logger = logging.getLogger(__name__)
 
 
-def take_survey(
-    config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker, num_lanes: int
-) -> tuple[float, Sequence[str], str | None]:
+def take_survey(config: FullConfig, sources: Sequence[OpenSource], maker: ExampleMaker) -> tuple[float, Sequence[str]]:
     """Sample the sources in proportion to their weights. Return the encoder tokens per decoder token after denoising,
-    the sorted forms of the inputs (from `ExampleMaker.form`), and why a run refuses the data: it is smaller than one
-    optimizer step. Raises DataError if there is no text at all."""
+    and the sorted forms of the inputs (from `ExampleMaker.form`). Raises DataError if there is no text at all."""
     total_weight, bad_row_limit = sum(opened.weight for opened in sources), config.data.bad_row_limit
     all_read: list[Any] = []
-    documents = tokens = 0.0
     forms: set[str | None] = set()
     for opened in sources:
         most = max(16, round(SAMPLE_DOCUMENTS * opened.weight / total_weight))
         rows = with_ids(all_rows(opened.source, "sample"), maker)
-        read = list(islice(usable_documents(rows, bad_row_limit), most + 1))
-        forms |= {maker.form(document) for document, ids in read[:most] if maker.size(ids)}
-        trained = [ids for document, ids in read[:most] if not opened.holds_out(document.key)]
-        # The whole source's size; unknown for a stream that is longer than the sample.
-        size: float = (
-            len(trained)
-            if len(read) <= most
-            else math.inf
-            if isinstance(opened.source, StreamSource)
-            else round(opened.size * (1 - opened.held_out))
-        )
-        all_read += trained
-        documents += size
-        tokens += math.inf if size == math.inf else size * sum(map(maker.size, trained)) / max(1, len(trained))
+        read = list(islice(usable_documents(rows, bad_row_limit), most))
+        forms |= {maker.form(document) for document, ids in read if maker.size(ids)}
+        all_read += [ids for document, ids in read if not opened.holds_out(document.key)]
     if sources[0].counts_tokens:
         rows = split_rows(sources, "train", maker)
         all_read = [ids for _, ids in islice(usable_documents(rows, bad_row_limit), SAMPLE_DOCUMENTS)]
@@ -66,41 +49,17 @@ def take_survey(
             else f"the data set is empty: none of the {len(all_read)} documents of a sample has text to train on. All "
             f"were {maker.why_empty}"
         )
-    ratio = maker.ratio(usable)
-    return ratio, sorted(filter(None, forms)), _too_short(config, ratio, documents, tokens, num_lanes)
-
-
-def _too_short(config: FullConfig, ratio: float, documents: float, tokens: float, num_lanes: int) -> str | None:
-    if documents < num_lanes:
-        return (
-            f"{count(documents, 'document')} to train on: too few for {num_lanes} lanes. Each lane (a micro-batch of "
-            f"every optimizer step) reads its own documents. Set data.num_lanes={max(1, documents):.0f}"
-            f"{' or less' if documents > 1 else ''}, give more files or lines, or cut long ones"
-        )
-    budgets = token_budgets(config.data, config.training.micro_batch_size, ratio)
-    per_batch = budgets.encoder_tokens + budgets.decoder_tokens
-    if tokens < num_lanes * per_batch:
-        return (
-            f"the corpus is shorter than one batch: about {tokens:,.0f} tokens in {count(documents, 'document')} to "
-            f"train on, but one optimizer step of {count(num_lanes, 'micro-batch')} x {per_batch:,} tokens needs "
-            f"{num_lanes * per_batch:,} tokens. Add data, or lower training.per_device_train_batch_size, "
-            "training.gradient_accumulation_steps (or data.num_lanes), or the maximum lengths"
-        )
-    return None
+    return maker.ratio(usable), sorted(filter(None, forms))
 
 
 def with_steps_of_epochs(config: FullConfig, steps: int) -> FullConfig:
     """Return the configuration with `steps` for its epochs. Raises ConfigError if its other fields do not fit them."""
     training = config.training
-    is_set = "warmup_steps" in training.model_fields_set
-    shorter = None if is_set else shortened_warmup(steps, training.lr_scheduler_type)
-    warmup_steps = (
-        math.ceil(steps * training.warmup_ratio)
-        if training.warmup_ratio is not None
-        else training.warmup_steps
-        if shorter is None
-        else shorter
-    )
+    warmup_steps = training.warmup_steps
+    if training.warmup_ratio is not None:
+        warmup_steps = math.ceil(steps * training.warmup_ratio)
+    elif "warmup_steps" not in training.model_fields_set:
+        warmup_steps = shortened_warmup(steps, training.lr_scheduler_type) or warmup_steps
     changes = {"num_train_steps": steps, "num_train_epochs": None, "warmup_steps": warmup_steps, "warmup_ratio": None}
     counted = config.model_copy(update={"training": training.model_copy(update=changes)})
     if conflicts := find_conflicts(counted):
@@ -115,18 +74,18 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
     """Return the optimizer steps in which every lane returns all examples of `epochs` passes over its data. Passes over
     a mixture are those over its slowest source. Raises DataError for a stream of unknown length."""
     streams = [isinstance(opened.source, StreamSource) for opened in pipeline.sources]
-    found = [
+    rows: list[Any] = [
         getattr(opened.source, "num_rows", None) if is_stream else opened.size
         for opened, is_stream in zip(pipeline.sources, streams, strict=True)
     ]
-    rows = [number for number in found if number is not None]
-    if len(rows) < len(found):
+    if None in rows:
         raise DataError(
             "training.num_train_epochs: the length of streamed data is not known before its end. Give "
             "training.num_train_steps, or read it whole with data.streaming=false"
         )
     # Every lane reads all units of a stream.
-    readings = sum(rows[i] * (pipeline.num_lanes if is_stream else 1) for i, is_stream in enumerate(streams))
+    repeats = [pipeline.num_lanes if is_stream else 1 for is_stream in streams]
+    readings = sum(number * times for number, times in zip(rows, repeats, strict=True))
     # Of many passes a few are counted; a part of a pass counts as the same part of its steps.
     if counted := min(epochs, COUNTED_READINGS // max(1, readings)):
         longest = max(_batches(Lane(pipeline, number), counted) for number in range(pipeline.num_lanes))
@@ -135,11 +94,9 @@ def steps_of_epochs(pipeline: LanePipeline, epochs: float) -> int:
     maker, total = pipeline.maker, sum(opened.weight for opened in pipeline.sources)
     passes = 0.0
     for number, opened in zip(rows, pipeline.sources, strict=True):
-        mean_size = 1.0  # of a document, in the unit of the weights
-        if opened.counts_tokens:
-            read = islice(split_rows([opened], "train", maker), _LARGE_SAMPLE_DOCUMENTS)
-            sizes = [weighed_size(opened, maker, ids) for _, ids in read]
-            mean_size = sum(sizes) / max(1, len(sizes))
+        read = islice(split_rows([opened], "train", maker), _LARGE_SAMPLE_DOCUMENTS)
+        sizes = [weighed_size(opened, maker, ids) for _, ids in read]
+        mean_size = sum(sizes) / max(1, len(sizes))  # of a document, in the unit of the weights
         passes = max(passes, number * (1 - opened.held_out) * mean_size * total / opened.weight)
     usable = usable_documents(split_rows(pipeline.sources, "train", maker), pipeline.data.bad_row_limit)
     sample = list(islice(usable, _LARGE_SAMPLE_DOCUMENTS))

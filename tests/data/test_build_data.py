@@ -28,10 +28,10 @@ from data_parts import (
 
 from ds_encdec.base.types import Batch, CheckpointError, ConfigError, DataError
 from ds_encdec.config.first_rows import unusable_rows
-from ds_encdec.config.schema import DataConfig, FullConfig
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import survey
 from ds_encdec.data.eval_set import held_out_examples, keyed_examples
-from ds_encdec.data.examples.chunks import Chunker, documents_ratio, reconstruct
+from ds_encdec.data.examples.chunks import reconstruct
 from ds_encdec.data.inspection import inspect_data
 from ds_encdec.data.sources.sources import held_out_hash
 from ds_encdec.data.sources.tables import ParquetFiles
@@ -45,17 +45,6 @@ def path(tmp_path: Path) -> str:
 
 def evaluation_config(path: str, **fields: Any) -> FullConfig:
     return json_config(path, eval_fraction=0.2, training={"eval_samples": 40}, **fields)
-
-
-def test_a_corpus_shorter_than_one_batch(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    told = r"about 600 tokens in 30 documents .* 4 micro-batches x 640 tokens needs 2,560 tokens"
-    with pytest.raises(DataError, match=told) as caught:
-        make_data(json_config(path, ["twenty characters..."] * 30, eval_fraction=0.0), num_lanes=4)
-    assert caught.value.exit_code == 4
-    small = json_config(path, max_encoder_length=8, max_decoder_length=8)
-    with pytest.raises(DataError, match=r"2\d documents .*: too few for 40 lanes"):
-        make_data(small, num_lanes=40)
 
 
 @pytest.mark.parametrize("kind", ["json", "parquet"])
@@ -104,8 +93,8 @@ def test_the_ratio_is_the_mixs(path: str) -> None:
     assert data.ratio == pytest.approx(seen, rel=0.03)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_evaluation_is_the_same_for_any_world_size(path: str, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_is_the_same_for_any_world_size_and_seed(path: str, world_size: int) -> None:
     config = evaluation_config(path)
     alone = make_data(config, num_lanes=12).eval_batches()
     ranks = [make_data(config, rank=r, world_size=world_size, num_lanes=12).eval_batches() for r in range(world_size)]
@@ -115,14 +104,9 @@ def test_evaluation_is_the_same_for_any_world_size(path: str, world_size: int) -
     assert all(batch.target_tokens == 0 for batch in in_order[len(alone) :])
     assert sum(len(batch.documents) for batch in alone) == 40
     assert len({tuple(batch.labels.shape) for batch in in_order}) == 1
-
-
-def test_evaluation_does_not_change_with_seed_or_lanes(path: str) -> None:
-    one = make_data(json_config(path, eval_fraction=0.2), num_lanes=4)
     # The budgets, and so the packing, may differ by the sampled ratio: compare what is in the batches.
-    two = make_data(json_config(path, training={"seed": 9}, eval_fraction=0.2), num_lanes=2)
-    first, second = ([key for batch in data.eval_batches() for key in batch.documents] for data in (one, two))
-    assert sorted(first) == sorted(second)
+    other = make_data(json_config(path, eval_fraction=0.2, training={"eval_samples": 40, "seed": 9}), num_lanes=2)
+    assert documents_of(other.eval_batches()) == documents_of(alone)
 
 
 def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path) -> None:
@@ -133,7 +117,6 @@ def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path)
     assert [batch.labels.tolist() for batch in first.eval_batches()] == expected
 
     make_data(evaluation_config(path, max_encoder_length=80), evaluation_cache=folder)  # other settings, another file
-
     later = make_data(config, evaluation_cache=folder, saved=first.saved())
     Path(path).write_text("")  # whoever reads the data now finds nothing
     assert [batch.labels.tolist() for batch in later.eval_batches()] == expected
@@ -214,16 +197,6 @@ def test_inspection_shows_what_a_run_sees(path: str) -> None:
     assert [re.split(" {2,}", line)[-1] for line in text.splitlines()[-5:]] == ["12.5%"] * 4 + ["50.0%"]
 
 
-def test_the_look_at_a_huge_document_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of 10 MB has millions of tokens: what is cut up for the ratio is bounded."""
-    drawn, draw = [], Chunker.draw_chunk
-    monkeypatch.setattr(Chunker, "draw_chunk", lambda *arguments: drawn.append(1) or draw(*arguments))
-    chunker = Chunker.from_config(DataConfig(), 0, byte_tokenizer()[1])
-    ratio = documents_ratio([6_000_000], chunker)
-    assert len(drawn) < 40_000  # 2 times 6,000,000 tokens, not 32 times
-    assert ratio == pytest.approx(documents_ratio([500_000], chunker), rel=0.03)
-
-
 def test_parquet_files_without_rows_are_passed_over(tmp_path: Path) -> None:
     """A library writes none of the columns where there is no row."""
     pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "a.parquet")
@@ -234,20 +207,6 @@ def test_parquet_files_without_rows_are_passed_over(tmp_path: Path) -> None:
     assert list(unusable_rows(config.data, config.model)) == []
     data = make_data(config)
     assert {key.partition(":")[0] for key in documents_of(next(data.loader))} == {"b.parquet"}
-
-
-def test_an_inspection_shows_data_that_is_too_short_for_a_run_and_counts_its_bad_rows(tmp_path: Path) -> None:
-    config = json_config(tmp_path / "a.jsonl", [*texts(12), 5], on_bad_row="skip", eval_fraction=0.0)
-    with pytest.raises(DataError, match=r"12 documents to train on: too few for 40 lanes") as refused:
-        make_data(config, num_lanes=40)
-    looked = make_data(config, num_lanes=40, may_be_short=True)
-    show = partial(inspect_data, looked, byte_tokenizer()[0])
-    found = json.loads(show(num_examples=99, as_json=True))
-    assert {one["document"] for one in found["examples"]} == {f"a.jsonl:{i}" for i in range(12)}
-    assert found["statistics"]["too_short"] == str(refused.value)
-    assert found["statistics"]["bad_rows"] >= 1
-    lines = show(num_examples=2, as_json=False).splitlines()
-    assert lines[-1] == f"A run refuses this data: {refused.value}"
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -288,7 +247,7 @@ def test_a_document_whose_tokens_are_weighed_is_read_once(tmp_path: Path, split:
     assert 20 < maker.examples.call_count == maker.read.call_count
 
 
-@pytest.mark.parametrize("unit", [None, "documents", "tokens"])
+@pytest.mark.parametrize("unit", [None, "tokens"])
 def test_a_large_data_set_is_estimated(unit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if unit is None:
         data = make_data(json_config(tmp_path / "a.jsonl", texts(120)))

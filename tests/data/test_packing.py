@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.budgets import Budgets, token_budgets
 from ds_encdec.data.examples.chunks import Chunker, documents_ratio
@@ -38,7 +37,7 @@ def sizes(chunker: Chunker, lengths: list[int]) -> Iterator[Waiting[tuple[int, i
 SHORT = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 256}
 
 
-@pytest.mark.parametrize(("fields", "micro_batch_size"), [({}, 4), ({}, 8), (SHORT, 8)])
+@pytest.mark.parametrize(("fields", "micro_batch_size"), [({}, 4), (SHORT, 8)])
 def test_both_budgets_are_filled_to_95_percent(fields: dict[str, int], micro_batch_size: int) -> None:
     """Budgets from one sample of documents, fill on others, over 150 micro-batches."""
     data = DataConfig(**fields)
@@ -59,8 +58,6 @@ def test_budgets_follow_the_ratio_and_hold_the_longest_example() -> None:
     assert token_budgets(data, 4, 0.87) == Budgets(round(4 * 6144 * 0.87 / 1.87), 24576 - 11434, 512)
     assert token_budgets(data, 1, 0.87) == Budgets(4096, 2048, 512)
     assert token_budgets(data, 4, 100.0) == Budgets(24576 - 2048, 2048, 512)
-    with pytest.raises(ConfigError, match="positive"):
-        token_budgets(data, 4, 0.0)
 
 
 @settings(max_examples=150)
