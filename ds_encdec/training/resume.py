@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ds_encdec.base.quantities import listed
-from ds_encdec.base.types import CheckpointError, DivergedError, DsEncDecError, TrainingState
+from ds_encdec.base.types import CheckpointError, DivergedError, TrainingState
 from ds_encdec.checkpoint.folder import Checkpoint
 from ds_encdec.checkpoint.manager import CheckpointManager, find_checkpoint
 from ds_encdec.checkpoint.zero_state import open_saved_state
@@ -51,15 +51,10 @@ def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
     if not differing:
         return
     if all(ours[name] == theirs[name] for name in (ours.keys() & theirs.keys()) - {MODEL_NAME, _TOKENIZER_NAME}):
-        saved = saved_model(config, checkpoint.path, hashes_base=False)
-        try:
-            named = new_model(config, hashes_base=False)
-        except DsEncDecError as error:
-            contents = [f"and whether it is the same cannot be seen here: {error}"]
-        else:
-            contents = _differences(architecture(saved.config), architecture(named.config))
-            tokenizers = {model.tokenizer.backend_tokenizer.to_str() for model in (saved, named)}
-            contents += ["the tokenizers differ"] * (len(tokenizers) > 1)
+        models = saved_model(config, checkpoint.path, hashes_base=False), new_model(config, hashes_base=False)
+        contents = _differences(*(architecture(model.config) for model in models))
+        tokenizers = {model.tokenizer.backend_tokenizer.to_str() for model in models}
+        contents += ["the tokenizers differ"] * (len(tokenizers) > 1)
         if not contents:
             logger.info("%s is the same model and tokenizer: %s.", checkpoint.path, "; ".join(differing))
             return
@@ -75,7 +70,6 @@ def restored_state(
 ) -> TrainingState:
     """Move the loader of `data` to the checkpoint's position, and return its state, with the best checkpoint forgotten
     if this run has another `metric_for_best_model` or other data."""
-    _warn_of_another_optimizer(checkpoint, training, is_main=is_main)
     state, path = checkpoint.training_state(), checkpoint.path
     from_here = "From here the best checkpoint is chosen, and early stopping counts."
     if (then := state.best_by) != (now := training.best_by):
@@ -88,19 +82,6 @@ def restored_state(
     level, found = logging.WARNING if is_main else logging.DEBUG, changes(fingerprint, data.fingerprint)
     logger.log(level, "This run reads other data than %s: %s. %s", path, found, from_here)
     return state.without_best()
-
-
-def _warn_of_another_optimizer(checkpoint: Checkpoint, training: TrainingConfig, *, is_main: bool) -> None:
-    theirs = load_saved(checkpoint.path / "config.yaml").training
-    then, now = (f"{one.optimizer} {one.optimizer_args or ''}".strip() for one in (theirs, training))
-    if is_main and then != now:
-        logger.warning(
-            "%s was saved with training.optimizer=%s, but this run has %s: states of the same names are kept, though "
-            "their meaning may differ. To start with states of zeros, start a new run from the export.",
-            checkpoint.path,
-            then,
-            now,
-        )
 
 
 def load_engine(engine: Engine, checkpoint: Checkpoint, collectives: HostCollectives) -> None:
