@@ -10,11 +10,10 @@ import torch
 from torch.profiler import record_function
 
 from ds_encdec.base.types import StepResult, TrainingState
-from ds_encdec.training.profiling import WARM_UP_STEPS, StepProfiler, _covered_us
+from ds_encdec.training.profiling import WARM_UP_STEPS, StepProfiler
 
 
 def run(steps: int, profiler: StepProfiler) -> None:
-    """A run of so many steps: in each a wait, three products, and a number that is read."""
     matrix = torch.ones(8, 8)
     for step in range(1, steps + 1):
         with record_function("waits for data"):
@@ -45,8 +44,3 @@ def test_a_run_without_steps_behind_the_warm_up_says_so(tmp_path: Path, caplog: 
     run(WARM_UP_STEPS, StepProfiler(2, tmp_path / "profile", rank=0))
     assert "none of 3 steps is behind the 3 of the warm-up" in caplog.text
     assert not (tmp_path / "profile").exists()
-
-
-def test_time_counts_once() -> None:
-    assert _covered_us([(5, 6), (0, 4), (1, 2), (3, 4.5)]) == 5.5
-    assert _covered_us([]) == 0

@@ -6,14 +6,12 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
 
 from ds_encdec.base.quantities import GIB
-from ds_encdec.commands.doctor import CHECKS, Host
 from ds_encdec.commands.plan import plan_run
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -45,12 +43,6 @@ def test_its_lines_are_aligned_and_agree_with_the_plan(golden: Callable[[object]
     fewer = RunContext(World(world_size=2), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
     lines = start_banner(job, fewer, None, start_step=0, epochs=3.0)
     assert "2 on 1 node, cpu (the configuration was planned for 8)" in str(lines)
-    small = FullConfig.from_yaml("quickstart", ["data.num_lanes=1", "infra.distributed_type=fsdp", "optimizer=muon"])
-    alone = RunContext(World(), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
-    lines = start_banner(planned_job(small, run_sizes(small), nodes=1), alone, None, start_step=0, epochs=None)
-    assert "from scratch: 1,312,256 parameters" in lines[0]
-    assert "in 1 micro-batch," in str(lines)
-    assert lines[1].endswith(", recompute full, muon")
 
 
 def test_a_resume_that_finds_nothing_says_that_the_run_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,22 +70,17 @@ def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyP
         assert [line.split(None, 1)[1] for line in lines if line.startswith("faster")] == named
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_on_gpus_it_says_what_no_compiler_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, works: bool) -> None:
-    """The compiler is a stand-in, which fails where the header is not there. `doctor` gives the same answer."""
+def test_on_gpus_it_says_what_no_compiler_costs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
-    compiler.write_text("#!/bin/sh\n" + ("" if works else "echo 'one.c:1: Python.h: No such file' >&2; exit 1\n"))
+    compiler.write_text("#!/bin/sh\necho 'one.c:1: Python.h: No such file' >&2; exit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setattr(run, "attention_kernel", lambda *what: ("flash", None))
     monkeypatch.setattr(run, "device_capacity", lambda device: Capacity(GIB, GIB))
-    config = FullConfig()
-    job = planned_job(config, run_sizes(config), nodes=1)
+    job = planned_job(FullConfig(), run_sizes(FullConfig()), nodes=1)
     for device in ("cpu", "cuda"):
         context = RunContext(World(world_size=8), torch.device(device), "deepspeed", cast(HostCollectives, None))
         lines = start_banner(job, context, None, start_step=0, epochs=None)
         slower = [line for line in lines if line.startswith("slower")]
-        assert bool(slower) is (device == "cuda" and not works)
-    assert works or re.search("Python.h: No such file; install gcc .* five times as long", slower[0])
-    answer = CHECKS["Triton's compiler"](cast(Host, SimpleNamespace(uses_gpus=True)))
-    assert isinstance(answer, str) is works
+        assert bool(slower) is (device == "cuda")
+    assert re.search("Python.h: No such file; install gcc .* five times as long", slower[0])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import inspect
 import math
 from typing import Any
 
@@ -14,7 +12,6 @@ import torch
 from ds_encdec.base.types import StepResult, TrainingState
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation, is_best, is_over
-from ds_encdec.training.trainer import train
 
 TOTALS = StepTotals(target_tokens=70, encoder_tokens=50, epoch=2)
 
@@ -61,16 +58,6 @@ def test_what_is_due_after_a_step(step: int, changes: dict[str, Any], expected: 
     assert StepPlan.after(TrainingState(step), result(applied), totals, training, every_step=every_step) == expected
 
 
-def test_the_loop_reads_from_top_to_bottom() -> None:
-    """On one screen, with few decisions: the plan has them."""
-    source = inspect.getsource(train)
-    branches = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.comprehension)
-    nodes = [*ast.walk(ast.parse(source))]
-    both = sum(len(node.values) - 1 for node in nodes if isinstance(node, ast.BoolOp))
-    assert sum(isinstance(node, branches) for node in nodes) + both <= 10
-    assert len(source.splitlines()) <= 50
-
-
 def test_what_checkpoints_and_another_metric_know_of_the_best() -> None:
     saved = {"global_step": 9, "best_value": 2.0, "best_step": 8, "leading_value": 1.5}
     state = TrainingState.from_dict({**saved, "evaluations_since_leading": 3})
@@ -83,13 +70,11 @@ def test_what_checkpoints_and_another_metric_know_of_the_best() -> None:
     assert TrainingConfig(metric_for_best_model="chrf", greater_is_better=False).best_by == "lowest chrf"
 
 
-def test_a_figure_that_is_better_when_greater() -> None:
-    training = TrainingConfig(metric_for_best_model="exact_match", early_stopping_threshold=0.1)
-    state, seen = TrainingState(best_value=0.3), []
-    for value in (0.0, 0.2, 0.25, math.nan, 0.4):
-        state = after_evaluation(state, value, training)
-        seen.append((state.leading_value, state.evaluations_since_leading, is_best(state, value, training)))
-    assert seen == [(0.0, 0, False), (0.2, 0, False), (0.2, 1, False), (0.2, 2, False), (0.4, 0, True)]
+def test_a_figure_may_be_better_when_greater() -> None:
+    training = TrainingConfig(metric_for_best_model="exact_match")
+    assert [is_best(TrainingState(best_value=0.3), value, training) for value in (0.2, 0.4)] == [False, True]
+    state = after_evaluation(TrainingState(leading_value=0.3), 0.4, training)
+    assert (state.leading_value, state.evaluations_since_leading) == (0.4, 0)
 
 
 def test_early_stopping_counts_evaluations_that_are_not_lower_by_the_threshold() -> None:

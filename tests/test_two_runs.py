@@ -1,7 +1,4 @@
-"""One process that trains twice, under DeepSpeed and under FSDP2: each run leaves the libraries as it found them.
-
-So does a start that is refused, because its folder holds a run.
-"""
+"""One process that trains under both engines: each run, and a refused start, leaves the libraries as it found them."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ RUNS = (
     ("infra.sharding_stage=zero2", "infra.offload_optimizer=none"),
     ("infra.distributed_type=fsdp", "infra.offload_optimizer=none"),
 )
-"""Stage 3 replaces methods of a class of DeepSpeed's and torch's linear layer, stage 2 methods of objects."""
 
 PROGRAM = """
 import json, logging, os, sys, types
