@@ -154,8 +154,10 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     )
     if not pin_memory:
         return batch
-    tensors = {name: value for name in Batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)}
-    return dataclasses.replace(batch, **{name: tensor.pin_memory() for name, tensor in tensors.items()})
+    pinned: dict[str, Any] = {
+        name: value.pin_memory() for name in Batch.__slots__ if isinstance(value := getattr(batch, name), torch.Tensor)
+    }
+    return dataclasses.replace(batch, **pinned)
 
 
 def _padded(pieces: Sequence[np.ndarray], size: int, fill: int = 0) -> torch.Tensor:
