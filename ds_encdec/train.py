@@ -153,7 +153,6 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
     """Raise, before torch loads, for a taken folder, missing files, GPU or package, and too few rows for the tokenizer.
     As later, `run.json` records the failure of a new run. Files are left to the run if several hosts, restarting
     launchers or supervisors are to learn of the error from it."""
-    from ds_encdec.checkpoint.folder import exists_or_replaced
     from ds_encdec.launch.run_folder import RunFolder
     from ds_encdec.training.absent import refuse_absent, require_here
 
@@ -171,7 +170,7 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
                     folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
                     folder.release()
                 raise
-        elif not exists_or_replaced(path := Path(resume).expanduser().resolve()):
+        elif not (path := Path(resume).expanduser().resolve()).exists():
             raise CheckpointError(
                 f"--resume: {path}: no such folder. `--resume auto` finds the newest checkpoint of the run"
             )

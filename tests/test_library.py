@@ -3,8 +3,6 @@
 The page's `my_parts.py` is a module of an outside package here.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +12,14 @@ import transformers
 
 from ds_encdec.base import foreign_places
 from ds_encdec.base.foreign_places import known_ranges, outside_tested_ranges, range_of
-from ds_encdec.base.types import ConfigError, DsEncDecError
+from ds_encdec.base.types import DsEncDecError
 from ds_encdec.commands.doctor import CHECKS, Host
 from ds_encdec.config.schema import FullConfig, read_config
-from ds_encdec.evaluate import models
 from ds_encdec.exports.model_card import untrained_model_card
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import World, discover
-from ds_encdec.model import cache_check, modeling
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.training import build
 
 
@@ -68,32 +64,3 @@ def test_a_start_outside_of_the_ranges_logs_one_warning(
     assert [record.message.partition(":")[0] for record in caplog.records if "peft" in record.message] == [
         "not tested with peft 9.9 (tested"
     ]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_key_value_heads": 16, "hidden_act": "gelu", "tie_word_embeddings": False},
-    ],
-    ids=str,
-)
-def test_generation_is_checked_with_and_without_the_cache(
-    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = Qwen3Seq2SeqConfig(**{"use_cache": False, **options})
-    before = torch.get_rng_state()
-    cache_check.check_cache(config)
-    assert torch.equal(torch.get_rng_state(), before)
-    forward = Qwen3ForSeq2SeqLM.forward
-    monkeypatch.setattr(
-        modeling.Qwen3ForSeq2SeqLM,
-        "forward",
-        lambda self, *, cache=None, past_key_values=None, **others: forward(self, **others),
-    )
-    wrong = rf"other tokens with its cache.*transformers {transformers.__version__}.*tested were transformers >="
-    with pytest.raises(ConfigError, match=wrong):
-        cache_check.check_cache(config)
-    config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=wrong):
-        models.open_model(tmp_path, torch.device("cpu"))

@@ -77,11 +77,6 @@ def clear_leftovers(folder: Path, name: str = "*") -> None:
         delete(path)
 
 
-def exists_or_replaced(path: Path) -> bool:
-    """Return whether `path` exists, or will once `clear_leftovers` has restored it."""
-    return path.exists() or path.with_name(f"{_REPLACED}{path.name}").exists()
-
-
 def delete(path: Path) -> None:
     """Delete a file, a link or a folder, if there is one. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
@@ -149,9 +144,6 @@ class CheckpointFolder:
             pointed = {link.resolve() for name in ("latest", "best", "final") if (link := self.path / name).exists()}
             older = [path for _, path in sorted(committed_steps(self.path).items())]
             superfluous = [path for path in older[: -self._keep] if path.resolve() not in pointed] if self._keep else []
-            if len(superfluous) > 1:  # each new one replaces one; more are due to a lowered limit
-                names = ", ".join(path.name for path in superfluous)
-                logger.warning("training.save_total_limit=%s: deleting %s.", self._keep, names)
             for path in superfluous:
                 delete(unfinished(path))
                 os.rename(path, unfinished(path))  # invisible in one step
@@ -179,12 +171,6 @@ class CheckpointFolder:
                 os.replace(_new_link(self.path / name, self.at(pointed).name), self.path / name)
             else:
                 (self.path / name).unlink(missing_ok=True)
-
-    def clear_leftovers(self) -> None:
-        """Repair leftovers of a killed process: restore replaced checkpoints, delete uncommitted ones."""
-        clear_leftovers(self.path)
-        for path in self.path.glob(".probe-*"):
-            delete(path)
 
 
 def committed_steps(folder: Path) -> dict[int, Path]:
@@ -233,16 +219,10 @@ class Checkpoint:
 
     def __str__(self) -> str:
         record, manifest = read_record(self.path), self.manifest
-        line = (
+        return (
             f"{self.path}: whole; step {manifest.step:,}, {manifest.engine} {record.sharding_stage} on "
             f"{count(record.world_size, 'rank')}, {len(manifest.files)} files, {manifest.num_bytes / 1e9:.3f} GB"
         )
-        facts = self.read_json("trainer.json").get("saved") if (self.path / "trainer.json").is_file() else None
-        if isinstance(facts, dict):
-            line += f", saved {facts.get('time')} ({facts.get('reason')})"
-            if isinstance(loss := facts.get("loss"), float):
-                line += f", at a training loss of {loss:.4g}"
-        return line
 
     def training_state(self) -> TrainingState:
         """Return the saved counters. Raises DamagedCheckpointError."""

@@ -16,7 +16,14 @@ from itertools import chain
 from pathlib import Path
 
 from ds_encdec.base.types import CheckpointError, TrainingState
-from ds_encdec.checkpoint.folder import Checkpoint, CheckpointFolder, begin, committed_steps, unfinished
+from ds_encdec.checkpoint.folder import (
+    Checkpoint,
+    CheckpointFolder,
+    begin,
+    clear_leftovers,
+    committed_steps,
+    unfinished,
+)
 from ds_encdec.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
@@ -34,9 +41,6 @@ from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives
 
 logger = logging.getLogger(__name__)
-
-# Writes all files of a checkpoint but the engine's into a folder; called on rank 0, in any thread.
-WriteRest = Callable[[Path], None]
 
 MAKE_ROOM = "Free space there, or lower training.save_total_limit."  # advice if a disk is too small for checkpoints
 
@@ -74,7 +78,7 @@ class CheckpointManager:
     def __init__(self, folder: Path, collectives: HostCollectives, *, engine_name: str, keep: int | None) -> None:
         """A collective. `keep`: `training.save_total_limit`."""
         self.folder = folder
-        self._files = CheckpointFolder(folder, keep=keep)
+        self.files = CheckpointFolder(folder, keep=keep)
         self._collectives = collectives
         self._background = collectives.background
         self._engine_name = engine_name
@@ -84,7 +88,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Check that all ranks see one folder and can write there, and clear leftovers of a killed save."""
-        name = self._collectives.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}"))
+        name = self._collectives.on_rank_zero(lambda: _touch(self.folder / f".probe-{os.getpid()}.tmp"))
         seen = self._collectives.gather((machine(), (self.folder / name).exists()))
         if blind := [rank for rank, (_, sees) in enumerate(seen) if not sees]:
             who = ranks_in_words(blind, {rank: where.partition(" ")[0] for rank, (where, _) in enumerate(seen)})
@@ -95,26 +99,27 @@ class CheckpointManager:
         # One rank of each machine tries to write, for all of that machine.
         rank, machines = self._collectives.rank, [where for where, _ in seen]
         self._collectives.on_every_rank(
-            lambda: machines.index(machines[rank]) == rank and _touch(self.folder / f"{name}-{rank}")
+            lambda: machines.index(machines[rank]) == rank and _touch(self.folder / f".probe-{rank}.tmp")
         )
-        self._collectives.on_rank_zero(self._files.clear_leftovers)
+        self._collectives.on_rank_zero(lambda: clear_leftovers(self.folder))
 
     def save(
         self,
         state: TrainingState,
         stage: Stage,
-        write_rest: WriteRest,
+        write_rest: Callable[[Path], None],
         *,
         pointers: tuple[str, ...],
         in_background: bool,
     ) -> None:
-        """Begin to save `state`, after an earlier save was collected: commit `step-N`, then point `pointers` at it."""
+        """Begin to save `state`, after an earlier save was collected: commit `step-N`, then point `pointers` at it.
+        `write_rest` writes all files but the engine's into a folder; it is called on rank 0, in any thread."""
         assert self._save is None, "a save is under way"
         save = _SaveUnderWay(state, began=time.monotonic())
         step = state.global_step
         try:
             folder = self._collectives.on_rank_zero(
-                self._writing().explain_refusals()(lambda: begin(self._files.at(step)))
+                self._writing().explain_refusals()(lambda: begin(self.files.at(step)))
             )
             staged = stage(folder, copy=in_background)
         except DiskRefusedError as error:
@@ -135,10 +140,6 @@ class CheckpointManager:
         else:
             write()
         save.blocked_seconds = time.monotonic() - save.began
-
-    def at(self, step: int) -> Path:
-        """Return the path of the checkpoint of `step`."""
-        return self._files.at(step)
 
     @property
     def save_is_over(self) -> bool:
@@ -182,16 +183,16 @@ class CheckpointManager:
 
         def go_back() -> bool:
             if checkpoint.path in committed_steps(self.folder.resolve()).values():  # an `abandoned-…` is not
-                self._files.go_back_to(checkpoint.manifest.step, state.best_step)
+                self.files.go_back_to(checkpoint.manifest.step, state.best_step)
             return (self.folder / "best").exists()
 
         return state if self._collectives.on_rank_zero(go_back) else replace(state, best_value=None, best_step=None)
 
     def _write_and_commit(
-        self, step: int, staged: StagedSave, write_rest: WriteRest, pointers: tuple[str, ...]
+        self, step: int, staged: StagedSave, write_rest: Callable[[Path], None], pointers: tuple[str, ...]
     ) -> None:
         # May run in the background. All ranks raise the same error.
-        folder, writing, ranks = unfinished(self._files.at(step)), self._writing(), self._background
+        folder, writing, ranks = unfinished(self.files.at(step)), self._writing(), self._background
 
         @writing.explain_refusals()
         def write() -> list[FileRecord]:
@@ -207,7 +208,7 @@ class CheckpointManager:
                 engine=self._engine_name,
                 engine_files=records,
             )
-            self._files.commit(step, pointers)
+            self.files.commit(step, pointers)
 
         try:
             writing.num_bytes = ranks.sum(staged.num_bytes)[0]
@@ -266,10 +267,9 @@ def find_checkpoint(
             if collectives.rank == 0:
                 logger.warning("Passing over a damaged checkpoint: %s", error)
     if candidates:
-        which = f"none of its {len(candidates)} checkpoints is" if candidates[1:] else "its only checkpoint is not"
         raise CheckpointError(
-            f"{folder}: {which} whole; see the warnings above. Restore one, or start a new run in another "
-            "infra.output_dir."
+            f"{folder}: none of its checkpoints ({len(candidates)}) is whole; see the warnings above. Restore one, or "
+            "start a new run in another infra.output_dir."
         )
     return None
 

@@ -90,8 +90,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
         return TypeAdapter(Manifest).validate_python(content)
     except (FileNotFoundError, NotADirectoryError) as error:
         problem = f"{checkpoint} is not a complete checkpoint: it has no {MANIFEST}."
-        if not checkpoint.exists():
-            problem = f"{checkpoint}: no such folder."
         for final in (checkpoint / "final", checkpoint / "checkpoints" / "final"):
             if final.exists():
                 problem = f"{checkpoint} is not a checkpoint, but holds some: give {final} or one beside it."

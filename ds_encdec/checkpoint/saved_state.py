@@ -23,12 +23,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.utils import _ReaderView
 
-from ds_encdec.base.types import MOMENTS, CheckpointError, SavedState, StateKind, WeightSource
+from ds_encdec.base.types import CheckpointError, SavedState, StateKind, WeightSource
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, read_record
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")  # header before an entry of a zip archive (PKWARE's APPNOTE 4.3.7)
-# Errors of reading a damaged archive; the last two come from names of no encoding and later versions of the format.
-_UNREADABLE = (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +64,9 @@ class FragmentedState:
     def read(self, kind: StateKind, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """See types.SavedState."""
         fragments = self._fragments.get(f"{kind}.{name}")
-        if fragments is None and kind in MOMENTS and name in self.shapes:
-            raise CheckpointError(
-                f"{self._folder} has no {kind} of {name}, which its optimizer does not keep. Go on with that run's "
-                "training.optimizer."
-            )
         if fragments is None:
             raise CheckpointError(
-                f"{self._folder} has no {kind} of a parameter {name!r}; it was made by another architecture."
+                f"{self._folder} has no {kind} of a parameter {name!r}: another architecture or optimizer made it."
             )
         stop = fragments[-1].stop if stop is None else stop
         out = torch.empty(stop - start)
@@ -171,7 +164,8 @@ def _chunk_reader(
                 file.seek(first_byte() + read.itemsize * first)
                 if file.readinto(memoryview(read.view(torch.uint8).numpy())) != read.nbytes:  # type: ignore[arg-type]
                     raise EOFError("it is too short")
-        except _UNREADABLE as error:
+        # The last two come from names of no encoding and later versions of the format.
+        except (OSError, EOFError, BadZipFile, struct.error, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path}: a tensor in it is not readable: {error}") from error
         if read is not out:
             out.copy_(read)

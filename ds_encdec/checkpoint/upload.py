@@ -34,7 +34,6 @@ class Uploads(Callback):
     def __init__(self, run: RunFolder, url: str | None) -> None:
         self._run, self._url = run, url
         self._shown = re.sub(r"(?<=://)[^@/\s]+(?=@)", "***", url or "")  # without a name and a password
-        self._copied: dict[Path, bytes] = {}  # folders, each with the content of its last file
         self._thread: threading.Thread | None = None
 
     def claim(self, resume: str | None) -> None:
@@ -125,20 +124,17 @@ class Uploads(Callback):
         try:
             last = next(folder / name for name in _LAST if (folder / name).exists())
             mark, content = self._target(root, last), last.read_bytes()
-            if self._copied.get(folder) == content:
-                return
             is_there = files.exists(mark)
-            # A manifest holds the hashes of the other files.
-            if not (is_there and last.name == MANIFEST and files.cat_file(mark) == content):
-                if is_there:
-                    files.rm_file(mark)
-                self._put(files, root, [path for path in folder.rglob("*") if path.is_file() and path != last])
-                files.makedirs(mark.rpartition("/")[0], exist_ok=True)
-                if last.read_bytes() != content:  # the step was saved again meanwhile: the copy is of both
-                    return self._copy(files, root, folder)
-                files.pipe_file(mark, content)
-                logger.info("uploaded %s to %s", folder.name, self._shown)
-            self._copied[folder] = content
+            if is_there and last.name == MANIFEST and files.cat_file(mark) == content:
+                return  # a manifest holds the hashes of the other files
+            if is_there:
+                files.rm_file(mark)
+            self._put(files, root, [path for path in folder.rglob("*") if path.is_file() and path != last])
+            files.makedirs(mark.rpartition("/")[0], exist_ok=True)
+            if last.read_bytes() != content:  # the step was saved again meanwhile: the copy is of both
+                return self._copy(files, root, folder)
+            files.pipe_file(mark, content)
+            logger.info("uploaded %s to %s", folder.name, self._shown)
         except (FileNotFoundError, StopIteration):
             if folder.exists():
                 raise

@@ -44,14 +44,11 @@ def is_ours(folder: Path) -> bool:
 def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> PreTrainedModel:
     """Load the model of a folder onto `device`, in evaluation mode. No code from the folder is run. It is one of ours,
     or another encoder-decoder that transformers can load by itself. `dtype`: a name of torch's; None is the stored one
-    on a GPU, and float32 on a CPU, where it is as fast or faster. Raises CheckpointError, and ConfigError if the
-    installed transformers generates otherwise with a cache than without."""
+    on a GPU, and float32 on a CPU, where it is as fast or faster. Raises CheckpointError."""
     import torch
     from transformers import AutoModelForSeq2SeqLM
     from transformers.utils.logging import disable_progress_bar
 
-    from ds_encdec.model.cache_check import check_cache
-    from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
     from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
     disable_progress_bar()
@@ -60,8 +57,6 @@ def open_model(folder: Path, device: torch.device, dtype: str | None = None) -> 
     wanted = getattr(torch, dtype) if dtype else ("auto" if device.type == "cuda" else torch.float32)
     kind = Qwen3ForSeq2SeqLM if is_ours(folder) else AutoModelForSeq2SeqLM
     try:
-        if is_ours(folder):
-            check_cache(Qwen3Seq2SeqConfig.from_pretrained(folder))
         return kind.from_pretrained(folder, dtype=wanted).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"--model: {folder} could not be loaded: {error}") from error

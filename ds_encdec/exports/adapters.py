@@ -121,12 +121,8 @@ def export_adapter(checkpoint: Path, out: Path, *, base: str | None = None) -> N
 def _card(checkpoint: Path, config: FullConfig, lora: LoraSection, base: str | None) -> str:
     record = read_json(checkpoint / "model" / BASE_RECORD)
     step = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state().global_step
-    # A folder's path, or an id on the hub; None for random weights.
-    place = name = base or record["name_or_path"]
-    if name is not None and (folder := Path(name).expanduser()).is_dir():
-        place = str(folder.resolve())
-    elif not base and not record.get("revision"):
-        place = record["folder"]
+    # An id on the hub, or a folder's path; None for random weights.
+    place = base or (record["name_or_path"] if record["revision"] else record["folder"])
     return f"""---
 library_name: peft
 {f"base_model: {place}" if hub_id(place) else "tags: [lora]"}

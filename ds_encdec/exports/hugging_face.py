@@ -14,16 +14,14 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from ds_encdec.base.quantities import count
 from ds_encdec.base.types import CheckpointError, WeightSource
-from ds_encdec.checkpoint.folder import Checkpoint, clear_leftovers, committed_steps, refuse_existing, written_whole
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.config.schema import TrainingConfig, load_saved
 from ds_encdec.exports.adapters import trained_weights
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model import attention, attention_kernels, configuration, encoder, loss, loss_kernel, modeling, precision
-from ds_encdec.model.cache_check import check_cache
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
@@ -58,11 +56,8 @@ def export_hf(
     Under a `Qwen3EncoderConfig` it is a `Qwen3EncoderModel`, also for sentence-transformers, which cuts texts to
     `longest_text` tokens (None: the number of positions); otherwise a `Qwen3ForSeq2SeqLM`. Weights are read, converted
     to `dtype` and written one by one, into files of at most `max_shard_bytes`. The folder appears complete or not at
-    all; `replace` and errors: see `written_whole`. Raises ConfigError if the code does not fit the installed
-    transformers."""
+    all; `replace` and errors: see `written_whole`."""
     is_encoder = isinstance(config, Qwen3EncoderConfig)
-    if not is_encoder:
-        check_cache(config)
     shapes = parameter_shapes(config)
     if is_encoder:
         shapes = {name: shape for name, shape in shapes.items() if name.startswith(("shared.", "encoder."))}
@@ -191,13 +186,6 @@ def average_last_checkpoints(run: RunFolder, *, last: int) -> None:
     try:
         found = last_checkpoints(run.checkpoints, max(last, MIN_AVERAGED)) if last else {}
         if len(found) < MIN_AVERAGED:
-            if run.averaged.exists():
-                logger.warning(
-                    "%s is the mean of an earlier end of this run: %s in a row are too few for another. `ds-encdec "
-                    "average` needs 2.",
-                    run.averaged,
-                    count(found, "checkpoint"),
-                )
             return
         logger.info(
             "Averaging the last checkpoints: rank 0 reads %s MB. This may be interrupted.",
@@ -221,21 +209,16 @@ def average_checkpoints(
     CheckpointError for fewer than two checkpoints, damaged ones, and different models."""
     checkpoints = last_checkpoints(run.checkpoints, last)
     if len(checkpoints) < 2:
-        problem = f"{run.root} has {len(checkpoints)} in a row. training.save_total_limit says how many a run keeps."
-        if last < 2:
-            problem = f"--last is {last}."
-        elif (run.root / MANIFEST).exists():
-            problem = f"{run.root} is one: give the folder of its run."
-        raise CheckpointError(f"An average takes at least two checkpoints, but {problem}")
+        raise CheckpointError(
+            f"An average takes at least two checkpoints, but {run.root} has {len(checkpoints)} in a row for --last "
+            f"{last}. training.save_total_limit says how many a run keeps."
+        )
     paths, steps = [path.resolve() for path in checkpoints.values()], list(checkpoints)
-    expected, *others = (architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model")) for path in paths)
-    for path, found in zip(paths[1:], others, strict=True):
-        for field, value in expected.items():
-            if found.get(field) != value:
-                raise CheckpointError(
-                    f"{paths[0].name} and {path.name} are of different models, which have no average: {field} is "
-                    f"{value!r} in the one and {found.get(field)!r} in the other."
-                )
+    models = [architecture(Qwen3Seq2SeqConfig.from_pretrained(path / "model")) for path in paths]
+    if any(model != models[0] for model in models):
+        raise CheckpointError(
+            f"{', '.join(path.name for path in paths)} are of different models: they have no average."
+        )
     described = f"mean of the checkpoints at steps {', '.join(map(str, steps))}"
     _export_mean(paths, described, out, "RUN", base, dtype, replace=replace)
     return steps
@@ -288,9 +271,3 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool
         logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
     except Exception as error:
         logger.error("The %s checkpoint could not be exported: %s. `ds-encdec export` tries again.", name, error)
-
-
-def clear_exports(run: RunFolder) -> None:
-    """Remove leftovers of a killed export in `export/`, and restore the folder that it was replacing."""
-    for name in (run.averaged.name, "final", "best"):
-        clear_leftovers(run.exports, name)

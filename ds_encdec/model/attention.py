@@ -4,7 +4,7 @@ softmax over the encoder's output and the decoder's own past, under a causal mas
 Queries are [..., tokens, heads, head_dim], keys and values [..., tokens, key_value_heads, head_dim]."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class PackedLayout:
         decoder_lengths: tuple[int, ...],
         encoder_positions: Tensor,
         decoder_positions: Tensor,
-    ) -> Self:
+    ) -> "PackedLayout":
         """Derive the layout of one micro-batch, without a device synchronisation. `*_cu_seqlens`: boundaries, int32
         [max_documents + 1], the last one repeated to the end. `*_lengths`: the same on the host, one entry per
         document; an encoder length may be 0. `*_positions`: int64 [Te] and [Td]."""
@@ -131,7 +131,7 @@ class PaddedLayout:
         decoder_valid: Tensor | None = None,
         past_length: int = 0,
         device: torch.device,
-    ) -> Self:
+    ) -> "PaddedLayout":
         """Derive both masks from Hugging Face's, `encoder_valid` [B, encoder_length] and `decoder_valid` [B, past and
         new length]. A position always sees itself, so that no softmax row is empty; decoder positions count real
         tokens, so that left padding does not shift them. Raises ValueError for other shapes."""

@@ -5,17 +5,18 @@ one call per document ends a graph. A GPU kernel is taken only if it agrees with
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from itertools import accumulate
 from math import prod
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen as torch_varlen
+
+from .precision import trial_problem
 
 try:
     import flash_attn  # type: ignore[import-not-found]
@@ -38,7 +39,9 @@ class _MaskedCall:
     mask: Tensor | None
 
     @classmethod
-    def of(cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device) -> Self:
+    def of(
+        cls, lengths: Sequence[tuple[int, int]], causal: bool, dtype: torch.dtype, device: torch.device
+    ) -> "_MaskedCall":
         queries, keys = (sum(side) for side in zip(*lengths, strict=True))
         if len(lengths) == 1 and (not causal or queries == keys):
             return cls(queries, keys, None)
@@ -124,32 +127,29 @@ class AttentionKernel:
     attend: Attend
     # It attends all documents in one call, with memory for their lengths and not for the squares of these.
     is_flash: bool = True
-    implementation: str = ""  # the implementation to activate in torch's operators; "" for the one that they run anyway
 
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The chosen kernel, and each preferred one that is passed over, with the reason."""
+    """The chosen kernel, and the names of preferred ones that are passed over, by the reason."""
 
     kernel: AttentionKernel
-    passed_over: tuple[tuple[AttentionKernel, str], ...]
+    passed_over: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        names: dict[str, list[str]] = {}
-        for kernel, reason in self.passed_over:
-            names.setdefault(reason, []).append(kernel.name)
-        reasons = [reason if len(names) == 1 else f"{', '.join(of)}: {reason}" for reason, of in names.items()]
+        is_one = len(self.passed_over) == 1
+        reasons = [reason if is_one else f"{', '.join(of)}: {reason}" for reason, of in self.passed_over.items()]
         return f"{self.kernel.name} ({'; '.join(reasons)})" if reasons else self.kernel.name
 
 
 def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
     """Return the first row that is correct for `wanted`; with `flash=False`, the one that goes by document."""
-    passed_over: list[tuple[AttentionKernel, str]] = []
+    passed_over: dict[str, list[str]] = {}
     for kernel in KERNELS[:-1] if flash else ():
         if not (reason := why_not(kernel, wanted)):
-            return KernelChoice(kernel, tuple(passed_over))
-        passed_over.append((kernel, reason))
-    return KernelChoice(BY_DOCUMENT, tuple(passed_over))
+            return KernelChoice(kernel, passed_over)
+        passed_over.setdefault(reason, []).append(kernel.name)
+    return KernelChoice(BY_DOCUMENT, passed_over)
 
 
 @torch.compiler.disable
@@ -220,47 +220,21 @@ def _flash_refusal(wanted: KernelQuery) -> str:
     return ""
 
 
-def _torch_refusal(wanted: KernelQuery) -> str:
-    return _flash_refusal(wanted) or ("it has no dropout" if wanted.dropout else "")
-
-
-def _fa3_refusal(wanted: KernelQuery) -> str:
-    if refusal := _torch_refusal(wanted):
-        return refusal
-    if torch.cuda.get_device_capability(wanted.device)[0] != 9:
-        return "it is for Hopper GPUs"
-    return "flash_attn_interface is not installed" if find_spec("flash_attn_interface") is None else ""
-
-
-# The reason why a kernel fails its trial, "" if it passes; each is tried once per process.
-_verdicts: dict[tuple[str, torch.device, torch.dtype, int], str] = {}
-
-
 def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
     """Return why `kernel` cannot run on `wanted`, or fails its trial there; an empty text if it is correct."""
-    if (refusal := kernel.refusal(wanted)) or not kernel.is_flash:
-        return refusal
-    key = kernel.name, wanted.device, wanted.dtype, wanted.head_dim
-    if key not in _verdicts:
-        registry, before = nn.attention, None
-        try:
-            if kernel.implementation:
-                before = registry.current_flash_attention_impl()
-                registry.activate_flash_attention_impl(kernel.implementation)
-            with torch.autocast(wanted.device.type, enabled=False):
-                if not (error := _trial_error(kernel, wanted)) <= 1.0:
-                    raise ArithmeticError(f"its results are off by {error:.3g} times what rounding explains")
-            _verdicts[key] = ""
-        except Exception as raised:
-            reason = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
-            _verdicts[key] = f"it fails on a few documents: {reason}"
-            logger.warning("Attention on %s does without %s: %s", wanted.device, kernel.name, _verdicts[key])
-            # torch warns where there is nothing to restore.
-            if kernel.implementation and registry.current_flash_attention_impl() != before:
-                registry.restore_flash_attention_impl()
-                if before is not None:
-                    registry.activate_flash_attention_impl(before)
-    return _verdicts[key]
+    refusal = kernel.refusal(wanted)
+    return refusal if refusal or not kernel.is_flash else _failure(kernel, replace(wanted, dropout=0.0))
+
+
+@cache  # a kernel is tried once per process
+def _failure(kernel: AttentionKernel, wanted: KernelQuery) -> str:
+    with torch.autocast(wanted.device.type, enabled=False):
+        problem = trial_problem(lambda: _trial_error(kernel, wanted))
+    if not problem:
+        return ""
+    failure = f"it fails on a few documents: {problem}"
+    logger.warning("Attention on %s does without %s: %s", wanted.device, kernel.name, failure)
+    return failure
 
 
 # Queries and keys of documents: without queries, without anything, of one token, of several blocks of a kernel.
@@ -303,10 +277,13 @@ def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
 
 
 BY_DOCUMENT = AttentionKernel("one call per document", lambda _: "", attend_by_document, is_flash=False)
-# Every kernel, the fastest first. The last one runs everywhere.
+# Every kernel, the preferred first. The last one runs everywhere.
 KERNELS = (
-    AttentionKernel("FlashAttention 3", _fa3_refusal, attend_in_torch, implementation="FA3"),
-    AttentionKernel("torch.nn.attention.varlen", _torch_refusal, attend_in_torch),
+    AttentionKernel(
+        "torch.nn.attention.varlen",
+        lambda wanted: _flash_refusal(wanted) or ("it has no dropout" if wanted.dropout else ""),
+        attend_in_torch,
+    ),
     AttentionKernel(
         "flash_attn",
         lambda wanted: _flash_refusal(wanted) or ("it is not installed" if flash_attn is None else ""),

@@ -1,6 +1,6 @@
 """The configurations of both models, as saved in `config.json`."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
@@ -46,15 +46,10 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_heads})")
         if head_dim % 2:
             raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
-        blocks = {name: kwargs.get(name) or {} for name in ("rope_parameters", "rope_scaling")}
-        for name, rope in blocks.items():
+        for name in ("rope_parameters", "rope_scaling"):
+            rope = kwargs.get(name) or {}
             if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
                 raise ValueError(f"{name} has the rope type {kind!r}, which this model does not compute: remove it")
-        bases = [base for base in (block.get("rope_theta") for block in (kwargs, *blocks.values())) if base]
-        if any(base != bases[0] for base in bases):
-            raise ValueError(
-                f"rope_theta, rope_parameters, rope_scaling: bases {bases} differ, keep that of the training"
-            )
         # Set here, since Hugging Face looks for the rotary parameters before it sets fields, and drops `use_cache`.
         self.use_cache = fields.pop("use_cache")
         default = {"rope_type": "default", "rope_theta": kwargs.get("rope_theta") or 1e6}
@@ -79,7 +74,7 @@ class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
         self.is_encoder_decoder = False
 
     @classmethod
-    def of(cls, config: Qwen3Seq2SeqConfig) -> Self:
+    def of(cls, config: Qwen3Seq2SeqConfig) -> "Qwen3EncoderConfig":
         """Return the configuration of the encoder of `config`."""
         others = ("model_type", "num_encoder_layers")
         fields = {name: value for name, value in config.to_dict().items() if name not in others}

@@ -20,7 +20,6 @@ from .precision import Linear, projected
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim / 2], in the dtype of the states
 States: TypeAlias = list[Tensor] | None  # collects the states between layers; None for none
 
-
 NO_ATTENTIONS = "output_attentions: this model's fused attention never holds its weights. Use output_hidden_states."
 
 
@@ -42,6 +41,7 @@ def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dt
 
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
+    # x: [..., tokens, heads, head_dim]
     cos, sin = rotary
     if torch.compiler.is_compiling():  # inductor fuses this form with the norm, backward, too: 9 % less traffic
         return x * torch.cat((cos, cos), dim=-1) + x.roll(cos.shape[-1], dims=-1) * torch.cat((-sin, sin), dim=-1)
@@ -154,6 +154,7 @@ class Qwen3Stack(nn.Module):
     def _run(
         self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, kept: States, **shared: Any
     ) -> Tensor:
+        # `kept` gets the input of each layer, and the normed states of the last.
         rotary = rotary_tables(positions, self.config, hidden_states.dtype)
         for layer in self.layers:
             if kept is not None:
@@ -201,7 +202,7 @@ class EmbeddedEncoder(nn.Module):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
-    ) -> BaseModelOutput | tuple[Tensor, ...]:
+    ) -> BaseModelOutput:
         """Return the states of input_ids, int64 [B, Le], or inputs_embeds, [B, Le, hidden]. attention_mask: [B, Le] or
         None. `output_hidden_states`: add the embeddings and the states behind each layer, the last ones normed.
         Attention weights are refused. There is no `**kwargs`: with it, generate() would pass all that it has."""
@@ -211,8 +212,7 @@ class EmbeddedEncoder(nn.Module):
         layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
         kept: States = [] if output_hidden_states else None
         states = self.encoder(embeds, layout=layout, kept=kept)
-        output = BaseModelOutput(states, None if kept is None else tuple(kept))
-        return output.to_tuple() if return_dict is False else output
+        return BaseModelOutput(states, None if kept is None else tuple(kept))
 
 
 class Qwen3PreTrainedModel(transformers.PreTrainedModel):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_encdec.base.foreign_places import write
-from ds_encdec.base.types import ConfigError, WeightSource
+from ds_encdec.base.types import WeightSource
 from ds_encdec.config.sections import LoraConfig, Sections
 from ds_encdec.model.parameter_count import (
     ADAPTER,
@@ -43,8 +43,6 @@ def choose_trained(model: nn.Module, config: Sections) -> None:
         )
         for name, module in model.named_modules():
             if name.endswith((f".lora_A.{ADAPTER}", f".lora_B.{ADAPTER}")):
-                if type(module) is not nn.Linear:
-                    raise ConfigError(f"peft {peft.__version__} makes {name} a {type(module).__name__}, not a Linear.")
                 write(module, __class__=Linear)  # computes the same in the device's fast precision
     named = {canonical_name(name): parameter for name, parameter in model.named_parameters()}
     frozen = frozen_names(config, named)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .loss_kernel import IGNORE_INDEX, Extras, Rows, losses_and_gradients
-from .precision import product_dtype
+from .precision import product_dtype, trial_problem
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +65,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         extra_losses = torch.empty_like(token_losses) if extras or own_loss else None
-        matmul_weight = _matmul_operand(weight)
+        matmul_weight = weight.to(product_dtype(weight))
         gradients_in = matmul_weight.dtype if wants_hidden or wants_weight else None
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            states = _matmul_operand(hidden[chunk])
+            states = hidden[chunk].to(matmul_weight.dtype)
             # No name refers to the logits: they are freed before the products below need memory.
             logit_grads = _losses_and_gradients(
                 Rows(
@@ -126,13 +126,11 @@ def _losses_and_gradients(
     return gradients
 
 
-def _matmul_operand(x: Tensor) -> Tensor:
-    return x.to(product_dtype(x))
-
-
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return `a @ b`: float32 if the device gives that of 16-bit operands, else rounded to 16 bits like them."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype != torch.float32 and _gives_float32(a) else torch.mm(a, b)
+    if a.dtype != torch.float32 and _gives_float32(a):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -145,30 +143,26 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _gives_float32(x: Tensor, *, adding: bool = False) -> bool:
-    # As in cuBLAS.
+    # Whether a product of 16-bit operands (`adding`: a sum with one) can be had in float32, as cuBLAS computes it.
     return x.is_cuda and torch.version.hip is None and passes_trial(x.device, x.dtype, adding)
 
 
 @cache
 def passes_trial(device: torch.device, dtype: torch.dtype, adding: bool) -> bool:
     """Return whether a float32 product of operands in `dtype`, laid out as in the loss, is correct in this torch."""
-    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-        return False
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(48, n, generator=generator).to(device, dtype) for n in (64, 32))
-    result = torch.ones(64, 32, device=device)
-    expected = a.double().T @ b.double() + adding
-    try:
+
+    def trial() -> float:
+        result = torch.ones(64, 32, device=device)
         if adding:
             torch.addmm(result, a.T, b, out_dtype=torch.float32, out=result)
         else:
             result = torch.mm(a.T, b, out_dtype=torch.float32)
-        error = float((result - expected).abs().max())
-        if result.dtype == torch.float32 and error < 1e-3:  # rounded to 16 bits it is off by 0.05 and more
-            return True
-        reason = f"its results are off by {error:.2g}"
-    except Exception as raised:
-        reason = " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
-    name = f"{'sum' if adding else 'product'} of {str(dtype).removeprefix('torch.')}"
-    logger.warning("The loss does without its %s in float32 on %s: %s", name, device, reason)
-    return False
+        # Rounded to 16 bits it would be off by 0.05 and more.
+        return float((result - (a.double().T @ b.double() + adding)).abs().max()) / 1e-3
+
+    if problem := trial_problem(trial):
+        name = f"{'sum' if adding else 'product'} of {str(dtype).removeprefix('torch.')}"
+        logger.warning("The loss does without its %s in float32 on %s: %s", name, device, problem)
+    return not problem

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .precision import trial_problem
+
 try:
     import triton
     import triton.language as tl
@@ -89,9 +91,10 @@ def _plain(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: E
 
 
 def _fused(rows: Rows, gradients_in: torch.dtype | None, scale: float, extras: Extras) -> Tensor | None:
-    gradients: Tensor | None = rows.logits
-    if gradients_in != rows.logits.dtype:
-        gradients = None if gradients_in is None else torch.empty_like(rows.logits, dtype=gradients_in)
+    gradients = None
+    if gradients_in is not None:
+        logits = rows.logits
+        gradients = logits if gradients_in == logits.dtype else torch.empty_like(logits, dtype=gradients_in)
     _launch(rows, gradients, scale, extras)
     return gradients
 
@@ -183,19 +186,9 @@ if triton is not None:
 
 @cache
 def _passes_trial(device: torch.device, gradients_in: torch.dtype | None) -> bool:
-    try:
-        error = trial_error(device, gradients_in)
-        reason = f"its results differ by {error:.3g} times what rounding explains"
-        if error <= 1.0:
-            part = "evaluations" if gradients_in is None else f"training in {str(gradients_in).removeprefix('torch.')}"
-            logger.info(
-                "the loss of %s runs on %s in its kernel, within %.2f of what rounding explains", part, device, error
-            )
-            return True
-    except Exception as raised:  # whatever the driver, the compiler or this kind of GPU does not like
-        reason = f"{type(raised).__name__}: {raised}"
-    logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, reason)
-    return False
+    if problem := trial_problem(lambda: trial_error(device, gradients_in)):
+        logger.warning("The loss runs on %s without its kernel, which is slower: %s", device, problem)
+    return not problem
 
 
 def trial_error(device: torch.device, gradients_in: torch.dtype | None) -> float:

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqLMOutput
 
 from .attention import Layout, PackedLayout, PaddedLayout
-from .attention_kernels import AttentionKernel, KernelQuery, choose_kernel
+from .attention_kernels import KernelQuery, choose_kernel
 from .configuration import Qwen3Seq2SeqConfig
 from .encoder import (
     EmbeddedEncoder,
@@ -154,7 +154,6 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         self.encoder = Qwen3Encoder(config)
         self.decoder = Qwen3Decoder(config)
         self.lm_head = LanguageModelHead(config.hidden_size, config.vocab_size)
-        self._kernels: dict[KernelQuery, AttentionKernel] = {}
         if config.tie_word_embeddings:
             # Here and not only in post_init: a tie made after zero.Init has partitioned both would not hold.
             self.lm_head.weight = self.shared.weight
@@ -176,7 +175,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         return attention_mask
 
     def _valid_auto_compile_criteria(self, *_: Any, **__: Any) -> bool:
-        # Masks grow for a static cache, so each step would be compiled.
+        # For a static cache `generate` would compile each step: masks grow.
         return False
 
     def forward(
@@ -228,9 +227,9 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         )
         kept: States = [] if requested["output_hidden_states"] else None
         hidden_states = self.decoder(decoder_embeds, encoder_states, layout=layout, generated=generated, kept=kept)
-        logits, words = self.lm_head(hidden_states), self.config.vocab_size
+        logits = self.lm_head(hidden_states)
         output = Seq2SeqLMOutput(
-            loss=None if labels is None else self.loss_function(logits, labels, words, **for_loss),
+            loss=None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **for_loss),
             logits=logits,
             **{_CACHE: generated},
             decoder_hidden_states=None if kept is None else tuple(kept),
@@ -254,10 +253,6 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
                 "past_key_values: gradient checkpointing would write to the cache twice. Call eval(), or "
                 "gradient_checkpointing_disable()."
             )
-        if chosen.cross_attention_cache.offloading:
-            raise NotImplementedError(
-                "cache_implementation: this model does not read an offloaded cache. Use 'dynamic' or 'static'."
-            )
         return chosen
 
     def _for_loss(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -277,9 +272,8 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
         wanted = KernelQuery(embeds.device, embeds.dtype, self.config.head_dim, dropout)
-        if wanted not in self._kernels:  # choosing looks for packages, which takes as long as a layer's launches
-            self._kernels[wanted] = choose_kernel(wanted, flash=self.config.use_flash_attention).kernel
-        packing = replace(packing, kernel=self._kernels[wanted], dropout=dropout)
+        choice = choose_kernel(wanted, flash=self.config.use_flash_attention)
+        packing = replace(packing, kernel=choice.kernel, dropout=dropout)
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
         hidden_states = self.decoder(decoder_embeds, self.encoder(encoder_embeds, layout=packing), layout=packing)
         return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))

@@ -5,6 +5,7 @@ matrix with an adapter keeps its name, although peft calls it `….q_proj.base_l
 appendix B): matrix products of real tokens and visible pairs, two for each multiplication and addition; not
 recomputation, normalisation and element-wise work."""
 
+import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from math import prod
@@ -12,7 +13,6 @@ from typing import Protocol
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.sections import LoraConfig, Sections
-from ds_encdec.config.settings import closest
 
 # peft's name of the one adapter, which is part of the names of modules, and not of the files it saves.
 ADAPTER = "default"
@@ -142,22 +142,14 @@ def frozen_names(config: Sections, names: Collection[str]) -> frozenset[str]:
     matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in config.training.freeze}
     for pattern, matching in matches.items():
         if not matching:
-            raise ConfigError(f"training.freeze: no parameter is called {pattern!r}; {_alike(pattern, names)}")
+            kinds = dict.fromkeys(re.sub(r"\b(encoder|decoder|\d+)\.", "*.", name) for name in names)
+            raise ConfigError(f"training.freeze: no parameter is called {pattern!r}; there are {', '.join(kinds)}")
     frozen = frozenset(name for matching in matches.values() for name in matching)
     if frozen and len(frozen) == len(names):
         raise ConfigError(
             f"training.freeze: {', '.join(map(repr, matches))} match all {len(names)} parameters. Leave some to train."
         )
     return frozen
-
-
-def _alike(pattern: str, names: Collection[str]) -> str:
-    parts = [name.split(".") for name in names]
-    beginnings = (f"{'.'.join(part[:length])}.*" for part in parts for length in range(1, len(part)))
-    if guess := closest(pattern, dict.fromkeys([*names, *beginnings])):
-        return f"did you mean {guess!r}?"
-    kinds = (".".join("*" if one.isdigit() or one in ("encoder", "decoder") else one for one in part) for part in parts)
-    return f"there are {', '.join(dict.fromkeys(kinds))}"
 
 
 def trained_summary(trained: int, parameters: int) -> str:

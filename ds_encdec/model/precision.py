@@ -3,6 +3,7 @@ for a bf16 product as for casting to float32, multiplying, and rounding, to the 
 avx512_bf16, torch 2.13)."""
 
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ _EMULATED_ON_CPU = frozenset(
     # 64-bit Arm since 8.6 has them; torch does not report it.
     if platform.machine() in ("x86_64", "AMD64") and not (_CPU_HAS.get(f"avx512_{name}") or _CPU_HAS.get(f"amx_{name}"))
 )
+
+
+def trial_problem(trial: Callable[[], float]) -> str:
+    """Run `trial`, which returns the largest error of a device's kernel, over what rounding explains. Return why the
+    kernel cannot be used, or an empty text."""
+    try:
+        error = trial()
+    except Exception as raised:  # whatever the driver, the compiler or this kind of GPU does not like
+        return " ".join(f"{type(raised).__name__}: {raised}".split())[:200]
+    return "" if error <= 1.0 else f"its results are off by {error:.3g} times what rounding explains"
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

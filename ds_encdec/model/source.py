@@ -1,7 +1,6 @@
 """The model that a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
 
 import hashlib
-import logging
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -21,8 +20,6 @@ from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.tokenizer.sentinels import Vocabulary
-
-logger = logging.getLogger(__name__)
 
 # Fields of a Qwen3 that ours has, too.
 _COPIED = (*COUNTS, "max_position_embeddings", "initializer_range", "rms_norm_eps", "head_dim", "rope_parameters")
@@ -51,20 +48,22 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
             raise ConfigError(f"model.architecture: {error}") from error
         origin = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
         return ModelSource(config, random_weights(config, seed), origin)
-    if section.model_name_or_path is None:
-        raise ConfigError("model.model_name_or_path: name a model, or give its sizes in model.architecture")
-    folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
+    folder = model_folder(str(section.model_name_or_path), MODEL_FILES, field="model.model_name_or_path")
     stored = read_stored_model(folder / "config.json")
     if stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
-        if missing := [name for name in _COPIED if name not in stored]:
-            raise CheckpointError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
         origin = "encoder and decoder from the decoder-only Qwen3"
-        fields = {name: stored[name] for name in _COPIED} | {
+        fields = {name: stored[name] for name in _COPIED if name in stored} | {
             "hidden_act": stored.get("hidden_act", "silu"),
             "tie_word_embeddings": stored.get("tie_word_embeddings", False),
         }
     else:
-        _require_known(section, stored, vocabulary)
+        known = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
+        if section.lora is not None and not known.issuperset((*vocabulary.sentinel_ids, *vocabulary.mode_token_ids)):
+            # Their rows would be drawn and never trained, and peft, on the base as it is, would give other
+            # probabilities than the merged model.
+            modes = bool(vocabulary.mode_token_ids)
+            lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=modes)
+            raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
         fields = {name: stored[name] for name in stored.keys() - {"auto_map", "architectures", "dtype"}}
         origin = "the encoder-decoder"
     try:
@@ -103,34 +102,18 @@ def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> B
     return Base(_weights_in(folder, read_stored_model(folder / "config.json"), config, seed), folder, drawn)
 
 
-@cache
-def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _require_known(section: ModelConfig, stored: dict[str, Any], vocabulary: Vocabulary) -> None:
-    """Log the special tokens that the encoder-decoder lacks; beside adapters raise ConfigError: their rows would be
-    drawn and never trained, and peft, on the base as it is, would give other probabilities than the merged model."""
-    sentinels, modes = stored.get("sentinel_token_ids", ()), stored.get("mode_token_ids", ())
-    lacking = {*vocabulary.sentinel_ids, *vocabulary.mode_token_ids} - {*sentinels, *modes}
-    if lacking and section.lora is not None:
-        lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=bool(vocabulary.mode_token_ids))
-        raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
-    if lacking:
-        logger.info(
-            "%s has %d sentinels and %d mode tokens: rows of the embedding for %d further ones are drawn "
-            "(model.num_sentinel_tokens=%d)",
-            *(section.model_name_or_path, len(sentinels), len(modes), len(lacking), len(vocabulary.sentinel_ids)),
-        )
-
-
 def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
     of_qwen3 = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
     if not of_qwen3:
         added_ids -= {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
     return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=of_qwen3)
+
+
+@cache
+def _sha256(path: Path, _size: int, _mtime_ns: int) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def architecture(config: Qwen3Seq2SeqConfig) -> dict[str, Any]:

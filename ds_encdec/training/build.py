@@ -25,7 +25,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.exports.adapters import one_base
-from ds_encdec.exports.hugging_face import average_last_checkpoints, clear_exports, export_at_end
+from ds_encdec.exports.hugging_face import average_last_checkpoints, export_at_end
 from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -38,7 +38,6 @@ from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.memory.gpus import grow_segments
 from ds_encdec.memory.job import Job, disk_shortage
-from ds_encdec.model.cache_check import check_cache
 from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.training.profiling import StepProfiler
@@ -228,7 +227,6 @@ def _build_trainer(
         folder.checkpoints, collectives, engine_name=context.engine, keep=training.save_total_limit
     )
     checkpoints.prepare()
-    collectives.on_rank_zero(lambda: clear_exports(folder))
     run = _plan(request, context, folder)
     metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if training.eval_generate_samples else []
     data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))
@@ -272,7 +270,6 @@ def _build_trainer(
 
 
 def _judge(run: Run, engine: Engine, data: TrainingData, metrics: Sequence[str], stop: StopRequest) -> Judge:
-    run.context.collectives.on_every_rank(lambda: check_cache(run.model.config))
     return Judge(
         run.config,
         engine,

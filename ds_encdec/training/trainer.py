@@ -374,5 +374,5 @@ def _collect_save(run: Trainer, *, must_succeed: bool = False) -> None:
     run.recorder.log_save(blocked_seconds=outcome.blocked_seconds, seconds=outcome.seconds)
     best = " (best so far)" if outcome.state.best_step == step else ""
     logger.info(f"saved step {step}{best} in {outcome.seconds:.1f} s, training paused {outcome.blocked_seconds:.1f} s")
-    _run_callbacks(run, "after_save", outcome.state, run.checkpoints.at(step))
+    _run_callbacks(run, "after_save", outcome.state, run.checkpoints.files.at(step))
     run.state = replace(run.state, best_value=outcome.state.best_value, best_step=outcome.state.best_step)

@@ -131,7 +131,7 @@ def repetition(
         "step beside a save": statistics.mean(steps),
         "at once": at_once.blocked_seconds,
         "library": library,
-        "bytes": sum(path.stat().st_size for path in manager.at(2 * number + 1).rglob("*") if path.is_file()),
+        "bytes": sum(path.stat().st_size for path in manager.files.at(2 * number + 1).rglob("*") if path.is_file()),
     }
 
 

@@ -13,7 +13,7 @@ trap 'rm -rf "$folders"' EXIT
 
 libraries=(transformers peft datasets huggingface_hub tokenizers)
 tests=(
-    tests/model/test_{ordinary_form,packed_form,identities,sizes,source,trained}.py
+    tests/model/test_{ordinary_form,packed_form,source,trained}.py
     tests/config/test_{load,rules,words,error_report,deepspeed_json,batch_settings,shipped_configs}.py
     tests/data/test_{local_formats,rows,sources,hub_reading,sft}.py
     tests/tokenizer tests/evaluate/test_{generation,text_metrics}.py

@@ -147,7 +147,7 @@ def as_on_device(job: Job) -> Iterator[None]:
 def choose_kernel(*_: Any, **__: Any) -> attention_kernels.KernelChoice:
     """Stand in for `attention_kernels.choose_kernel`: flash attention, also in float32 (see memory/estimate.py)."""
     kernel = attention_kernels.AttentionKernel("as on a GPU", lambda _: "", _varlen_attention)
-    return attention_kernels.KernelChoice(kernel, ())
+    return attention_kernels.KernelChoice(kernel)
 
 
 def _varlen_attention(

@@ -90,8 +90,7 @@ def attention(kit: Kit) -> None:
     batch = batch.to(kit.device)
     layout = layout_of(batch)
     heads, groups, width = (kit.sizes[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
-    # FlashAttention 3 behind torch's own: asking whether it runs puts it in its place. What takes longest last.
-    for kernel, dtype in itertools.product((*reversed(table.KERNELS[:-1]), table.BY_DOCUMENT), ATTENTION_BOUNDS):
+    for kernel, dtype in itertools.product(table.KERNELS, ATTENTION_BOUNDS):
         name = f"{kernel.name}, {str(dtype).removeprefix('torch.')}"
         with kit.trying(name):
             if reason := table.why_not(kernel, table.KernelQuery(kit.device, dtype, width)):

@@ -34,7 +34,7 @@ from ds_encdec.memory.gpus import peak_flops
 from ds_encdec.memory.job import make_job
 from ds_encdec.model.parameter_count import count_parameters, training_flops
 
-PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn", "flash_attn_interface")
+PACKAGES = ("torch", "triton", "deepspeed", "transformers", "flash_attn")
 SHIPPED_ACCUMULATION = 64  # those of ds_configs/qwen3_0.6b_ul2_1gpu.yaml, whose speed is computed
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
 GIB = 2**30

@@ -1,7 +1,5 @@
 """Small disks are made by a helper of tests/launch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

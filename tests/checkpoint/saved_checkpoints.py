@@ -1,7 +1,5 @@
 """Committed checkpoints of a tiny model, made by hand in one process and without an engine."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

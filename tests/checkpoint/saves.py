@@ -1,7 +1,5 @@
 """A manager of one process, and saves of an engine whose state is a thousand random bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

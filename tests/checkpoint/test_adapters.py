@@ -1,7 +1,5 @@
 """Checkpoints of adapters: exported merged and for peft, averaged, and refused beside another base."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil
@@ -134,15 +132,6 @@ def test_another_base_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytes
     assert said.count("sha256") == 2
     assert str(other) in said
     assert not os.path.exists(tmp_path / "out")
-
-
-def test_whole_models_have_no_base_and_no_adapter(tmp_path: Path) -> None:
-    state = {kind: {name: torch.zeros(shape) for name, shape in parameter_shapes(config()).items()} for kind in KINDS}
-    whole = save_checkpoint(tmp_path, 3, state, config())
-    with pytest.raises(CheckpointError, match=r"--base: .* holds a whole model"):
-        trained_weights(whole, "elsewhere")
-    with pytest.raises(CheckpointError, match=r"--adapter: .* holds a whole model"):
-        export_adapter(whole, tmp_path / "out")
 
 
 def test_random_bases_are_known_by_their_seed(checkpoint: Path) -> None:

@@ -1,7 +1,5 @@
 """The mean of a run's last checkpoints, exact and of any engines mixed, and the export at the end of a run."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from saved_checkpoints import State, config, flip_byte, random_state, save_check
 from ds_encdec import cli
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.exports.hugging_face import average_checkpoints, average_last_checkpoints, clear_exports, export_at_end
+from ds_encdec.exports.hugging_face import average_checkpoints, average_last_checkpoints, export_at_end
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
@@ -55,16 +53,12 @@ def test_the_mean_of_the_newest_is_exact_and_rounded_once(tmp_path: Path, last: 
 
 
 def test_fewer_than_two_have_no_mean(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has 0 in a row\. training\.save_total_limit"):
+    with pytest.raises(CheckpointError, match=r"has 0 in a row for --last 5\. training\.save_total_limit"):
         average(tmp_path, tmp_path / "out")
     save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
-    with pytest.raises(CheckpointError, match="has 1"):
-        average(tmp_path, tmp_path / "out")
     save_checkpoint(tmp_path / "checkpoints", 200, random_state(config(), 0), config())
-    with pytest.raises(CheckpointError, match="--last is 1"):
+    with pytest.raises(CheckpointError, match="has 1 in a row for --last 1"):
         average(tmp_path, tmp_path / "out", last=1)
-    with pytest.raises(CheckpointError, match="step-00000200 is one: give the folder of its run"):
-        average(tmp_path / "checkpoints" / "step-00000200", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints"]
 
 
@@ -80,37 +74,13 @@ def test_an_old_best_is_no_part_of_the_mean(tmp_path: Path) -> None:
     assert not run.averaged.parent.exists()
 
 
-def test_what_a_killed_mean_left_is_cleared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_run(tmp_path)
-    run = RunFolder(str(tmp_path))
-    for leftover in ("averaged.tmp", ".replaced-averaged", "other.tmp"):
-        (run.averaged.parent / leftover).mkdir(parents=True)
-    (run.averaged.parent / ".replaced-averaged" / "earlier").touch()
-    clear_exports(run)
-    assert {path.name for path in run.averaged.parent.iterdir()} == {"averaged", "other.tmp"}  # which another writes
-    (run.averaged.parent / "other.tmp").rmdir()
-    assert (run.averaged / "earlier").exists()
-    with caplog.at_level("INFO"):
-        average_last_checkpoints(run, last=2)
-    assert [path.name for path in run.averaged.parent.iterdir()] == ["averaged"]
-    assert not (run.averaged / "earlier").exists()
-    assert "rank 0 reads 2 MB" in caplog.text
-    assert "steps 900, 1200" in caplog.text
-
-
 def test_different_models_are_both_named(tmp_path: Path) -> None:
     other = config(num_encoder_layers=2)
     save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
     save_checkpoint(tmp_path / "checkpoints", 200, random_state(other, 0), other)
-    with pytest.raises(CheckpointError, match=r"step-00000100 and step-00000200 .* num_encoder_layers is 3 .* 2 in"):
+    with pytest.raises(CheckpointError, match="step-00000100, step-00000200 are of different models"):
         average(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_kernels_are_no_part_of_the_model(tmp_path: Path) -> None:
-    for step, other in ((100, config()), (200, config(use_flash_attention=False, loss_chunk_tokens=7))):
-        save_checkpoint(tmp_path / "checkpoints", step, random_state(other, step), other)
-    assert average(tmp_path, tmp_path / "out") == [100, 200]
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,9 +95,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_written(tmp_path: Path, capsy
     assert load_file(tmp_path / "export" / "averaged" / "model.safetensors")["shared.weight"].dtype == torch.bfloat16
 
 
-def test_only_the_end_of_a_run_replaces_its_earlier_mean(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_the_end_of_a_run_replaces_its_earlier_mean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_run(tmp_path)
     run = RunFolder(str(tmp_path))
     assert cli.main(["average", str(tmp_path), "--last", "9"]) == 0
@@ -137,10 +105,6 @@ def test_only_the_end_of_a_run_replaces_its_earlier_mean(
         assert f"{run.averaged} exists and is not empty" in capsys.readouterr().err
     average_last_checkpoints(run, last=2)
     assert "at steps 900, 1200" in (run.averaged / "README.md").read_text()
-    for step in (400, 900):
-        shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
-    average_last_checkpoints(run, last=5)
-    assert "is the mean of an earlier end of this run" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["final", "best"])

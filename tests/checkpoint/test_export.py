@@ -1,7 +1,5 @@
 """Exported folders: loaded in a process that has neither ds_encdec nor deepspeed, and written whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,7 +23,6 @@ from ds_encdec.base.types import CheckpointError, TrainingState
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.evaluate.generation import fill_sentinels, generate_text, readable
-from ds_encdec.evaluate.models import is_ours
 from ds_encdec.exports.hugging_face import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.model import modeling
@@ -189,7 +186,6 @@ def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any]
 
 @pytest.mark.parametrize("auto_map", [AUTO_MAP, ENCODER_AUTO_MAP])
 def test_the_modules_that_are_loaded_import_all_others_themselves(auto_map: dict[str, str]) -> None:
-    """transformers 5.3 copies from a folder what the module itself imports, and not what that imports in turn."""
     for named in auto_map.values():
         known, new = set[str](), {named.partition(".")[0]}
         while new:
@@ -215,7 +211,6 @@ def test_another_version_of_transformers_gives_the_same(root: Path, fresh: dict[
 
 
 def test_tokenizer_files_hold_what_any_transformers_reads(tmp_path: Path) -> None:
-    """transformers 5 writes a class, a list and marks of the machine that 4.57 cannot read."""
     made = tokenizer()
     made.extra_special_tokens = ["<extra_id_0>"]
     write_tokenizer(made, tmp_path)
@@ -425,9 +420,3 @@ def test_what_is_shown_can_be_read() -> None:
     assert fills == "<extra_id_0> quick brown<extra_id_1> lazy"
     code = "def f():\n    x\n\n    y\n\n \n\n    z<extra_id_3>\n\n"
     assert readable(code, continues=True) == "def f():\n    x\n\n    y\n\n    z"
-
-
-def test_generate_refuses_what_is_no_encoder_decoder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(CheckpointError, match="ds-encdec init-model"):
-        is_ours(tmp_path)

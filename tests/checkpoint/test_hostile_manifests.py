@@ -1,7 +1,5 @@
 """Manifests and records that are wrong: `auto` passes over them, every tool says so with exit code 5, nothing hangs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -80,26 +78,16 @@ def empty_fifo(manifest: Path) -> None:
 NO_TEXT = [{"path": ["a"], "num_bytes": 1, "sha256": ""}]
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (text(b'"abc"'), "it holds a value of type str"),
-    "nothing": (text(b""), "is not a manifest"),
-    "bytes": (text(b"\xff"), "UTF-8"),
     "nested": (text(b'{"step": ' + b"[" * 100_000), "nested more than 100 deep"),
-    "digits": (text(b'{"step": ' + b"7" * 5000 + b"}"), "is not a manifest"),
     "large": (lambda manifest: os.truncate(manifest, MAX_RECORD_BYTES + 1), "larger than 32 MB"),
-    "folder": (instead(Path.mkdir), "a folder"),
     "fifo": (instead(os.mkfifo), "a FIFO"),
-    "device": (instead(lambda manifest: manifest.symlink_to("/dev/zero")), "a device"),
     "input/output error": (instead(lambda manifest: manifest.symlink_to("/proc/self/mem")), "Input/output error"),
     "broken link": (instead(lambda manifest: manifest.symlink_to("nowhere")), "no manifest.json"),
     "another step": (changed(step=999_999), "own SHA-256"),
-    "another key": (changed(more=1), "own SHA-256"),
     "no hash": (changed(sha256=None), "own SHA-256"),
     "unknown format": (changed(format_version=5), "format version is 5"),
-    "format as text": (changed(format_version=[4]), "format version is [4]"),
     "step as text": (changed(True, step="7"), "step is '7'"),
     "negative step": (changed(True, step=-5), "step is -5"),
-    "step as bool": (changed(True, step=True), "step is True"),
-    "files as text": (changed(True, files="abc"), "files is 'abc'"),
-    "files of numbers": (changed(True, files=[1]), "files.0 is 1: Input should be a dictionary"),
     "rehashed, list as path": (
         changed(True, files=NO_TEXT),
         "files.0.path is ['a']: Input should be a valid string",
@@ -130,7 +118,7 @@ def test_a_manifest_that_is_none(run: Path, capsys: Output, damage: str) -> None
 def test_the_only_checkpoint_is_not_written_over_because_its_manifest_is_a_folder(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-00000100")
     instead(Path.mkdir)(run / "checkpoints" / NEWEST / MANIFEST)
-    with pytest.raises(CheckpointError, match="its only checkpoint is not whole"):
+    with pytest.raises(CheckpointError, match=r"none of its checkpoints \(1\) is whole"):
         find_checkpoint(run / "checkpoints", HostCollectives(), "auto")
 
 
@@ -145,12 +133,8 @@ def reseal(checkpoint: Path, name: str, content: str) -> None:
     ("name", "content", "message"),
     [
         ("trainer.json", "{}", "has no 'state'"),
-        ("trainer.json", '{"state": 5}', "`state` was not written"),
         ("trainer.json", '{"state": {"steps": 5}}', "`state` was not written"),
-        ("trainer.json", "[" * 100_000, "nested more than 100 deep"),
         ("trainer.json", "[]", "holds no mapping"),
-        ("engine.json", "[]", "no readable record of an engine"),
-        ("engine.json", '{"groups": ' + "[" * 100_000, "no readable record of an engine"),
         ("engine.json", '{"groups": [1]}', "no readable record of an engine"),
     ],
 )
@@ -163,7 +147,7 @@ def test_records_that_are_none(run: Path, capsys: Output, name: str, content: st
 
 @pytest.mark.parametrize(
     "content",
-    ["[1]", "1", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": "../x"}}', "[" * 10**5, None],
+    ["[1]", '{"weight_map": [1]}', '{"weight_map": {"a": "../x"}}', "[" * 10**5, None],
 )
 def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str | None) -> None:
     if content is None:

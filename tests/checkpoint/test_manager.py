@@ -1,18 +1,20 @@
 """The commit: a checkpoint is whole or invisible, pruned by count."""
 
-from __future__ import annotations
-
 import errno
+import json
 import os
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saves import found, make_manager, save
+from saved_checkpoints import flip_byte
+from saves import NUM_BYTES, find, found, make_manager, save
 
-from ds_encdec.base.types import TrainingState
-from ds_encdec.checkpoint.folder import committed_steps
+from ds_encdec.base.types import CheckpointError, ConfigError, TrainingState
+from ds_encdec.checkpoint.folder import Checkpoint, committed_steps
+from ds_encdec.checkpoint.manager import find_checkpoint
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
+from ds_encdec.launch.host_collectives import HostCollectives
 
 
 def test_a_saved_checkpoint_lists_every_file_and_is_found(tmp_path: Path) -> None:
@@ -114,24 +116,6 @@ def test_what_cannot_be_deleted_does_not_fail_a_save(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["best", "latest", "step-00000002"]
 
 
-def test_a_step_is_saved_again_over_what_could_not_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = make_manager(tmp_path)
-    save(manager, 1)
-    rmtree = shutil.rmtree
-
-    def busy(path: Path, **options: bool) -> None:
-        if path.name.startswith(".replaced-"):
-            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
-        rmtree(path, **options)
-
-    monkeypatch.setattr(shutil, "rmtree", busy)
-    second = verify_checkpoint(save(manager, 1))
-    assert (tmp_path / ".replaced-step-00000001").exists()
-    monkeypatch.undo()
-    assert verify_checkpoint(save(manager, 1)) != second
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
-
-
 def test_what_fails_after_the_rename_does_not_unsay_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -150,3 +134,99 @@ def test_what_fails_after_the_rename_does_not_unsay_a_checkpoint(
     monkeypatch.undo()
     manager.prepare()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+
+
+def test_nothing_to_resume(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    assert find(manager, "auto") is None
+    assert find(manager, None) is None
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        find(manager, str(tmp_path / "empty"))
+    save(manager, 1, "final")
+    with pytest.raises(CheckpointError, match=r"give .*final"):
+        find(manager, str(tmp_path))
+
+
+@pytest.mark.parametrize("damage", [flip_byte, lambda shard: os.truncate(shard, NUM_BYTES - 1), Path.unlink])
+def test_auto_passes_over_a_damaged_checkpoint_and_a_path_is_refused(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    manager = make_manager(tmp_path)
+    save(manager, 1)
+    newest = save(manager, 2)
+    shard = newest / "zero" / "shard.bin"
+    damage(shard)
+    assert found(manager).manifest.step == 1
+    with pytest.raises(CheckpointError, match=r"shard\.bin"):
+        find(manager, str(newest))
+
+
+def test_auto_looks_no_later_than_it_is_told(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    for step in (2, 4, 6):
+        save(manager, step)
+    for latest, step in ((7, 6), (5, 4), (4, 4), (1, None)):
+        newest = find_checkpoint(manager.folder, HostCollectives(), "auto", at_most=latest)
+        assert (newest and newest.manifest.step) == step
+
+
+def test_auto_never_starts_anew_over_damaged_checkpoints(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    for step in (1, 2):
+        (save(manager, step) / "trainer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"none of its checkpoints \(2\) is whole"):
+        find(manager, "auto")
+
+
+def test_a_foreign_file_or_link_is_refused_before_anything_reads_it(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    path = save(manager, 1)
+    foreign = path / "zero" / "foreign_optim_states.pt"
+    foreign.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"foreign_optim_states\.pt: not in the manifest"):
+        find(manager, str(path))
+    foreign.unlink()
+    shard = path / "zero" / "shard.bin"
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="a symbolic link"):
+        find(manager, str(path))
+
+
+def test_what_other_run_and_other_ranks_cannot_use_is_refused_before_large_files_are_read(tmp_path: Path) -> None:
+    manager = make_manager(tmp_path)
+    save(manager, 1)
+    newest = save(manager, 2)
+    (newest / "zero" / "shard.bin").write_bytes(b"x" * 1000)  # nobody notices: it is not read
+    seen = []
+
+    def refuse(checkpoint: Checkpoint) -> None:
+        seen.append(checkpoint.read_json("trainer.json"))
+        raise ConfigError("3 ranks do not divide")
+
+    for resume in ("auto", str(newest)):
+        with pytest.raises(ConfigError, match="3 ranks"):
+            find_checkpoint(tmp_path, HostCollectives(), resume, accept=refuse)
+    assert seen == [{"step": 2}, {"step": 2}]  # refused, not passed over
+    (newest / "trainer.json").write_text(json.dumps({"step": 9}))
+    with pytest.raises(ConfigError):
+        find_checkpoint(tmp_path, HostCollectives(), "auto", accept=refuse)
+    assert seen[2:] == [{"step": 1}]  # a damaged one is not even asked about
+
+
+def test_a_checkpoint_of_another_run_is_refused_where_this_run_has_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    foreign = save(make_manager(tmp_path / "a"), 10)
+    manager = make_manager(tmp_path / "b")
+    assert find(manager, str(foreign)) is not None
+    own = save(manager, 3, "final")
+    with pytest.raises(
+        CheckpointError, match=rf"{foreign} is not one of .*{tmp_path / 'b'}.*step-00000003.*output_dir"
+    ):
+        find(manager, str(foreign))
+    assert find(manager, str(tmp_path / "b" / "final")) is not None
+    aside = own.with_name("abandoned-step-00000009")
+    foreign.rename(aside)
+    with pytest.raises(CheckpointError, match="is not one of this run's"):
+        find(manager, str(aside))

@@ -1,7 +1,5 @@
 """One way to read any checkpoint: dispatch, verification before anything is unpickled, rows of weights, refusals."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import re

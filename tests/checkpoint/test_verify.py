@@ -1,16 +1,11 @@
 """`ds-encdec verify`: whole checkpoints are described, damage is exit code 5 and names the file."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import pytest
 from saved_checkpoints import config, flip_byte, random_state, save_checkpoint
 
 from ds_encdec import cli
-from ds_encdec.checkpoint.folder import Checkpoint
-from ds_encdec.checkpoint.manifest import read_manifest
 
 Output = pytest.CaptureFixture[str]
 
@@ -20,19 +15,6 @@ def run(tmp_path: Path) -> Path:
     for step, engine in ((100, "dcp"), (200, "deepspeed"), (300, "dcp")):
         save_checkpoint(tmp_path / "run" / "checkpoints", step, random_state(config(), 0), config(), engine=engine)
     return tmp_path / "run"
-
-
-def test_what_a_checkpoint_says_of_its_save(tmp_path: Path) -> None:
-    facts = {"time": "2026-11-02T09:30:00+00:00", "loss": 3.25, "reason": "stop"}
-    save_checkpoint(tmp_path, 100, random_state(config(), 0), config(), engine="dcp")
-    for saved, told in (
-        (facts, " (stop), at a training loss of 3.25"),
-        (facts | {"loss": None}, " (stop)"),
-        (5, " GB"),
-    ):
-        (tmp_path / "step-00000100" / "trainer.json").write_text(json.dumps({"saved": saved}))
-        checkpoint = Checkpoint(tmp_path / "step-00000100", read_manifest(tmp_path / "step-00000100"))
-        assert str(checkpoint).endswith(told)
 
 
 def test_a_checkpoint_a_run_and_its_folder_of_checkpoints(run: Path, capsys: Output) -> None:
@@ -61,7 +43,6 @@ def test_every_damaged_one_is_named_and_the_others_are_still_checked(run: Path, 
     assert f"{missing}: missing" in shown.err
 
 
-@pytest.mark.parametrize(("name", "message"), [("nothing", "no such folder"), ("", "no manifest.json")])
-def test_what_is_no_checkpoint(tmp_path: Path, capsys: Output, name: str, message: str) -> None:
-    assert cli.main(["verify", str(tmp_path / name)]) == 5
-    assert message in capsys.readouterr().err
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: Output) -> None:
+    assert cli.main(["verify", str(tmp_path)]) == 5
+    assert "no manifest.json" in capsys.readouterr().err

@@ -176,8 +176,7 @@ def test_what_attention_runs_in_is_known_and_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The GPU's capability and its kernel's trial are stand-ins. A fallback on a GPU is a warning."""
-    monkeypatch.setattr(attention_kernels, "_verdicts", {})
-    monkeypatch.setattr(attention_kernels, "_trial_error", lambda *_: 0.0)
+    monkeypatch.setattr(attention_kernels, "_failure", lambda *_: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
     given = {"infra": {"distributed_type": "fsdp"}, "model": {"use_flash_attention": flash}}

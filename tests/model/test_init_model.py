@@ -1,7 +1,5 @@
 """`ds-encdec init-model`: from a Qwen3 folder to one that trains, in little memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -61,10 +59,6 @@ print(resident("VmHWM") - before)
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux' own account of memory")
 def test_peak_memory_is_that_of_the_embedding_not_of_the_model(tmp_path: Path) -> None:
-    """A source of 252 MB whose embedding has 16.8 MB: four embeddings (stored, extended, two while drawing) or so.
-
-    A process's resident memory also grows by pages of libraries that it first touches meanwhile.
-    """
     sizes = {"vocab_size": 16384, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 25}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128, "tie_word_embeddings": True}
     config = Qwen3Config(**sizes, **heads, eos_token_id=1, bos_token_id=0, num_encoder_layers=0)

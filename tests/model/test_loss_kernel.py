@@ -1,7 +1,5 @@
 """The loss's kernel: interpreted, compiled for absent GPUs, left out where it fails, and counted in bytes."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable
@@ -9,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted_loss import CASES, Case, in_interpreter, inputs, results
+from interpreted_loss import CASES, Case, in_interpreter, results
 from loss_traffic import TOKENS, VOCAB, counted
 from packaging.version import Version
 from tiny_models import relative_error
 from torch import Tensor
 
 from ds_encdec.model import loss_kernel
-from ds_encdec.model.loss import linear_cross_entropy
 from ds_encdec.model.loss_kernel import Rows
 
 needs_triton = pytest.mark.skipif(loss_kernel.triton is None, reason="triton is not installed")
@@ -42,13 +39,6 @@ def test_the_kernel_gives_what_the_operators_give(number: int, interpreted: dict
         assert relative_error(found, expected) < (tolerance if index in (2, 3) else 1e-5)
     assert not interpreted["cases"][number][1][::5].any()  # no loss, no gradient
     assert not interpreted["cases"][number][2][::5].any()
-
-
-@needs_triton
-def test_a_label_that_is_no_word_makes_a_nan(interpreted: dict[str, Any]) -> None:
-    regular, strange = interpreted["strange"].tolist()
-    assert regular > 0
-    assert strange != strange
 
 
 @needs_triton
@@ -98,7 +88,7 @@ def not_launched(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("launch", "reason"),
-    [(launched_right, None), (launched_wrong, "differ"), (launched_to_nan, "differ"), (not_launched, "no compiler")],
+    [(launched_right, None), (launched_wrong, "off by"), (launched_to_nan, "off by"), (not_launched, "no compiler")],
 )
 def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_so(
     launch: Callable[..., None],
@@ -115,57 +105,11 @@ def test_a_kernel_that_fails_its_trial_is_not_used_and_one_line_says_so(
     assert all(reason in message for message in caplog.messages if reason)
 
 
-def test_the_kernel_is_asked_for_what_the_operators_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, bool]] = []
-
-    def launch(rows: Rows, gradients: Tensor | None, *others: Any) -> None:
-        calls.append((len(rows.logits), gradients is None))
-        launched_right(rows, gradients, *others)
-
-    hidden, weight, labels = inputs(torch.float32)
-    expected = linear_cross_entropy(hidden, weight, labels, 8, label_smoothing=0.1)
-    expected[0].backward()
-    gradient = hidden.grad.clone()
-    hidden.grad = None
-    weight.requires_grad_(False)
-    monkeypatch.setattr(loss_kernel, "runs_on", lambda *_: True)
-    monkeypatch.setattr(loss_kernel, "_launch", launch)
-    found = linear_cross_entropy(hidden, weight, labels, 8, label_smoothing=0.1)
-    found[0].backward()
-    assert torch.equal(found[0], expected[0])
-    assert torch.equal(hidden.grad, gradient)
-    with torch.no_grad():
-        assert torch.equal(linear_cross_entropy(hidden, weight, labels, 8)[1], expected[1])
-    assert calls == [(8, False), (8, False), (5, False), (8, True), (8, True), (5, True)]
-
-
 @needs_shapes
 def test_a_micro_batch_moves_a_fifth_of_what_operators_move() -> None:
-    """Two reads of the logits and one write of their gradients: 10 bytes for each of 1.99 billion logits."""
     found, by_operators = counted(), counted(has_kernel=False)
     assert found.num_bytes <= 24e9
     assert found.num_bytes > 10 * TOKENS * VOCAB
     assert by_operators.num_bytes > 5 * found.num_bytes
     assert found.kernels <= 65
     assert by_operators.kernels > 250
-
-
-@needs_shapes
-def test_the_weights_gradient_is_summed_up_in_its_product() -> None:
-    small, large = counted(chunk_tokens=1024), counted(chunk_tokens=4096)
-    assert large.num_bytes == pytest.approx(small.num_bytes, rel=1e-3)
-    assert large.product_bytes < 0.6 * small.product_bytes
-    assert (small.products, large.products) == (39, 12)
-
-
-@needs_shapes
-@pytest.mark.parametrize(
-    ("options", "share"),
-    [
-        ({"label_smoothing": 0.1}, 1.001),
-        ({"label_smoothing": 0.1, "z_loss": 1e-4}, 1.001),
-        ({"dtype": torch.float16}, 1.03),  # hidden states wait in float32 for the loss scale, and no logits
-    ],
-)
-def test_other_losses_move_no_more_logits(options: dict[str, Any], share: float) -> None:
-    assert counted(**options).num_bytes < share * counted().num_bytes

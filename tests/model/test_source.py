@@ -1,19 +1,21 @@
 """Weights from every source, and the errors of sources that have none."""
 
-from __future__ import annotations
-
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, qwen3_folder, resolve, tiny_config, tiny_model, vocabulary
+from transformers import AutoConfig
 
 from ds_encdec.base.types import CheckpointError, ConfigError
-from ds_encdec.config.schema import ArchitectureConfig, ModelConfig
+from ds_encdec.config.schema import ArchitectureConfig, ModelConfig, load_config
 from ds_encdec.config.stored_model import read_stored_model
+from ds_encdec.evaluate.models import open_model
+from ds_encdec.memory.job import run_sizes
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import resolve_model
 from ds_encdec.model.weights import SafetensorsFolder, random_weights
@@ -63,7 +65,6 @@ def test_an_untied_head_is_carried_with_sentinel_rows_of_its_own(tmp_path: Path)
 
 
 def test_sentinel_rows_follow_the_distribution_of_the_trained_rows(tmp_path: Path) -> None:
-    """Dimension by dimension: 2,000 rows drawn from 400 with mean i/10 and deviation 1 + i/20 in dimension i."""
     model = qwen3_folder(tmp_path, vocab_size=400)
     dimension = torch.arange(32.0)
     rows = torch.randn(400, 32, generator=torch.Generator().manual_seed(0)) * (1 + dimension / 20) + dimension / 10
@@ -98,15 +99,10 @@ def test_rows_of_a_parameter_are_those_of_the_whole(tmp_path: Path, sentinels: r
                 assert torch.equal(weights(name, rows), whole[rows]), (name, rows)
 
 
-def test_more_sentinels_than_our_own_folder_has_are_added_but_not_beside_adapters(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
+def test_more_sentinels_than_our_own_folder_has_are_added_but_not_beside_adapters(tmp_path: Path) -> None:
     model = tiny_model(sentinel_token_ids=[90, 91, 92, 93])
     model.save_pretrained(tmp_path)
     embedding = resolve(tmp_path, vocabulary(sentinels=range(90, 96))).weights("shared.weight")
-    (said,) = caplog.messages
-    assert "has 4 sentinels and 0 mode tokens: rows of the embedding for 2 further ones are drawn" in said
     assert torch.equal(embedding[:94], model.shared.weight[:94])
     assert not (embedding[94:96] == model.shared.weight[94:96]).all(dim=1).any()
     section = ModelConfig.model_validate({"model_name_or_path": str(tmp_path), "lora": {}})
@@ -139,13 +135,6 @@ def test_impossible_architectures_are_configuration_errors() -> None:
         resolve_model(section.model_copy(update={"architecture": uneven}), vocabulary(), seed=0)
 
 
-@pytest.mark.parametrize("content", ["[1]", "1", "[" * 100_000, '{"model_type": ["qwen3"]}'])
-def test_a_configuration_that_is_none(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"config\.json"):
-        read_stored_model(tmp_path / "config.json")
-
-
 def test_unusable_folders_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         resolve(tmp_path / "nowhere")
@@ -171,12 +160,11 @@ def test_unusable_folders_say_what_is_wrong(tmp_path: Path) -> None:
         resolve(tmp_path)
 
 
-@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
 def test_a_tensor_too_few_or_of_another_shape_is_noticed_before_any_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_shard_size: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model()
-    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
     resolve(tmp_path)
     monkeypatch.setattr(SafetensorsFolder, "tensor", None)  # no data is needed
     edit_config(tmp_path, num_hidden_layers=3)
@@ -187,19 +175,107 @@ def test_a_tensor_too_few_or_of_another_shape_is_noticed_before_any_is_read(
         resolve(tmp_path)
 
 
-def test_an_index_that_names_the_wrong_shard_is_noticed(tmp_path: Path) -> None:
-    qwen3_folder(tmp_path, max_shard_size="20KB")
-    index = tmp_path / "model.safetensors.index.json"
-    stored = json.loads(index.read_text())
-    shards = sorted(set(stored["weight_map"].values()))
-    stored["weight_map"]["model.norm.weight"] = shards[0]
-    index.write_text(json.dumps(stored))
-    with pytest.raises(CheckpointError, match=f"{shards[0]} has no model.norm.weight"):
-        resolve(tmp_path)
-
-
 def test_a_hub_id_without_cache_or_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match=r"Qwen/Qwen3-0.6B is not a local folder, .* give the folder's path"):
         resolve_model(ModelConfig(), vocabulary(), seed=0)
+
+
+STORED: dict[str, Any] = {**SIZES, "num_hidden_layers": 3, "head_dim": 16, "max_position_embeddings": 64}
+OLD = {"model_type": "qwen3", **STORED, "rope_theta": 1e6, "rope_scaling": None}
+"""As transformers 4 writes it, and as the hub has it."""
+NEW = {"model_type": "qwen3", **STORED, "rope_parameters": {"rope_type": "default", "rope_theta": 5e6}}
+"""As transformers 5 writes it."""
+SLIDING = {"use_sliding_window": True, "sliding_window": 8}
+
+
+def written(folder: Path, fields: dict[str, Any]) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps(fields))
+    return file
+
+
+def without(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        OLD,
+        NEW,
+        NEW | {"rope_scaling": {"rope_type": "default", "rope_theta": 5e6}},
+        without(OLD, "head_dim"),
+        OLD | {"num_key_value_heads": None},
+        OLD | SLIDING | {"max_window_layers": 3},
+        OLD | {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0},
+    ],
+)
+def test_a_configuration_is_read_as_transformers_reads_it(tmp_path: Path, fields: dict[str, Any]) -> None:
+    read = read_stored_model(written(tmp_path, fields))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert set(theirs.layer_types) == {"full_attention"}
+    rope = {name: theirs.rope_parameters[name] for name in ("rope_type", "rope_theta")}
+    assert read["rope_parameters"] == rope
+    for name in (*STORED, "num_key_value_heads"):
+        assert read[name] == getattr(theirs, name), name
+    sizes = run_sizes(load_config(None, [f"model.model_name_or_path={tmp_path}"]))
+    assert (sizes.num_key_value_heads, sizes.head_dim) == (theirs.num_key_value_heads, theirs.head_dim)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (NEW | {"rope_scaling": YARN}, r"rope type 'yarn' \(rope_scaling\)"),
+        (NEW | {"model_type": "qwen3_seq2seq", "rope_scaling": YARN}, "rope type 'yarn'"),
+        (NEW | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "not one block for all layers"),
+        (NEW | {"rope_theta": 1e6}, r"rope_theta is 1e\+06 and rope_parameters.rope_theta is 5e\+06: keep the one"),
+        (without(OLD, "rope_theta"), "lacks rope_theta: write the base"),
+        (OLD | SLIDING | {"max_window_layers": 2}, "not supported: use_sliding_window"),
+        (OLD | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "use_sliding_window"),
+        (OLD | {"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\).* take the unquantized folder"),
+        (OLD | {"head_dim": None}, r"lacks head_dim \(whole numbers above 0\)"),
+    ],
+)
+def test_what_is_not_trained_here_is_refused_by_a_run_and_by_its_estimate(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    written(tmp_path, fields)
+    with pytest.raises(CheckpointError, match=message):
+        resolve(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        run_sizes(load_config(None, [f"model.model_name_or_path={tmp_path}"]))
+
+
+def test_weights_that_are_stored_as_other_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    qwen3_folder(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.self_attn.q_proj.weight"
+    tensors = load_file(file)
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name} is stored as .*Take the unquantized"):
+        resolve(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters has the rope type 'linear'"),
+        ({"rope_scaling": YARN}, "rope_scaling has the rope type 'yarn', which this model does not compute"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling has the rope type 'dynamic'"),
+    ],
+)
+def test_a_rotation_that_an_export_does_not_compute_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    Qwen3Seq2SeqConfig(**STORED).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(ValueError, match=message):
+        Qwen3Seq2SeqConfig.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(tmp_path, torch.device("cpu"))
+    assert Qwen3Seq2SeqConfig(rope_theta=5e5).rope_parameters["rope_theta"] == 5e5

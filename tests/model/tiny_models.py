@@ -1,7 +1,5 @@
 """Tiny models and packed batches for the model's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
