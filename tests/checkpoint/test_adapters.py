@@ -17,7 +17,7 @@ from transformers import AutoModelForSeq2SeqLM
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.cli import main
 from ds_encdec.config.schema import FullConfig
-from ds_encdec.exports.adapters import base_record, export_adapter, one_base, opened_base, trained_weights
+from ds_encdec.exports.adapters import base_record, export_adapter, one_base, trained_weights
 from ds_encdec.exports.hugging_face import average_checkpoints, export_checkpoint, export_hf
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
@@ -132,15 +132,3 @@ def test_another_base_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytes
     assert said.count("sha256") == 2
     assert str(other) in said
     assert not os.path.exists(tmp_path / "out")
-
-
-def test_random_bases_are_known_by_their_seed(checkpoint: Path) -> None:
-    sizes = {"vocab_size": 24, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 12}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = {"architecture": sizes, "tokenizer_name_or_path": "builtin", "num_sentinel_tokens": 4}
-    section = FullConfig.model_validate({"model": model}, context={"was_judged": True}).model
-    first, again, other = (base_record(section, base_model(section, config(), seed)) for seed in (1, 1, 2))
-    assert first == again
-    assert first["sha256"] != other["sha256"]
-    with pytest.raises(CheckpointError, match=r"model\.architecture has other weights"):
-        opened_base(checkpoint, section, "--base")

@@ -360,7 +360,6 @@ def test_generate_text_answers_every_sentinel_in_place(tmp_path: Path) -> None:
     assert generate(tmp_path / "out", text, max_new_tokens=4) == filled
     sampled = {generate(tmp_path / "out", "hello", max_new_tokens=8, temperature=2.0, seed=s) for s in range(3)}
     assert len(sampled) > 1
-    assert all(text is not None and text.startswith("hello") for text in sampled)
 
 
 def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
@@ -372,16 +371,10 @@ def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
     written = {text: generate(out, text, raw=True, max_new_tokens=4) for text in ("hello", "hello <extra_id_0> world")}
     trained = FullConfig.model_validate({"data": {"objective": "sft"}})
     note = "The text is the user's turn in the model's chat template (--raw: it is all).\n"
-    for forms in ([CHAT], [CHAT, TEMPLATES], [TEMPLATES]):
-        card = model_card(trained, TrainingState(global_step=1), "x", forms=forms)
-        (out / "README.md").write_text(card)
-        assert ("### Instruction" in card) == (TEMPLATES in forms)
-        assert ("through the tokenizer's chat template |" in card) == (CHAT in forms)
-        read = "hello <extra_id_0> world" if forms == [CHAT] else "hello"
+    for forms, read in (([CHAT, TEMPLATES], "hello"), ([CHAT], "hello <extra_id_0> world")):
+        (out / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x", forms=forms))
         assert generate(out, "hello", max_new_tokens=4) == written[read]
-        assert generate(out, "hello", raw=True, max_new_tokens=4) == written["hello"]
         assert capsys.readouterr().err == note * (forms == [CHAT])
-    (out / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x", forms=[CHAT]))
     program = (
         f"folder = {str(out)!r}\n{card_code(out)}"
         + """
@@ -397,15 +390,10 @@ print(inputs["input_ids"].tolist() == [tokenizer("Hello! <extra_id_0> world").in
 def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(tmp_path / "out", config(vocab_size=8))
     settings = {"max_new_tokens": 12, "temperature": 3.0, "top_k": 20, "seed": 4}
-    for text, raw in (("hello", False), ("hello", True), ("hello <extra_id_0>", False)):
-        whole = generate(tmp_path / "out", text, raw=raw, **settings)
-        written = generate(tmp_path / "out", text, raw=True, **settings)
-        assert written
-        assert capsys.readouterr().out == ""
-        rest = generate(tmp_path / "out", text, raw=raw, stream=True, **settings)
-        fills = "<extra" in text
-        assert rest == (whole if fills else None)
-        assert capsys.readouterr().out == f"{'' if raw or fills else text}{written}\n"
+    written = generate(tmp_path / "out", "hello", raw=True, **settings)
+    assert capsys.readouterr().out == ""
+    assert generate(tmp_path / "out", "hello", stream=True, **settings) is None
+    assert capsys.readouterr().out == f"hello{written}\n"
 
 
 def test_sentinels_are_replaced_by_their_spans() -> None:

@@ -65,15 +65,6 @@ def test_a_complete_run_that_is_resumed_stays_complete(tmp_path: Path) -> None:
     assert not (tmp_path / "final").is_symlink()  # what it pointed to is put aside
 
 
-def test_going_on_from_what_was_put_aside_points_at_nothing_that_is_gone(tmp_path: Path) -> None:
-    manager = make_manager(tmp_path)
-    aside = save(manager, 10).rename(tmp_path / "abandoned-step-00000010-20260101T000000")
-    (tmp_path / "latest").unlink()
-    state = manager.adopt(found(manager, aside), TrainingState(global_step=10, best_value=1.0, best_step=10))
-    assert state.best_step is None
-    assert [path.name for path in tmp_path.iterdir()] == [aside.name]
-
-
 def test_a_checkpoint_of_another_run_brings_no_best(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     other = make_manager(tmp_path / "a")

@@ -98,16 +98,6 @@ def test_a_damaged_part_is_named_when_it_is_read(tmp_path: Path) -> None:
         saved.read("weight", "b.weight")
 
 
-def test_moments_before_the_first_step_are_zero(tmp_path: Path) -> None:
-    states = plain_states()
-    states["optimizer"]["state"] = {}
-    folder = checkpoint(tmp_path, "zero0", {STATES: states}, applied_steps=0)
-    assert ZeroState(folder).read("exp_avg", "b.weight").tolist() == [0] * 5
-    write_record(EngineRecord("deepspeed", "zero0", 1, applied_steps=2, groups=(NAMES,)), folder)
-    with pytest.raises(CheckpointError, match=r"no exp_avg of b\.weight"):
-        ZeroState(folder).read("exp_avg", "b.weight")
-
-
 def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     states = {**plain_states(), "lr_scheduler": Attack(trace)}
