@@ -50,8 +50,8 @@ def test_what_cannot_be_called_as_it_will_be_is_refused_by_validate(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "parts_called.py").write_text("number = 3\ndef part(one, two, three, four): ...\n")
     for name, complaint in (
-        ("part", f"is called with {given}, but takes (one, two"),
-        ("number", f"is of type int. It must be a function of {given}"),
+        ("part", f"must be a function of {given}: missing"),
+        ("number", f"must be a function of {given}: 3 is not"),
     ):
         settings = [f"training.{setting}=parts_called:{name}", "training.eval_generate_samples=4"]
         assert cli.main(["validate", "quickstart", *settings]) == 2

@@ -46,15 +46,12 @@ def load_plugin(field: str, name: str, kind: str | None = None) -> Any:
             f"({type(error).__name__}: {error}){_which(module)}. Write `module:function`"
         ) from error
     if given := _CALLED_WITH.get(kind or ""):
-        takes = f"({', '.join(given)})"
-        if not callable(found):
-            raise ConfigError(f"{field}={name} is of type {type(found).__name__}. It must be a function of {takes}")
-        with suppress(TypeError, ValueError):  # written in C
-            signature = inspect.signature(found)
-            try:
-                signature.bind(*given)
-            except TypeError as error:
-                raise ConfigError(f"{field}={name} is called with {takes}, but takes {signature}: {error}") from error
+        try:
+            inspect.signature(found).bind(*given)
+        except TypeError as error:
+            raise ConfigError(f"{field}={name} must be a function of ({', '.join(given)}): {error}") from error
+        except ValueError:  # it is written in C
+            pass
     return found
 
 

@@ -51,17 +51,13 @@ def csv_rows(lines: Iterable[str], path: str, *, is_whole: bool = True) -> Itera
             first_line = reader.line_num + 1
             row_lines.clear()
     except csv.Error as error:
-        reason = f"not a CSV file ({error})"
-        if "end of data" in str(error):
-            if not is_whole:
-                return
-            reason = "a quote opens a field and is never closed. Close it, or write quotes within fields twice"
-        elif "expected after" in str(error):
-            foreign = r" (\" is not CSV)" if any('\\"' in line for line in row_lines) else ""
-            reason = (
-                "text follows the quote that closes a field. Quotes within a quoted field are written twice, "
-                f'""{foreign}; nothing behind this place can be trusted'
-            )
+        if "end of data" in str(error) and not is_whole:
+            return
+        reason = {
+            "unexpected end of data": "a quote opens a field and is never closed",
+            f"'{delimiter}' expected after '\"'": "text follows the quote that closes a field",
+        }.get(str(error), f"not a CSV file ({error})")
+        reason += ". Quotes within a quoted field are written twice; nothing behind this place can be trusted"
         where = f"{path}, line {first_line}" + f" to {reader.line_num}" * (reader.line_num > first_line)
         raise DataError(f"{where}: {reason}") from error
 

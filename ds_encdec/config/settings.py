@@ -15,7 +15,6 @@ COMMAND_LINE = "command line"  # the place of an override
 DEFAULT = "default"  # the place of a default
 LARGEST_FLOAT32 = 3.4e38
 _NOTHING = object()
-_ALLOWED = "unknown key; allowed: "
 
 
 @dataclass
@@ -179,21 +178,15 @@ def unknown_key(word: str, allowed: Iterable[str], elsewhere: Sequence[str] = ()
         return f"unknown key here; did you mean `{'` or `'.join(elsewhere)}`?"
     names = sorted(allowed)
     guess = closest(word, names)
-    return f"unknown key; did you mean `{guess}`?" if guess else f"{_ALLOWED}{', '.join(names)}"
+    return f"unknown key; did you mean `{guess}`?" if guess else f"unknown key; allowed: {', '.join(names)}"
 
 
 def raise_if_any(problems: Sequence[Problem]) -> None:
     """Raise one ConfigError that lists `problems` in the order of their places, if there are any."""
     if problems:
         listed = sorted(dict.fromkeys(problems), key=lambda problem: _order(problem.mentions[0].place))
-        first = {problem.message: problem for problem in reversed(listed)}
-        lines = (  # only the first in a section lists the allowed names
-            str(Problem(problem.mentions, f"{_ALLOWED}the names above"))
-            if problem.message.startswith(_ALLOWED) and first[problem.message] is not problem
-            else str(problem)
-            for problem in listed
-        )
-        raise ConfigError("\n".join([f"The configuration has {len(listed)} problem{'s' * (len(listed) > 1)}:", *lines]))
+        heading = f"The configuration has {len(listed)} problem{'s' * (len(listed) > 1)}:"
+        raise ConfigError("\n".join([heading, *map(str, listed)]))
 
 
 def _order(place: str) -> tuple[bool, str, int, int]:

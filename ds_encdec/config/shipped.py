@@ -67,10 +67,8 @@ def run_init(options: argparse.Namespace, _: Sequence[str]) -> None:
     try:
         with out.open("x", encoding="utf-8") as file:
             file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{out} is there already: nothing was written. Name another file with --out") from None
     except OSError as error:
-        raise ConfigError(f"--out: {out} cannot be written ({error.strerror})") from error
+        raise ConfigError(f"{out} cannot be written ({error.strerror}). Name another file with --out") from error
     print(f"wrote {out}" + f"; edit it, then: ds-encdec validate {out}" * (out.suffix == ".yaml"))
 
 

@@ -161,28 +161,17 @@ def too_few_rows(rows: int, ids: int) -> str | None:
 
 
 def tokenizer_lacks_rows(config: Sections) -> str | None:
-    """Return an error if `model.architecture.vocab_size` is too small for a tokenizer on this machine, else None."""
-    section, name = config.model, config.model.tokenizer_name_or_path
-    if section.architecture is None or name is None or (file := _file_of(name)) is None:
+    """Return an error if `model.architecture.vocab_size` is too small for a tokenizer in a folder here, else None."""
+    section = config.model
+    file = os.path.join(os.path.expanduser(section.tokenizer_name_or_path or ""), "tokenizer.json")
+    if section.architecture is None or section.tokenizer_name_or_path is None or not os.path.isfile(file):
         return None
     from tokenizers import Tokenizer  # rarely needed
 
     try:
-        tokenizer = Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(file)
     except Exception:  # it raises no other kind
         return None
     modes = MODE_TOKENS if config.data.use_mode_tokens else ()
     tokenizer.add_special_tokens([*map(sentinel, range(section.num_sentinel_tokens)), *modes])
     return too_few_rows(section.architecture.vocab_size, max(tokenizer.get_vocab().values()) + 1)
-
-
-def _file_of(name: str) -> Path | None:
-    folder = Path(os.path.expanduser(name))
-    if os.path.isdir(folder):
-        return folder / "tokenizer.json"
-    if not is_hub_name(name):
-        return None
-    from huggingface_hub import try_to_load_from_cache  # rarely needed
-
-    found = try_to_load_from_cache(name, "tokenizer.json")
-    return Path(found) if isinstance(found, str) else None

@@ -212,7 +212,7 @@ def generate_text(
     if model.config.mode_token_ids:  # it was trained with them before each input
         has_spans = _SENTINEL.search(text) is not None
         modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
-        encoder_ids.insert(0, next(token for row, token in modes if row.has_spans == has_spans))
+        encoder_ids.insert(0, next(token for row, token in modes if (row.mean_span is not None) == has_spans))
     streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
     target = text_of(tokenizer, generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0])
     if stream and (raw or continues):

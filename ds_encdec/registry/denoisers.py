@@ -25,11 +25,6 @@ class Denoiser:
     weight: float
     mean_span: int | None = None
 
-    @property
-    def has_spans(self) -> bool:
-        """False for a prefix language model."""
-        return self.mean_span is not None
-
     def lengths(self, raw_tokens: int) -> DenoisedLengths:
         """Return the lengths that `raw_tokens` (>= 2) become. They are fixed: no random draw changes them. Each side
         keeps at least one token. Halves round to even, as in T5's and Hugging Face's code."""

@@ -29,12 +29,7 @@ def load_tokenizer(
     Raises ConfigError if no tokenizer is named, CheckpointError if it cannot be loaded or used.
     """
     name_or_path = section.tokenizer_name_or_path or section.model_name_or_path
-    if name_or_path == BUILTIN:
-        if section.architecture is None:
-            raise ConfigError(
-                f"model.tokenizer_name_or_path: {BUILTIN} goes with model.architecture only; a pretrained model needs "
-                "the tokenizer it was trained with"
-            )
+    if name_or_path == BUILTIN and section.architecture is not None:
         reserved = section.num_sentinel_tokens + len(MODE_TOKENS) * mode_tokens
         tokenizer = builtin_tokenizer(builtin_texts(), section.architecture.vocab_size - reserved)
     elif name_or_path is None:

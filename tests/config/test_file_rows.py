@@ -75,7 +75,7 @@ def test_what_a_writer_writes_is_read(rows: list[list[str]], delimiter: str, sty
         ("x,y,\n", "no name for column 3"),
         ("x,\udce9\n", "is not UTF-8 text"),
         ('x,y\na,"b\nc,d\n', "line 2 to 3: a quote opens a field and is never closed"),
-        ('x,y\n\na,b\n"say \\"hi\\"",c\n', r'line 4: text follows the quote .* twice, "" \(\\" is not CSV\)'),
+        ('x,y\n\na,b\n"say \\"hi\\"",c\n', "line 4: text follows the quote .* twice"),
     ],
 )
 def test_names_and_quotes_that_end_a_csv_file(text: str, problem: str) -> None:

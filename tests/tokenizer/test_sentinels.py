@@ -139,7 +139,6 @@ def test_unusable_settings_say_what_to_change(tmp_path: Path) -> None:
 
     for changes, message in (
         ({"architecture": section(vocab_size=289).architecture}, "needs at least 258"),
-        ({"architecture": None}, r"builtin goes with model\.architecture only"),
         ({"tokenizer_name_or_path": None}, "name a folder, a hub id, or builtin"),
     ):
         with pytest.raises(ConfigError, match=message):

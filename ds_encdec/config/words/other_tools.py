@@ -74,16 +74,9 @@ def _ratio(value: Any) -> Meaning | None:
     return {"training.warmup_ratio": value} if isinstance(value, float) and 0 < value < 1 else None
 
 
-def _seconds(value: Any) -> Meaning | None:
-    """Seconds, which are `infra.distributed_timeout_minutes`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return {"infra.distributed_timeout_minutes": min(value, 6_000_000) / 60} if is_number else None
-
-
 # Readers of values that no table can list; the documentation quotes their docstrings.
 READERS: dict[str, Callable[[Any], Meaning | None]] = {
     "train_files": _train_files,
     "fsdp": _fsdp,
     "ratio": _ratio,
-    "seconds": _seconds,
 }

@@ -48,9 +48,8 @@ def check_keys(block: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any
         if known and here in _BLOCKS and isinstance(value, dict):
             yield from check_keys(value, here)
         elif not known:
-            siblings = {
-                name[len(path) :].lstrip(".").split(".")[0] for name in KEYS if not path or name.startswith(f"{path}.")
-            }
+            inside = f"{path}." if path else ""
+            siblings = {name.removeprefix(inside).split(".")[0] for name in KEYS if name.startswith(inside)}
             elsewhere = sorted(name for name in KEYS | _BLOCKS if name.rpartition(".")[2] == key)
             message = unknown_key(key, siblings - REFUSED.keys(), elsewhere[:1])
             yield here, value, message if path else f"{message} (DeepSpeed would ignore it silently)"

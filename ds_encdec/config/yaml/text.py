@@ -68,13 +68,12 @@ def read_yaml(path: Path, problems: list[Problem]) -> Settings:
     reader = NodeReader(lambda mark: f"{path}:{mark.line + 1}", problems)
     try:
         root = compose(text)
-        if root is None:
-            problem = file_problem(path, "the file is empty; ds-encdec init writes one")
-        elif isinstance(values := reader.read(root, ""), dict):
+        if root is not None and isinstance(values := reader.read(root, ""), dict):
             return Settings(values, reader.places)
-        else:
-            held = f"the file holds {'a list' if isinstance(values, list) else 'a single value'}"
-            problem = file_problem(path, f"{held}; sections with `field: value` lines are needed", _line(root))
+        line = 1 if root is None else _line(root)
+        problem = file_problem(
+            path, "no sections with `field: value` lines are in it; ds-encdec init writes some", line
+        )
     except UnreadableError as error:
         problem = file_problem(path, f"not valid YAML: {error}", error.line, field=error.field)
     problems.append(problem)

@@ -209,7 +209,7 @@ def denoise(
     """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each. The caller keeps `n` within
     `max_raw_length`, and sentinels out of `tokens`. A mode token is the encoder's first."""
     lengths = DENOISERS[denoiser].lengths(len(tokens))
-    if DENOISERS[denoiser].has_spans:
+    if DENOISERS[denoiser].mean_span is not None:
         encoder_ids, decoder_ids = _corrupt_spans(tokens, lengths, vocabulary, rng)
     else:
         ending = np.array([vocabulary.eos_id] if document_ends else [], dtype=np.int32)
