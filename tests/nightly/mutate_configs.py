@@ -71,7 +71,7 @@ TRIED = {
     str: ["x", "a/b", "builtin", "random", "text", "null", "''", "./x"],
 }
 PLACED = re.compile(r"  (?:.+:\d+(?::\d+)?(?: \(\S+\))?|command line|default): \S.*")
-OF_FILE = re.compile(r"not valid (YAML|JSON)|the file |no such file|cannot be read|a DeepSpeed configuration is")
+OF_FILE = re.compile(r"not valid (YAML|JSON)|no sections |no such file|cannot be read|a DeepSpeed configuration is")
 
 
 @dataclass
