@@ -4,8 +4,6 @@
 the entries of the tests that it runs; the change is then read with `git diff` like any other.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

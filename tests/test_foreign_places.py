@@ -1,7 +1,5 @@
 """The places inside other libraries: all are there, one that is missing is named, and none is used without a row."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

@@ -1,26 +1,17 @@
 """The ranges of pyproject.toml, and what is outside of them: in a start's log, in `doctor`, in a model card."""
 
-from __future__ import annotations
-
-import logging
 from importlib.metadata import version
-from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from ds_encdec.base import foreign_places
 from ds_encdec.base.foreign_places import known_ranges, outside_tested_ranges, range_of
-from ds_encdec.base.types import DsEncDecError
 from ds_encdec.commands.doctor import CHECKS, Host
-from ds_encdec.config.schema import FullConfig, read_config
+from ds_encdec.config.schema import read_config
 from ds_encdec.exports.model_card import untrained_model_card
-from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.world import World, discover
+from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.training import build
 
 
 def test_what_decides_results_has_an_upper_bound() -> None:
@@ -47,20 +38,3 @@ def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
     card = untrained_model_card("nowhere", Qwen3Seq2SeqConfig())
     assert f"transformers {range_of('transformers')} or 4.57 (written under " in card
     assert f"and {transformers.__version__})" in card
-
-
-def test_a_start_outside_of_the_ranges_logs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    world = discover({})
-    monkeypatch.setattr(
-        build, "join_ranks", lambda *_, **met: RunContext(world, torch.device("cpu"), "fsdp", HostCollectives())
-    )
-    model, infra = {"model_name_or_path": str(tmp_path / "gone")}, {"output_dir": str(tmp_path / "run")}
-    found = ["peft 9.9 (tested: >=1,<2)", "torch 9.9 (tested: >=1,<2)"]
-    monkeypatch.setattr(build, "outside_tested_ranges", lambda: found)
-    with caplog.at_level(logging.WARNING), StopRequest(world) as stop, pytest.raises(DsEncDecError, match="gone"):
-        build.run_training(FullConfig.model_validate({"model": model, "infra": infra}), stop)
-    assert [record.message.partition(":")[0] for record in caplog.records if "peft" in record.message] == [
-        "not tested with peft 9.9 (tested"
-    ]

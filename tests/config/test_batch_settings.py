@@ -1,7 +1,5 @@
 """The batch in its three forms: numbers, a global batch, and a size that is still to be found."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

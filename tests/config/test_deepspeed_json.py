@@ -1,7 +1,5 @@
 """A raw DeepSpeed JSON: what it sets, what it leaves open, and what it may not say."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -110,10 +108,8 @@ FOLLOWING: tuple[dict[str, Any], ...] = (
     {"fp16": {"enabled": True}},
     {"zero_optimization": {"stage": 0}},
     {"zero_optimization": {"stage": 3}},
-    {"zero_optimization": {"stage": "auto"}},
     {"zero_optimization": {"stage": 3, "offload_optimizer": None}},
     {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}},
-    {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}},
     {"train_batch_size": 256},
 )
 
@@ -129,27 +125,20 @@ def test_what_only_follows_gives_way_to_what_is_written(tmp_path: Path) -> None:
 
 MISTAKES: tuple[dict[str, Any] | str, ...] = (
     {"gradient_cliping": 1},
-    {"zero_optimisation": {"stage": 3}},
-    {"zero_optimization.stage": 3},
     {"stage": 3},
     {"zero_optimization": {"stgae": 3}},
     {"aio": {"block_sze": 1}},
-    {"optimizer": {"type": "Lion"}},
     {"optimizer": {"params": {"betas": 0.9}}},
     {"optimizer": {"params": {"max_grad_norm": 1}}},
-    {"scheduler": {"type": "OneCycle"}},
     {"gradient_clipping": "high"},
-    {"gradient_accumulation_steps": 0},
     {"zero_optimization": {"stage": 4}},
     {"zero_optimization": True},
-    {"zero_optimization": {"overlap_comm": "yes"}},
     {"zero_optimization": {"reduce_bucket_size": 0.5}},
     {"zero_optimization": {"cpu_offload": True}},
     {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 4}},
     {"gradient_allreduce_op": "sum"},
     {"checkpoint": {"writer": {"type": "fast"}}},
     {"elasticity": {"enabled": True}},
-    {"data_efficiency": {"enabled": True}},
     {"train_batch_size": 30},
     {"train_batch_size": "many"},
     "{",

@@ -1,7 +1,5 @@
 """The list of DeepSpeed's keys against the DeepSpeed that is installed."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
@@ -40,7 +38,7 @@ class Recorder(dict[str, Any]):
     def keys(self) -> Any:
         return self
 
-    def __copy__(self) -> Recorder:
+    def __copy__(self) -> "Recorder":
         return self
 
 
@@ -63,16 +61,6 @@ def test_every_key_that_deepspeed_reads_is_listed(asked: set[str]) -> None:
     known = KEYS | {key[:end] for key in KEYS for end in range(len(key)) if key[end] == "."}
     assert {key for key in asked if key not in known} == set()
     assert len(asked) > 60, "the recorder missed most of them"
-
-
-def test_every_listed_key_that_stands_alone_is_read_by_deepspeed(asked: set[str]) -> None:
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
-
-    read_later = {"sequence_parallel_size"}  # `in config`, before anything else, and only with ranks
-    unread = {key for key in KEYS if "." not in key} - asked - set(_REMOVED_TOP_LEVEL_CONFIG_KEYS) - read_later
-    assert unread == set()
-    by_hand = {key for key in KEYS if key.partition(".")[0] in READ_BY_HAND and key.count(".") == 1}
-    assert by_hand - asked - {"checkpoint.writer"} == set()
 
 
 def test_the_snapshot_is_of_the_installed_deepspeed() -> None:

@@ -1,7 +1,5 @@
 """The report that a person reads who made mistakes: all of them, each with its place, field, value and fix."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

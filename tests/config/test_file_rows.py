@@ -1,7 +1,5 @@
 """CSV, JSON and compressed files as people have them: read strictly, or named as what they are."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -167,11 +165,8 @@ def test_what_is_not_finite_is_nothing() -> None:
 FORMATS = {
     "UTF-16 text.*utf-16 ": 'question,answer\n"é",b\n'.encode("utf-16"),
     "UTF-16 text.*utf-16le": "question,answer\n".encode("utf-16-le"),
-    "UTF-16 text.*utf-16be": '{"question": 1}'.encode("utf-16-be"),
     "UTF-32 text.*utf-32 ": "question".encode("utf-32"),
     "a tar archive.*tar -xf": b"a.jsonl".ljust(257, b"\0") + b"ustar\0" + bytes(300),
-    "a 7z archive": b"7z\xbc\xaf\x27\x1c\0\4",
-    "a zip archive": b"PK\x05\x06" + bytes(18),
     "an Arrow file": b"ARROW1\0\0\xff\xff\xff\xff",
 }
 

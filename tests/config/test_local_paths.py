@@ -1,7 +1,5 @@
 """`ds-encdec validate` looks for what a configuration names on this machine; loading one does not."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -124,9 +122,6 @@ def test_what_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for counted in (["data.dataset_name=data"], ["data.dataset_name=saved"], ["data.streaming=false"]):
         assert cli.main(["validate", *passes, *counted]) == 0
     assert sorted(os.listdir(tmp_path)) == ["data", "model", "saved"]  # nothing was made
-    quantized = {"quantization_config": {"quant_method": "fp8"}}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(stored | quantized))
-    assert cli.main(["validate", *found, "infra.output_dir=new/run"]) == 2
 
 
 def test_adapters_beside_a_model_with_fewer_special_tokens(tmp_path: Path, capsys: Output) -> None:
@@ -142,7 +137,6 @@ def test_adapters_beside_a_model_with_fewer_special_tokens(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("# none\n", "no host has a slot"),
         ("a slots=2\nb\n", ":2: b\n      not `HOST slots=N`"),
         ("a slots=2\na slots=2\n", ":2: a\n      the host is listed twice"),
         ("a slots=8\n", "data.num_lanes=4 cannot be divided evenly among 8 ranks: use one of"),

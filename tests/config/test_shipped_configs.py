@@ -1,7 +1,5 @@
 """Every file in ds_configs/ loads, and is what its name says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

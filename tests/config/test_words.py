@@ -1,7 +1,5 @@
 """Configurations in the words of other tools: they run, or each word's name here is told."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter

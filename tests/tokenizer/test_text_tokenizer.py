@@ -1,7 +1,5 @@
 """The ids of texts: special tokens are only text there, whatever the text holds."""
 
-from __future__ import annotations
-
 import pickle
 import pydoc_data.topics
 import subprocess
