@@ -1,4 +1,4 @@
-"""The ranges of pyproject.toml, and what is outside of them: in a start's log, in `doctor`, in a model card."""
+"""The ranges of pyproject.toml, and what is outside of them: in `doctor`, in a model card."""
 
 from importlib.metadata import version
 

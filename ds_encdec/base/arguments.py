@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +41,10 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**options, allow_abbrev=False)  # an abbreviation may be a misspelt setting
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's `message`."""
+        """Raise ConfigError with argparse's `message`, and the nearest choice."""
+        if choice := re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), 1)
+            message += f"; did you mean {near[0]}?" if near else ""
         raise mistake(message, self.prog)
 
     def explain(self, example: str, *, takes_settings: bool) -> None:
