@@ -1,7 +1,5 @@
 """Torch's flash attention as if there were one for CPUs: it goes by document, and stands inside graphs as on a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

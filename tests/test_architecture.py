@@ -1,7 +1,5 @@
 """The shape of the package, read from its source: who may import whom, and what nobody may import early."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -12,8 +10,6 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from ds_encdec.registry.engines import ENGINES
 
 PACKAGE = Path(__file__).parents[1] / "ds_encdec"
 
@@ -117,33 +113,3 @@ def test_help_and_mistakes_do_not_pay_for_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, *cases]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=PACKAGE.parent)
     assert list(map(json.loads, result.stdout.splitlines())) == [list(case) for case in cases.items()], result.stderr
-
-
-ENGINE_WORDS = {word for row in ENGINES.values() for word in (row.name, *row.distributed_types)}
-
-
-def decides_by_engine(node: ast.AST) -> bool:
-    """Whether a node compares with an engine's name, or has it as a `match` case, a key or a subscript."""
-    decided: list[ast.AST | None] = []
-    if isinstance(node, ast.Compare):
-        decided = [node.left, *node.comparators]
-    elif isinstance(node, ast.Dict):
-        decided = [*node.keys]
-    elif isinstance(node, ast.MatchValue):
-        decided = [node.value]
-    elif isinstance(node, ast.Subscript) and ast.unparse(node.value) != "Literal":
-        decided = [node.slice]
-    flat = [one for part in decided for one in getattr(part, "elts", [part])]
-    return any(isinstance(one, ast.Constant) and one.value in ENGINE_WORDS for one in flat)
-
-
-def test_only_the_engines_own_rooms_decide_by_an_engines_name() -> None:
-    for source in ("engine == 'fsdp'", "kind in ('fsdp', 'ddp')", "{'fsdp': 1}", "TABLE['deepspeed']"):
-        assert any(map(decides_by_engine, ast.walk(ast.parse(source)))), source
-    found = {
-        where
-        for path in PACKAGE.rglob("*.py")
-        if not (where := path.relative_to(PACKAGE).as_posix()).startswith(("engines.py", "engine/", "config/"))
-        and any(map(decides_by_engine, ast.walk(ast.parse(path.read_text()))))
-    }
-    assert found == set()

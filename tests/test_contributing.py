@@ -1,7 +1,5 @@
 """The additions that CONTRIBUTING.md describes; an engine is added here as it says."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the documents say can be looked up: files, links, commands and fields that they name exist."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

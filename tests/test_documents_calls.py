@@ -3,11 +3,8 @@
 `export_checkpoint(checkpoint, out)` is in tests/checkpoint/test_export.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
-import pytest
 import torch
 
 from ds_encdec.base.types import TrainingState
@@ -33,15 +30,6 @@ def test_a_phase_is_validated_by_what_was_set_on_the_monitor() -> None:
         monitor.loss_window.add(7.0)
     assert monitor.validate_phase(phase)["passed"]
     assert monitor.get_summary()["loss"]["current"] == 7.0
-
-
-@pytest.mark.parametrize(("losses", "last", "passes"), [(9.3, 9.7, True), (9.7, 9.3, False)])
-def test_one_step_does_not_decide_a_gate(losses: float, last: float, passes: bool) -> None:
-    monitor = TrainingMonitor()
-    for step, loss in enumerate([10.0, *[losses] * 198, last], start=1):
-        monitor.update(step, loss, 1.0, 1e-4, 1000.0)
-    phase = PhaseConfig(TrainingPhase.VALIDATION, 1_000_000, "Test", min_loss_decrease=0.5)
-    assert monitor.validate_phase(phase)["passed"] is passes
 
 
 def test_a_batch_size_is_looked_for_from_32_down() -> None:

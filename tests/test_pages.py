@@ -1,7 +1,5 @@
 """`scripts/dev/pages.py`, which types the commands of README.md: what it finds on a page, and what it calls wrong."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import ModuleType

@@ -42,8 +42,7 @@ from ds_encdec.model.weights import random_weights
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
 SENTINELS = 32
-MICRO_BATCHES = 4096
-"""As many as any contender takes; the stream of the web-like documents ends there."""
+MICRO_BATCHES = 4096  # as many as any contender takes; the stream of the web-like documents ends there
 
 
 @dataclass(frozen=True)
@@ -297,38 +296,6 @@ def hugging_face(job: Job, turns: Turns, *changes: str, sampling: str = "sequent
     Told(job.model(), arguments, collator, rows(job), callbacks=[Wait()]).train()
 
 
-def accelerate_fsdp2(job: Job, turns: Turns) -> None:
-    """Accelerate's loop with FSDP2, as its documentation has it."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.utils.data import DataLoader
-
-    training, size = job.config().training, job.examples_per_batch
-    os.environ["ACCELERATE_USE_FSDP"] = "true"
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if job.bf16 else None
-    layers = ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]
-    wrapping: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": layers}
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, reshard_after_forward=True, mixed_precision_policy=mixed, **wrapping
-    )
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if job.bf16 else "no", fsdp_plugin=plugin)
-    model = job.model()
-    optimizer: Any = torch.optim.AdamW(parameter_groups(model, training.weight_decay), lr=1.0, fused=True)
-    collator = partial(padded, pad_id=job.vocabulary.pad_id)
-    loader: Any = DataLoader(rows(job), size, collate_fn=collator)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    turns.wait()
-    for number, batch in enumerate(row for _ in iter(int, 1) for row in loader):
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), training.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = training.learning_rate * lr_lambda(number, training)
-        optimizer.step()
-        optimizer.zero_grad()
-        turns.after_step(loss.detach(), real_tokens(batch))
-
-
 ZERO1 = ("infra.sharding_stage=zero1", "infra.offload_optimizer=none")
 ZERO3 = ("infra.sharding_stage=zero3", "infra.offload_optimizer=cpu")
 FSDP2 = ("infra.distributed_type=fsdp", "infra.sharding_stage=zero3", "infra.offload_optimizer=none")
@@ -342,7 +309,6 @@ CONTENDERS: dict[str, Callable[[Job, Turns], None]] = {
     "hf_zero3_offload_grouped": lambda job, turns: grouped(job, turns, *ZERO3),
     "hf_zero1": lambda job, turns: hugging_face(job, turns, *ZERO1),
     "hf_zero1_grouped": lambda job, turns: grouped(job, turns, *ZERO1),
-    "accelerate_fsdp2": accelerate_fsdp2,
     "bare_loop": bare,
 }
 

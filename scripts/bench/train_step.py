@@ -26,21 +26,9 @@ from typing import Any
 
 from turns import Contender, in_turns, median, report
 
-NAMES = (
-    "ours_zero3_offload",
-    "hf_zero3_offload",
-    "hf_zero3_offload_grouped",
-    "ours_zero1",
-    "hf_zero1",
-    "hf_zero1_grouped",
-    "ours_fsdp2",
-    "accelerate_fsdp2",
-    "bare_loop",
-)
-ALONE = {"bare_loop"}
-"""They know no ranks."""
-UNPACKED_ONLY = {"hf_zero3_offload_grouped", "hf_zero1_grouped"}
-"""Without padding there is nothing to group."""
+ALONE = {"bare_loop"}  # knows no ranks
+UNPACKED_ONLY = {"hf_zero3_offload_grouped", "hf_zero1_grouped"}  # without padding there is nothing to group
+NAMES = ("ours_zero3_offload", "hf_zero3_offload", "ours_zero1", "hf_zero1", "ours_fsdp2", *ALONE, *UNPACKED_ONLY)
 
 
 def main() -> None:
@@ -57,7 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     left_out = (ALONE if options.ranks > 1 else set()) | (UNPACKED_ONLY if options.documents == "equal" else set())
     names = [name for name in options.only or NAMES if name not in left_out]
-    if not find_spec("accelerate") and any(name.startswith(("hf", "accelerate")) for name in names):
+    if not find_spec("accelerate") and any(name.startswith("hf") for name in names):
         parser.error("Hugging Face's contenders need accelerate: pip install -c constraints.txt -e '.[dev]'")
     job = {"documents": options.documents, "ranks": options.ranks, **options.size}
     with tempfile.TemporaryDirectory(prefix="train-step-") as folder:

@@ -78,7 +78,6 @@ PARTS: tuple[Part, ...] = (
     Part("compile", "engine_parts:compiled", 240, needs=("reference",)),
     Part("memory", "speed_parts:memory", 120),
     Part("frozen", "frozen_parts:frozen", 90),
-    Part("segments", "speed_parts:segments", 40, alone=True),
     *_SPEED[4:],
 )
 """In the order in which they begin: what tells most comes first."""

@@ -81,13 +81,6 @@ def section(found: Found) -> Iterator[str]:
     yield f"\n`scripts/gpu/check.sh`, {found.seconds:.0f} s. {machine}.\n"
     if found.speeds:
         yield from speed_lines(found)
-    documents = next((row["documents"] for row in found.rows("segments")), "")
-    yield from table(
-        f"torch's varlen attention over the {documents} documents of a micro-batch, 16 heads of 128:",
-        "segments",
-        found.rows("segments"),
-        {"forward, ms": ("forward_ms", "{:.3f}"), "forward and backward, ms": ("both_ms", "{:.3f}")},
-    )
     settings = found.rows("memory")
     title = f"The memory estimate against the measured peak, {len(settings)} settings:"
     yield from table(title, "setting", settings, MEMORY_COLUMNS)

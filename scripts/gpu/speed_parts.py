@@ -1,4 +1,4 @@
-"""Parts that measure: the machine, a step's speed and where its time goes, memory, and what empty segments cost."""
+"""Parts that measure: the machine, a step's speed and where its time goes, and memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from kit import SHORT, Kit, make_engine, run_config, web_like_batches
 from settings import SPEED_SETTINGS
-from torch import Tensor
 from torch._dynamo.utils import counters
-from torch.nn.attention import varlen
 
 from ds_encdec.base.types import Batch
 from ds_encdec.config.schema import FullConfig
@@ -283,29 +281,3 @@ def memory(kit: Kit) -> None:
             facts = {name: found[name] for name in ("ratio", "moment", "phases", "peak")}
             kit.row(found["row"], ok=found["within"], **sizes, **facts)
     shutdown()
-
-
-def segments(kit: Kit) -> None:
-    """Time of torch's varlen attention, forward and backward, with as many empty segments as there may be, and few."""
-    if kit.device.type != "cuda":
-        kit.omit("empty segments", "there is no flash kernel on a CPU")
-        return
-    config = run_config(kit, kit.sizes)
-    (batch,), _ = web_like_batches(config, kit.sizes["vocab_size"], 1)
-    tokens, documents = len(batch.encoder_ids), len(batch.documents)
-    q, k, v = (torch.randn(tokens, 16, 128, device=kit.device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
-    boundaries = [0, *torch.tensor(batch.encoder_lengths).cumsum(0).tolist()]
-    longest = max(*batch.encoder_lengths, tokens - boundaries[-1])
-    for count in (documents + 1, 32 * -(-(documents + 1) // 32), 513):
-        cu = torch.tensor([*boundaries, *[tokens] * (count - documents)], dtype=torch.int32, device=kit.device)
-
-        def both(cu: Tensor = cu) -> None:
-            out: Any = varlen.varlen_attn(q, k, v, cu, cu, longest, longest)
-            out.backward(out.detach())
-
-        def forward(cu: Tensor = cu) -> None:
-            with torch.no_grad():
-                varlen.varlen_attn(q, k, v, cu, cu, longest, longest)
-
-        milliseconds = {"forward_ms": 1e3 * _seconds(kit, forward, 20), "both_ms": 1e3 * _seconds(kit, both, 20)}
-        kit.row(f"{count} segments", documents=documents, boundaries=count + 1, longest=longest, **milliseconds)

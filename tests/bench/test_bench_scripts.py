@@ -56,7 +56,6 @@ def test_data_pipelines_take_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments", "first"),
     [
-        ("control_traffic.py", "2", "a step, by an all-gather"),
         ("host_time.py", "--only fsdp-zero2 --layers 1 --rounds 1", "fsdp-zero2"),
         ("save.py", "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1", "quiet step"),
     ],

@@ -1,7 +1,5 @@
 """Folders like those of completed runs, written from a curve of losses by the objects that a run writes them with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`ds-encdec doctor` finds what is planted, and nothing else."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

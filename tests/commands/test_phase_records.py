@@ -1,7 +1,5 @@
 """A repeated command passes over a phase, judges it again, or refuses what has changed. Nothing is trained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -132,16 +130,6 @@ def test_a_changed_gate_is_applied_without_training(
     config, planned = first_phase(tmp_path)  # and passes again with the old one; its weights are there
     run(config, planned)
     assert json.loads(records_of(planned).result.read_text())["passed"]
-
-
-def test_the_same_lanes_on_other_ranks(tmp_path: Path) -> None:
-    began(first_phase(tmp_path, "data.num_lanes=null", "infra.num_gpus=4")[1], saved_at=10)
-    fewer = ("infra.num_gpus=2", "training.gradient_accumulation_steps=4")
-    _, planned = first_phase(tmp_path, "data.num_lanes=null", *fewer)
-    with pytest.raises(ConfigError, match=r"On other ranks it continues with data\.num_lanes=32\."):
-        records_of(planned).accepted_changes(planned.config, None)
-    _, planned = first_phase(tmp_path, "data.num_lanes=32", *fewer)
-    assert records_of(planned).accepted_changes(planned.config, None) == []
 
 
 def test_a_moved_output_folder_is_no_change(tmp_path: Path) -> None:

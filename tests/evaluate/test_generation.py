@@ -1,7 +1,5 @@
 """Generation for many inputs: in any batch what each gets alone, and what transformers' own search gives."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any

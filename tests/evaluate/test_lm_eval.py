@@ -1,13 +1,10 @@
 """lm-evaluation-harness, as it is, on an exported model and local tasks, against values computed without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,20 +22,18 @@ test_split: test
 doc_to_text: "{{question}}"
 target_delimiter: ""
 """
-TASKS = {
-    "tiny_choice": """
+CHOICE = """
 output_type: multiple_choice
 doc_to_choice: "{{choices}}"
-doc_to_target: "{{label}}"
+doc_to_target: 1
 metric_list: [{metric: acc}]
-""",
-    "tiny_answer": """
+"""
+ANSWER = """
 output_type: generate_until
 doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["UNTIL"], max_gen_toks: 12}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-""",
-}
+"""
 HARNESS = """
 import json, sys
 from pathlib import Path
@@ -72,13 +67,11 @@ def test_the_harness_judges_an_export_as_it_is(tmp_path: Path) -> None:
 
     until = " " + answer(questions[1]).split()[3]
     answers = [answer(question).split(until)[0] for question in questions]
-    rows: list[dict[str, Any]] = []
-    for number, (question, text) in enumerate(zip(questions, answers, strict=True)):
-        choices = [f"{WORDS[7]} {WORDS[8]}", WORDS[number], f"{WORDS[30]} {WORDS[1]} {WORDS[2]}"]
-        right = text if number else "something else"
-        rows.append({"question": question, "choices": choices, "label": 1, "answer": right})
+    choices = [f"{WORDS[7]} {WORDS[8]}", WORDS[3], f"{WORDS[30]} {WORDS[1]} {WORDS[2]}"]
+    pairs = zip(questions, ["something else", *answers[1:]], strict=True)
+    rows = [{"question": question, "choices": choices, "answer": answer} for question, answer in pairs]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for task, lines in TASKS.items():
+    for task, lines in {"tiny_choice": CHOICE, "tiny_answer": ANSWER}.items():
         filled = (COMMON + lines).replace("FOLDER", str(tmp_path)).replace("UNTIL", until)
         (tmp_path / f"{task}.yaml").write_text(f"task: {task}{filled}")
 

@@ -1,7 +1,5 @@
 """`ds-encdec evaluate` on a tiny export: figures, a kill in the middle, other settings, two ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Figures against values computed by hand; BERTScore by a tiny local model."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tiny exported encoder-decoder with random weights and a tokenizer of words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
