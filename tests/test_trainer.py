@@ -37,7 +37,6 @@ PLAN = TrainingConfig(num_train_steps=100, warmup_steps=1, logging_steps=2, eval
     ("step", "changes", "expected"),
     [
         (1, {}, StepPlan()),
-        (2, {}, StepPlan(log=True, judge=True)),
         (4, {}, StepPlan(log=True, judge=True, evaluate=True)),
         (6, {}, StepPlan(log=True, judge=True, evaluate=True, save=True)),  # a checkpoint could be the best
         (6, {"eval_samples": 0}, StepPlan(log=True, judge=True, save=True)),
@@ -58,16 +57,11 @@ def test_what_is_due_after_a_step(step: int, changes: dict[str, Any], expected: 
     assert StepPlan.after(TrainingState(step), result(applied), totals, training, every_step=every_step) == expected
 
 
-def test_what_checkpoints_and_another_metric_know_of_the_best() -> None:
-    saved = {"global_step": 9, "best_value": 2.0, "best_step": 8, "leading_value": 1.5}
-    state = TrainingState.from_dict({**saved, "evaluations_since_leading": 3})
-    assert (state.best_by, state.best_value, state.best_step) == ("lowest loss", 2.0, 8)
-    assert (state.leading_value, state.evaluations_since_leading) == (1.5, 3)
-    assert state.with_best_by(TrainingConfig().best_by) == state == TrainingState.from_dict(state.to_dict())
-    anew = TrainingState(global_step=9, best_by="highest chrf")
-    assert state.with_best_by(TrainingConfig(metric_for_best_model="eval_chrf").best_by) == anew
-    assert state.without_best() == TrainingState(global_step=9)
-    assert TrainingConfig(metric_for_best_model="chrf", greater_is_better=False).best_by == "lowest chrf"
+def test_another_metric_forgets_the_best() -> None:
+    state = TrainingState(global_step=9, best_value=2.0, best_step=8, leading_value=1.5, evaluations_since_leading=3)
+    assert state.with_best_by(TrainingConfig().best_by) == state
+    other = TrainingConfig(metric_for_best_model="chrf").best_by
+    assert state.with_best_by(other) == TrainingState(global_step=9, best_by=other)
 
 
 def test_a_figure_may_be_better_when_greater() -> None:

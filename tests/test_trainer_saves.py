@@ -245,13 +245,7 @@ def be_slow_and_asked_to_stop() -> None:
     ids=["the last save", "a save at once", "asked between two saves"],
 )
 def test_sigterm_lets_a_slow_save_end(
-    tmp_path: Path,
-    eval_losses: list[float],
-    ended: list[str],
-    step: int,
-    async_save: bool,
-    error: type[Preempted] | None,
-    steps: int,
+    tmp_path: Path, eval_losses: list[float], ended: list[str], step: int, async_save: bool, error: Any, steps: int
 ) -> None:
     silent_seconds: list[float] = []
 
@@ -259,9 +253,8 @@ def test_sigterm_lets_a_slow_save_end(
         be_slow_and_asked_to_stop()
         silent_seconds.append(run.stop.heartbeat.silent_seconds)
 
-    engine = ScriptedEngine({step: save})
-    folder, often = tmp_path / "checkpoints", steps // 4
-    run = make_run(folder, engine, async_save=async_save, num_train_steps=steps, save_steps=often)
+    engine, settings = ScriptedEngine({step: save}), {"num_train_steps": steps, "save_steps": steps // 4}
+    run = make_run(tmp_path / "checkpoints", engine, async_save=async_save, **settings)
     run.stop.stuck_seconds = 0.3
     with run.stop, pytest.raises(error) if error else nullcontext():
         train(run)
@@ -273,15 +266,10 @@ def test_sigterm_lets_a_slow_save_end(
 def test_sigterm_lets_the_save_end_that_closing_waits_for(
     tmp_path: Path, ended: list[str], eval_losses: list[float]
 ) -> None:
-    class BrokenEngine(ScriptedEngine):
-        def step(self, veto: object = None) -> StepResult:
-            if self.step_number == 2:
-                raise RuntimeError("out of memory")
-            return super().step()
-
-    run = make_run(tmp_path / "checkpoints", BrokenEngine({2: be_slow_and_asked_to_stop}))
+    run = make_run(tmp_path / "checkpoints", ScriptedEngine({2: be_slow_and_asked_to_stop}))
+    run.loader.ending = {4: divide}  # type: ignore[attr-defined]
     run.stop.stuck_seconds = 0.3
-    with run.stop, pytest.raises(RuntimeError, match="out of memory"):
+    with run.stop, pytest.raises(DsEncDecError, match="ZeroDivisionError"):
         _train_and_close(run)
     assert not ended
     assert sorted(committed_steps(run.checkpoints.folder)) == [2]
@@ -304,11 +292,8 @@ def test_when_it_is_saved(
     assert sorted(committed_steps(tmp_path / "checkpoints")) == saved
 
 
-@pytest.mark.parametrize("async_save", [True, False])
-def test_a_last_save_that_fails_ends_the_run_with_an_error(
-    tmp_path: Path, eval_losses: list[float], async_save: bool
-) -> None:
-    run = make_run(tmp_path / "checkpoints", ScriptedEngine({8: fail}), async_save=async_save)
+def test_a_last_save_that_fails_ends_the_run_with_an_error(tmp_path: Path, eval_losses: list[float]) -> None:
+    run = make_run(tmp_path / "checkpoints", ScriptedEngine({8: fail}))
     with pytest.raises(CheckpointError, match=r"step 8 was not saved: .*No space left.*--resume auto"):
         train(run)
     assert sorted(committed_steps(run.checkpoints.folder)) == [2, 4, 6]
@@ -333,18 +318,15 @@ def test_a_save_on_being_stopped_is_written_before_the_run_ends_which_no_evaluat
 def test_what_goes_wrong_in_the_background_ends_the_run_at_a_later_step(
     tmp_path: Path, eval_losses: list[float]
 ) -> None:
-    def broken() -> None:
-        raise RuntimeError("a bug")
-
-    engine = ScriptedEngine({2: broken})
-    run = make_run(tmp_path / "checkpoints", engine, save_steps=2, num_train_steps=1000)
-    with pytest.raises(Exception, match="RuntimeError: a bug"):
+    engine = ScriptedEngine({2: divide})
+    run = make_run(tmp_path / "checkpoints", engine, num_train_steps=1000)
+    with pytest.raises(Exception, match="ZeroDivisionError"):
         train(run)
     assert engine.step_number <= 4
     assert not committed_steps(run.checkpoints.folder)
 
 
-@pytest.mark.parametrize(("killed_at", "saved"), [(1, []), (3, [2]), (4, [2, 3])])
+@pytest.mark.parametrize(("killed_at", "saved"), [(1, []), (4, [2, 3])])
 def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed_in_a_stop(
     tmp_path: Path, eval_losses: list[float], caplog: pytest.LogCaptureFixture, killed_at: int, saved: list[int]
 ) -> None:
@@ -366,12 +348,10 @@ def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed
 
     written: list[int] = []
     noted = {step: partial(written.append, step) for step in (1, 2, 3)}
-    cases = (("alone", noted, saved), ("disk", {3: fail}, saved[:1]), ("bug", {3: divide}, saved[:1]))
-    for name, writing, left in cases:
+    for name, writing, left in (("alone", noted, saved), ("disk", {3: fail}, saved[:1])):
         run = make_run(tmp_path / name, ScriptedEngine(writing), async_save=False)
         run.loader.ending = {killed_at: be_killed}  # type: ignore[attr-defined]
-        ends = DsEncDecError if name == "bug" and 3 in saved else DataError
-        with run.stop, caplog.at_level("ERROR"), pytest.raises(ends):
+        with run.stop, caplog.at_level("ERROR"), pytest.raises(DataError):
             train(run)
         assert sorted(committed_steps(tmp_path / name)) == left
         assert "killed by SIGKILL" in caplog.text
@@ -387,18 +367,17 @@ def test_data_that_ends_costs_no_step_and_is_an_error_unless_a_worker_was_killed
 
 
 @pytest.mark.parametrize(
-    ("word", "earlier", "passes", "counted"),
+    ("earlier", "passes", "counted"),
     [
-        ("stop", 1500, [1500], 1500),  # passed over by `skip` before, under a higher limit
-        ("skip", 0, [600, 0, 700], 700),  # the limit is one of each pass
-        ("skip", 1000, [600, 1001], None),
+        (0, [600, 0, 700], 700),  # the limit is one of each pass
+        (1000, [600, 1001], None),
     ],
 )
 def test_the_limit_of_bad_rows_is_held_against_each_pass_where_they_are_skipped(
-    tmp_path: Path, word: Any, earlier: int, passes: list[int], counted: int | None
+    tmp_path: Path, earlier: int, passes: list[int], counted: int | None
 ) -> None:
     run = make_run(tmp_path / "checkpoints", ScriptedEngine({}), num_train_steps=2, warmup_steps=1, eval_samples=0)
-    run.config = run.config.model_copy(update={"data": DataConfig(on_bad_row=word)})
+    run.config = run.config.model_copy(update={"data": DataConfig(on_bad_row="skip")})
     run.loader.bad_rows = passes  # type: ignore[attr-defined]
     run.state = TrainingState(bad_rows=earlier)
     if counted is None:

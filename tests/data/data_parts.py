@@ -36,12 +36,10 @@ def byte_tokenizer(num_sentinels: int = 24) -> tuple[PreTrainedTokenizerFast, Vo
 
 
 def byte_maker(data: DataConfig) -> ExampleMaker:
-    """What makes examples of the documents of `data`, with the byte tokenizer."""
     return example_maker(data, 0, *byte_tokenizer())
 
 
 def texts(count: int, median_characters: int = 150, seed: int = 0) -> list[str]:
-    """Texts of words, of log-normal length, each different."""
     rng = np.random.default_rng(seed)
     lengths = np.maximum(2, median_characters / 4 * np.exp(rng.normal(size=count) * 0.8)).astype(int)
     return [f"{number}: " + " ".join(rng.choice(WORDS, length)) for number, length in enumerate(lengths)]
@@ -104,14 +102,12 @@ def make_data(
     parts: tuple[PreTrainedTokenizerFast, Vocabulary] | None = None,
     **more: Any,
 ) -> TrainingData:
-    """`parts`: the tokenizer, unless it is `byte_tokenizer()`."""
     parts = parts or byte_tokenizer()
     return build_data(config, *parts, rank=rank, world_size=world_size, num_lanes=num_lanes, **more)
 
 
 @cache
 def chat_tokenizer() -> tuple[PreTrainedTokenizerFast, Vocabulary]:
-    """The byte tokenizer with a chat template."""
     tokenizer, vocabulary = copy.deepcopy(byte_tokenizer())
     tokenizer.chat_template = (
         "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
@@ -123,7 +119,6 @@ def chat_tokenizer() -> tuple[PreTrainedTokenizerFast, Vocabulary]:
 
 
 SFT_ROWS = [{"instruction": f"add {i}", "input": i, "output": "x" * (i % 30) + f" is {i}"} for i in range(120)]
-"""Pairs, some of whose outputs are above 40 tokens."""
 
 
 def sft_config(path: str, **fields: Any) -> FullConfig:
@@ -132,7 +127,6 @@ def sft_config(path: str, **fields: Any) -> FullConfig:
 
 
 def read_until(data: TrainingData, epoch: int) -> set[str]:
-    """Read on until every lane is in that pass over the data; the documents of these steps."""
     seen: set[str] = set()
     while data.loader.epoch < epoch:
         seen |= documents_of(next(data.loader))
@@ -144,7 +138,6 @@ def documents_of(batches: Iterable[Batch | Example]) -> set[str]:
 
 
 def plain_batches(batches: Iterable[Batch]) -> list[Any]:
-    """Batches as something that compares by value."""
     return [(b.documents, b.encoder_ids.tolist(), b.labels.tolist(), b.denoiser_ids.tolist()) for b in batches]
 
 
