@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest import mock
 from urllib.parse import unquote, urlsplit
 
 import datasets
@@ -204,17 +205,12 @@ def read(source: ParquetFiles) -> list[str]:
     return [document.text for unit in range(source.num_units) for document in source.documents(unit, 0)]
 
 
-def shorten_patience(monkeypatch: pytest.MonkeyPatch, retries: int) -> None:
-    """Our pauses in milliseconds, and huggingface_hub's own retries, of up to 23 s a request, switched off."""
-    monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", (0.01,) * retries)
-    monkeypatch.setattr(hf_file_system, "http_backoff", partial(http_backoff, max_retries=0))
-
-
 @pytest.mark.parametrize("how", ["cut", "error"])
 def test_broken_connections_are_outlived(
     hub: LocalHub, streamed: ParquetFiles, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shorten_patience(monkeypatch, 4)
+    monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", (0.01,) * 4)
+    monkeypatch.setattr(hf_file_system, "http_backoff", partial(http_backoff, max_retries=0))
     expected = texts(200)[0::2] + texts(200)[1::2]
     assert read(streamed) == expected
     hub.breaking, hub.breaking_how = 3, how
@@ -222,17 +218,6 @@ def test_broken_connections_are_outlived(
         assert read(streamed) == expected
     assert hub.breaking == 0
     assert [number for number in range(1, 9) if f"parquet: attempt {number} failed" in caplog.text] == [1, 2, 3]
-
-
-def test_patience_ends_with_a_data_error(
-    hub: LocalHub, streamed: ParquetFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shorten_patience(monkeypatch, 2)
-    hub.breaking = 10**6
-    before = hub.content_requests
-    with pytest.raises(DataError, match=r"train-0.parquet: cannot be read after 3 attempts \(RemoteProtocolError"):
-        read(streamed)
-    assert hub.content_requests == before + 3
 
 
 def test_what_will_never_work_is_not_tried_again(hub: LocalHub, streamed: ParquetFiles) -> None:
@@ -256,6 +241,10 @@ def test_rows_go_on_behind_the_last_one_read(monkeypatch: pytest.MonkeyPatch) ->
 
     assert list(hub_errors.retry_rows(rows, 1, "numbers")) == list(range(1, 10))
     assert starts == [1, 3, 7]  # patience is restored by every row that arrives
+    gone = mock.Mock(side_effect=ConnectionResetError("gone"))
+    with pytest.raises(DataError, match=r"numbers: cannot be read after 2 attempts \(ConnectionResetError: gone\)"):
+        list(hub_errors.retry_rows(gone, 1, "numbers"))
+    assert gone.call_count == 2
 
 
 def test_what_is_wrong_with_the_data_is_not_tried_again() -> None:
@@ -278,7 +267,7 @@ def test_a_hub_that_does_not_answer_is_named(
 ) -> None:
     hub.shutdown()
     hub.server_close()  # connections are refused from now on
-    monkeypatch.setattr(hub_errors, "RETRY_DELAYS_SECONDS", ())
+    monkeypatch.setattr("time.sleep", lambda _: None)
     config = make_config(dataset_name=NAME, streaming=True)
     with caplog.at_level(logging.WARNING):
         assert resolve_commits(config.data) == {}

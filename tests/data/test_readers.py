@@ -86,13 +86,10 @@ def test_windows_shuffle(tmp_path: Path) -> None:
 
 
 def test_seeds_and_lanes_give_other_orders(map_source: JsonLines) -> None:
-    def first(lane: int, seed: int) -> list[tuple[int, ...]]:
-        reader = MapReader(map_source, 0, share(lane, 3, seed=seed), None)
-        return [next(reader).reference for _ in range(20)]
-
-    assert first(0, 1) == first(0, 1)
-    assert first(0, 1) != first(0, 2)
-    assert set(first(0, 1)).isdisjoint(first(1, 1))
+    readers = [MapReader(map_source, 0, share(lane, 3, seed=seed), None) for lane, seed in ((0, 1), (0, 2), (1, 1))]
+    first, of_seed, of_lane = ([next(reader).reference for _ in range(20)] for reader in readers)
+    assert first != of_seed
+    assert set(first).isdisjoint(of_lane)
 
 
 def test_too_many_lanes_for_the_data(tmp_path: Path, map_source: JsonLines) -> None:
@@ -146,12 +143,6 @@ def test_weights_that_count_tokens(tmp_path: Path, map_source: JsonLines) -> Non
 def test_draws_are_those_of_every_process_and_of_earlier_runs() -> None:
     assert keyed_generator(7, "x", "ä", 1).integers(2**62) == 531506523708626883
     assert unit_hash("k", "p") == 0.1653630540473937
-
-
-def test_unit_hash_is_uniform() -> None:
-    values = [unit_hash(f"document {i}", "held out") for i in range(20_000)]
-    counts, _ = np.histogram(values, bins=20, range=(0, 1))
-    assert ((counts - 1000) ** 2 / 1000).sum() < 43.8  # chi-square, 19 degrees of freedom, 0.1 %
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64, 65, 4097])

@@ -11,16 +11,13 @@ SHOWN_ROWS = 24
 
 
 class Page(HTMLParser):
-    """Parses `path`; raises AssertionError where elements are not properly nested.
-
-    `prose`: what is said outside of the drawings, a paragraph or row of a table a line, of tables the first rows.
-    """
+    """Parses `path`; raises AssertionError where elements are not properly nested. `prose`: the words outside of the
+    drawings, a paragraph or row of a table a line, of tables the first rows."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str]]] = []
         self.tables: dict[str, list[list[str]]] = {}
-        self.facts: dict[str, str] = {}
         self.text = ""
         self._prose = ""
         self._open: list[str] = []
@@ -63,10 +60,6 @@ class Page(HTMLParser):
         self.text += data
         if "svg" not in self._open and ("tr" not in self._open or len(self._rows) <= SHOWN_ROWS):
             self._prose += data.replace("\n", " ")
-        if "dt" in self._open:
-            self._name = data
-        if "dd" in self._open:
-            self.facts.setdefault(self._name, data)
         if {"th", "td"} & set(self._open):
             self._rows[-1][-1] += data.strip()
 
@@ -76,5 +69,5 @@ class Page(HTMLParser):
 
     @property
     def charts(self) -> dict[str, str]:
-        """The words of a screen reader for each chart: the title → the rest."""
+        """The words of a screen reader for each chart by its title."""
         return dict(svg["aria-label"].split(": ", 1) for svg in self.all("svg"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,9 +71,7 @@ def metrics(steps: int, every: int, seed: int = 0, start: int = 0) -> Iterator[d
             "train/grad_norm": 0.4 + 3 / (1 + step / (steps / 40)) + abs(noise.gauss(0, 0.1)),
             "train/skipped_steps": 0,
             "train/tokens_seen": step * 500_000,
-            "train/epoch": 0,
             "perf/tokens_per_sec": 410_000 + noise.gauss(0, 8000),
-            "perf/tokens_per_sec_per_gpu": 51_000,
             "perf/step_time_s": 1.22 + abs(noise.gauss(0, 0.02)),
             "perf/data_wait_frac": abs(noise.gauss(0.01, 0.01)),
             "perf/mfu": 0.41 + noise.gauss(0, 0.01),
@@ -85,8 +82,7 @@ def metrics(steps: int, every: int, seed: int = 0, start: int = 0) -> Iterator[d
         }
         if step % (every * 10) == 0:
             texts = {f"eval/{name}": 100 * step / steps for name in ("exact_match", "rougeL", "chrf", "bleu")}
-            losses = {"eval/loss": loss + 0.1, "eval/perplexity": math.exp(loss)}
-            yield {"step": step, "data_step": step, **losses, **texts}
+            yield {"step": step, "data_step": step, "eval/loss": loss + 0.1, **texts}
         if step % (every * 10) == every and step > every:  # the first line after the save
             yield {"step": step, "data_step": step, "ckpt/blocked_s": 0.8, "ckpt/total_s": 21 + noise.random()}
 
@@ -153,19 +149,8 @@ def write_phases(folder: Path, only: tuple[str, ...] | None = None) -> Path:
     """Three phases, of which the last one failed its gate."""
     for name, steps, passed in (("sanity_check", 100, True), ("validation", 500, True), ("medium", 2000, False)):
         phase = write_run(folder / "phases" / name, steps=steps, every=max(1, steps // 100), seed=steps, only=only)
-        result = {
-            "phase": name,
-            "passed": passed,
-            "checks": [
-                {"name": "loss_after_warmup", "passed": True, "message": "loss after warm-up 4.2, at most 8 allowed"},
-                {"name": "loss_decrease", "passed": passed, "message": "loss fell by 0.6, at least 1 asked for"},
-            ],
-            "summary": {"loss": {"current": 3.2}},
-            "eval": {"eval/loss": 3.3},
-            "steps": steps,
-            "tokens_seen": steps * 500_000,
-            "started": TIME,
-            "ended": TIME,
-        }
-        (phase / "result.json").write_text(json.dumps(result))
+        messages = {"loss after warm-up 4.2, at most 8 allowed": True, "loss fell by 0.6, at least 1 asked for": passed}
+        checks = [{"passed": good, "message": message} for message, good in messages.items()]
+        result = {"phase": name, "passed": passed, "checks": checks, "started": TIME, "ended": TIME}
+        (phase / "result.json").write_text(json.dumps(result | {"steps": steps, "tokens_seen": steps * 500_000}))
     return folder

@@ -52,16 +52,6 @@ def test_runs_of_different_tokenizers_are_warned_of(tmp_path: Path, capsys: pyte
     assert said.partition("warning: ")[2].strip() in Page(one / "report-compared" / "index.html").text
 
 
-@pytest.mark.parametrize("saved", [False, True], ids=["by config", "by checkpoint"])
-def test_other_held_out_examples_are_warned_of(tmp_path: Path, saved: bool) -> None:
-    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", data__max_seq_length=64)]
-    for run in runs if saved else ():
-        write_checkpoint(run, 200)
-    assert list(incomparable([read_run(run) for run in runs], ["one", "two"])) == [
-        "one and two differ in data.max_seq_length: evaluation losses are over different examples."
-    ]
-
-
 def test_checkpoints_know_the_tokenizer_better_than_its_path(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", model__tokenizer_name_or_path="a copy")]
     files = [write_checkpoint(run, 200) / "trainer.json" for run in runs]
