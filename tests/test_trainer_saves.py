@@ -65,9 +65,6 @@ class ScriptedEngine:
         time.sleep(0.02)
         return StepResult(applied=True, grad_norm=torch.tensor(1.0), learning_rate=0.1)
 
-    def held_bytes(self) -> dict[str, int]:
-        return {}
-
     def stage(self, folder: Path, *, copy: bool) -> StagedSave:
         step = self.step_number
 

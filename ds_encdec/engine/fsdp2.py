@@ -7,7 +7,7 @@ gradients over all ranks, so the loss *sum* is multiplied by world size / target
 the compute dtype. One replica writes each tensor."""
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -29,12 +29,17 @@ from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.config.shares import mesh_shape
 from ds_encdec.engine.muon import build_sharded
 from ds_encdec.engine.protocol import DCP_FOLDER, EngineRecord, Piece, StagedSave, Veto, write_record
-from ds_encdec.engine.sharded_engine import Shard, ShardedEngine, compute_dtype, local_part, prepare_for_training
-from ds_encdec.engine.staging import StagingArea
+from ds_encdec.engine.sharded_engine import (
+    Shard,
+    ShardedEngine,
+    StagingArea,
+    compute_dtype,
+    local_part,
+    prepare_for_training,
+)
 from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
-from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained, detach_frozen, quantize_into, quantized_matrices
@@ -60,7 +65,6 @@ class FSDP2Engine(ShardedEngine):
         # A save may write states from a background thread, in this group.
         self._writers = context.collectives.background.group
         model = _build_model(config, model_config, mesh, context.device)
-        assert isinstance(model, FSDPModule)
         self.model = self._engine = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._shard_group = mesh.get_group(mesh.ndim - 1)
@@ -68,9 +72,6 @@ class FSDP2Engine(ShardedEngine):
         self._parameters = {canonical_name(name): cast(DTensor, one) for name, one in model.named_parameters()}
         if weights is not None:
             self._collectives.on_every_rank(lambda: self._fill_from(weights))
-            self._collectives.on_every_rank(
-                lambda: quantize_into(model, weights, compute_dtype(config.training), self.device)
-            )
         self.optimizer = build_sharded(self._parameter_groups(model), config.training, context.device)
         for group in self.optimizer.param_groups:  # zero moments: the first step allocates none, every state is saved
             for one in group["params"]:
@@ -78,19 +79,12 @@ class FSDP2Engine(ShardedEngine):
                 self.optimizer.state[one] = kept.zero(one)
         self._area = StagingArea(pin_memory=config.infra.pin_memory and self.device.type == "cuda")
         self._applied_steps = 0
-        model.train()
 
     @torch.no_grad()
     def _fill_from(self, weights: WeightSource) -> None:
         for name, parameter in self._parameters.items():
-            local, rows = parameter.to_local(), _local_rows(parameter)
-            source: torch.Tensor = weights(name, rows)
-            if source.shape != local.shape:
-                raise CheckpointError(
-                    f"{name}, rows {rows.start} to {rows.stop}, has shape {list(source.shape)} in the source and "
-                    f"{list(local.shape)} in the model"
-                )
-            local.copy_(source)
+            parameter.to_local().copy_(weights(name, _local_rows(parameter)))
+        quantize_into(self.model, weights, compute_dtype(self._training), self.device)
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         reshards = last or self._infra.sharding_stage.startswith("zero3")
@@ -138,13 +132,11 @@ class FSDP2Engine(ShardedEngine):
             mine += [key] * (writer == replica)
         # If there are host copies, a save at once goes through them, too: DCP keeps its copies from a GPU until its
         # file is closed. Host memory may run out on one rank alone.
-        _, staged = self._collectives.on_every_rank(
-            lambda: self._area.take_all({key: tensors[key] for key in mine}, copy=copy)
-        )
-        tensors |= staged
+        own = {key: tensors[key] for key in mine}
+        tensors |= self._collectives.on_every_rank(lambda: self._area.take_all(own, copy=copy))[1]
         num_bytes = sum(tensors[key].to_local().nbytes for key in mine)
-        record = self._record(self._applied_steps)
-        return StagedSave(num_bytes, partial(_write, tensors, frozenset(mine), record, directory, self._writers))
+        write = partial(_write, tensors, frozenset(mine), self._record(self._applied_steps), directory, self._writers)
+        return StagedSave(num_bytes, write)
 
     def _iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
         dtype, quantized = compute_dtype(self._training), quantized_matrices(self.model)
@@ -173,15 +165,6 @@ class FSDP2Engine(ShardedEngine):
         for unit in self._units:
             unit.reshard()  # an evaluation leaves old parameters gathered
         self._applied_steps = saved.applied_steps
-
-    def _held(self) -> Mapping[str, Iterable[Any]]:
-        shards = self._parameters.values()
-        return {
-            "master_weights": [parameter for parameter in shards if parameter.requires_grad],
-            "weights": [*shards, *self.model.parameters()],  # those not counted yet: frozen, and gathered ones
-            "gradients": [parameter.grad for parameter in shards],
-            "optimizer": self.optimizer.state,
-        }
 
 
 def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceMesh:
@@ -276,8 +259,6 @@ def _write(
             raise OSError(
                 error.errno or errno.EIO, f"rank {where}: {error.strerror or error}", str(folder)
             ) from failure
-        if is_out_of_memory(error):
-            raise out_of_memory(error, where) from failure
         raise CheckpointError(
             f"{folder} could not be written: rank {where}: {type(error).__name__}: {error}"
         ) from failure

@@ -7,6 +7,7 @@ every rank its rows."""
 
 from itertools import groupby, islice
 from math import sqrt
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -54,8 +55,8 @@ class Muon(LocalAdamW):
             self.param_groups = groups
         for group in groups:
             if group.get("is_matrix"):
-                stepped = sorted((one for one in group["params"] if one.grad is not None), key=_shape)
-                for _, alike in groupby(stepped, key=_shape):
+                stepped = sorted((one for one in group["params"] if one.grad is not None), key=attrgetter("shape"))
+                for _, alike in groupby(stepped, key=attrgetter("shape")):
                     while matrices := list(islice(alike, dist.get_world_size())):  # one for each rank of the mesh
                         self._step_together(matrices, group["lr"], group["weight_decay"])
 
@@ -91,10 +92,6 @@ def build_sharded(
     return Muon(groups, compute_dtype(training), device, training.muon_momentum, **of_adamw)
 
 
-def _shape(matrix: Tensor) -> tuple[int, ...]:
-    return tuple(matrix.shape)
-
-
 def _orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Tensor]:
     """Return this rank's rows of matrices sharded like `like`, each orthogonalized on another rank. Collective.
     `directions`: this rank's rows of each, of at most one matrix for each rank."""
@@ -111,8 +108,8 @@ def _orthogonalized_on_ranks(like: DTensor, directions: list[Tensor]) -> list[Te
         whole = _exchanged(torch.cat(mine), there, here, group)
         back = _exchanged(orthogonalized(whole) if owns else whole, here, there, group)
         mine = list(back.view(len(mine), rows, width))
-    elif mine:
-        mine = [orthogonalized(mine[0])]
+    else:
+        mine = [orthogonalized(whole) for whole in mine]
     if replicas == 1:
         return mine
     local = directions[0].new_zeros(shards, rows, width)

@@ -65,11 +65,6 @@ class Engine(Protocol):
         """Yield every unsharded parameter by canonical name, in the compute dtype on the device, with adapters merged.
         Collective: every rank takes all of them, in this order. One is gathered at a time, and valid until the next."""
 
-    def held_bytes(self) -> dict[str, int]:
-        """Return the bytes of the engine's own tensors on this rank now: `weights`, also if the optimizer steps them
-        directly, `master_weights`, `gradients` (between a step's last backward pass and its `step`), `optimizer`, and
-        `host_states`, in host memory for an accelerator. Not a collective."""
-
     def close(self) -> None:
         """Release the process-wide resources that the engine took."""
 
@@ -113,7 +108,7 @@ DCP_FOLDER = "dcp"
 class EngineRecord:
     """The facts that a reader of a checkpoint's tensors needs: `sharding_stage`, zero0 to zero3 or a hybrid;
     `applied_steps`, AdamW's counter; `groups`, canonical names in each optimizer group, in order; `loss_scaler`, the
-    state of a dynamic loss scale, which runs in other dtypes pass on."""
+    state of a dynamic loss scale."""
 
     format: Literal["deepspeed", "dcp"]
     sharding_stage: str

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import logging
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,17 +140,16 @@ def create_engine(
     """Build the model and the context's engine for it. Collective. `weights` are the model's own, beside which new
     adapters are drawn; None: a checkpoint is loaded later. Raises ConfigError for ranks that do not fit the sharding,
     CheckpointError for weights that cannot be read."""
-    _warn(config, context, model_config)
+    if context.world.is_main:
+        _warn(config, context, model_config)
     lora = config.model.lora
     if lora is not None and weights is not None:
         from ds_encdec.model.lora import with_new_adapters
 
         weights = with_new_adapters(weights, lora, model_config, config.training.seed)
     config = _with_compilation_decided(config, context)
-    module, _, name = BUILDERS[context.engine].partition(":")
-    return getattr(importlib.import_module(module), name)(
-        config, context, model_config, weights, gradient_accumulation_steps
-    )
+    build = resolve_name(BUILDERS[context.engine])
+    return build(config, context, model_config, weights, gradient_accumulation_steps)
 
 
 def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullConfig:
@@ -159,13 +158,13 @@ def _with_compilation_decided(config: FullConfig, context: RunContext) -> FullCo
     alone. Under `auto`, layers that fail to compile run as they are; under `true`, they raise."""
     if config.training.torch_compile == "auto":
         by_hooks = context.engine_spec.gathers_by_hooks and config.infra.sharding_stage.startswith("zero3")
-        compiles = context.device.type == "cuda" and not by_hooks
         compiled = _compiling(config, True)
-        found = [*find_conflicts(compiled), *engine_conflicts(compiled, context.engine)] if compiles else []
-        compiles = compiles and not any("training.torch_compile" in conflict.fields for conflict in found)
-        if compiles:
-            context.undo.enter_context(torch._dynamo.config.patch(suppress_errors=True))
-        config = _compiling(config, compiles)
+        conflicts = [*find_conflicts(compiled), *engine_conflicts(compiled, context.engine)]
+        is_refused = any("training.torch_compile" in conflict.fields for conflict in conflicts)
+        if context.device.type != "cuda" or by_hooks or is_refused:
+            return _compiling(config, False)
+        context.undo.enter_context(torch._dynamo.config.patch(suppress_errors=True))
+        config = compiled
     if config.training.torch_compile and context.world.is_main:
         logger.info("the first step and the first evaluation compile the layers, which can take minutes")
     return config
@@ -212,11 +211,10 @@ def check_attention_dropout(config: FullConfig, device: torch.device) -> None:
 
 def _warn(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqConfig) -> None:
     infra, engine, preferred = config.infra, context.engine_spec, next(iter(ENGINES.values()))
-    is_main = context.world.is_main
-    kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim) if is_main else ("", False)
+    kernel, is_slow = attention_kernel(config, context.device, model_config.head_dim)
     if is_slow:
         logger.warning("attention: %s", kernel)
-    if is_main and engine is not preferred:
+    if engine is not preferred:
         if infra.distributed_type == "auto":
             if lacks := [conflict.fields[0] for conflict in engine_conflicts(config, preferred.name)]:
                 why = f"{preferred.title} cannot run this configuration ({', '.join(lacks)})"
@@ -226,17 +224,3 @@ def _warn(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqCon
         extra, unmissed = infra.deepspeed_extra, {"stage3_param_persistence_threshold"}  # others shard small ones, too
         if ignored := [name for name in extra if name != "zero_optimization" or extra[name].keys() - unmissed]:
             logger.warning("infra.deepspeed_extra does nothing under %s: %s", engine.title, ", ".join(ignored))
-    if not infra.sharding_stage.endswith("_hybrid"):
-        return
-    size = infra.hybrid_shard_size or context.world.local_world_size
-    hosts = context.collectives.gather(socket.gethostname())  # so every rank comes here
-    shards = (hosts[start : start + size] for start in range(0, len(hosts), size))
-    scattered = next((dict.fromkeys(some) for some in shards if len({*some}) > 1), {})
-    if is_main and scattered and size <= max(map(hosts.count, hosts)):
-        logger.warning(
-            "infra.sharding_stage=%s shards over ranks on different nodes (%s), although one node has %d ranks. Place "
-            "ranks node by node (Slurm: --distribution=block).",
-            infra.sharding_stage,
-            ", ".join(scattered),
-            size,
-        )

@@ -5,9 +5,12 @@ dropout, torch's generators are seeded for each micro-batch with the run's seed 
 and restored afterwards: masks are equal on any number of ranks, in any engine, in a resumed run, and in recomputed
 layers."""
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,9 +37,9 @@ from ds_encdec.model.weights import keyed_seed
 from ds_encdec.registry.objectives import TASKS
 from ds_encdec.registry.optimizers import row_of
 
-Read = Callable[[str, int, int], Tensor]  # elements [start, stop) of the flattened parameter of this name
+logger = logging.getLogger(__name__)
 
-HOST_STATES = "host_states"  # the category of tensors in host memory for an accelerator
+Read = Callable[[str, int, int], Tensor]  # elements [start, stop) of the flattened parameter of this name
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,70 @@ class Shard:
                 flat[piece.offset : piece.offset + piece.length] = read(piece.name, piece.start, stop)
 
 
+class StagingArea:
+    """Copies the state to save to host memory, which is kept for the next save, so that training goes on while the
+    copies are written. Shared storages stay shared."""
+
+    def __init__(self, *, pin_memory: bool) -> None:
+        self._pin_memory = pin_memory
+        self._kept: list[torch.UntypedStorage] = []
+        self._copies = False
+        self._storages: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+
+    @torch.no_grad()
+    def take_all(self, item: Any, *, copy: bool) -> tuple[int, Any]:
+        """Return the bytes of the tensors in `item`, and `item` with them copied to the host, over earlier copies, or
+        referred to without `copy`. Once there is memory for copies, all calls use it: a save at once would otherwise
+        take as much host memory again. Waits for the device once."""
+        self._copies, self._storages = copy or bool(self._kept), {}
+        taken = self._take(item)
+        if self._copies and any(device.type == "cuda" for device, _ in self._storages):
+            torch.cuda.current_stream().synchronize()
+        num_bytes, self._storages = sum(storage.nbytes() for storage in self._storages.values()), {}
+        return num_bytes, taken
+
+    def _take(self, item: Any) -> Any:
+        if isinstance(item, dict):
+            taken = ((key, self._take(value)) for key, value in item.items())
+            return OrderedDict(taken) if isinstance(item, OrderedDict) else dict(taken)
+        if type(item) in (list, tuple):
+            return type(item)(map(self._take, item))
+        if not isinstance(item, Tensor):
+            return deepcopy(item)
+        tensor, is_sharded = item.detach(), isinstance(item, DTensor)
+        local = local_part(tensor)
+        source = local.untyped_storage()
+        key = (local.device, source.data_ptr())
+        if key not in self._storages:
+            self._storages[key] = self._copy(source) if self._copies else source
+        if is_sharded and not self._copies:
+            return tensor
+        storage = self._storages[key]
+        copied = torch.empty_like(tensor, device="cpu") if is_sharded else tensor.new_empty(0, device=storage.device)
+        local_part(copied).set_(storage, local.storage_offset(), local.size(), local.stride())
+        return copied
+
+    def _copy(self, source: torch.UntypedStorage) -> torch.UntypedStorage:
+        index = len(self._storages)
+        if index == len(self._kept) or self._kept[index].nbytes() != source.nbytes():
+            self._kept[index : index + 1] = [self._allocate(source.nbytes()).untyped_storage()]
+        return self._kept[index].copy_(source, non_blocking=True)
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        try:
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+        except RuntimeError as error:
+            if not self._pin_memory:
+                raise
+            self._pin_memory = False
+            logger.warning(
+                "Saves are copied into pageable memory, which is slower: the host cannot lock more pages (%s). "
+                "infra.pin_memory=false uses pageable memory from the start",
+                " ".join(str(error).split())[:200],
+            )
+            return self._allocate(num_bytes)
+
+
 class ShardedEngine(ABC):
     """The common half of the engines. A subclass builds `model`, and `_engine`, which runs forward passes."""
 
@@ -69,13 +136,13 @@ class ShardedEngine(ABC):
         self.device = context.device
         self._undo = context.undo.enter_context(ExitStack())
         if config.training.torch_compile is True:
-            limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-            self._undo.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
+            self._undo.enter_context(
+                torch._dynamo.config.patch(recompile_limit=max(torch._dynamo.config.recompile_limit, GRAPHS))
+            )
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._lora = config.model.lora
         self._saves_frozen = self._lora is None  # beside adapters a checkpoint names the base instead
-        self._loss_scaler: Mapping[str, float | int] | None = None
         self._masks_of = partial(masks_of, seed=config.training.seed) if draws_masks(config) else nullcontext
 
     def close(self) -> None:
@@ -103,22 +170,7 @@ class ShardedEngine(ABC):
 
     def load(self, saved: SavedState) -> None:
         self._collectives.on_every_rank(lambda: self._fill(saved))
-        self._loss_scaler = saved.loss_scaler
         self._continue_from(saved)
-
-    def held_bytes(self) -> dict[str, int]:
-        """Count each storage once, in its first category; buffers of an engine's library are not counted."""
-        categories = self._held()
-        num_bytes = dict.fromkeys((*categories, HOST_STATES), 0)
-        counted: set[tuple[torch.device, int]] = set()
-        for category, items in categories.items():
-            for tensor in _local_tensors(items):
-                storage = tensor.untyped_storage()
-                key = (tensor.device, storage.data_ptr())
-                if storage.nbytes() and key not in counted:
-                    counted.add(key)
-                    num_bytes[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
-        return num_bytes
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._iter_full() if self._lora is None else merged_in_turn(self._iter_full(), self._lora)
@@ -139,14 +191,9 @@ class ShardedEngine(ABC):
     def _continue_from(self, saved: SavedState) -> None:
         """Take over the counters of `saved`, whose weights and moments are filled in already. Collective."""
 
-    @abstractmethod
-    def _held(self) -> Mapping[str, Iterable[Any]]:
-        """Return the engine's own tensors by category, in containers of any depth; other objects are skipped."""
-
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
-        assert_ties(model)
-        apart = row_of(self._training.optimizer).matrix_moments is not None
-        groups = parameter_groups(model, self._training.weight_decay, matrices_apart=apart)
+        has_matrices = row_of(self._training.optimizer).matrix_moments is not None
+        groups = parameter_groups(model, self._training.weight_decay, matrices_apart=has_matrices)
         names = {parameter: canonical_name(name) for name, parameter in model.named_parameters()}
         self._names = tuple(tuple(names[parameter] for parameter in group["params"]) for group in groups)
         self._shapes = {names[p]: tuple(full_shape(p)) for p in names if p.requires_grad or self._saves_frozen}
@@ -159,7 +206,7 @@ class ShardedEngine(ABC):
             self._context.world.world_size,
             applied_steps,
             self._names,
-            loss_scaler or self._loss_scaler,
+            loss_scaler,
         )
 
     def _fill(self, saved: SavedState) -> None:
@@ -322,21 +369,6 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def assert_ties(model: Qwen3ForSeq2SeqLM) -> None:
-    """Raise AssertionError unless the head shares the embedding as configured: sharding may break the tie."""
-    shared = model.lm_head.weight is model.shared.weight
-    assert shared == bool(model.config.tie_word_embeddings), f"lm_head and embedding share: {shared}"
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's rows. Gradients must be off, or they become a node of autograd's graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _local_tensors(item: Any) -> list[Tensor]:
-    if isinstance(item, Tensor):
-        return [local_part(item).detach()]
-    inner = item.values() if isinstance(item, Mapping) else item
-    if isinstance(inner, str) or not isinstance(inner, Iterable):
-        return []
-    return [tensor for one in inner for tensor in _local_tensors(one)]

@@ -103,7 +103,6 @@ def _stepped(
         return made
 
     optimizer = new()
-    before = _settings(optimizer)
     if resumed_with is not None:
         optimizer.state.update({parameter: resumed_with.zero(parameter) for parameter in parameters})
     try:
@@ -116,15 +115,7 @@ def _stepped(
                 optimizer.state.update(states)
     except Exception as error:
         raise ConfigError(f"training.optimizer={name} does not step: {whose_fault(error)}") from error
-    if before != _settings(optimizer):
-        raise ConfigError(
-            f"training.optimizer={name} counts in its groups, which checkpoints do not hold. Keep `step` in its states"
-        )
     return [parameter.detach() for parameter in parameters], optimizer
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
 def _kept(name: str, optimizer: torch.optim.Optimizer) -> KeptState:

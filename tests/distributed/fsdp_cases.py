@@ -21,7 +21,7 @@ from small_run import MODEL, weights
 
 from ds_encdec.base.types import ConfigError, DsEncDecError
 from ds_encdec.engine.protocol import StagedSave
-from ds_encdec.engine.staging import StagingArea
+from ds_encdec.engine.sharded_engine import StagingArea
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:

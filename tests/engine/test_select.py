@@ -144,20 +144,6 @@ def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, k
 
 
 @pytest.mark.parametrize(
-    ("hosts", "size", "named"),  # more than a node has is meant so
-    [("aabb", 2, None), ("abab", 2, "a, b"), ("aabbab", 2, "a, b"), ("aabb", 4, None), ("abab", 1, None)],
-)
-def test_shards_on_several_nodes_are_warned_of(
-    hosts: str, size: int, named: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
-    monkeypatch.setattr(select.HostCollectives, "gather", lambda *_: list(hosts))
-    config = configured(distributed_type="fsdp", sharding_stage="zero3_hybrid", hybrid_shard_size=size)
-    create_engine(config, context("fsdp"), MODEL, None, 1)
-    assert (f"shards over ranks on different nodes ({named})" in caplog.text) is (named is not None)
-
-
-@pytest.mark.parametrize(
     ("device", "capability", "flash", "is_slow", "said"),
     [
         ("cuda", (9, 0), True, False, "torch.nn.attention.varlen"),

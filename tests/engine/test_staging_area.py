@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_encdec.engine.staging import StagingArea
+from ds_encdec.engine.sharded_engine import StagingArea
 
 
 def tied_state() -> tuple[dict[str, Any], Tensor]:

@@ -42,14 +42,13 @@ import torch
 
 class Own(torch.optim.Optimizer):
     def __init__(self, groups, lr, kind="", keeps=(), count=None):
-        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "steps": 0})
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
         self.taken, self.first = 0, [list(group["params"]) for group in self.param_groups]
         self.kind, self.keeps, self.count = kind, keeps.split() if keeps else [], count
 
     @torch.no_grad()
     def step(self, closure=None):
         for group, first in zip(self.param_groups, self.first):
-            group["steps"] += self.kind == "counts in groups"
             for parameter in first if self.kind == "keeps parameters" else group["params"]:
                 if parameter.grad is None:
                     continue
@@ -117,7 +116,6 @@ def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], k
         ("torch.optim:Adafactor", {}, "keeps "),
         ("own_optimizer:Own", {"keeps": "momentum_buffer"}, "keeps momentum_buffer, but checkpoints hold exp_avg"),
         ("own_optimizer:Own", {"kind": "other shape"}, "keeps exp_avg, but checkpoints hold exp_avg"),
-        ("own_optimizer:Own", {"kind": "counts in groups"}, "counts in its groups"),
         ("own_optimizer:Own", {"kind": "by shape"}, "or treats matrices differently. Engines split"),
         ("own_optimizer:Own", {"kind": "begins with gradients"}, "gives other results if its states start at zero"),
         ("own_optimizer:Own", {"kind": "counts in itself"}, "keep nothing outside the states"),

@@ -1,4 +1,4 @@
-"""Runs on two real ranks, of which one really runs out of memory, and what engines say that they hold."""
+"""Runs on two real ranks, of which one really runs out of memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from ds_encdec.memory.breakdown import Breakdown
 
 pytestmark = [pytest.mark.distributed]
 
-PARAMETERS = 51_456
-"""Of the tiny run's model."""
 STEPS = QUIET | {
     "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
     "training__num_train_steps": 4,
@@ -50,8 +48,7 @@ def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp
 
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     assert [saved.manifest.step for saved in verify_checkpoints(tmp_path)] == [2]
-    # Weights are gathered, and before a step none are.
-    assert_told(tmp_path, {"weights": 0, "master_weights": 4 / 2, "gradients": 4 / 2, "optimizer": 8 / 2})
+    assert_estimated(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -96,28 +93,10 @@ def assert_can_be_continued_with(proposed: list[str], settings: list[str]) -> No
     assert not all(new_run_only)
 
 
-def test_a_run_says_what_its_tensors_take(runs: ForkedRuns, tmp_path: Path) -> None:
-    settings = overrides(tmp_path, **STEPS | {"training__num_train_steps": 3, "training__save_steps": 3})
-    finished = runs.run(["--config", QUICKSTART, *settings], ranks=2).ended_with(0)
-    assert "estimated peak per rank " in finished.output
-    # Gradients are accumulated in one buffer, and copied into another for the optimizer.
-    assert_told(tmp_path, {"weights": 2 / 2, "master_weights": 4 / 2, "gradients": 2 * 4 / 2, "optimizer": 8 / 2})
-
-
-def assert_near(line: dict[str, float]) -> None:
-    """The estimate is near what was measured: by 6 % on one machine; libraries of other CPUs keep more."""
-    assert 0.6 < line["mem/estimated_bytes"] / line["mem/peak_bytes"] < 1.4
-
-
-def assert_told(folder: Path, held: dict[str, float]) -> None:
-    """The second line has what the engine's tensors take, in bytes per parameter; all have the same estimate."""
+def assert_estimated(folder: Path) -> None:
+    """All lines have the same estimate, near the last one's measure: by 6 % here; libraries of other CPUs keep more."""
     first, second, third = metrics(folder)
-    names = [f"mem/{category}_bytes" for category in held]
-    assert not {*names} & (first.keys() | third.keys())
-    # Norms are not sharded under ZeRO-3, and shards are padded.
-    told = [second.get(name, 0) / PARAMETERS for name in names]
-    assert told == [pytest.approx(value, rel=0.1, abs=0.01) for value in held.values()]
     assert first["mem/estimated_bytes"] == second["mem/estimated_bytes"] == third["mem/estimated_bytes"]
     assert first["mem/peak_bytes"] > 1e8
-    assert_near(third)
+    assert 0.6 < third["mem/estimated_bytes"] / third["mem/peak_bytes"] < 1.4
     assert all(line["mem/host_bytes"] <= line["mem/peak_bytes"] for line in (first, second, third))

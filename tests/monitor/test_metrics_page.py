@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from ds_encdec.engine.sharded_engine import HOST_STATES
 from ds_encdec.monitor.machine import Lap, MachineWatch, measure_rank_stats
 from ds_encdec.monitor.metrics import eval_metrics, loss_metrics
 from ds_encdec.registry.denoisers import DENOISERS
@@ -26,18 +26,11 @@ def source(*patterns: str) -> Iterator[ast.AST]:
             yield from ast.walk(ast.parse(path.read_text()))
 
 
-def held_categories() -> set[str]:
-    """The keys of what the engines hand to `held_bytes`."""
-    calls = [node for node in source("engine/*.py") if isinstance(node, ast.Call)]
-    tables = [call.args[1] for call in calls if getattr(call.func, "id", "") == "held_bytes"]
-    return {ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key}
-
-
 def published() -> set[str]:
     """Names that stand in the code as they are, and those made of a prefix and something else."""
     written = {node.value for node in source("**/*.py") if isinstance(node, ast.Constant)}
-    held = dict.fromkeys([*held_categories(), HOST_STATES], 1)
-    rank = measure_rank_stats(torch.device("cpu"), Lap(1.0, 0.0, 0.0), held | {"device": 1, "reserved": 1})
+    rank = measure_rank_stats(torch.device("cpu"), Lap(1.0, 0.0, 0.0))
+    rank = dataclasses.replace(rank, memory={**rank.memory, "device": 1, "reserved": 1})
     sums = dict.fromkeys(DENOISERS, 1.0)
     made = MachineWatch.metrics([rank, rank]) | loss_metrics("train", sums, sums) | eval_metrics(sums, sums)
     return {name for name in written if isinstance(name, str) and NAME.fullmatch(name)} | made.keys()

@@ -139,13 +139,9 @@ class ZeroGate(StepGate):
         for index, parameters in enumerate(getattr(optimizer, self._parameters)):
             if noted is not None:
                 known = map(noted.get, map(optimizer.get_param_id, parameters))
-                found = [norm.float() for norm in known if norm is not None]
-            else:
-                gradients = list(optimizer.averaged_gradients[index])
-                found = [*torch._foreach_norm(gradients, 2, dtype=torch.float32)] if gradients else []
-            # DeepSpeed does not scale Muon's updates, which take the place of gradients.
-            scale = optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(index) else 1.0
-            norms += [norm * scale for norm in found]
+                norms += [norm.float() for norm in known if norm is not None]
+            elif gradients := list(optimizer.averaged_gradients[index]):
+                norms += torch._foreach_norm(gradients, 2, dtype=torch.float32)
         total = torch.stack(norms).square().sum() if norms else torch.zeros((), device=self._engine.device)
         torch.distributed.all_reduce(total, group=optimizer.dp_process_group)
         return total.sqrt()

@@ -7,7 +7,7 @@ for another while it writes. docs/engine.md lists them."""
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.initialization import no_init_weights
 
 from ds_encdec.base.foreign_places import check, replaced, write
-from ds_encdec.base.types import CheckpointError, LossSum, SavedState, StepResult, WeightSource
+from ds_encdec.base.types import LossSum, SavedState, StepResult, WeightSource
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schedules import lr_lambda
 from ds_encdec.config.schema import FullConfig
@@ -29,9 +29,7 @@ from ds_encdec.engine.deepspeed.gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed.json import accumulates_in_bf16, run_json
 from ds_encdec.engine.deepspeed.private import (
     complete_frozen,
-    computing_parameters,
     frozen_shards,
-    gradients,
     loss_scaler_state,
     optimizer_state,
     prepare_folder,
@@ -46,13 +44,12 @@ from ds_encdec.engine.protocol import TAG, EngineRecord, StagedSave, Veto, write
 from ds_encdec.engine.sharded_engine import (
     Shard,
     ShardedEngine,
-    assert_ties,
+    StagingArea,
     compute_dtype,
     empty_model,
     full_shape,
     prepare_for_training,
 )
-from ds_encdec.engine.staging import StagingArea
 from ds_encdec.engine.user_code import build_optimizer
 from ds_encdec.launch.host_collectives import RunContext, attempt
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
@@ -113,7 +110,6 @@ class DeepSpeedEngine(ShardedEngine):
                 ),
                 dist_init_required=False,
             )
-        assert_ties(model)
         # DeepSpeed saves parts of parameters by these names.
         write(self._engine, param_names={p: canonical_name(name) for name, p in model.named_parameters()})
         undo_first_step(self._engine)
@@ -123,7 +119,6 @@ class DeepSpeedEngine(ShardedEngine):
                 self._take_weights(weights)
         self._gate = step_gate(self._engine, self._undo)
         wait_on_the_device(self._engine, self._undo)
-        self._engine.train()
 
     def backward(self, loss_sum: LossSum, *, target_tokens: int, last: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(last)
@@ -182,18 +177,13 @@ class DeepSpeedEngine(ShardedEngine):
 
     def _take_weights(self, weights: WeightSource) -> None:
         """Copy `weights` exactly into the optimizer's float32 weights, then into the layers' parameters. Collective:
-        rank 0 reads and broadcasts each, and all ranks raise its errors, such as CheckpointError for another shape,
-        after the last broadcast, for which the others wait."""
+        rank 0 reads and broadcasts each, and all ranks raise its errors after the last broadcast, for which the others
+        wait."""
         own, error = [*shards(self._engine), *self._frozen()], None
         full = torch.empty(0)
 
         def read(name: str, out: Tensor) -> None:
-            source = weights(name)
-            if source.shape != out.shape:
-                raise CheckpointError(
-                    f"{name} has shape {list(source.shape)} in the source and {list(out.shape)} in the model"
-                )
-            out.copy_(source)
+            out.copy_(weights(name))
 
         def elements(_: str, start: int, stop: int) -> Tensor:
             return full.view(-1)[start:stop]
@@ -237,15 +227,6 @@ class DeepSpeedEngine(ShardedEngine):
             group["lr"] = rate
         # Not step(): torch warns when a schedule is stepped before its optimizer.
         write(scheduler, last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
-
-    def _held(self) -> Mapping[str, Iterable[Any]]:
-        own_shards = shards(self._engine)
-        return {
-            "weights": computing_parameters(self._engine),
-            "master_weights": [shard.weights for shard in own_shards],
-            "gradients": gradients(self._engine, own_shards),
-            "optimizer": self._engine.basic_optimizer.state,
-        }
 
 
 @contextmanager
