@@ -15,9 +15,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from parity_table import NEXT_PART, PAGE, only_prints  # which also lets the tests' modules be imported
-from portable_matrix import (
+from portable_runs import (
+    ADAPTERS,
+    ENGINES,
     ONE_OF_EACH,
+    SAVED_STEP,
     SIDES,
+    STEPS,
     TESTED_SIDES,
     TESTED_STEPS,
     WORLD_SIZES,
@@ -29,7 +33,6 @@ from portable_matrix import (
     save_all,
     uninterrupted,
 )
-from portable_runs import ADAPTERS, ENGINES, SAVED_STEP, STEPS
 
 INTRODUCTION = (
     NEXT_PART

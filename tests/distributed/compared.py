@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_steps import train_on
-from packed_batches import random_batch
-from small_run import MODEL, REGULARIZED, lane_batches, run_config, weights
+from small_run import MODEL, REGULARIZED, lane_batches, random_batch, run_config, train_on, weights
 from torch_oracle import TorchOracle
 
 from ds_encdec.model.parameter_count import parameter_shapes

@@ -8,28 +8,25 @@ from threading import Thread
 from typing import Any
 
 import engine_cases
+import stand_in_streams
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from engine_cases import Watched, accumulate, full_weights, make_engine, save, shared_folder, short_engine, short_step
-from engine_plan import LANES, LAST_STEP, SAVED_STEP
-from engine_steps import Case, run_all, train_step
+from engine_cases import Case, accumulate, full_weights, make_engine, run_all, shared_folder, short_engine, short_step
 from flash_on_cpus import attention_of_gpus
 from small_run import SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
 
-from ds_encdec.base.types import WeightSource
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.deepspeed.private import shards
 from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine
-from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.sharded_engine import compute_dtype
 
 
 def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
-    """Run (name, function of this file or engine_cases.py, arguments); what failed is returned as its traceback."""
-    return run_all(cases, vars(engine_cases) | globals())
+    """Run (name, function of this file or of those it imports, arguments)."""
+    return run_all(cases, vars(engine_cases) | vars(stand_in_streams) | globals())
 
 
 def master_weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
@@ -76,62 +73,16 @@ def compiling(**overrides: Any) -> dict[str, Any]:
     return result
 
 
-def adam_steps(engine: DeepSpeedEngine) -> list[float]:
-    """Adam's own counter of everything that this rank's optimizer holds."""
-    return [float(state["step"]) for state in engine._engine.basic_optimizer.state.values()]
-
-
-def untrained(source: str, **overrides: Any) -> dict[str, Any]:
+def untrained(**overrides: Any) -> dict[str, Any]:
     """The float32 weights of an engine that has not trained, and how often its source was asked for a parameter."""
     asked: list[str] = []
 
     def recorded(name: str) -> torch.Tensor:
         asked.append(name)
-        return weights(name).bfloat16() if source == "bf16" else weights(name)
+        return weights(name)
 
     engine = short_engine(source=recorded, **overrides)
     result = {"weights": full_weights(engine), "asked": asked}
-    engine.close()
-    return result
-
-
-def lane_engine(source: WeightSource | None, overrides: dict[str, Any]) -> DeepSpeedEngine:
-    """An engine whose steps are made of the same lanes on any number of ranks."""
-    return make_engine(run_config(gradient_accumulation_steps=LANES // dist.get_world_size(), **overrides), source)
-
-
-def lane_steps(engine: Engine, first: int, last: int) -> list[dict[str, Any]]:
-    return [train_step(engine, step, LANES // dist.get_world_size()) for step in range(first, last)]
-
-
-def leaving(directory: str, **overrides: Any) -> dict[str, Any]:
-    """Train, save, train on: the uninterrupted run."""
-    engine = lane_engine(weights, overrides)
-    lane_steps(engine, 0, SAVED_STEP)
-    save(engine, Path(directory))
-    saved = full_weights(engine)
-    steps = lane_steps(engine, SAVED_STEP, LAST_STEP)
-    result = {"saved": saved, "steps": steps, "weights": full_weights(engine)}
-    engine.close()
-    return result
-
-
-def arriving(source: str, directory: str, **overrides: Any) -> dict[str, Any]:
-    """Load what another run left in `source`, save it again at once, and train on."""
-    engine = lane_engine(None, overrides)
-    saved = Watched(ZeroState(Path(source)))
-    engine.load(saved)
-    counted = adam_steps(engine)
-    save(engine, Path(directory))
-    steps = lane_steps(engine, SAVED_STEP, LAST_STEP)
-    result = {
-        "elements read": saved.elements_read,
-        "longest read": saved.longest_read,
-        "adam steps": counted,
-        "weight decays": [group["weight_decay"] for group in engine._engine.basic_optimizer.param_groups],
-        "steps": steps,
-        "weights": full_weights(engine),
-    }
     engine.close()
     return result
 
@@ -152,16 +103,11 @@ def staging(directory: str, **overrides: Any) -> dict[str, Any]:
     engine.load(ZeroState(folders[0]))
     again = engine.stage(folders[2], copy=True)  # into the same buffers
     repeated = short_step(engine, 1)
-    files = again.write()
+    written = sum(path.stat().st_size for path in again.write())
     dist.barrier()
     engine.close()
-    sizes = sum(path.stat().st_size for path in files)
-    return {
-        "bytes": (now.num_bytes, staged.num_bytes, again.num_bytes),
-        "written": sizes,
-        "first": first,
-        "repeated": repeated,
-    }
+    num_bytes = (now.num_bytes, staged.num_bytes, again.num_bytes)
+    return {"bytes": num_bytes, "written": written, "first": first, "repeated": repeated}
 
 
 def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:
@@ -180,9 +126,12 @@ def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:
 def shard_sizes() -> dict[str, Any]:
     """What a rank holds of each parameter under ZeRO-3, right after the engine was built."""
     engine = make_engine(run_config(sharding_stage="zero3"))
-    shards = {name: parameter.ds_tensor.numel() for name, parameter in engine.model.named_parameters()}
-    resident = {name: parameter.numel() for name, parameter in engine.model.named_parameters()}
-    full = {name: parameter.ds_numel for name, parameter in engine.model.named_parameters()}
-    tied = engine.model.lm_head.weight is engine.model.shared.weight
+    parameters = dict(engine.model.named_parameters())
+    result = {
+        "shards": {name: parameter.ds_tensor.numel() for name, parameter in parameters.items()},
+        "resident": {name: parameter.numel() for name, parameter in parameters.items()},
+        "full": {name: parameter.ds_numel for name, parameter in parameters.items()},
+        "tied": engine.model.lm_head.weight is engine.model.shared.weight,
+    }
     engine.close()
-    return {"shards": shards, "resident": resident, "full": full, "tied": tied}
+    return result

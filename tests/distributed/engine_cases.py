@@ -3,32 +3,62 @@
 from __future__ import annotations
 
 import os
+import sys
+import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import patch
 
 import peft  # noqa: F401  # once, before the ranks are forked: it takes seconds
 import torch
 import torch.distributed as dist
-from device_waits import device_waits
-from engine_steps import copied_weights, skipping_steps, train_step
-from packed_batches import random_batch
-from small_run import MODEL, SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
+from small_run import (
+    ACCUMULATION,
+    LANES,
+    MODEL,
+    SHORT_ACCUMULATION,
+    SHORT_MODEL,
+    lane_batches,
+    random_batch,
+    run_config,
+    train_on,
+    weights,
+)
 from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_encdec.base.types import Batch, CheckpointError, SavedState, StateKind, WeightSource
+from ds_encdec.base.types import MOMENTS, Batch, CheckpointError, SavedState, StateKind, WeightSource
 from ds_encdec.checkpoint.saved_state import DcpState
 from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.fsdp2 import FSDP2Engine
-from ds_encdec.engine.protocol import DCP_FOLDER, read_record
+from ds_encdec.engine.protocol import DCP_FOLDER, Veto
 from ds_encdec.engine.select import create_engine, resolve_engine
+from ds_encdec.engine.sharded_engine import compute_dtype, unsharded_copy
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import quantized_matrices
 from ds_encdec.model.parameter_count import parameter_shapes
+
+Case = tuple[str, str, dict[str, Any]]  # name, function, arguments
+
+
+def run_all(cases: Sequence[Case], functions: Mapping[str, Callable[..., Any]]) -> dict[str, Any]:
+    """Run the cases one after the other; results by name, of what failed its traceback."""
+    results: dict[str, Any] = {}
+    for name, function, arguments in cases:
+        try:
+            results[name] = functions[function](**arguments)
+        except Exception:
+            results[name] = traceback.format_exc()
+            print(name, results[name], flush=True)
+    return results
 
 
 def make_engine(config: FullConfig, source: WeightSource | None = weights, model: Qwen3Seq2SeqConfig = MODEL) -> Any:
@@ -39,6 +69,25 @@ def make_engine(config: FullConfig, source: WeightSource | None = weights, model
 def short_engine(source: WeightSource | None = weights, **overrides: Any) -> Any:
     """An engine for `short_step`: exact comparisons need no long steps, and no second layer."""
     return make_engine(run_config(gradient_accumulation_steps=SHORT_ACCUMULATION, **overrides), source, SHORT_MODEL)
+
+
+def train_step(
+    engine: Any, step: int, accumulation: int = ACCUMULATION, veto: Veto | None = None, poison: bool = False
+) -> dict[str, Any]:
+    """One optimizer step on the lanes of this rank. `poison` makes one rank's loss NaN."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    lanes = lane_batches(step, world_size, accumulation)
+    target_tokens = sum(batch.target_tokens for batch in lanes)
+    mine, result = train_on(engine, lanes[rank::world_size], target_tokens, veto, poison and rank == 0)
+    total = torch.tensor(mine)
+    dist.all_reduce(total)
+    return {
+        "loss": float(total) / target_tokens,
+        "grad_norm": float(result.grad_norm),
+        "grad_norm_dtype": str(result.grad_norm.dtype),
+        "learning_rate": result.learning_rate,
+        "applied": result.applied,
+    }
 
 
 def short_step(engine: Any, step: int, **how: Any) -> dict[str, Any]:
@@ -81,7 +130,7 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
     for name, parameter in engine._parameters.items():
         found[f"weight.{name}"] = parameter.detach().full_tensor().clone()
         state = engine.optimizer.state.get(parameter, {})
-        for kind in (kind for kind in ("exp_avg", "exp_avg_sq") if kind in state):
+        for kind in (kind for kind in MOMENTS if kind in state):
             found[f"{kind}.{name}"] = state[kind].full_tensor().clone()
     return found
 
@@ -112,9 +161,10 @@ def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
 
 
 def skipping(**overrides: Any) -> dict[str, Any]:
-    """A run with a step that is vetoed and one that has no finite gradient; `saving` never sees them."""
+    """Four steps, with one that is vetoed and one that has no finite gradient between; `saving` never sees them."""
     engine = short_engine(**overrides)
-    steps = skipping_steps(lambda step, **how: short_step(engine, step, **how))
+    given = [(0, {}), (1, {}), (98, {"veto": lambda norm: True}), (2, {}), (99, {"poison": True}), (3, {})]
+    steps = [short_step(engine, number, **how) for number, how in given]
     state = full_state(engine)
     short_step(engine, 98, veto=lambda norm: True)
     parts = [vars(parameter).get("_hp_mapping") for parameter in engine.model.parameters()]
@@ -137,7 +187,7 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     writer = Thread(target=lambda: files.extend(staged.write()))
     if not copy:
         writer.run()
-    copied = copied_weights(engine, run_config(**overrides), SHORT_MODEL)
+    copied = copied_weights(engine, run_config(**overrides))
     straight = [short_step(engine, 2)]
     if copy:
         writer.start()
@@ -164,11 +214,41 @@ def saving(directory: str, copy: bool, **overrides: Any) -> dict[str, Any]:
     }
 
 
+def copied_weights(engine: Any, config: FullConfig) -> dict[str, torch.Tensor]:
+    """The weights of a plain copy of the engine's model, for which no random number is drawn."""
+    drawn = torch.get_rng_state()
+    copy = unsharded_copy(engine, SHORT_MODEL, compute_dtype(config.training), HostCollectives())
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert copy.lm_head.weight is copy.shared.weight
+    return {name: parameter.detach().clone() for name, parameter in copy.named_parameters()}
+
+
 def _load_and_go_on(engine: Any, folder: Path) -> tuple[Any, Any, Any]:
     """The state that was loaded, two steps, and the state after them."""
     engine.load(saved_state(folder))
     loaded = full_state(engine)
     return loaded, [short_step(engine, step) for step in (2, 3)], full_state(engine)
+
+
+def arriving(source: str, directory: str, **overrides: Any) -> dict[str, Any]:
+    """Load what any engine's `saving` has left in `source`, save it at once, and take the two steps behind it."""
+    accumulation = LANES // dist.get_world_size()
+    config = run_config(gradient_accumulation_steps=accumulation, **overrides)
+    engine = make_engine(config, None, SHORT_MODEL)
+    saved = Watched(saved_state(Path(source)))
+    engine.load(saved)
+    optimizer = engine.optimizer if isinstance(engine, FSDP2Engine) else engine._engine.basic_optimizer
+    result = {
+        "weights read": saved.elements_read["weight"],
+        "longest read": saved.longest_read,
+        "counters": [float(state["step"]) for state in optimizer.state.values() if "step" in state],
+        "weight decays": [group["weight_decay"] for group in optimizer.param_groups],
+        "files": save(engine, Path(directory)),
+        "steps": [train_step(engine, step, accumulation) for step in (2, 3)],
+        "weights": full_weights(engine),
+    }
+    engine.close()
+    return result
 
 
 def resuming_changed(directory: str, then: dict[str, Any], **overrides: Any) -> dict[str, Any]:
@@ -187,16 +267,14 @@ def resuming_changed(directory: str, then: dict[str, Any], **overrides: Any) -> 
     return result
 
 
-def unreadable_weights(problem: str, failing: int, **overrides: Any) -> str:
+def unreadable_weights(failing: int, **overrides: Any) -> str:
     """What each rank says when the rank `failing` cannot read the source's third parameter."""
     third = list(parameter_shapes(SHORT_MODEL))[2]
 
     def damaged(name: str, rows: slice = slice(None), /) -> torch.Tensor:
-        if name != third or dist.get_rank() != failing:
-            return weights(name, rows)
-        if problem == "shape":
-            return torch.zeros(3, 5)
-        raise CheckpointError(f"{name} is damaged")
+        if name == third and dist.get_rank() == failing:
+            raise CheckpointError(f"{name} is damaged")
+        return weights(name, rows)
 
     try:
         short_engine(source=damaged, **overrides)
@@ -226,19 +304,19 @@ class Watched:
 
 
 def refused_loads(directory: str, **overrides: Any) -> dict[str, Any]:
-    """What each rank says to states that cannot be loaded, and which loss scale is handed on from one that can."""
+    """What each rank says to states that cannot be loaded, and to one that can."""
     folder = Path(directory)
     engine = short_engine(**overrides)
     save(engine, folder)
     saved = saved_state(folder)
-    shapes, scale = dict(saved.shapes), {"scale": 1024.0}
+    shapes = dict(saved.shapes)
     lacking = {name: shape for name, shape in shapes.items() if name != "decoder.norm.weight"}
     states = {
         "lacking": Watched(saved, shapes=lacking),
         "other shape": Watched(saved, shapes=shapes | {"decoder.norm.weight": (33,)}),
         "more": Watched(saved, shapes=shapes | {"lora.weight": (3,)}),
         "unreadable": Watched(saved, fails_on=dist.get_world_size() - 1),
-        "whole": Watched(saved, loss_scaler=scale),
+        "whole": saved,
     }
     found: dict[str, Any] = {}
     for name, state in states.items():
@@ -247,8 +325,6 @@ def refused_loads(directory: str, **overrides: Any) -> dict[str, Any]:
             found[name] = "loaded"
         except CheckpointError as error:
             found[name] = f"refused: {error}"
-    save(engine, folder / "again")
-    found["loss scale"] = read_record(folder / "again").loss_scaler
     engine.close()
     return found
 
@@ -264,6 +340,17 @@ def only_decay(**overrides: Any) -> dict[str, Any]:
     return {"learning_rate": result.learning_rate, "grad_norm": float(result.grad_norm), "weights": moved}
 
 
+def own_batches() -> list[Batch]:
+    """This rank's micro-batches of a later step."""
+    return lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank() :: dist.get_world_size()]
+
+
+def accumulate(engine: Any, batches: list[Batch], target_tokens: int = 100) -> None:
+    """The forward and backward passes of a step, without reading anything."""
+    for index, batch in enumerate(batches):
+        engine.backward(engine.forward(batch), target_tokens=target_tokens, last=index == len(batches) - 1)
+
+
 def waits(**overrides: Any) -> dict[str, int]:
     """How often a step of several micro-batches waits for its device: the fourth, with an evaluation behind it."""
     engine = short_engine(**overrides)
@@ -275,15 +362,43 @@ def waits(**overrides: Any) -> dict[str, int]:
         engine.step()
         engine.evaluate(batches[0])
     engine.close()
-    return dict(counted)
+    return {name: count for name, count in counted.items() if count}
 
 
-def own_batches() -> list[Batch]:
-    """This rank's micro-batches of a later step."""
-    return lane_batches(4, dist.get_world_size(), SHORT_ACCUMULATION)[dist.get_rank() :: dist.get_world_size()]
+class _Reads(TorchDispatchMode):
+    """Counts operations whose result, or its size, the host needs at once."""
+
+    def __init__(self, counted: Counter[str]) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self._counted[name] += name in ("_local_scalar_dense", "nonzero")
+        return func(*args, **kwargs or {})
 
 
-def accumulate(engine: Any, batches: list[Batch], target_tokens: int = 100) -> None:
-    """The forward and backward passes of a step, without reading anything."""
-    for index, batch in enumerate(batches):
-        engine.backward(engine.forward(batch), target_tokens=target_tokens, last=index == len(batches) - 1)
+class _Copies(TorchFunctionMode):
+    """Counts functions that copy between the host and a device, and return when that is done."""
+
+    def __init__(self, counted: Counter[str]) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self._counted[name] += name in ("cpu", "tolist", "numpy", "tensor", "as_tensor", "new_tensor")
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def device_waits() -> Iterator[Counter[str]]:
+    """Inside, what a host would wait for on a GPU is counted by name, without one."""
+    counted: Counter[str] = Counter()
+    watched: Any = nullcontext()
+    if "deepspeed" in sys.modules:  # which must not be imported for FSDP2
+        from deepspeed.accelerator import get_accelerator
+
+        watched = patch.object(get_accelerator(), "synchronize", lambda *_: counted.update(["synchronize"]))
+    with _Copies(counted), _Reads(counted), watched:
+        yield counted

@@ -8,20 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine_steps import Case
 from gloo_ranks import RankFailure, run_ranks
 from small_run import FREEZE, LORA, NF4, OWN_OPTIMIZER, REGULARIZED, SHORT_STEPS
 
 from ds_encdec.registry.engines import EngineName
 
-Settings = dict[str, Any]
-"""Overrides of `small_run.run_config`."""
-Table = dict[EngineName, dict[str, Settings]]
-"""Runs of each engine by name."""
-
-LANES = 4
-SAVED_STEP, LAST_STEP = 3, 5
-"""Of the runs that go on elsewhere: all steps are made of four lanes, and what is saved is the state after three."""
+Settings = dict[str, Any]  # overrides of `small_run.run_config`
+Table = dict[EngineName, dict[str, Settings]]  # runs of each engine by name
+Start = tuple[EngineName, int]  # an engine and its number of ranks
 
 
 def zero(stage: int, **more: Any) -> Settings:
@@ -35,6 +29,11 @@ def fsdp(stage: int, **more: Any) -> Settings:
     return {"distributed_type": kind, "deepspeed_extra": {}, "sharding_stage": f"zero{stage}", **more}
 
 
+def zero_extra(**more: Any) -> Settings:
+    """Keys of DeepSpeed's `zero_optimization`."""
+    return {"deepspeed_extra": {"zero_optimization": more}}
+
+
 BF16: Settings = {"bf16": True}
 OFFLOAD: Settings = {"offload_optimizer": "cpu"}
 OFFLOAD_ALL: Settings = {"offload_optimizer": "cpu", "offload_params": "cpu"}
@@ -46,21 +45,21 @@ MUON: Settings = {"optimizer": "muon"}
 HYBRID_OF_ONE: Settings = {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 1}
 HYBRID_OF_TWO: Settings = {"sharding_stage": "zero3_hybrid", "hybrid_shard_size": 2}
 REDUCE_ALWAYS: Settings = {**HYBRID_OF_TWO, "sharding_stage": "zero2_hybrid", "fsdp_reduce_every_micro_batch": True}
-
 # ZeRO-3 with what it is given by default: parameters as small as these stay whole between steps.
 PERSISTENT: Settings = {"deepspeed_extra": {}}
 # DeepSpeed then builds another optimizer for stage 1, with the norm in another place.
 FLOAT32_ACCUMULATION: Settings = {"deepspeed_extra": {"data_types": {"grad_accum_dtype": "fp32"}}}
 # Several of the optimizer's tensors to a parameter group, each with its own Adam step.
-SUB_GROUPS: Settings = {
-    "deepspeed_extra": {"zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 1000}}
-}
+SUB_GROUPS = zero_extra(stage3_param_persistence_threshold=0, sub_group_size=1000)
+# Smaller than the larger half of the parameters, as 50 million elements are for models of 8 billion.
+OVERLAPPED = zero_extra(overlap_comm=True, reduce_bucket_size=1000)
+GATHERED = zero_extra(overlap_comm=True, reduce_bucket_size=1000, stage3_param_persistence_threshold=0)
 
-PARITY: dict[tuple[EngineName, int], dict[str, Settings]] = {
+# Float32 runs that must be the oracle's. Fifty steps are compared in test_parity_table.py.
+PARITY: dict[Start, dict[str, Settings]] = {
     ("deepspeed", 1): {
         "zero0": zero(0),
         "zero2-offload": zero(2, **OFFLOAD),
-        "zero2-regularized": zero(2, **REGULARIZED),
         "zero3-offload": zero(3, **OFFLOAD),
     },
     ("deepspeed", 2): {
@@ -76,17 +75,10 @@ PARITY: dict[tuple[EngineName, int], dict[str, Settings]] = {
         "zero3-activation-offload": zero(3, **ACTIVATION_OFFLOAD),
         "zero3-lora-offload-all": zero(3, **OFFLOAD_ALL, **RECOMPUTE, **LORA),
         "zero3-freeze": zero(3, **FREEZE),
-        "zero0-own-optimizer": zero(0, **OWN_OPTIMIZER),
         "zero2-own-optimizer-offload": zero(2, **OFFLOAD, **OWN_OPTIMIZER),
         "zero3-own-optimizer": zero(3, **OWN_OPTIMIZER),
     },
-    ("fsdp", 1): {
-        "zero0": fsdp(0),
-        "zero2": fsdp(2),
-        "zero3-offload": fsdp(3, **OFFLOAD),
-        "zero3-regularized": fsdp(3, **REGULARIZED),
-        "zero2-muon": fsdp(2, **MUON),
-    },
+    ("fsdp", 1): {"zero0": fsdp(0), "zero3-regularized": fsdp(3, **REGULARIZED), "zero2-muon": fsdp(2, **MUON)},
     ("fsdp", 2): {
         "zero0": fsdp(0),
         "zero3": fsdp(3),
@@ -110,11 +102,9 @@ PARITY: dict[tuple[EngineName, int], dict[str, Settings]] = {
         "zero3_hybrid-muon": {**fsdp(3), **HYBRID_OF_TWO, **MUON},
     },
 }
-"""Float32 runs that must be the oracle's, by engine, number of ranks and name.
 
-DeepSpeed's ZeRO-3 takes ten times as long as the others; fifty steps are compared in test_parity_table.py.
-"""
-
+# Runs of two ranks that are saved and loaded. They change no setting. The files of those in bf16, and of those with
+# another optimizer, are written by a thread while training goes on.
 SAVES: Table = {
     "deepspeed": {
         "zero0-bf16": zero(0, **BF16),
@@ -128,7 +118,6 @@ SAVES: Table = {
         "zero3-lora-offload-all-bf16": zero(3, **OFFLOAD_ALL, **BF16, **LORA),
         "zero3-freeze-bf16": zero(3, **BF16, **FREEZE),
         "zero0-own-optimizer-bf16": zero(0, **BF16, **OWN_OPTIMIZER),
-        "zero1-own-optimizer-bf16-float32-accumulation": zero(1, **BF16, **FLOAT32_ACCUMULATION, **OWN_OPTIMIZER),
         "zero3-own-optimizer-offload-bf16": zero(3, **OFFLOAD, **BF16, **OWN_OPTIMIZER),
     },
     "fsdp": {
@@ -141,11 +130,7 @@ SAVES: Table = {
         "zero3-own-optimizer": fsdp(3, **OWN_OPTIMIZER),
     },
 }
-"""Runs of two ranks that are saved and loaded. They change no setting.
-
-The files of those in bf16, and of those with another optimizer, are written by a thread while training goes on.
-"""
-
+# Those of them that are also made with skipped steps.
 SKIPS: dict[EngineName, list[str]] = {
     "deepspeed": [
         "zero0-bf16",
@@ -156,7 +141,28 @@ SKIPS: dict[EngineName, list[str]] = {
     ],
     "fsdp": ["zero0-freeze-bf16", "zero2-muon-bf16", "zero3", "zero3-offload-bf16"],
 }
-"""Those of them that are also made with skipped steps."""
+# Runs that go on from those on another number of ranks: the engine and the case, and how. DeepSpeed makes hpZ's groups
+# once per process: one case of a start may use it.
+ARRIVALS: dict[Start, dict[str, tuple[EngineName, str, Settings]]] = {
+    ("deepspeed", 1): {
+        "zero0": ("deepspeed", "zero2", zero(0)),
+        "zero1": ("fsdp", "zero3_hybrid", zero(1)),
+        "zero3-sub-groups": ("deepspeed", "zero2", zero(3, **SUB_GROUPS)),
+    },
+    ("deepspeed", 4): {
+        "zero2-offload": ("deepspeed", "zero3-sub-groups", zero(2, **OFFLOAD)),
+        "zero2-bf16": ("deepspeed", "zero1-bf16-float32-accumulation", zero(2, **BF16)),
+        "zero3-decay": ("fsdp", "zero3", zero(3, **DECAY, **SUB_GROUPS)),
+        "zero3-persistent-bf16": ("deepspeed", "zero0-bf16", zero(3, **BF16, **PERSISTENT)),
+        "zero3_hybrid-bf16": ("deepspeed", "zero3-offload-bf16", {**BF16, **HYBRID_OF_TWO}),
+    },
+    ("fsdp", 1): {"zero2": ("deepspeed", "zero3-sub-groups", fsdp(2))},
+    ("fsdp", 4): {
+        "zero0-decay": ("fsdp", "zero3", fsdp(0, **DECAY)),
+        "zero3-offload": ("deepspeed", "zero2", fsdp(3, **OFFLOAD)),
+        "zero3_hybrid-muon-bf16": ("fsdp", "zero2-muon-bf16", {**fsdp(3), **HYBRID_OF_TWO, **MUON, **BF16}),
+    },
+}
 
 OTHER_SETTINGS: Settings = {
     "learning_rate": 3e-3,
@@ -166,6 +172,7 @@ OTHER_SETTINGS: Settings = {
     "max_grad_norm": 0.2,
     "num_train_steps": 5,
 }
+# Float32 runs that are resumed with the other settings of `then`.
 CHANGED: Table = {
     "deepspeed": {
         "zero0-cosine": zero(0, then=OTHER_SETTINGS),
@@ -176,53 +183,29 @@ CHANGED: Table = {
     },
     "fsdp": {"zero3-to-decay": fsdp(3, then={**OTHER_SETTINGS, **DECAY})},
 }
-"""Float32 runs that are resumed with the other settings of `then`."""
-
-UNREADABLE: Table = {"deepspeed": {"zero1": zero(1), "zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
-"""Runs whose source one rank cannot read: rank 0, which alone does so under DeepSpeed, and else the last."""
-
-DECAYING: Table = {"deepspeed": {"zero0": zero(0), "zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
-REFUSED: Table = {"deepspeed": {"zero2": zero(2), "zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
-"""Runs that are handed states of other models, and damaged ones."""
-
+# Runs without targets, and those whose source one rank cannot read: rank 0, which alone does so under DeepSpeed, and
+# else the last.
+PLAIN: Table = {"deepspeed": {"zero0": zero(0), "zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
+# Runs that are handed states of other models, and damaged ones.
+REFUSED: Table = {"deepspeed": {"zero3": zero(3)}, "fsdp": {"zero3": fsdp(3)}}
+# Runs of DeepSpeed with float32 weights beside those they compute with.
 UNTRAINED: dict[str, Settings] = {
     "zero0-bf16": zero(0, **BF16),
     "zero1-bf16": zero(1, **BF16),
-    "zero3-bf16": zero(3, **BF16),
     "zero1-bf16-float32-accumulation": zero(1, **BF16, **FLOAT32_ACCUMULATION),
-    "zero2-bf16-offload": zero(2, **BF16, **OFFLOAD),
     "zero3-bf16-offload": zero(3, **BF16, **OFFLOAD_ALL),
     "zero3-bf16-persistent": zero(3, **BF16, **PERSISTENT),
 }
-"""Runs of DeepSpeed with float32 weights beside those they compute with."""
-LOSSLESS = ("zero1-bf16", "zero3-bf16")
-"""Those of them that also start from a bf16 source."""
-
-STAGING: dict[str, Settings] = {
-    "zero0": zero(0),
-    "zero1": zero(1),
-    "zero3-offload-bf16": zero(3, **OFFLOAD, **BF16),
-    # DeepSpeed makes hpZ's groups once per process: no other case here may use it.
-    "zero3-hybrid-bf16": {**BF16, **HYBRID_OF_TWO},
-}
-"""Runs of DeepSpeed that are written from copies and go back to the first of them."""
-
+# Runs of DeepSpeed that are written from copies and go back to the first of them.
+STAGING: dict[str, Settings] = {"zero1": zero(1), "zero3-offload-bf16": zero(3, **OFFLOAD, **BF16)}
+# Runs of DeepSpeed whose gradients are summed over one and two ranks.
 SUMMED: dict[str, Settings] = {"zero2-bf16": zero(2, **BF16), "zero3-bf16": zero(3, **BF16)}
-"""Runs of DeepSpeed whose gradients are summed over one and two ranks."""
-
+# Runs of FSDP2 in bf16 that are compared with plain torch.
 TORCHS_BF16: dict[str, Settings] = {
     "zero2-offload": fsdp(2, **OFFLOAD, **BF16),
     "zero3-selective": fsdp(3, **BF16, activation_checkpointing="selective"),
 }
-"""Runs of FSDP2 in bf16 that are compared with plain torch."""
-
-RELOADS: dict[str, Settings] = {
-    "zero0": fsdp(0, **DECAY),
-    "zero3": fsdp(3, **DECAY),
-    "zero3_hybrid-muon": {**fsdp(3), **DECAY, **HYBRID_OF_TWO, **MUON},
-}
-"""Runs of FSDP2 on four ranks that load what two have saved."""
-
+# Runs of FSDP2 on four ranks whose collectives are counted, and whose shards are measured.
 COMMUNICATION: dict[str, Settings] = {
     "zero0": fsdp(0),
     "zero2": fsdp(2),
@@ -230,25 +213,31 @@ COMMUNICATION: dict[str, Settings] = {
     "zero3_hybrid": {**fsdp(3), **HYBRID_OF_TWO},
     "zero2_hybrid-reduce-always": {**fsdp(2), **REDUCE_ALWAYS},
 }
-"""Runs of FSDP2 on four ranks whose collectives are counted, and whose shards are measured."""
-
+# Runs whose waits for the device are counted.
 WAITING: Table = {
     "deepspeed": {
         "zero0-bf16": zero(0, **BF16),
         "zero1-bf16": zero(1, **BF16),
         "zero1-bf16-float32-accumulation": zero(1, **BF16, **FLOAT32_ACCUMULATION),
         "zero2-offload-bf16": zero(2, **OFFLOAD, **BF16),
-        "zero3-offload": zero(3, **OFFLOAD),
         "zero3-offload-all-bf16": zero(3, **OFFLOAD_ALL, **BF16),
     },
     "fsdp": {"zero2-bf16": fsdp(2, **BF16), "zero3-offload": fsdp(3, **OFFLOAD)},
 }
-"""Runs whose waits for the device are counted."""
-
-
-def reloaded(case: str) -> str:
-    """The name of the save that a run of four ranks loads."""
-    return "zero2-muon-bf16" if "optimizer" in RELOADS[case] else "zero3"
+# Runs of DeepSpeed on a device that has streams.
+STREAMS: dict[int, dict[str, Settings]] = {
+    1: {
+        "zero2-offload-bf16": zero(2, **OFFLOAD, **BF16, **OVERLAPPED),
+        "zero3-offload-bf16": zero(3, **OFFLOAD, **BF16, **GATHERED),
+    },
+    2: {
+        "zero1-bf16": zero(1, **BF16, **OVERLAPPED),
+        "zero2-bf16": zero(2, **BF16, **OVERLAPPED),
+        "zero2-offload-bf16": zero(2, **OFFLOAD, **BF16, **OVERLAPPED),
+        "zero2": zero(2, **OVERLAPPED),
+        "zero3-offload-all-bf16": zero(3, **OFFLOAD_ALL, **BF16, **GATHERED),
+    },
+}
 
 
 @functools.cache
@@ -259,8 +248,8 @@ def checkpoints() -> Path:
     return Path(folder.name)
 
 
-def saved_to(engine: EngineName, case: str) -> Path:
-    """The checkpoint of a case of SAVES."""
+def folder_of(engine: EngineName, case: str) -> Path:
+    """The checkpoint of a case of SAVES, or what other cases have left."""
     return checkpoints() / engine / case
 
 
@@ -283,99 +272,51 @@ def _run(engine: EngineName, world_size: int) -> list[dict[str, Any]] | RankFail
         return failure  # cached like a result: every test would wait for it again
 
 
-def cases(engine: EngineName, world_size: int) -> list[Case]:
-    """All cases of one start of ranks."""
-    parity = PARITY[engine, world_size]
-    plan: list[Case] = []
-    for name, given in parity.items():
+def cases(engine: EngineName, world_size: int) -> list[tuple[str, str, Settings]]:
+    """All cases of one start of ranks: name, function, arguments."""
+    plan = []
+    for name, given in PARITY.get((engine, world_size), {}).items():
         function = "compiled_trajectory" if "torch_compile" in given else "trajectory"
         plan.append((f"parity {name}", function, {"steps": SHORT_STEPS, **given}))
     if world_size == 2:
         plan += _on_two_ranks(engine)
-    if engine == "deepspeed":
+    if engine == "deepspeed" and world_size <= 2:
         plan += [(f"summed {name}", "summed_gradient", given) for name, given in SUMMED.items()]
-    if world_size == 4:
-        plan += _on_four_ranks()
+        plan += [(f"streams {name}", "waits_of_streams", given) for name, given in STREAMS[world_size].items()]
+    if (engine, world_size) == ("fsdp", 4):
+        plan += [(f"communication {name}", "communication", given) for name, given in COMMUNICATION.items()]
+    for name, (source, case, given) in ARRIVALS.get((engine, world_size), {}).items():
+        result(source, 2, f"save {case}")  # must be there
+        places = {"source": str(folder_of(source, case)), "directory": str(folder_of(engine, f"{world_size} {name}"))}
+        plan.append((f"arrival {name}", "arriving", {**places, **given}))
     return plan
 
 
-def _on_two_ranks(engine: EngineName) -> list[Case]:
+def _on_two_ranks(engine: EngineName) -> list[tuple[str, str, Settings]]:
     """What both engines do, and then what only one does."""
-    folder = checkpoints() / engine
-    plan: list[Case] = [(f"skip {name}", "skipping", SAVES[engine][name]) for name in SKIPS[engine]]
+
+    def in_folder(kind: str, function: str, table: dict[str, Settings]) -> list[tuple[str, str, Settings]]:
+        named = ((f"{kind} {name}", given) for name, given in table.items())
+        return [(name, function, {"directory": str(folder_of(engine, name)), **given}) for name, given in named]
+
+    plan = [(f"skip {name}", "skipping", SAVES[engine][name]) for name in SKIPS[engine]]
     for name, given in SAVES[engine].items():
         copy = "bf16" in given or "optimizer" in given
-        plan.append((f"save {name}", "saving", {"directory": str(folder / name), "copy": copy, **given}))
-    for name, given in CHANGED[engine].items():
-        plan.append((f"changed {name}", "resuming_changed", {"directory": str(folder / f"changed-{name}"), **given}))
+        plan.append((f"save {name}", "saving", {"directory": str(folder_of(engine, name)), "copy": copy, **given}))
+    plan += in_folder("changed", "resuming_changed", CHANGED[engine])
+    plan += in_folder("refused", "refused_loads", REFUSED[engine])
     failing = 0 if engine == "deepspeed" else 1
-    plan += [
-        (f"unreadable {name} {problem}", "unreadable_weights", {"problem": problem, "failing": failing, **given})
-        for name, given in UNREADABLE[engine].items()
-        for problem in ("shape", "error")
-    ]
+    for name, given in PLAIN[engine].items():
+        plan.append((f"unreadable {name}", "unreadable_weights", {"failing": failing, **given}))
+        plan.append((f"decay {name}", "only_decay", given))
     plan += [(f"waits {name}", "waits", given) for name, given in WAITING[engine].items()]
-    plan += [(f"decay {name}", "only_decay", given) for name, given in DECAYING[engine].items()]
-    for name, given in REFUSED[engine].items():
-        plan.append((f"refused {name}", "refused_loads", {"directory": str(folder / f"refused-{name}"), **given}))
     if engine == "deepspeed":
         plan += [(f"compiled {compiled}", "compiling", zero(3, torch_compile=compiled)) for compiled in (False, True)]
-        plan += [
-            (f"untrained {name} {source}", "untrained", {"source": source, **given})
-            for name, given in UNTRAINED.items()
-            for source in (("float32", "bf16") if name in LOSSLESS else ("float32",))
-        ]
+        plan += [(f"untrained {name}", "untrained", given) for name, given in UNTRAINED.items()]
         plan.append(("shards", "shard_sizes", {}))
-        for name, given in STAGING.items():
-            plan.append((f"staging {name}", "staging", {"directory": str(folder / f"staging-{name}"), **given}))
+        plan += in_folder("staging", "staging", STAGING)
     else:
         for name, given in TORCHS_BF16.items():
             plan.append((f"bf16 {name}", "trajectory", {"steps": SHORT_STEPS, **given}))
-        plan.append(("untrained", "untrained_state", fsdp(3)))
-        plan.append(("indivisible", "indivisible_ranks", {**fsdp(3), **HYBRID_OF_ONE, "hybrid_shard_size": 3}))
-        plan.append(("host copies", "host_copies", {"directory": str(folder / "host copies"), **fsdp(3)}))
+        plan.append(("lacking memory", "lacking_memory", fsdp(3)))
     return plan
-
-
-def _on_four_ranks() -> list[Case]:
-    plan: list[Case] = []
-    for name, given in RELOADS.items():
-        result("fsdp", 2, f"save {reloaded(name)}")  # must be there
-        plan.append((f"reload {name}", "reloading", {"directory": str(saved_to("fsdp", reloaded(name))), **given}))
-    plan += [(f"communication {name}", "communication", given) for name, given in COMMUNICATION.items()]
-    return plan
-
-
-LEAVING: dict[str, Settings] = {
-    "zero0": zero(0),
-    "zero1": zero(1),
-    "zero2": zero(2),
-    "zero3-offload": zero(3, **OFFLOAD),
-    "zero1-bf16": zero(1, **BF16, **FLOAT32_ACCUMULATION),
-    "zero3-bf16": zero(3, **BF16),
-}
-"""Runs on two ranks whose checkpoints others go on from, by name."""
-
-ARRIVING: list[tuple[int, str, str, Settings]] = [
-    (1, "zero3-offload to zero1", "zero3-offload", zero(1)),
-    (1, "zero1 to zero3", "zero1", zero(3, **SUB_GROUPS)),
-    (1, "zero2 to zero0", "zero2", zero(0)),
-    (4, "zero1-bf16 to zero2-bf16", "zero1-bf16", zero(2, **BF16)),
-    (4, "zero0 to zero3", "zero0", zero(3, **SUB_GROUPS)),
-    (4, "zero3-bf16 to hybrid", "zero3-bf16", {**BF16, **HYBRID_OF_TWO}),
-    (2, "back to zero2", "zero0 to zero3", zero(2)),
-    (2, "back to zero3-offload", "zero2 to zero0", zero(3, **OFFLOAD)),
-    (2, "back to zero1-bf16", "zero3-bf16 to hybrid", zero(1, **BF16, **FLOAT32_ACCUMULATION)),
-    (2, "back to zero3-bf16", "zero1-bf16 to zero2-bf16", zero(3, **BF16, **PERSISTENT)),
-]
-"""Number of ranks, name, the checkpoint that each run goes on from, and how, in an order in which they can be made."""
-
-
-def portable_cases(folder: Path) -> list[tuple[int, list[Case]]]:
-    """The starts of ranks in which checkpoints are left, taken over on other numbers of ranks, and left again."""
-    leaving = [(name, "leaving", {"directory": str(folder / name), **given}) for name, given in LEAVING.items()]
-    arriving: dict[int, list[Case]] = {}
-    for world_size, name, source, given in ARRIVING:
-        arguments = {"source": str(folder / source), "directory": str(folder / name), **given}
-        arriving.setdefault(world_size, []).append((name, "arriving", arguments))
-    return [(2, leaving), *arriving.items()]

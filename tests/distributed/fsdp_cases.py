@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,14 +14,12 @@ from unittest import mock
 import engine_cases
 import torch
 import torch.distributed as dist
-from engine_cases import accumulate, full_state, saved_state, shared_folder, short_engine, short_step, trajectory
-from engine_steps import Case, Collectives, run_all
+from engine_cases import Case, accumulate, run_all, short_engine, short_step, trajectory
 from flash_on_cpus import attention_of_gpus
-from packed_batches import random_batch
-from small_run import MODEL, weights
+from small_run import MODEL, random_batch, weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_encdec.base.types import ConfigError, DsEncDecError
-from ds_encdec.engine.protocol import StagedSave
+from ds_encdec.base.types import DsEncDecError
 from ds_encdec.engine.sharded_engine import StagingArea
 
 
@@ -33,75 +32,42 @@ def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
 
 def compiled_trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
     """`trajectory` of compiled layers, whose graphs run as they are captured: what inductor makes of them is tested
-    in tests/model, and takes minutes here.
-    """
+    in tests/model, and takes minutes here."""
     capture = partial(torch.compile, backend="aot_eager")
     with attention_of_gpus(), mock.patch.object(torch, "compile", lambda forward, options: capture(forward)):
         return trajectory(steps, **overrides)
 
 
-def reloading(directory: str, **overrides: Any) -> dict[str, torch.Tensor]:
-    """What an engine holds after loading what another start of ranks has saved."""
-    engine = short_engine(source=None, **overrides)
-    engine.load(saved_state(Path(directory)))
-    state = full_state(engine)
-    rate = short_step(engine, 2)["learning_rate"]
-    engine.close()
-    return {"state": state, "learning_rate": rate}
-
-
-def untrained_state(**overrides: Any) -> dict[str, torch.Tensor]:
+def lacking_memory(**overrides: Any) -> str:
+    """What each rank says when rank 1 has no memory for the copies of a save."""
     engine = short_engine(**overrides)
-    tensors = {key: tensor.full_tensor() for key, tensor in engine.stage(Path(), copy=True).write.args[0].items()}
-    engine.close()
-    return tensors
-
-
-def host_copies(directory: str, **overrides: Any) -> dict[str, str]:
-    """Where the tensors of a save are, whether writing them asks for a GPU, and what is said where memory is short."""
-    folder = shared_folder(directory)
-    engine = short_engine(**overrides)
-    live = engine._parameters["shared.weight"].to_local().data_ptr()
-
-    def staged(copy: bool) -> tuple[StagedSave, int]:
-        save = engine.stage(folder, copy=copy)
-        return save, save.write.args[0]["weight.shared.weight"].to_local().data_ptr()
-
-    _, at_first = staged(copy=False)
-    background, kept = staged(copy=True)
-    _, afterwards = staged(copy=False)
-    found = {
-        "at first": "live" if at_first == live else "elsewhere",
-        "in the background": "kept" if kept != live else "live",
-        "at once, afterwards": "kept" if afterwards == kept else "elsewhere",
-    }
-    loader = "torch.distributed.checkpoint.filesystem._OverlappingCpuLoader"
-    with mock.patch("torch.cuda.is_available", return_value=True), mock.patch(loader, side_effect=AssertionError):
-        background.write()
-    found["written"] = "without a GPU"
     failing = mock.patch.object(StagingArea, "_copy", side_effect=MemoryError("no more"))
-    with failing if dist.get_rank() == 1 else nullcontext():
-        try:
-            engine.stage(folder, copy=True)
-            found["no memory on rank 1"] = "staged"
-        except DsEncDecError as error:
-            found["no memory on rank 1"] = f"{type(error).__name__}: {error}"
-    engine.close()
-    return found
-
-
-def indivisible_ranks(**overrides: Any) -> dict[str, str]:
     try:
-        short_engine(**overrides)
-    except ConfigError as error:
-        return {"refused": str(error)}
-    return {}
+        with failing if dist.get_rank() == 1 else nullcontext():
+            engine.stage(Path("never-written"), copy=True)
+    except DsEncDecError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        engine.close()
+    return "staged"
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives called inside, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.calls[func.__name__.split(".")[0].strip("_")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def communication(**overrides: Any) -> dict[str, Any]:
     """Collectives of the micro-batches, two, of an optimizer step; and what a rank of this engine asks its source for,
-    and holds of each parameter and moment.
-    """
+    and holds of each parameter and moment."""
     asked: dict[str, int] = {}
 
     def recorded(name: str, rows: slice = slice(None), /) -> torch.Tensor:
@@ -123,4 +89,4 @@ def communication(**overrides: Any) -> dict[str, Any]:
         accumulate(engine, [random_batch(seed, MODEL.vocab_size) for seed in (0, 1)])
     engine.step()
     engine.close()
-    return result | {"calls": dict(counted.calls), "bytes": dict(counted.bytes)}
+    return result | {"calls": dict(counted.calls)}

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_steps import train_on
-from small_run import LORA, MODEL, lane_batches, run_config, weights
+from small_run import LORA, MODEL, lane_batches, run_config, train_on, weights
 from torch_oracle import TorchOracle
 
 from ds_encdec.base.types import Batch

@@ -1,30 +1,32 @@
-"""The run that all engines are compared on: a tiny model, its weights, its lanes of micro-batches."""
+"""The run that all engines are compared on: a tiny model, its weights, its lanes of micro-batches, and a step."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from packed_batches import random_batch
 from torch import Tensor
 
-from ds_encdec.base.types import Batch
+from ds_encdec.base.types import IGNORE_INDEX, Batch, LossSum, StepResult
 from ds_encdec.config.schema import FullConfig, InfraConfig
+from ds_encdec.engine.protocol import Veto
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import merged_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import is_adapter
+from ds_encdec.registry.denoisers import DENOISERS
 
 ACCUMULATION = 3  # a first micro-batch, a last one, and one that is neither
 SHORT_ACCUMULATION = 2
+LANES = 4  # of a step of SHORT_ACCUMULATION micro-batches on each of two ranks
 STEPS = 8  # the whole schedule
 # The warmup and one more. With more of them, rounding grows beyond what is told apart from a fault.
 SHORT_STEPS = 3
 REGULARIZED = {"residual_dropout": 0.1, "attention_dropout": 0.2, "label_smoothing": 0.1, "z_loss": 1e-2}
-OWN_OPTIMIZER = {"optimizer": "own_optimizers:Momentum", "optimizer_args": {"beta": 0.8}}
+OWN_OPTIMIZER = {"optimizer": "small_run:Momentum", "optimizer_args": {"beta": 0.8}}
 
 
 def small_model(**changed: Any) -> Qwen3Seq2SeqConfig:
@@ -45,8 +47,7 @@ def small_model(**changed: Any) -> Qwen3Seq2SeqConfig:
 
 
 MODEL = small_model()
-SHORT_MODEL = small_model(num_hidden_layers=1)
-"""MODEL's first layers, for runs of ZeRO whose subject is not the layers: going on, loading, refusing."""
+SHORT_MODEL = small_model(num_hidden_layers=1)  # for runs whose subject is not the layers: going on, loading, refusing
 
 
 def run_config(**overrides: Any) -> FullConfig:
@@ -88,8 +89,7 @@ def generating_weights(saved: Mapping[str, Tensor], **overrides: Any) -> dict[st
 
 LORA: dict[str, Any] = {"lora": {"r": 4, "lora_dropout": 0.0}}
 NF4: dict[str, Any] = {"lora": LORA["lora"] | {"quantize": "nf4"}}
-FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}
-"""Runs that train adapters, and the decoder's attention and norms, alone."""
+FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}  # all but the decoder's attention, norms
 
 
 @functools.cache
@@ -114,12 +114,95 @@ def lane_batches(
 
     They differ in target tokens, and the one of the step and lane `empty` has none.
     """
-    lanes = range(accumulation * world_size)
     return [
         dataclasses.replace(
             random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == empty else None),
             lane=lane,
             number=step,
         )
-        for lane in lanes
+        for lane in range(accumulation * world_size)
     ]
+
+
+def train_on(
+    engine: Any, mine: Sequence[Batch], target_tokens: int, veto: Veto | None = None, poison: bool = False
+) -> tuple[float, StepResult]:
+    """One optimizer step of an engine, or of the oracle, on the lanes of a rank; the sum of their losses, NaN with
+    `poison`."""
+    total = 0.0
+    for index, batch in enumerate(mine):
+        loss = engine.forward(batch)
+        total += float(loss.total.detach())
+        if poison:
+            loss = LossSum(loss.total * float("nan"), loss.by_denoiser, loss.tokens_by_denoiser)
+        engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
+    return total, engine.step(veto)
+
+
+ENCODER_TOKENS = 48
+DECODER_TOKENS = 40
+MAX_EXAMPLES = 6
+
+
+def random_batch(seed: int, vocab_size: int, examples: int | None = None) -> Batch:
+    """A micro-batch of `examples` (default: 1 to 4, by the seed) documents, padded to the fixed budgets."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, count: int) -> list[int]:
+        return torch.randint(low, high, (count,), generator=draw).tolist()
+
+    count = integers(1, 5, 1)[0] if examples is None else examples
+    encoder_lengths = integers(1, ENCODER_TOKENS // 4 + 1, count)
+    decoder_lengths = integers(1, DECODER_TOKENS // 4 + 1, count)
+    denoisers = integers(0, len(DENOISERS), count)
+    targets = torch.randint(0, vocab_size, (sum(decoder_lengths),), generator=draw)
+    denoiser_ids = torch.tensor(
+        [id for id, length in zip(denoisers, decoder_lengths, strict=True) for _ in range(length)]
+    )
+    return Batch(
+        encoder_ids=torch.randint(0, vocab_size, (ENCODER_TOKENS,), generator=draw),
+        decoder_input_ids=torch.randint(0, vocab_size, (DECODER_TOKENS,), generator=draw),
+        labels=padded(targets, DECODER_TOKENS, IGNORE_INDEX),
+        encoder_positions=positions(encoder_lengths, ENCODER_TOKENS),
+        decoder_positions=positions(decoder_lengths, DECODER_TOKENS),
+        encoder_cu_seqlens=boundaries(encoder_lengths),
+        decoder_cu_seqlens=boundaries(decoder_lengths),
+        denoiser_ids=padded(denoiser_ids, DECODER_TOKENS, 0),
+        encoder_lengths=tuple(encoder_lengths),
+        decoder_lengths=tuple(decoder_lengths),
+    )
+
+
+def padded(values: Tensor, length: int, fill: int) -> Tensor:
+    return torch.cat([values.to(torch.int64), torch.full((length - len(values),), fill, dtype=torch.int64)])
+
+
+def positions(lengths: list[int], total: int) -> Tensor:
+    return padded(torch.cat([torch.arange(n) for n in lengths] + [torch.arange(0)]), total, 0)
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return torch.cat([ends, ends[-1:].expand(MAX_EXAMPLES + 1 - len(ends))]).to(torch.int32)
+
+
+class Momentum(torch.optim.Optimizer):
+    """Steps by the mean of gradients: one moment, a counter that is a number, decoupled weight decay."""
+
+    def __init__(self, params: Any, lr: float, beta: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.beta = beta
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(parameter))
+                state["step"] += 1
+                mean: Tensor = state["exp_avg"].lerp_(parameter.grad, 1 - self.beta)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(mean, alpha=-group["lr"] / (1 - self.beta ** state["step"]))

@@ -8,14 +8,13 @@ named them or the owner has waited for them by then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from engine_cases import accumulate, own_batches, short_engine, short_step
-from engine_steps import Case, run_all
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -172,10 +171,6 @@ def streams() -> Iterator[StandInDevice]:
         device,
     ):
         yield device
-
-
-def run_cases(cases: Sequence[Case]) -> dict[str, Any]:
-    return run_all(cases, globals())
 
 
 def waits_of_streams(**overrides: Any) -> dict[str, Any]:

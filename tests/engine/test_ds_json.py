@@ -23,24 +23,14 @@ SHIPPED = Path(__file__).resolve().parents[2] / "ds_configs"
 
 VARIANTS: dict[str, list[str]] = {
     "zero0": ["infra.sharding_stage=zero0", "infra.offload_optimizer=none"],
-    "zero1": ["infra.sharding_stage=zero1", "infra.offload_optimizer=none"],
     "zero2 offload": ["infra.sharding_stage=zero2"],
-    "zero3": ["infra.offload_optimizer=none"],
-    "zero3 offload": [],
     "zero3 offload all": ["infra.offload_params=cpu"],
     "zero3 hybrid": ["infra.sharding_stage=zero3_hybrid"],
-    "fp16": ["training.bf16=false", "training.fp16=true"],
-    "fp32": ["training.bf16=false"],
-    "no clipping": ["training.max_grad_norm=0"],
-    "WarmupLR": ["training.lr_scheduler_type=WarmupLR"],
+    "fp16, no clipping": ["training.bf16=false", "training.fp16=true", "training.max_grad_norm=0"],
     "WarmupCosineLR": ["training.lr_scheduler_type=WarmupCosineLR"],
-    "log warm-up": ["training.warmup_type=log"],
     "cosine": ["training.lr_scheduler_type=cosine"],
-    "wsd": ["training.lr_scheduler_type=wsd"],
     "extra": ["infra.deepspeed_extra={zero_optimization: {sub_group_size: 1e8}, wall_clock_breakdown: true}"],
 }
-
-
 EIGHT_GPUS: dict[str, Any] = {"world_size": 8, "gradient_accumulation_steps": 8, "device": "cuda"}
 
 
@@ -84,7 +74,6 @@ def test_adam_takes_the_rendered_parameters() -> None:
 
 ZERO1, ZERO2, NO_BF16 = "infra.sharding_stage=zero1", "infra.sharding_stage=zero2", "training.bf16=false"
 HYBRID, RECOMPUTED = "infra.sharding_stage=zero3_hybrid", "training.activation_checkpointing=full"
-ZERO0 = ["infra.sharding_stage=zero0", "infra.offload_optimizer=none"]
 FLOAT32_SUMS = extra("{data_types: {grad_accum_dtype: fp32}}")
 RATIO = "{zero_optimization: {offload_optimizer: {ratio: %s}}}"
 WHOLE_LAYERS = list(Qwen3PreTrainedModel._no_split_modules)
@@ -94,36 +83,24 @@ RENDERED: dict[str, list[tuple[list[str], dict[str, Any], Any]]] = {
     "zero_optimization.offload_optimizer": [([], {}, {"device": "cpu", "pin_memory": True})],
     "zero_optimization.offload_optimizer.pin_memory": [([], {"device": "cpu"}, False)],
     "zero_optimization.offload_optimizer.ratio": [([extra(RATIO % 1)], {}, 1)],
-    "zero_optimization.offload_param": [([], {}, None)],
-    "zero_optimization.offload_param.pin_memory": [(["infra.offload_params=cpu"], {"device": "cpu"}, False)],
+    # FSDP's word for everything, which DeepSpeed's own tools would ignore, offloads what takes the most.
+    "zero_optimization.offload_param": [([], {}, None), (["infra.fsdp_cpu_offload=true"], {}, None)],
     "zero_optimization.overlap_comm": [([], {"device": "cpu"}, False)],
-    "zero_optimization.zenflow": [([extra("{zero_optimization: {zenflow: null}}")], {}, None)],
-    "timers.throughput.enabled": [
-        ([], {}, False),
-        ([extra("{timers: {throughput: {enabled: true, synchronized: false}}}")], {}, True),
-    ],
+    "timers.throughput.enabled": [([], {}, False)],
     "optimizer.params.fused": [
         ([], {}, True),
-        ([extra("{optimizer: {params: {fused: false}}}")], {}, False),
         ([extra("{optimizer: {params: {foreach: true}}}")], {}, None),
-        ([extra("{optimizer: {params: {torch_adam: null, bias_correction: true}}}")], {}, True),
     ],
-    "optimizer.params.foreach": [([extra("{optimizer: {params: {foreach: true}}}")], {}, True)],
     "optimizer.params.bias_correction": [([extra("{optimizer: {params: {bias_correction: true}}}")], {}, None)],
     "optimizer.params.torch_adam": [([extra("{optimizer: {params: {torch_adam: null}}}")], {}, True)],
-    "optimizer.params.amsgrad": [([extra("{optimizer: {params: {amsgrad: false}}}")], {}, False)],
     # Gradients are summed over ranks as over micro-batches.
     "communication_data_type": [
         ([], {}, "fp32"),
-        ([ZERO2], {}, "fp32"),
         ([], {"world_size": 1}, None),  # nothing is summed
         ([ZERO1], {}, None),  # accumulates in bfloat16
         ([ZERO1, FLOAT32_SUMS], {"world_size": 1}, "fp32"),
-        (ZERO0, {}, None),
         ([NO_BF16], {}, None),
-        ([NO_BF16, "training.fp16=true"], {}, None),
         ([extra("{communication_data_type: bf16}")], {}, "bf16"),
-        ([extra("{data_types: {grad_accum_dtype: bf16}}")], {}, None),
         ([extra("{zero_optimization: {zero_quantized_gradients: true}}")], {}, None),
     ],
     # Whole layers are gathered where all is trained.
@@ -132,19 +109,15 @@ RENDERED: dict[str, list[tuple[list[str], dict[str, Any], Any]]] = {
         ([ZERO2], {}, None),
         (["training.freeze=[shared.*]"], {}, None),
         (["model.lora={}"], {}, None),
-        ([extra("{zero_optimization: {leaf_module: {classes: []}}}")], {}, []),
     ],
     # Torch's linear layers stay where whole layers are recomputed.
     "zero_optimization.memory_efficient_linear": [
         ([RECOMPUTED], {}, False),
         (["training.activation_checkpointing=every_n"], {}, True),
-        ([RECOMPUTED, "model.lora={}"], {}, None),  # gathered module by module
-        ([RECOMPUTED, extra("{zero_optimization: {memory_efficient_linear: true}}")], {}, True),
     ],
     # A hybrid's partition is a node; what the JSON says counts, not what it replaces.
     "zero_optimization.zero_hpz_partition_size": [
         ([HYBRID], {"world_size": 16, "ranks_per_node": 8}, 8),
-        ([HYBRID], {}, 8),
         ([HYBRID, "infra.hybrid_shard_size=4"], {"world_size": 16, "ranks_per_node": 8}, 4),
         ([HYBRID, extra("{zero_optimization: {zero_hpz_partition_size: 3}}")], {"world_size": 12}, 3),
     ],
@@ -178,7 +151,6 @@ def test_extra_keys_replace_our_choices_and_leave_the_configuration_alone() -> N
     [
         ("{optimizer: {params: {amsgrad: true}}}", r"amsgrad.*only false works here: checkpoints hold two moments"),
         (RATIO % 0.5, r"ratio.*only 1\.0 works here: DeepSpeed's check"),
-        ("{zero_optimization: {zenflow: {topk_ratio: 0.1}}}", r"zenflow.*checkpoints do not hold"),
         ("{zero_optimization: {zenflow: {}}}", r"zenflow.*checkpoints do not hold"),
     ],
 )
@@ -204,8 +176,6 @@ def test_places_that_do_not_fit_and_a_json_that_was_never_read_are_refused(tmp_p
     ("overrides", "expected"),
     [
         ([ZERO1], True),
-        (ZERO0, True),
-        ([ZERO2], False),
         ([], False),
         ([ZERO1, NO_BF16], False),
         ([ZERO1, FLOAT32_SUMS], False),
@@ -216,12 +186,9 @@ def test_which_runs_accumulate_in_bf16(overrides: list[str], expected: bool) -> 
     assert not accumulates_in_bf16(render(overrides, gradient_accumulation_steps=1))
 
 
-@pytest.mark.parametrize("name", ["zero1.json", "zero2.json", "zero3_offload.json"])
-def test_shipped_jsons_say_what_we_render_anyway(name: str) -> None:
-    config = load_config(None, (), SHIPPED / name)
-    stage, offload = config.infra.sharding_stage, config.infra.offload_optimizer
-    plain = render([f"infra.sharding_stage={stage}", f"infra.offload_optimizer={offload}"])
-    assert render_deepspeed_json(config, **EIGHT_GPUS) == plain
+def test_a_shipped_json_says_what_we_render_anyway() -> None:
+    config = load_config(None, (), SHIPPED / "zero3_offload.json")
+    assert render_deepspeed_json(config, **EIGHT_GPUS) == render([])
 
 
 def test_rendering_needs_neither_torch_nor_deepspeed() -> None:

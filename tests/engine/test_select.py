@@ -20,7 +20,6 @@ from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2, select
 from ds_encdec.engine.select import attention_kernel, check_engine, create_engine, fallback_engine, resolve_engine
-from ds_encdec.engine.sharded_engine import compute_dtype
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World, discover, free_port
 from ds_encdec.model import attention_kernels
@@ -29,7 +28,6 @@ from ds_encdec.registry.engines import EngineName
 
 MODEL = Qwen3Seq2SeqConfig(num_hidden_layers=1)
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
-ZERO0 = {"sharding_stage": "zero0", "offload_optimizer": "none"}
 
 
 def configured(training: dict[str, Any] | None = None, **infra: Any) -> FullConfig:
@@ -58,12 +56,10 @@ OFFLOADED = {"offload_params": "cpu", "offload_optimizer": "none"}
     [
         (configured(distributed_type="deepspeed"), "deepspeed", None),
         (configured(distributed_type="fsdp"), "fsdp", None),
-        (configured(distributed_type="ddp", **ZERO0), "fsdp", None),
         (configured(distributed_type="auto"), "deepspeed", "fsdp"),
         (configured(distributed_type="auto", **OFFLOADED), "deepspeed", None),
         (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp", None),
         (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp", None),
-        (configured({"torch_compile": True}, distributed_type="auto"), "deepspeed", "fsdp"),
     ],
 )
 def test_the_engine_of_a_configuration_and_its_place_if_it_is_broken(
@@ -144,29 +140,25 @@ def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, k
 
 
 @pytest.mark.parametrize(
-    ("device", "capability", "flash", "is_slow", "said"),
+    ("device", "capability", "is_slow", "said"),
     [
-        ("cuda", (9, 0), True, False, "torch.nn.attention.varlen"),
-        ("cuda", (7, 0), True, True, "one call per document (flash kernels need compute capability 8.0"),
-        ("cuda", (7, 0), False, False, "one call per document (model.use_flash_attention=false)"),
-        ("cpu", (0, 0), True, False, "one call per document (there is no flash kernel for cpu devices)"),
+        ("cuda", (9, 0), False, "torch.nn.attention.varlen"),
+        ("cuda", (7, 0), True, "one call per document (flash kernels need compute capability 8.0"),
+        ("cpu", (0, 0), False, "one call per document (there is no flash kernel for cpu devices)"),
     ],
 )
 def test_what_attention_runs_in_is_known_and_warned_of_once(
     device: str,
     capability: tuple[int, int],
-    flash: bool,
     is_slow: bool,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The GPU's capability and its kernel's trial are stand-ins. A fallback on a GPU is a warning."""
     monkeypatch.setattr(attention_kernels, "_failure", lambda *_: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(fsdp2, "FSDP2Engine", lambda *_: None)
-    given = {"infra": {"distributed_type": "fsdp"}, "model": {"use_flash_attention": flash}}
-    config = FullConfig.model_validate({**given, "training": {"torch_compile": False}})
+    config = configured({"torch_compile": False}, distributed_type="fsdp")
     place = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with caplog.at_level(logging.INFO):
         for rank in (0, 1):
@@ -193,7 +185,6 @@ def test_what_attention_runs_in_is_known_and_warned_of_once(
             ["infra.deepspeed_extra does nothing under FSDP2: zero_optimization"],
         ),
         (FullConfig.from_yaml(QUICKSTART, ["infra.distributed_type=fsdp"]), False, []),
-        (configured(distributed_type="fsdp"), False, []),
     ],
 )
 def test_what_is_not_as_asked_is_said_once(
@@ -212,13 +203,6 @@ def test_what_is_not_as_asked_is_said_once(
     assert len(caplog.messages) == len(warnings)
     for message, wanted in zip(caplog.messages, warnings, strict=True):
         assert wanted in message
-
-
-@pytest.mark.parametrize(
-    ("given", "dtype"), [({"fp16": True}, torch.float16), ({"bf16": True}, torch.bfloat16), ({}, torch.float32)]
-)
-def test_compute_dtype(given: dict[str, Any], dtype: torch.dtype) -> None:
-    assert compute_dtype(configured({"bf16": False, **given}).training) is dtype
 
 
 @pytest.mark.parametrize("kind", ["deepspeed", "fsdp"])

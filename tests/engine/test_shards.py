@@ -1,8 +1,9 @@
-"""Where parameters lie in flat tensors, how one is filled, its Adam state, and the loss scale of float16."""
+"""Shards of flat tensors, their Adam states, the loss scale of float16, and the copies of saves in host memory."""
 
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,23 +13,12 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from torch import Tensor, nn
 
 from ds_encdec.config.schema import TrainingConfig
 from ds_encdec.engine.deepspeed.private import loss_scaler_state, optimizer_state, set_loss_scaler_state
-from ds_encdec.engine.protocol import Piece, end_to_end, own_parts
-from ds_encdec.engine.sharded_engine import Shard, set_step
-
-NUMELS = {"a": 7, "b": 1, "c": 6}
-
-
-def engine_with(scaler: Any) -> DeepSpeedEngine:
-    return cast(DeepSpeedEngine, SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)))
-
-
-def dynamic_scaler() -> DynamicLossScaler:
-    return DynamicLossScaler(
-        init_scale=2.0**16, scale_window=4, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False
-    )
+from ds_encdec.engine.protocol import Piece, own_parts
+from ds_encdec.engine.sharded_engine import Shard, StagingArea, set_step
 
 
 def test_a_shard_is_filled_by_ranges_and_its_padding_zeroed() -> None:
@@ -38,6 +28,16 @@ def test_a_shard_is_filled_by_ranges_and_its_padding_zeroed() -> None:
     assert shard.weights.tolist() == [2, 3, 4, 0, 20, 21, 0, 0]
     shard.fill(shard.weights, lambda name, start, stop: torch.tensor([30.0, 31.0])[start:stop], only="b")
     assert shard.weights.tolist() == [2, 3, 4, 0, 30, 31, 0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_the_parts_of_all_ranks_are_every_element_once(ranks: int) -> None:
+    """Also where a parameter has fewer elements than there are ranks."""
+    numels = {"a": 7, "b": 1, "c": 6}
+    parts = [list(own_parts(numels, rank, ranks)) for rank in range(ranks)]
+    for name, numel in numels.items():
+        held = [range(piece.start, piece.start + piece.length) for own in parts for piece in own if piece.name == name]
+        assert [element for elements in held for element in elements] == list(range(numel))
 
 
 def test_a_state_made_for_torch_is_what_its_own_first_step_makes() -> None:
@@ -53,15 +53,24 @@ def test_a_state_made_for_torch_is_what_its_own_first_step_makes() -> None:
         assert (made[key].dtype, made[key].requires_grad) == (value.dtype, False)
 
 
-@pytest.mark.parametrize(("options", "device"), [({"fused": True}, "meta"), ({"foreach": True}, "cpu"), ({}, "cpu")])
-def test_a_fused_kernel_counts_where_the_weights_are(options: dict[str, bool], device: str) -> None:
-    """As its own first step would. A device without data stands in for a GPU."""
+@pytest.mark.parametrize(("options", "device"), [({"fused": True}, "meta"), ({}, "cpu")])
+def test_a_fused_kernel_counts_where_the_weights_are(options: dict[str, Any], device: str) -> None:
     weights = torch.ones(4, device="meta", requires_grad=True)
-    state = optimizer_state(torch.optim.AdamW([weights], **options), weights, TrainingConfig())  # type: ignore[arg-type]
+    state = optimizer_state(torch.optim.AdamW([weights], **options), weights, TrainingConfig())
     assert (state["step"].device.type, state["exp_avg"].device.type) == (device, "meta")
 
 
-@pytest.mark.parametrize("before", range(12))
+def engine_with(scaler: Any) -> DeepSpeedEngine:
+    return cast(DeepSpeedEngine, SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler)))
+
+
+def dynamic_scaler() -> DynamicLossScaler:
+    return DynamicLossScaler(
+        init_scale=2.0**16, scale_window=4, min_scale=1.0, delayed_shift=2, consecutive_hysteresis=False
+    )
+
+
+@pytest.mark.parametrize("before", [3, 7])
 def test_a_loss_scale_goes_on_as_if_never_interrupted(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deepspeed.comm.get_rank", lambda: 1)  # the scaler logs on rank 0
     overflows = [index in (2, 3, 5, 14) for index in range(24)]
@@ -76,29 +85,61 @@ def test_a_loss_scale_goes_on_as_if_never_interrupted(before: int, monkeypatch: 
 
 
 def test_without_a_dynamic_loss_scale_there_is_nothing_to_carry_over() -> None:
-    static = LossScaler(scale=1.0)
+    static, fresh = LossScaler(scale=1.0), dynamic_scaler()
     assert loss_scaler_state(engine_with(static)) is None
     set_loss_scaler_state(engine_with(static), {"scale": 8.0})
-    assert static.cur_scale == 1.0
-    fresh = dynamic_scaler()
     set_loss_scaler_state(engine_with(fresh), None)
-    assert fresh.cur_scale == 2.0**16
+    assert (static.cur_scale, fresh.cur_scale) == (1.0, 2.0**16)
 
 
-def test_whole_parameters_follow_each_other_with_their_padding() -> None:
-    assert list(end_to_end(NUMELS)) == [Piece("a", 0, 7, 0), Piece("b", 0, 1, 7), Piece("c", 0, 6, 8)]
-    assert [piece.offset for piece in end_to_end(NUMELS, [1, 3, 0])] == [0, 8, 12]
-    with pytest.raises(ValueError, match="shorter"):
-        list(end_to_end(NUMELS, [1, 3]))
+def tied_state() -> tuple[dict[str, Any], Tensor]:
+    """A tensor, a view of it and its transpose, beside one of its own; and the first."""
+    flat = torch.arange(12.0)
+    parameter = nn.Parameter(flat.view(3, 4))
+    state = OrderedDict(flat=flat, part=[flat[4:8]], matrix=(parameter.t(), torch.Size([3])), own=torch.ones(5), step=3)
+    return state, flat
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_the_parts_of_all_ranks_are_every_element_once(ranks: int) -> None:
-    """Also where a parameter has fewer elements than there are ranks."""
-    parts = [list(own_parts(NUMELS, rank, ranks)) for rank in range(ranks)]
-    for name, numel in NUMELS.items():
-        held = [range(piece.start, piece.start + piece.length) for own in parts for piece in own if piece.name == name]
-        assert [element for elements in held for element in elements] == list(range(numel))
-    sizes = {name: -(-numel // ranks) for name, numel in NUMELS.items()}
-    for own in parts:  # padding keeps the place of each parameter the same on all ranks
-        assert all(piece.offset == sum(list(sizes.values())[: list(sizes).index(piece.name)]) for piece in own)
+@pytest.mark.parametrize("copied", [True, False])
+def test_shared_storage_stays_shared_and_counts_once(copied: bool) -> None:
+    state, flat = tied_state()
+    num_bytes, taken = StagingArea(pin_memory=False).take_all(state, copy=copied)
+    assert isinstance(taken, OrderedDict)
+    assert (taken["matrix"][1:], taken["step"]) == ((torch.Size([3]),), 3)
+    assert num_bytes == (12 + 5) * 4
+    for found, given in ((taken["part"][0], flat[4:8]), (taken["matrix"][0], flat.view(3, 4).t())):
+        assert torch.equal(found, given)
+        assert found.untyped_storage().data_ptr() == taken["flat"].untyped_storage().data_ptr()
+        assert not found.requires_grad
+    flat.zero_()
+    assert bool(taken["part"][0].any()) is copied
+
+
+def test_later_saves_use_the_memory_of_the_first_copy() -> None:
+    area = StagingArea(pin_memory=False)
+    state, flat = tied_state()
+    assert area.take_all(state, copy=False)[1]["flat"].data_ptr() == flat.data_ptr()
+    _, first = area.take_all(state, copy=True)
+    _, second = area.take_all({"a": torch.full((12,), 7.0), "b": torch.zeros(9)}, copy=True)
+    assert second["a"].data_ptr() == first["flat"].data_ptr() != flat.data_ptr()
+    assert (first["flat"].tolist(), first["own"].tolist()) == ([7.0] * 12, [1.0] * 5)
+    assert second["b"].tolist() == [0.0] * 9  # another size: new memory
+    assert area.take_all(state, copy=False)[1]["flat"].data_ptr() == first["flat"].data_ptr()
+
+
+def test_copies_go_on_in_pageable_memory_where_none_can_be_locked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    empty = torch.empty
+
+    def refuse(*sizes: int, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(*sizes, **options)
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    _, taken = StagingArea(pin_memory=True).take_all(tied_state()[0], copy=True)
+    assert taken["flat"].tolist() == list(range(12))
+    (warning,) = caplog.messages
+    assert "pageable memory" in warning
+    assert "CUDA error: out of memory" in warning

