@@ -40,7 +40,6 @@ def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
 
 
 def oracle_trajectory(world_size: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What engine_cases.trajectory must find for a case, from the oracle, on the lanes of `world_size` ranks."""
     asked = {field: given[field] for field in ("steps", *ORACLE_FIELDS) if field in given}
     return _oracle_trajectory(world_size, json.dumps(asked))
 
@@ -89,7 +88,7 @@ def assert_identical(found: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def assert_skips_leave_no_trace(skipped: list[dict[str, Any]], clean: list[dict[str, Any]]) -> None:
-    """The steps of `engine_steps.skipping_steps`, beside those of a run that never saw the third and the fifth."""
+    """The steps of `engine_cases.skipping`, beside those of a run that never saw the third and the fifth."""
     first, second, vetoed, third, not_finite, fourth = skipped
     assert [first, second, third, fourth] == clean  # losses, norms, rates: equal to the bit
     for refused, following in ((vetoed, third), (not_finite, fourth)):

@@ -1,8 +1,4 @@
-"""Start real ranks on this machine: one process each, gloo between them, none left behind.
-
-`run_ranks("commit_cases.py:unshared", 2, {...})` runs the function in every rank, inside an initialised process group,
-and returns its results in rank order. The file is looked for beside this one.
-"""
+"""Start real ranks on this machine: one process each, gloo between them, none left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +22,7 @@ _servers: dict[EngineName, subprocess.Popen[str]] = {}
 
 
 class RankFailure(AssertionError):
-    """A rank or the server failed, or none ended in time; the message holds the end of every rank's output."""
+    """A rank or the server failed, or none ended in time; with the end of every rank's output."""
 
 
 def run_ranks(
@@ -36,10 +32,8 @@ def run_ranks(
     engine: EngineName = "deepspeed",
     timeout_seconds: float = 1800.0,
 ) -> list[Any]:
-    """Call `target` ("file.py:function") with `arguments` in `world_size` processes; their results by rank.
-
-    Only ranks for the engine `deepspeed` have imported that.
-    """
+    """Call `target` ("file.py:function", beside this file) with `arguments` in `world_size` processes inside a process
+    group; their results by rank. Only ranks for the engine `deepspeed` have imported that."""
     with TemporaryDirectory(prefix="ranks-") as scratch:
         folder = Path(scratch)
         torch.save(arguments or {}, folder / "arguments.pt")

@@ -1,8 +1,7 @@
 """The process that `run_ranks` forks its ranks from: `python rank_server.py ENGINE` imports once what takes seconds.
 
 It reads requests as lines of JSON and answers each with one: what went wrong, or null. It ends with its input or its
-parent, and its ranks with it. Forked ranks share the seed of string hashes, and end by `os._exit`; the tests of the
-real launchers cover both.
+parent, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def module_of(target: str) -> str:
 
 
 def _wait(processes: list[ForkProcess], timeout_seconds: float) -> str | None:
-    """Wait for all; what went wrong, or None. After a first failure the others get GRACE_SECONDS."""
     deadline = time.monotonic() + timeout_seconds
     problem = None
     while any(process.exitcode is None for process in processes):

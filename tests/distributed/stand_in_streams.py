@@ -23,7 +23,7 @@ Seen = dict["StandInStream", int]
 
 
 class StandInStream:
-    """A stream of no device. `works`: how many it was given. `seen`: whose works its next one follows."""
+    """`works`: how many it was given. `seen`: whose works its next one follows."""
 
     def __init__(self, device: StandInDevice, name: str) -> None:
         self._device, self.name = device, name
@@ -174,8 +174,7 @@ def streams() -> Iterator[StandInDevice]:
 
 
 def waits_of_streams(**overrides: Any) -> dict[str, Any]:
-    """What waits for what, and what is overwritten, in the fourth step on a device with streams; and the losses
-    of the three before."""
+    """What waits for what, and what is overwritten, in the fourth step; and the losses of the three before."""
     with streams() as device:
         engine = short_engine(**overrides)
         losses = [short_step(engine, step)["loss"] for step in range(3)]

@@ -34,7 +34,6 @@ def error_of(action: Any) -> tuple[str, str]:
 
 
 def agree() -> dict[str, Any]:
-    """Every way of agreeing, with the failing rank chosen so that the other one must learn of it."""
     collectives = HostCollectives()
     rank = collectives.rank
 
@@ -61,11 +60,10 @@ def agree() -> dict[str, Any]:
 
 
 class SlowShards:
-    """An engine of one shard per rank, which takes `seconds` to write where the rank is `slow_rank`."""
+    """An engine of one shard per rank, whose last rank takes `seconds` to write it."""
 
-    def __init__(self, num_bytes: int = 100, slow_rank: int = -1, seconds: float = 0.0) -> None:
-        self._num_bytes = num_bytes
-        self._seconds = seconds if dist.get_rank() == slow_rank else 0.0
+    def __init__(self, num_bytes: int = 100, seconds: float = 0.0) -> None:
+        self._num_bytes, self._seconds = num_bytes, seconds * dist.get_rank()
 
     def stage(self, folder: Path, *, copy: bool) -> StagedSave:
         def write() -> list[Path]:
@@ -76,8 +74,7 @@ class SlowShards:
 
         return StagedSave(self._num_bytes, write)
 
-    def close(self) -> None:
-        """Nothing was taken."""
+    def close(self) -> None: ...
 
 
 def save(manager: CheckpointManager, step: int, engine: Any, *pointers: str, in_background: bool = False) -> None:
@@ -97,10 +94,15 @@ def find(manager: CheckpointManager, resume: str) -> Checkpoint | None:
     return find_checkpoint(manager.folder, HostCollectives(), resume)
 
 
-def save_and_find(folder: str) -> dict[str, Any]:
-    """Commit two steps, damage the newer one's shard of rank 1, look for what to resume from."""
+def prepared(folder: str | Path) -> CheckpointManager:
     manager = CheckpointManager(Path(folder), HostCollectives(), engine_name="test", keep=None)
     manager.prepare()
+    return manager
+
+
+def save_and_find(folder: str) -> dict[str, Any]:
+    """Commit two steps, damage the newer one's shard of rank 1, look for what to resume from."""
+    manager = prepared(folder)
     for step in (1, 2):
         save(manager, step, SlowShards())
         assert problem_of(manager) is None
@@ -126,18 +128,15 @@ def save_and_find(folder: str) -> dict[str, Any]:
 
 
 def unshared(folder: str) -> tuple[str, str]:
-    """Each rank sees a folder of its own."""
     mine = Path(folder) / f"node{dist.get_rank()}"
     mine.mkdir()
-    manager = CheckpointManager(mine, HostCollectives(), engine_name="test", keep=None)
-    return error_of(manager.prepare)
+    return error_of(lambda: prepared(mine))
 
 
 def train_while_saving(folder: str) -> dict[str, Any]:
     """Collectives of the training's group go on under a save that one rank is slow to write."""
-    manager = CheckpointManager(Path(folder), HostCollectives(), engine_name="test", keep=None)
-    manager.prepare()
-    save(manager, 1, SlowShards(slow_rank=1, seconds=1.5), in_background=True)
+    manager = prepared(folder)
+    save(manager, 1, SlowShards(seconds=1.5), in_background=True)
     total = torch.zeros(1)
     for _ in range(100):
         total += 1
@@ -157,24 +156,21 @@ def train_while_saving(folder: str) -> dict[str, Any]:
 
 def fail_to_save(folder: str, engines: tuple[str, ...]) -> dict[str, Any]:
     """Rank 1 may write no file above a limit: each engine, at once and in the background, then without the limit."""
-    found: dict[str, Any] = {}
-    for name in engines:
-        for in_background in (False, True):
-            path = Path(folder) / f"{name}-{in_background}"
-            path.mkdir(exist_ok=True)
-            found[path.name] = fail_once(path, name, in_background)
-    return found
+    return {
+        f"{name}-{in_background}": fail_once(Path(folder) / f"{name}-{in_background}", name, in_background)
+        for name in engines
+        for in_background in (False, True)
+    }
 
 
 def fail_once(folder: Path, engine_name: str, in_background: bool) -> dict[str, Any]:
-    collectives = HostCollectives()
-    engine = make_engine(engine_name)
-    manager = CheckpointManager(folder, collectives, engine_name=engine_name, keep=None)
-    manager.prepare()
+    folder.mkdir(exist_ok=True)
+    engine = SlowShards(num_bytes=100_000) if engine_name == "shards" else short_engine(distributed_type=engine_name)
+    manager = prepared(folder)
     save(manager, 1, engine, "best")
     problems = [problem_of(manager)]
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if collectives.rank == 1:
+    if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, unlimited[1]))
     save(manager, 2, engine, "best", in_background=in_background)
     problems.append(problem_of(manager))
@@ -190,12 +186,6 @@ def fail_once(folder: Path, engine_name: str, in_background: bool) -> dict[str, 
     steps = sorted(committed_steps(folder))
     dist.barrier()
     return {"problems": problems, "left": left, "best": best, "steps": steps}
-
-
-def make_engine(name: str) -> Any:
-    if name == "shards":
-        return SlowShards(num_bytes=100_000)
-    return short_engine(distributed_type=name)
 
 
 def test_an_error_on_one_rank_is_raised_on_all() -> None:
