@@ -185,10 +185,11 @@ def attention_kernel(config: FullConfig, device: torch.device, head_dim: int) ->
     from ds_encdec.engine.sharded_engine import compute_dtype  # both need transformers
     from ds_encdec.model.attention_kernels import KernelQuery, choose_kernel
 
-    choice = choose_kernel(
+    kernel, reason = choose_kernel(
         KernelQuery(device, compute_dtype(config.training), head_dim, config.training.attention_dropout)
     )
-    return str(choice), device.type != "cpu" and not choice.kernel.is_flash
+    described = f"{kernel.name} ({reason})" if reason else kernel.name
+    return described, device.type != "cpu" and not kernel.is_flash
 
 
 def check_attention_dropout(config: FullConfig, device: torch.device) -> None:

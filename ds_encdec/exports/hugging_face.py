@@ -265,8 +265,8 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool
         return
     try:
         manifest = read_manifest(checkpoint.resolve())
-        size = f"{manifest.num_bytes / 1e6:,.0f} MB"
-        logger.info("Exporting the %s checkpoint (step %d, %s). This may be interrupted.", name, manifest.step, size)
+        megabytes, step = manifest.num_bytes / 1e6, manifest.step
+        logger.info("Exporting the %s checkpoint (step %d, %.0f MB). This may be interrupted.", name, step, megabytes)
         export_checkpoint(checkpoint, out, replace=True)
         logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
     except Exception as error:

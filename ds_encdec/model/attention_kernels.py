@@ -5,8 +5,8 @@ one call per document ends a graph. A GPU kernel is taken only if it agrees with
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
 from math import prod
@@ -129,27 +129,15 @@ class AttentionKernel:
     is_flash: bool = True
 
 
-@dataclass(frozen=True)
-class KernelChoice:
-    """The chosen kernel, and the names of preferred ones that are passed over, by the reason."""
-
-    kernel: AttentionKernel
-    passed_over: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        is_one = len(self.passed_over) == 1
-        reasons = [reason if is_one else f"{', '.join(of)}: {reason}" for reason, of in self.passed_over.items()]
-        return f"{self.kernel.name} ({'; '.join(reasons)})" if reasons else self.kernel.name
-
-
-def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> KernelChoice:
-    """Return the first row that is correct for `wanted`; with `flash=False`, the one that goes by document."""
-    passed_over: dict[str, list[str]] = {}
+def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> tuple[AttentionKernel, str]:
+    """Return the first row that is correct for `wanted`, and why preferred ones are passed over, or an empty text. With
+    `flash=False` it is the row that goes by document."""
+    reasons: dict[str, None] = {}
     for kernel in KERNELS[:-1] if flash else ():
         if not (reason := why_not(kernel, wanted)):
-            return KernelChoice(kernel, passed_over)
-        passed_over.setdefault(reason, []).append(kernel.name)
-    return KernelChoice(BY_DOCUMENT, passed_over)
+            return kernel, "; ".join(reasons)
+        reasons[reason] = None
+    return BY_DOCUMENT, "; ".join(reasons)
 
 
 @torch.compiler.disable
@@ -232,8 +220,8 @@ def _failure(kernel: AttentionKernel, wanted: KernelQuery) -> str:
         problem = trial_problem(lambda: _trial_error(kernel, wanted))
     if not problem:
         return ""
-    failure = f"it fails on a few documents: {problem}"
-    logger.warning("Attention on %s does without %s: %s", wanted.device, kernel.name, failure)
+    failure = f"{kernel.name} fails on a few documents: {problem}"
+    logger.warning("Attention on %s: %s", wanted.device, failure)
     return failure
 
 
@@ -281,12 +269,12 @@ BY_DOCUMENT = AttentionKernel("one call per document", lambda _: "", attend_by_d
 KERNELS = (
     AttentionKernel(
         "torch.nn.attention.varlen",
-        lambda wanted: _flash_refusal(wanted) or ("it has no dropout" if wanted.dropout else ""),
+        lambda wanted: _flash_refusal(wanted) or ("torch.nn.attention.varlen has no dropout" if wanted.dropout else ""),
         attend_in_torch,
     ),
     AttentionKernel(
         "flash_attn",
-        lambda wanted: _flash_refusal(wanted) or ("it is not installed" if flash_attn is None else ""),
+        lambda wanted: _flash_refusal(wanted) or ("flash_attn is not installed" if flash_attn is None else ""),
         _attend_in_flash_attn,
     ),
     BY_DOCUMENT,

@@ -10,6 +10,7 @@ mean(-log p); z-loss, its coefficient times the square of the logarithm of the s
 2204.02311, section 5); or a user's own loss."""
 
 import logging
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeAlias
@@ -58,9 +59,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         own_loss: OwnLoss | None = None,
     ) -> tuple[Tensor, Tensor]:
         wants_hidden, wants_weight = (grad_enabled and wanted for wanted in ctx.needs_input_grad[:2])
-        # In float16, gradients of hidden states stay float32 until `backward` gets the loss scale.
+        # In float16, gradients of hidden states stay float32 until `backward` gets the loss scale, and gradients of
+        # logits, at most 1 + z-loss's derivative, are scaled to fit.
         in_float16 = hidden.dtype == torch.float16
-        scale = extras.float16_scale if in_float16 else 1.0
+        scale = 2.0 ** (15 - math.ceil(math.log2(1 + 2 * extras.z_loss * 1000))) if in_float16 else 1.0
         hidden_grad = torch.empty_like(hidden, dtype=torch.float32 if in_float16 else None) if wants_hidden else None
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)

@@ -4,7 +4,6 @@ of its exponentials, and to write the gradients. Both compute in float32. A devi
 there and agrees with the operators on a few rows."""
 
 import logging
-import math
 from functools import cache
 from typing import NamedTuple
 
@@ -37,11 +36,6 @@ class Extras(NamedTuple):
 
     def __bool__(self) -> bool:
         return any(self)
-
-    @property
-    def float16_scale(self) -> float:
-        """Return the factor that makes gradients of logits, at most 1 + z-loss's derivative, fit into float16."""
-        return 2.0 ** (15 - math.ceil(math.log2(1 + 2 * self.z_loss * 1000)))
 
 
 class Rows(NamedTuple):

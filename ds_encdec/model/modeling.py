@@ -272,8 +272,8 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         # One look-up for both sides: the embedding's gradient, as large as the embedding, exists once.
         embeds = self.shared(torch.cat([input_ids, decoder_input_ids]))
         wanted = KernelQuery(embeds.device, embeds.dtype, self.config.head_dim, dropout)
-        choice = choose_kernel(wanted, flash=self.config.use_flash_attention)
-        packing = replace(packing, kernel=choice.kernel, dropout=dropout)
+        kernel, _ = choose_kernel(wanted, flash=self.config.use_flash_attention)
+        packing = replace(packing, kernel=kernel, dropout=dropout)
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
         hidden_states = self.decoder(decoder_embeds, self.encoder(encoder_embeds, layout=packing), layout=packing)
         return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))

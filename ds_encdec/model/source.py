@@ -61,8 +61,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         if section.lora is not None and not known.issuperset((*vocabulary.sentinel_ids, *vocabulary.mode_token_ids)):
             # Their rows would be drawn and never trained, and peft, on the base as it is, would give other
             # probabilities than the merged model.
-            modes = bool(vocabulary.mode_token_ids)
-            lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=modes)
+            asks_for_modes = bool(vocabulary.mode_token_ids)
+            lacks = untrained_rows(str(section.model_name_or_path), stored, asks_for_modes=asks_for_modes)
             raise ConfigError(f"model.num_sentinel_tokens is {len(vocabulary.sentinel_ids)}, but {lacks}")
         fields = {name: stored[name] for name in stored.keys() - {"auto_map", "architectures", "dtype"}}
         origin = "the encoder-decoder"

@@ -144,10 +144,9 @@ def as_on_device(job: Job) -> Iterator[None]:
         yield
 
 
-def choose_kernel(*_: Any, **__: Any) -> attention_kernels.KernelChoice:
+def choose_kernel(*_: Any, **__: Any) -> tuple[attention_kernels.AttentionKernel, str]:
     """Stand in for `attention_kernels.choose_kernel`: flash attention, also in float32 (see memory/estimate.py)."""
-    kernel = attention_kernels.AttentionKernel("as on a GPU", lambda _: "", _varlen_attention)
-    return attention_kernels.KernelChoice(kernel)
+    return attention_kernels.AttentionKernel("as on a GPU", lambda _: "", _varlen_attention), ""
 
 
 def _varlen_attention(

@@ -72,10 +72,7 @@ def save_checkpoint(
     run: FullConfig | None = None,
     base: dict[str, Any] | None = None,
 ) -> Path:
-    """A whole checkpoint `folder`/step-N with `state` in the files of `engine`, "dcp" or "deepspeed" (stage 0).
-
-    `run`: the configuration it was made by; with adapters `base`: the record of what they stand beside.
-    """
+    """A whole checkpoint `folder`/step-N. `engine`: "dcp" or "deepspeed" (stage 0). `base`: the record of adapters'."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
     write_tensors(path, state, engine, step, loss_scaler)

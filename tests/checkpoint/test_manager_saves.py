@@ -197,22 +197,6 @@ def test_closing_waits_for_the_save_under_way(tmp_path: Path, caplog: pytest.Log
     assert "IndexError" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("error", "advice"),
-    [
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "training.save_total_limit"),
-        (OSError(errno.EROFS, "Read-only file system"), "writable again"),
-        (OSError(errno.ESTALE, "Stale file handle"), "Check that its file system"),
-    ],
-    ids=lambda value: value.strerror if isinstance(value, OSError) else "",
-)
-def test_the_advice_fits_what_the_disk_said(tmp_path: Path, error: OSError, advice: str) -> None:
-    problem = problem_of(make_manager(tmp_path), 1, stage=engine(raiser(error)))
-    assert error.strerror in problem
-    assert advice in problem
-    assert problem.count("save_total_limit") == advice.count("save_total_limit")
-
-
 def test_a_failure_says_how_many_and_what_is_left(tmp_path: Path) -> None:
     manager = make_manager(tmp_path)
     told = []

@@ -94,19 +94,6 @@ def test_what_inductor_makes_of_layers_gives_the_same_numbers() -> None:
 
 
 @pytest.mark.usefixtures("_not_generated")
-def test_other_sizes_of_buffers_are_compiled_for_once() -> None:
-    model = three_layers()
-    apply_activation_checkpointing(model, "none", compile_layers=True)
-    counts = []
-    for tokens in (TOKENS, (24, 20), TOKENS, (32, 25), (24, 20)):
-        for batch in batches(tokens)[:2]:
-            step(model, batch)
-        counts.append(counters["stats"]["unique_graphs"])
-    assert counts[0] == GRAPHS
-    assert counts[-1] == counts[1] <= 2 * GRAPHS + 1
-
-
-@pytest.mark.usefixtures("_not_generated")
 def test_attention_by_document_ends_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(modeling, "choose_kernel", attention_kernels.choose_kernel)

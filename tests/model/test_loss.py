@@ -164,10 +164,9 @@ def test_float16_loses_no_small_gradients(
     assert by_row.quantile(0.9) < (1e-3 if loss_scale > 1 else 3e-3)
 
 
-@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
-def test_autocast_leaves_the_loss_in_float32(states: torch.dtype) -> None:
+def test_autocast_leaves_the_loss_in_float32() -> None:
     hidden, weight, labels = loss_inputs(torch.float32)
-    hidden = hidden.detach().to(states)
+    hidden = hidden.detach().bfloat16()
     expected = linear_cross_entropy(hidden.float(), weight, labels, 8)[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = linear_cross_entropy(hidden, weight, labels, 8)[1]
@@ -206,15 +205,6 @@ class Products(TorchDispatchMode):
             self.count += 1
             self.dtypes.add(args[-1].dtype)
         return func(*args, **kwargs or {})
-
-
-@pytest.mark.parametrize("grad_enabled", [True, False])
-def test_without_gradients_none_are_computed(grad_enabled: bool) -> None:
-    hidden, weight, labels = loss_inputs(torch.float32)
-    with torch.set_grad_enabled(grad_enabled), Products() as products:
-        loss, _ = linear_cross_entropy(hidden, weight, labels, TOKENS)
-    assert loss.requires_grad == grad_enabled
-    assert products.count == (3 if grad_enabled else 1)
 
 
 def test_a_second_backward_pass_is_refused_rather_than_scaled_twice() -> None:

@@ -1,7 +1,5 @@
 """The Hugging Face form: masks, mean loss, generation, saving and loading."""
 
-import inspect
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from tiny_models import qwen3_folder, resolve, tiny_model, vocabulary
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CompileConfig, Qwen3ForCausalLM, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import CompileConfig, Qwen3ForCausalLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from ds_encdec.model.attention import PaddedLayout
@@ -75,13 +73,12 @@ def test_generate_with_cache_equals_without(model: Qwen3ForSeq2SeqLM, ids: Tenso
     assert (generated[0][:, 0] == model.config.decoder_start_token_id).all()
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_a_static_cache_generates_the_same(model: Qwen3ForSeq2SeqLM, ids: Tensor, beams: int) -> None:
+def test_a_static_cache_generates_the_same(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
     inputs: dict[str, Any] = {
         "attention_mask": torch.tensor([[1] * 9, [1] * 5 + [0] * 4, [0] * 2 + [1] * 7]),
         "decoder_input_ids": torch.tensor([[0, 5], [0, 0], [0, 7]]),
         "decoder_attention_mask": torch.tensor([[1, 1], [0, 1], [1, 1]]),
-        "num_beams": beams,
+        "num_beams": 3,
     }
     for length in (8, 5):
         inputs |= {"max_new_tokens": length, "min_new_tokens": length}
@@ -113,8 +110,6 @@ def test_embeddings_stand_for_ids_on_either_side(model: Qwen3ForSeq2SeqLM, ids: 
     expected = model(input_ids=ids, decoder_input_ids=ids).logits
     embeds = model.shared(ids)
     assert torch.equal(model(inputs_embeds=embeds, decoder_inputs_embeds=embeds).logits, expected)
-    with pytest.raises(ValueError, match="either decoder_input_ids or decoder_inputs_embeds"):
-        model(input_ids=ids, decoder_input_ids=ids, decoder_inputs_embeds=embeds)
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model(decoder_input_ids=ids)
 
@@ -138,21 +133,10 @@ def test_masks_of_other_shapes_are_refused(model: Qwen3ForSeq2SeqLM, ids: Tensor
         model(input_ids=ids, decoder_input_ids=ids, attention_mask=one)
 
 
-def test_all_that_generate_hands_over_is_an_argument_and_nothing_else_is_taken(
-    model: Qwen3ForSeq2SeqLM, ids: Tensor
-) -> None:
-    cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
-    name = (
-        "cache" if "cache" in inspect.signature(model.prepare_inputs_for_generation).parameters else "past_key_values"
-    )
-    options = {"attention_mask": torch.ones_like(ids), "use_cache": True, "encoder_outputs": model.get_encoder()(ids)}
-    handed = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **{name: cache}, **options)
-    assert handed.pop("cache_position", None) is None
-    assert handed[name] is cache
-    assert handed.keys() - {"is_first_iteration"} <= inspect.signature(model.forward).parameters.keys()
+def test_an_argument_that_is_not_known_is_refused(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
     for one in (model, Qwen3EncoderModel(Qwen3EncoderConfig.of(model.config)), model.get_encoder()):
         with pytest.raises(TypeError, match="next_name_of_the_cache"):
-            one(input_ids=ids, next_name_of_the_cache=cache)
+            one(input_ids=ids, next_name_of_the_cache=ids)
     with pytest.raises(TypeError, match="know logits, position_ids"):
         model(input_ids=ids, labels=ids, logits=ids, position_ids=ids, cache_position=ids[0], head_mask=None)
     mean = model(input_ids=ids, labels=ids, cache_position=ids[0], head_mask=None).loss
@@ -167,21 +151,6 @@ def test_a_cache_is_used_in_training_mode_or_refused(model: Qwen3ForSeq2SeqLM, i
     cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(NotImplementedError, match="write to the cache twice"):
         model(input_ids=ids, labels=ids, past_key_values=cache)
-
-
-def test_the_trainer_evaluates_and_generates_with_the_model(
-    model: Qwen3ForSeq2SeqLM, ids: Tensor, tmp_path: Path
-) -> None:
-    assert isinstance(model.config.keys_to_ignore_at_inference, list)  # trainers add to it
-    rows = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in ids]
-    arguments = Seq2SeqTrainingArguments(
-        str(tmp_path), max_steps=1, use_cpu=True, report_to=[], predict_with_generate=True, disable_tqdm=True
-    )
-    trainer = Seq2SeqTrainer(model, arguments, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-    predicted = trainer.predict(rows)
-    assert math.isfinite(predicted.metrics["test_loss"])
-    assert len(predicted.predictions) == 3
 
 
 def test_greedy_generation_follows_the_logits(model: Qwen3ForSeq2SeqLM, ids: Tensor) -> None:
