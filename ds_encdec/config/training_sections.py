@@ -213,11 +213,6 @@ class TrainingConfig(Section):
         return f"{'highest' if self.best_is_greatest else 'lowest'} {self.metric_for_best_model}"
 
     @property
-    def saves_best(self) -> bool:
-        """Return whether every evaluation that is better than all saved ones is saved."""
-        return self.save_on_best or self.save_strategy == "best"
-
-    @property
     def micro_batch_size(self) -> int:
         """Return `per_device_train_batch_size` as a number. Raises ConfigError while it is `auto`."""
         if self.per_device_train_batch_size == "auto":

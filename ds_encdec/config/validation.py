@@ -68,12 +68,6 @@ class Checked:
         """Return whether none of `fields` is broken, and they have not been reported together."""
         return fields not in self.conflicts and not any(within(field, path) for field in fields for path in self.broken)
 
-    def is_sound_in(self, *names: str) -> bool:
-        """Return whether the sections `names` have no problem."""
-        return not any(
-            within(path, name) for fields in (self.broken, *self.conflicts) for path in fields for name in names
-        )
-
 
 def validate(settings: Settings, problems: list[Problem], unread: Sequence[str] = ()) -> Checked:
     """Return the sections of a configuration, and append the problems of `settings` to `problems`. Only fields that are

@@ -37,7 +37,7 @@ def look_here(loaded: Loaded) -> None:
     config = loaded.config
     for find in (_absent_files, _absent_packages, _absent_folders, _absent_code, _row_problems):
         loaded.add(found for found in find(config) if loaded.checked.knows(found.fields))
-    if loaded.checked.is_sound_in("data", "model"):
+    if loaded.checked.is_sound:
         loaded.add(unusable_rows(config.data, config.model))
 
 

@@ -318,12 +318,13 @@ def _run_callbacks(run: Trainer, moment: str, state: TrainingState, fact: object
 def _reason_to_save(
     run: Trainer, plan: StepPlan, actions: Actions, *, rolled_back: bool, value: float | None
 ) -> str | None:
+    saves_best = run.training.save_on_best or run.training.save_strategy == "best"
     reasons = {
         "end": run.is_over,
         "stop": actions.leave is not None,
         "rollback": rolled_back,
         "interval": plan.save,
-        "best": run.training.saves_best and is_best(run.state, value, run.training),
+        "best": saves_best and is_best(run.state, value, run.training),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
