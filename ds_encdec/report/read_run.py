@@ -111,11 +111,6 @@ class Run:
         """Return the configuration's value at a dotted path."""
         return _value_at(self.config, path, default)
 
-    def number(self, path: str) -> float | None:
-        """Return the configuration's value at a dotted path if it is a number above 0."""
-        value = self.setting(path)
-        return float(value) if is_number(value) and value > 0 else None
-
 
 def read_run(path: Path, ending: Entry | None = None) -> Run:
     """Read the run in the folder `path`; `ending` replaces entries of run.json that are not final yet. Raises

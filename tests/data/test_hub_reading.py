@@ -46,10 +46,6 @@ class LocalHub(ThreadingHTTPServer):
         self.breaking_how = "cut"
         self.content_requests = 0
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
     def push(self, files: dict[str, Path], *names: str) -> str:
         """Return the sha of a new commit of these files (name: local path) on `main` and `names`."""
         sha = f"{len(self.commits) + 1:040x}"
@@ -141,15 +137,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
     """A running hub that this process takes for the real one."""
     hub = LocalHub()
     Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    url = f"http://127.0.0.1:{hub.server_port}"
     constants = {
-        "ENDPOINT": hub.url,
-        "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        "ENDPOINT": url,
+        "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_OFFLINE": False,
         "HF_HUB_CACHE": str(tmp_path / "hub"),
     }
     for name, value in constants.items():
         monkeypatch.setattr(huggingface_hub.constants, name, value)
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
     HfFileSystem.clear_instance_cache()
     try:
         yield hub

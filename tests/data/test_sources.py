@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 from data_parts import (
-    byte_maker,
     byte_tokenizer,
     documents_of,
     make_config,
@@ -27,8 +26,8 @@ from data_parts import (
 )
 
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Document
-from ds_encdec.config.schema import DataConfig, MixtureSource, read_config
-from ds_encdec.data.build import Opener, prepare_data
+from ds_encdec.config.schema import MixtureSource, read_config
+from ds_encdec.data.build import prepare_data
 from ds_encdec.data.inspection import inspect_data
 from ds_encdec.data.sources import builtin_corpus
 from ds_encdec.data.sources.builtin_corpus import RandomIds, builtin_documents
@@ -125,13 +124,6 @@ def test_parquet_keys_do_not_depend_on_the_units(tmp_path: Path) -> None:
     for source, unit, row in ((by_file, 2, 13), (by_group, 5, 4)):
         tail = [d.key for d in source.documents(unit, row)]
         assert tail == [d.key for d in source.documents(unit, 0)][row:]
-
-
-def test_missing_files_name_the_pattern(tmp_path: Path) -> None:
-    there = write_json_lines(tmp_path / "a.jsonl", ["x"])
-    data = DataConfig(dataset_name="json", data_files=(there, str(tmp_path / "no*.jsonl")))
-    with pytest.raises(DataError, match=r"data.data_files: no file matches .*/no\*\.jsonl \(looked from"):
-        Opener(data, 0, byte_maker(data), {}).open_sources(1)
 
 
 def test_a_folder_keeps_its_order_when_it_moves(tmp_path: Path) -> None:
