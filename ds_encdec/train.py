@@ -33,8 +33,7 @@ from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_erro
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 from ds_encdec.config.command_line import container_arguments, is_container, read_program
 from ds_encdec.launch.host import no_gpu, wait_without_spinning
-from ds_encdec.launch.startup_errors import startup_errors_shared
-from ds_encdec.launch.world import World, discover
+from ds_encdec.launch.world import World, discover, startup_errors_shared
 from ds_encdec.memory.gpus import grow_segments, has_gpu
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
 
 
 def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
-    """Raise, before torch loads, for a taken folder, missing files, GPU or package, and too few rows for the tokenizer.
+    """Raise, before torch loads, for missing files, GPU or package, and too few rows for the tokenizer.
     As later, `run.json` records the failure of a new run. Files are left to the run if several hosts, restarting
     launchers or supervisors are to learn of the error from it."""
     from ds_encdec.launch.run_folder import RunFolder
@@ -160,8 +159,6 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
     starts_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" or resume == "auto"
     if world.is_main and world.num_nodes == 1 and not starts_again:
         if resume is None:
-            with suppress(OSError):  # claim() reports it
-                folder.refuse_taken()
             try:
                 refuse_absent(config)
             except DsEncDecError as error:

@@ -36,7 +36,7 @@ from ds_encdec.launch.disk import free_bytes
 from ds_encdec.launch.host import triton_lacks
 from ds_encdec.launch.host_collectives import HostCollectives, attempt
 from ds_encdec.launch.preemption import awaited
-from ds_encdec.launch.process_group import GLOO_GROUPS, OWN_OPEN_FILES, choose_device, init_process_group, shutdown
+from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
 from ds_encdec.launch.run_folder import RunFolder, lock_file
 from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.job import disk_shortage, make_job, run_sizes
@@ -145,7 +145,8 @@ class Host:
 
     def _open_files(self) -> Answer:
         ranks = max(self.world.world_size, self.config.infra.num_gpus)
-        needed = GLOO_GROUPS * ranks + OWN_OPEN_FILES  # each group of a host holds a connection to every other rank
+        # Three groups connect every rank with every other (the host's, its background, and DeepSpeed's on CPUs).
+        needed = 3 * ranks + 512
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         if most != resource.RLIM_INFINITY and most < needed:
             problem = f"a process may open {most:,} files (ulimit -Hn), and {ranks:,} ranks need about {needed:,}"

@@ -21,8 +21,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, settings_restorer
-from ds_encdec.launch.startup_errors import startup_errors_shared
-from ds_encdec.launch.world import World
+from ds_encdec.launch.world import World, startup_errors_shared
 from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName, EngineSpec
 
 if TYPE_CHECKING:
@@ -48,11 +47,6 @@ def resolve_engine(config: FullConfig) -> EngineName:
     raise ConfigError(
         f"infra.distributed_type=auto: {package} is not installed, and FSDP2 cannot run this configuration ({lacks})"
     )
-
-
-def fallback_engine(config: FullConfig) -> EngineName | None:
-    """Return torch's own engine if `auto` may use it in place of one that cannot be imported; else None."""
-    return next((row.name for row in engine_candidates(config)[1:] if row.package is None), None)
 
 
 def check_engine(engine: EngineName, config: FullConfig, world: World, device: torch.device) -> None:
@@ -84,12 +78,11 @@ def join_ranks(config: FullConfig, world: World, *, met: Callable[[], None] = la
         opened.append(HostCollectives(timeout))
         opened[0].sum(0)
 
-    engine = init_process_group(
+    init_process_group(
         world,
         device,
         timeout,
         engine,
-        otherwise=fallback_engine(config),
         start_timeout=timedelta(minutes=config.infra.start_timeout_minutes),
         settings=config.model_dump(mode="json"),
         first=open_collectives,

@@ -85,37 +85,20 @@ def differences(everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> lis
 
 def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
     """Return all that ranks need to know of each other, in JSON's types: `sharing`; `reached`: of at most two machines
-    the name, and an address that others reach; `warnings`. `places`: rank → `machine`, `address`, `cores`, GPU's
-    `uuid`; facts that must be `equal`; `versions`, of which only the first two parts must be; and facts `noted` if they
-    differ. Raises ConfigError for ranks on one GPU, and for ranks that would not train one model."""
-    on_gpu: dict[Any, list[int]] = {}
+    the name, and an address that others reach; `warnings`. `places`: rank → `machine`, `address`, `cores`; facts that
+    must be `equal`, and facts `noted` if they differ. Raises ConfigError for ranks that would not train one model."""
     reached: dict[str, str | None] = {}
-    for rank, place in places.items():
-        on_gpu.setdefault((place["machine"], place["uuid"] or rank), []).append(rank)
+    for place in places.values():
         if place["machine"] in reached or len(reached) < 2:
             reached[place["machine"]] = reached.get(place["machine"]) or place["address"]
-    for (_, uuid), crowded in on_gpu.items():
-        if len(crowded) > 1:
-            raise ConfigError(
-                f"Ranks {', '.join(map(str, crowded))} were started on the same GPU ({hosts[crowded[0]]}, {uuid}). "
-                "Start one rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
-            )
-    equal, versions, noted = (
-        {rank: place[kind] for rank, place in places.items()} for kind in ("equal", "versions", "noted")
-    )
-    minor = {rank: {name: found.split(".")[:2] for name, found in its.items()} for rank, its in versions.items()}
-    far = {line.partition(":")[0] for line in differences(minor, hosts)}
-    errors, warnings = differences(equal, hosts), list[str]()
-    for line in differences(versions, hosts):
-        (errors if line.partition(":")[0] in far else warnings).append(line)
-    if errors:
+    if errors := differences({rank: place["equal"] for rank, place in places.items()}, hosts):
         raise ConfigError(
             f"the ranks do not agree, so they would not train one model:{listed(errors, _MOST_LINES)}\nStart all of "
             "them with the same command, files, code and versions. (These settings may differ between hosts: "
             f"{', '.join(OWN_TO_A_HOST)}.)"
         )
     return {
-        "warnings": warnings + differences(noted, hosts),
+        "warnings": differences({rank: place["noted"] for rank, place in places.items()}, hosts),
         "sharing": sharing([(place["machine"], place["cores"]) for _, place in sorted(places.items())]),
         "reached": list(reached.items()),
     }

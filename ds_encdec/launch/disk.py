@@ -154,9 +154,12 @@ def build_folder(environ: Mapping[str, str]) -> Path:
     if chosen := environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(chosen)
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/tmp")) / ".cache")
-    # Operators are compiled with -march=native; FSDP2 does without deepspeed.
-    parts = [platform.python_version(), platform.machine(), cpu_line("flags", "Features")]
-    parts += installed_versions("torch", "deepspeed").values()
+    parts = [
+        platform.python_version(),
+        platform.machine(),
+        cpu_line("flags", "Features"),  # operators are compiled with -march=native
+        *installed_versions("torch", "deepspeed").values(),  # FSDP2 does without deepspeed
+    ]
     fingerprint = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return cache / "ds_encdec" / f"torch_extensions-{fingerprint}"
 

@@ -7,7 +7,6 @@ import shutil
 import socket
 import subprocess
 import sysconfig
-import tempfile
 import time
 from collections.abc import MutableMapping
 from contextlib import suppress
@@ -15,18 +14,14 @@ from pathlib import Path
 
 from ds_encdec.base.types import ConfigError
 
-LOOPBACK = "lo"
 RETRY_SECONDS = 0.5
-_WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def machine() -> str:
     """Return a name that is equal on ranks that see each other's processes: host, system start, and container."""
     facts = [socket.gethostname()]
     with suppress(OSError):
-        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    with suppress(OSError):
-        facts.append(os.readlink("/proc/self/ns/pid"))
+        facts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
     return " ".join(facts)
 
 
@@ -54,7 +49,7 @@ def gloo_interface(
     import psutil  # not for --help, which knows this module
 
     if alone:
-        return LOOPBACK if LOOPBACK in (name for _, name in socket.if_nameindex()) else None
+        return "lo" if "lo" in (name for _, name in socket.if_nameindex()) else None
     of_master: set[str] = set()
     with suppress(OSError):  # an unknown name
         of_master = {str(address[0]) for *_, address in socket.getaddrinfo(master, None)} if master else set()
@@ -92,7 +87,7 @@ def wait_without_spinning(environ: MutableMapping[str, str]) -> None:
     """Let OpenMP's threads sleep soon after a parallel region, unless the user has set how they wait. Call this before
     torch is imported. GNU's default spins for milliseconds. Attention to documents one by one is thousands of regions
     of microseconds: two threads on busy cores cost 47 s of CPU time, 19 s with these settings, and one thread 17 s."""
-    if not any(name in environ for name in _WAIT_POLICIES):
+    if environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         environ.update(GOMP_SPINCOUNT="1000", KMP_BLOCKTIME="0")  # torch's own OpenMP is GNU's, conda's is LLVM's
 
 
@@ -113,15 +108,12 @@ def triton_lacks() -> tuple[str, str] | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed", f"pip install triton: {cost}"
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or "gcc"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "one.c")
-        source.write_text("#include <Python.h>\n")
-        command = [compiler, "-c", str(source), "-o", f"{folder}/one.o", f"-I{sysconfig.get_path('include')}"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-            problem = done.stderr if done.returncode else ""
-        except (OSError, subprocess.TimeoutExpired) as error:
-            problem = str(error)
+    command = [compiler, "-xc", "-fsyntax-only", f"-I{sysconfig.get_path('include')}", "-"]
+    try:
+        done = subprocess.run(command, input="#include <Python.h>\n", capture_output=True, text=True, timeout=60)
+        problem = done.stderr if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
     if not problem.strip():
         return None
     return (

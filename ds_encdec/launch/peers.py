@@ -8,7 +8,6 @@ waits for the others' files. If native code holds the interpreter's lock, or the
 `faulthandler` ends the rank."""
 
 import faulthandler
-import itertools
 import logging
 import math
 import os
@@ -18,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from textwrap import shorten
 from typing import Any, NoReturn, Self
 
 import psutil
@@ -26,7 +24,7 @@ import torch.distributed as dist
 
 from ds_encdec.base.plugins import whose_fault
 from ds_encdec.base.types import DsEncDecError, HangError, LostRankError, OutOfMemoryError, Preempted
-from ds_encdec.launch.agreement import ranks_in_words, spans
+from ds_encdec.launch.agreement import spans
 from ds_encdec.launch.disk import atomic_file, unused_path
 from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives
@@ -52,9 +50,10 @@ class Peer:
 
 
 class Peers:
-    """The ranks of a run, each of which makes one; a context manager around all that they do together.
-    `search_seconds`: how long a rank that has lost a connection looks for the lost rank. `leave_seconds`: how long a
-    rank may take to end by itself after another of its machine; launchers kill all 30 seconds after that."""
+    """The ranks of a run, each of which makes one; a context manager around all that they do together. `hosts`: the
+    ranks of each, `{"node0": "0-7"}`. `search_seconds`: how long a rank that has lost a connection looks for the lost
+    rank. `leave_seconds`: how long a rank may take to end by itself after another of its machine; launchers kill all 30
+    seconds after that."""
 
     def __init__(
         self,
@@ -69,6 +68,10 @@ class Peers:
         self._search_seconds, self._leave_seconds, self._poll_seconds = search_seconds, leave_seconds, poll_seconds
         own = Peer(collectives.rank, os.getpid(), socket.gethostname(), machine())
         self._all: list[Peer] = collectives.gather(own)
+        self.hosts = {
+            host: spans([peer.rank for peer in self._all if peer.host == host])
+            for host in dict.fromkeys(peer.host for peer in self._all)
+        }
         self._rank = own.rank
         self._here: dict[Peer, psutil.Process | None] = {}
         for peer in self._all:
@@ -77,12 +80,6 @@ class Peers:
                 with suppress(psutil.NoSuchProcess):
                     self._here[peer] = psutil.Process(peer.pid)
         self._left = threading.Event()
-
-    @property
-    def hosts(self) -> dict[str, str]:
-        """The ranks of each host: `{"node0": "0-7"}`."""
-        hosts = dict.fromkeys(peer.host for peer in self._all)
-        return {host: spans([peer.rank for peer in self._all if peer.host == host]) for host in hosts}
 
     def __enter__(self) -> Self:
         if len(self._all) > 1:
@@ -103,10 +100,9 @@ class Peers:
 
         if found := awaited(self._search_seconds, look):
             return found
-        elsewhere = {peer.rank: peer.host for peer in self._all if peer not in self._here}
-        who = shorten(ranks_in_words(elsewhere, elsewhere), 200, placeholder=" …")
-        gone = f"{'one of ' * (len(elsewhere) > 1)}{who} is gone" if elsewhere else "no rank is known to be gone"
-        return LostRankError(f"the connection between the ranks broke: {gone}, or the network failed ({error})")
+        return LostRankError(
+            f"the connection between the ranks broke: one on another machine is gone, or the network failed ({error})"
+        )
 
     def _recorded_end(self) -> DsEncDecError | None:
         status = self._run.read_status()
@@ -151,7 +147,7 @@ class Watchdog:
         collectives: HostCollectives,
         *,
         grace_seconds: float = 15.0,
-        poll_seconds: float = 1.0,
+        poll_seconds: float = 5.0,
     ) -> None:
         self._heartbeat = stop.heartbeat
         self._timeout_seconds = math.inf if timeout_minutes is None else timeout_minutes * 60
@@ -160,8 +156,6 @@ class Watchdog:
         # One folder per start: stacks of an earlier start are kept, and not taken for new ones.
         self.stacks = collectives.on_rank_zero(lambda: unused_path(run.stacks / time.strftime("%Y%m%d-%H%M%S")))
         self._grace_seconds, self._poll_seconds = grace_seconds, poll_seconds
-        # The ranks of a node look at the shared file system in turn.
-        self._turns = range(stop.world.local_rank, stop.world.local_rank + min(8, stop.world.local_world_size))
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -179,17 +173,14 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
 
     def _watch(self) -> None:
-        for turn in itertools.cycle(self._turns):
-            if self._left.wait(self._poll_seconds):
-                return
+        while not self._left.wait(self._poll_seconds):
             silent_seconds = self._heartbeat.silent_seconds if self._heartbeat.has_stepped else 0.0
             # Restarted at every turn, so that it runs out only if this thread stops. Standard error goes by its file
             # descriptor: the stream may have been replaced by one without.
             faulthandler.dump_traceback_later(
                 max(0.0, self._timeout_seconds - silent_seconds) + 2 * self._grace_seconds, exit=True, file=2
             )
-            others_end = turn % len(self._turns) == 0 and len(self._missing()) < self._world_size
-            if silent_seconds > self._timeout_seconds or others_end:
+            if silent_seconds > self._timeout_seconds or len(self._missing()) < self._world_size:
                 self._end(f"no step for more than {self._timeout_seconds:g} s")
 
     def _end(self, why: str) -> NoReturn:
@@ -263,8 +254,8 @@ def ending_recorded(folder: RunFolder, world: World, peers: Peers, *, spare: boo
         named = named_error(error, world.rank, peers)
         keeps_good_end = spare and not began and folder.earlier.get("state") in ("completed", "preempted")
         if isinstance(named, LostRankError) or not (keeps_good_end or isinstance(named, RunFolderGoneError)):
-            ending = "preempted" if isinstance(named, Preempted) else "failed"
-            record(folder, ending, reason=str(named), exit_code=named.exit_code)
+            state = "preempted" if isinstance(named, Preempted) else "failed"
+            record(folder, state, reason=str(named), exit_code=named.exit_code)
         if named is error:
             raise
         raise named from error
@@ -277,9 +268,7 @@ def record(folder: RunFolder, state: str, **facts: Any) -> None:
     try:
         folder.write_status(state, **facts)
     except Exception as error:
-        # A host that does not see the folder, which is why the run ends, cannot write into it.
-        level = logging.ERROR if folder.root.is_dir() else logging.DEBUG
-        logger.log(level, "%s could not be written (%s); the run is %s.", folder.run_json, error, state)
+        logger.error("%s could not be written (%s); the run is %s.", folder.run_json, error, state)
 
 
 def named_error(error: BaseException, rank: int, peers: Peers | None = None) -> DsEncDecError:

@@ -85,10 +85,11 @@ class Heartbeat:
 @dataclass(eq=False)
 class StopRequest:
     """Notices that this run should end; a context manager around the run, in the main thread. The loop reads
-    `requested` once per step, which is also its heartbeat. `grace_seconds`: how long the process may live on, to save,
-    after its launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM finds a rank stuck (at least
-    twice its longest pause so far), unless it is `busy` or has seen the request. Either way the process ends with
-    HangError's exit code, since nothing else would end it."""
+    `requested` once per step, which is also its heartbeat. `has_seen`: this rank knows of the request, its own or
+    another rank's, and may take its time to save. `grace_seconds`: how long the process may live on, to save, after its
+    launcher is gone. `stuck_seconds`: how long after its last heartbeat SIGTERM finds a rank stuck (at least twice its
+    longest pause so far), unless it is `busy` or has seen the request. Either way the process ends with HangError's
+    exit code, since nothing else would end it."""
 
     world: World
     grace_seconds: float = 300.0
@@ -104,7 +105,7 @@ class StopRequest:
         self._before_end: Callable[[str], None] = lambda why: None
         self._launchers = [] if self.world.launcher == SINGLE_PROCESS else launchers_above(os.getpid())
         self._signalled_at = self._look_at = 0.0
-        self._interrupted = self._seen = False
+        self._interrupted = self.has_seen = False
         self._arrivals, self._noted = socket.socketpair()
         self._arrivals.setblocking(False)
         self._noted.setblocking(False)  # as set_wakeup_fd demands
@@ -123,17 +124,8 @@ class StopRequest:
     def requested(self) -> bool:
         """`noticed`, for the loop: reading it is this rank's heartbeat."""
         self.heartbeat.beat()
-        self._seen = self.noticed
-        return self._seen
-
-    @property
-    def patience_seconds(self) -> float:
-        """Seconds after the last heartbeat from which SIGTERM finds this rank stuck."""
-        return max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
-
-    def acknowledge(self) -> None:
-        """Record that the ranks have agreed to stop: this one may take its time to save."""
-        self._seen = True
+        self.has_seen = self.noticed
+        return self.has_seen
 
     def ranks_have_met(self) -> None:
         """Record that the ranks have met: from now on none leaves alone, and the run saves and stops as one."""
@@ -194,9 +186,6 @@ class StopRequest:
             if arrived:
                 first_at = min(first_at, time.monotonic())
             gone = next((f"launcher {gone.pid} gone" for gone in self._launchers if not is_alive(gone)), None)
-            # One that went before the first look has left this process to init, unless a python launcher is process 1.
-            if not self._launchers and self.world.launcher in LAUNCHER_PROGRAMS and os.getppid() == 1:
-                gone = None if _python_words(1) else "launcher gone"
             if not self._met and (gone or arrived):
                 # Another rank's launcher stops all once that rank has failed and reported why.
                 level = logging.WARNING if self.world.is_main else logging.DEBUG
@@ -214,7 +203,8 @@ class StopRequest:
                 return
             terminated = terminated or signal.SIGTERM in arrived
             silent_seconds = self.heartbeat.silent_seconds
-            if terminated and not self._seen and silent_seconds > self.patience_seconds:
+            patience_seconds = max(self.stuck_seconds, 2 * self.heartbeat.longest_pause_seconds)
+            if terminated and not self.has_seen and silent_seconds > patience_seconds:
                 self._end(f"SIGTERM, and no step for {silent_seconds:.0f} s: it is stuck, or another rank is gone")
             select.select([self._arrivals], [], [], self.poll_seconds)
 
@@ -249,17 +239,12 @@ def launchers_above(pid: int) -> list[psutil.Process]:
     the far one. Shells and ssh above may end without harm."""
 
     def launches(ancestor: psutil.Process) -> bool:
-        # The program comes after python's own -u and -m.
-        return not LAUNCHER_PROGRAMS.isdisjoint(Path(word).name for word in _python_words(ancestor.pid)[1:4])
+        with suppress(psutil.Error):
+            names = [Path(word).name for word in ancestor.cmdline()[:4]]  # the program comes after python's -u and -m
+            return bool(names) and names[0].startswith("python") and not LAUNCHER_PROGRAMS.isdisjoint(names[1:])
+        return False
 
     return list(itertools.takewhile(launches, psutil.Process(pid).parents()))
-
-
-def _python_words(pid: int) -> list[str]:
-    with suppress(psutil.Error):
-        words = psutil.Process(pid).cmdline()
-        return words if words and Path(words[0]).name.startswith("python") else []
-    return []
 
 
 @contextmanager

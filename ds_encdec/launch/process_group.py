@@ -34,10 +34,6 @@ _CHANGED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCH_EXTENSIONS_DIR", "DS_ACCELERATOR", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME"),
 )
-ENOUGH_OPEN_FILES = 1 << 16
-# The most groups that connect every rank with every other: the host's, its background, and DeepSpeed's on CPUs.
-GLOO_GROUPS = 3
-OWN_OPEN_FILES = 512  # the most files that a rank opens besides its connections
 
 
 def choose_device(
@@ -45,7 +41,7 @@ def choose_device(
 ) -> torch.device:
     """Return this rank's device for the `requested` kind; `named` is its field or option in messages. Raises
     ConfigError if this machine lacks a needed accelerator, or has fewer than ranks. A launcher may show each rank only
-    one; `init_process_group` checks that no two are the same."""
+    one; NCCL refuses two ranks on the same."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu" or (requested == "auto" and not available):
         return torch.device("cpu")
@@ -67,19 +63,20 @@ def init_process_group(
     timeout: timedelta,
     engine: EngineName,
     *,
-    otherwise: EngineName | None = None,
     meeting: str = "run",
     start_timeout: timedelta | None = None,
     settings: Mapping[str, Any] | None = None,
     first: Callable[[], None] = lambda: None,
-) -> EngineName:
+) -> None:
     """Prepare this process's environment and join the default process group (nccl on cuda, gloo on cpu); a collective.
-    Returns `engine`, or on all ranks `otherwise` if some rank cannot import the package of `engine`, which must not
-    have been imported before; without `otherwise` all raise ConfigError. `timeout` bounds every collective,
-    `start_timeout` (None: the same) each wait for the others here. `meeting`: the name of the rendezvous, a run's or
-    its probes'. `settings`: must be equal on all ranks. `first` is called in the new group, within `start_timeout`. All
-    ranks raise the error of any; ConfigError if they differ; LostRankError if some do not come."""
-    _allow_connections(world)
+    The package of `engine` must not have been imported before. `timeout` bounds every collective, `start_timeout`
+    (None: the same) each wait for the others here. `meeting`: the name of the rendezvous, a run's or its probes'.
+    `settings`: must be equal on all ranks. `first` is called in the new group, within `start_timeout`. All ranks raise
+    the error of any; ConfigError if they differ, or if one cannot import the package; LostRankError if some do not
+    come."""
+    # Connections beyond the limit of open files fail, with errors that call them closed by the peer.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
     met = Rendezvous(world, start_timeout or timeout, meeting)
     _meet(met, world, device, engine, settings)
     if package := ENGINES[engine].package:
@@ -91,19 +88,15 @@ def init_process_group(
         except Exception as error:  # no CUDA_HOME, another torch's binary interface, a missing library
             problem = f"{type(error).__name__}: {error}"
 
-        def first_problem(problems: dict[int, str | None]) -> str | None:
-            first = next((f"rank {rank}: {problem}" for rank, problem in problems.items() if problem), None)
-            message = first and f"{package} is installed, but cannot be imported ({first})."
-            if message and otherwise is None:
+        def refuse_problems(problems: dict[int, str | None]) -> None:
+            if first := next((f"rank {rank}: {problem}" for rank, problem in problems.items() if problem), None):
                 raise ConfigError(
-                    f"{message} Fix it (often CUDA_HOME is not set, or it was built for another torch), or set "
-                    "infra.distributed_type=fsdp, which trains the same with torch alone."
+                    f"{package} is installed, but cannot be imported ({first}). Fix it (often CUDA_HOME is not set, or "
+                    "it was built for another torch), or set infra.distributed_type=fsdp, which trains the same with "
+                    "torch alone."
                 )
-            return message
 
-        if problem := met.round("import", problem, first_problem, late=f"import {package}"):
-            logger.log(logging.WARNING if world.is_main else logging.DEBUG, problem)
-            engine = otherwise or engine
+        met.round("import", problem, refuse_problems, late=f"import {package}")
 
     def connect() -> None:
         _JOIN[engine](world, device, timeout, dist.PrefixStore("group", met.store))
@@ -111,21 +104,6 @@ def init_process_group(
 
     met.store.set_timeout(timeout)
     met.connect(connect)
-    return engine
-
-
-def _allow_connections(world: World) -> None:
-    # Connections beyond the limit of open files fail, with errors that call them closed by the peer.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = max(soft, min(hard, ENOUGH_OPEN_FILES))
-    if allowed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    needed = OWN_OPEN_FILES + GLOO_GROUPS * world.world_size
-    if needed > allowed and world.local_rank == 0:
-        logger.warning(
-            f"{world.world_size} ranks need about {needed} open files each, but this machine allows {allowed}. Set its "
-            f"hard limit to at least {needed} (`ulimit -Hn`, /etc/security/limits.conf, docker --ulimit nofile)."
-        )
 
 
 def _meet(
@@ -157,32 +135,29 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
         MASTER_PORT=str(world.master_port),
         TORCH_EXTENSIONS_DIR=str(build_folder(os.environ)),
     )
-    uuid, noted = None, {}
+    noted = versions([engine], nccl=device.type == "cuda")
+    release_series = {name: ".".join(version.split(".")[:2]) for name, version in noted.items()}
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
         _take(device)
         properties = torch.cuda.get_device_properties(device)
-        uuid = str(properties.uuid)
-        noted = {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
+        noted |= {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
     package = Path(__file__).parents[1]
-    code = [
-        [str(file.relative_to(package)), file.read_text(errors="replace")] for file in sorted(package.rglob("*.py"))
-    ]
+    code = {str(file.relative_to(package)): file.read_text(errors="replace") for file in package.rglob("*.py")}
     return {
         "machine": machine(),
         "address": own_address_towards(world.master_addr),
         # Containers and taskset allow fewer cores than there are.
         "cores": sorted(os.sched_getaffinity(0)),
-        "uuid": uuid,
         "equal": {
             "WORLD_SIZE": world.world_size,
             "engine": engine,
             "device": device.type,
             "code of ds_encdec": digest(code),  # so uncommitted changes differ, too
+            **release_series,
             **shared,
         },
-        "versions": versions([engine], nccl=device.type == "cuda"),
         "noted": noted,
     }
 
@@ -191,9 +166,10 @@ def _take(device: torch.device) -> None:
     torch.cuda.set_device(device)
     try:
         torch.empty(1, device=device)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
-        if isinstance(error, torch.OutOfMemoryError) or not expandable:
+        if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
             raise
         raise ConfigError(
             f"a tensor cannot be created on {device} ({error}). Some virtual machines have no expandable segments of "

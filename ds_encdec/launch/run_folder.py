@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -60,11 +60,17 @@ class RunFolder:
         cannot be written; Preempted if torchrun restarts ranks that `ds-encdec stop` has ended."""
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and BY_FILE in self.read_status().get("reason", ""):
             raise Preempted(f"{BY_FILE} has ended this run, so torchrun's --max-restarts does not start it again")
-        self._lock = take_folder(self.root, "infra.output_dir", look=lambda: None if resume else self._refuse_used())
+        self._lock = take_folder(self.root, "infra.output_dir")
+        if not resume and self.is_used():
+            self.release()
+            state = self.read_status().get("state")
+            raise OutputLockedError(
+                f"infra.output_dir: {self.root} already holds a run ({f'state {state}' if state else 'no run.json'}). "
+                "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
+            )
         self.checkpoints.mkdir(exist_ok=True)
         with suppress(OSError):
             self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier start
-        with suppress(OSError):
             if not resume:
                 self.run_json.unlink(missing_ok=True)
             elif self.read_status().get("state") == "running":
@@ -75,20 +81,6 @@ class RunFolder:
                 )
         self.earlier = self.read_status()
         return self.earlier
-
-    def refuse_taken(self) -> None:
-        """Raise the error of `claim` for a new run if another process holds the folder or has left a run in it."""
-        with suppress(OSError), open(self.root / ".lock", "r+") as lock:
-            _lock_or_refuse(lock, self.root, "infra.output_dir")  # for this moment
-        self._refuse_used()
-
-    def _refuse_used(self) -> None:
-        if self.is_used():
-            state = self.read_status().get("state")
-            raise OutputLockedError(
-                f"infra.output_dir: {self.root} already holds a run ({f'state {state}' if state else 'no run.json'}). "
-                "Continue it with `--resume auto`, or choose another infra.output_dir; nothing was changed."
-            )
 
     def require_present(self) -> None:
         """Raise RunFolderGoneError if the folder that this process has claimed was deleted or replaced since."""
@@ -121,8 +113,14 @@ class RunFolder:
             previous = self.read_status()
             if state == "failed" and previous != self.earlier and previous.get("state") not in (None, "running"):
                 return
-            record = previous | facts | {"state": state, "reason": reason, "exit_code": exit_code}
-            record["updated_at"] = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+            record = {
+                **previous,
+                **facts,
+                "state": state,
+                "reason": reason,
+                "exit_code": exit_code,
+                "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            }
             try:
                 write_atomically(self.run_json, json.dumps(record, indent=2) + "\n")
             except OSError as error:
@@ -145,14 +143,12 @@ class RunFolder:
         that has ended is a message, and no error. Raises ConfigError if no run is in the folder."""
         status = self.read_status()
         if not status:
-            running = [str(path.parent) for path in sorted(self.root.glob("**/run.json"))]
-            raise ConfigError(
-                f"{self.root} is not a run's folder: it has no run.json"
-                f"{'; there are ' if running else ''}{', '.join(running)}"
-            )
+            raise ConfigError(f"{self.root} is not a run's folder: it has no run.json")
         if status["state"] != "running":
-            code = status.get("exit_code")
-            return f"{self.root}: nothing to stop, the run has ended: {status['state']}, exit code {code}"
+            return (
+                f"{self.root}: nothing to stop, the run has ended: {status['state']}, "
+                f"exit code {status.get('exit_code')}"
+            )
         try:
             self.stop_file.touch()
         except OSError as error:
@@ -164,33 +160,24 @@ class RunFolder:
         return any(self.checkpoints.glob("step-*")) or (self.metrics.exists() and self.metrics.stat().st_size > 0)
 
 
-def take_folder(folder: Path, field: str, *, look: Callable[[], None] = lambda: None) -> IO[str]:
+def take_folder(folder: Path, field: str) -> IO[str]:
     """Make `folder`, and lock it for this process until the returned file is closed; `field` names it in messages.
-    Raises ConfigError if it cannot be written, OutputLockedError if another process has it, and the error of `look`."""
+    Raises ConfigError if it cannot be written or locked, OutputLockedError if another process has it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / ".lock", "a+")  # noqa: SIM115  the caller closes it
     except OSError as error:
         raise ConfigError(f"{field}: cannot write to {folder} ({error.strerror}); choose another folder.") from error
-    try:
-        _lock_or_refuse(lock, folder, field)
-        look()
-    except BaseException:
-        lock.close()
-        raise
-    with suppress(OSError):  # a full disk: the lock holds without this text
-        lock.truncate(0)
-        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-    return lock
-
-
-def _lock_or_refuse(lock: IO[str], folder: Path, field: str) -> None:
     if not lock_file(lock):
         lock.seek(0)
         raise OutputLockedError(
             f"{field}: {folder} is in use by {lock.read().strip() or 'another process'}. Wait for that to end, or "
             "choose another folder; nothing was changed."
         )
+    with suppress(OSError):  # a full disk: the lock holds without this text
+        lock.truncate(0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return lock
 
 
 def lock_file(file: IO[str], *, wait: bool = False) -> bool:

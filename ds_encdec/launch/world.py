@@ -1,16 +1,17 @@
-"""Finds this process's place among the ranks of a run, from the environment alone. A launcher is one row of
-`LAUNCHERS`; to add one, add a row."""
+"""Finds this process's place among the ranks of a run, from the environment alone, and reports its start-up errors to
+the others. A launcher is one row of `LAUNCHERS`; to add one, add a row."""
 
 import json
 import re
 import socket
 import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
-from ds_encdec.base.types import ConfigError
+from ds_encdec.base.types import ConfigError, DsEncDecError
 
 SINGLE_PROCESS = "python"  # launcher name of a process without a launcher: `python ds_encdec/train.py`
 DEFAULT_PORT = "29500"  # the port of the rendezvous if none is set; torchrun and DeepSpeed take it, too
@@ -40,23 +41,22 @@ class World:
 # Fields of a World without which the place is unknown → the environment variable that most launchers set for it.
 _REQUIRED = {name: name.upper() for name in ("rank", "local_rank", "world_size", "master_addr", "master_port")}
 
-Reader = Callable[[Mapping[str, str]], str]  # reads a field of a World from an environment; returns "" if it is missing
-
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """The environment variables in which one launcher gives a process its place. `marker`: a variable that this
     launcher sets and the rows above it do not. `own`: field of a World → variable, if `_REQUIRED` has another; fields
-    in neither may be absent, and one node is assumed. `readers`: of fields that no variable holds directly. `programs`:
-    scripts and modules whose python processes are this launcher. `task_programs`: those that start tasks of any
-    program; a single task is no rank. `advice`: ends a sentence on how to set a missing variable."""
+    in neither may be absent, and one node is assumed. `readers`: of fields that no variable holds directly; they return
+    "" for a missing one. `programs`: scripts and modules whose python processes are this launcher. `task_programs`:
+    those that start tasks of any program; a single task is no rank. `advice`: ends a sentence on how to set a missing
+    variable."""
 
     name: str
     marker: str
     own: Mapping[str, str]
     programs: tuple[str, ...] = ()
     task_programs: tuple[str, ...] = ()
-    readers: Mapping[str, Reader] = field(default_factory=dict)
+    readers: Mapping[str, Callable[[Mapping[str, str]], str]] = field(default_factory=dict)
     advice: str = ""
 
     def has_started(self, environ: Mapping[str, str]) -> bool:
@@ -205,7 +205,6 @@ TASK_STARTERS: dict[str, tuple[str, Callable[[str], int]]] = {
     "PET_NNODES": ("Kubeflow or another that sets torchrun's variables", int),
     "SM_HOSTS": ("SageMaker", lambda hosts: len(json.loads(hosts))),
 }
-_TORCHRUN = "torchrun --nnodes N --nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT ds_encdec/train.py …"
 
 
 def free_port() -> int:
@@ -219,49 +218,23 @@ def discover(environ: Mapping[str, str], choose_port: Callable[[], int] = free_p
     process. Raises ConfigError, with the variables, if they are incomplete, not numbers, or contradictory, and if this
     is one of several tasks that no launcher explains."""
     if launcher := next((row for row in LAUNCHERS if row.has_started(environ)), None):
-        world = _read(launcher, environ)
-        # An elastic torchrun that has lost its other hosts goes on with this one.
-        elastic = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        if launcher.programs and world.num_nodes == 1 and not elastic:
-            # The first one is the innermost: its daemons may have been started by another.
-            row = next((row for row in LAUNCHERS if row.task_programs and row.marker in environ), None)
-            _refuse_several_tasks(
-                {row.own["world_size"]: (row.task_programs[0], int)} if row else TASK_STARTERS,
-                environ,
-                f"{launcher.name} in this one counts a single node ({launcher.own['num_nodes']}=1), so every task "
-                f"would be a separate run. Start one task per machine, with {_TORCHRUN}, or one task per rank, with "
-                "python alone. To let each task train for itself",
-            )
-        return world
+        return _read(launcher, environ)
     if stray := [name for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environ]:
         raise ConfigError(
             f"{' and '.join(stray)} set without RANK: this looks like part of a launcher's environment. "
             f"Unset {', '.join(stray)} to run one process, or start with deepspeed or torchrun."
         )
-    if "ACCELERATE_MIXED_PRECISION" in environ and "MASTER_ADDR" in environ:
-        raise ConfigError(
-            "`accelerate launch` set MASTER_ADDR for several processes, but on CPUs it starts only one, which would "
-            "train alone. Add --multi_gpu (even without GPUs), or use torchrun --nproc-per-node N ds_encdec/train.py …"
-        )
-    _refuse_several_tasks(
-        TASK_STARTERS,
-        environ,
-        f"RANK is not set, so every task would train alone. Start one task per machine, with {_TORCHRUN}, or set RANK, "
-        "LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. To train with this process alone",
-    )
-    return World(master_port=choose_port())
-
-
-def _refuse_several_tasks(
-    starters: Mapping[str, tuple[str, Callable[[str], int]]], environ: Mapping[str, str], flaw_and_fixes: str
-) -> None:
-    for variable, (starter, count) in starters.items():
+    for variable, (starter, count) in TASK_STARTERS.items():
         with suppress(ValueError, TypeError):  # absent, or not what that starter writes
             if (tasks := count(environ.get(variable, ""))) > 1:
                 raise ConfigError(
-                    f"{variable}={environ[variable]}: {starter} has started {tasks} tasks, but {flaw_and_fixes}, "
-                    f"unset {variable}."
+                    f"{variable}={environ[variable]}: {starter} has started {tasks} tasks, but RANK is not set, so "
+                    "every task would train alone. Start one task per machine, with torchrun --nnodes N "
+                    "--nproc-per-node M --rdzv-backend c10d --rdzv-endpoint HOST:PORT ds_encdec/train.py …, or set "
+                    "RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each. To train with this process "
+                    f"alone, unset {variable}."
                 )
+    return World(master_port=choose_port())
 
 
 def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
@@ -269,14 +242,13 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
     fields: dict[str, Any] = {}
     for name, variable in variables.items():
         try:
-            value = launcher.readers[name](environ) if name in launcher.readers else environ.get(variable)
+            if value := launcher.readers[name](environ) if name in launcher.readers else environ.get(variable):
+                fields[name] = value if name == "master_addr" else int(value)
         except (ValueError, LookupError):
             raise ConfigError(
                 f"{variable}={environ.get(variable, '(unset)')}: {launcher.name} sets no such value. Start all ranks "
                 "with one launcher"
             ) from None
-        if value:
-            fields[name] = value
     if launcher.task_programs and fields.get("local_world_size") == fields.get("world_size"):
         fields.setdefault("master_addr", "127.0.0.1")
     if missing := [variables[field] for field in _REQUIRED if field not in fields]:
@@ -286,11 +258,6 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
             f"{', '.join(variables[field] for field in _REQUIRED)}"
             f"{launcher.advice and f' ({launcher.advice})'}, or unset {launcher.marker} to run one process."
         )
-    for name in fields.keys() - {"master_addr"}:
-        try:
-            fields[name] = int(fields[name])
-        except ValueError:
-            raise ConfigError(f"{variables[name]}={fields[name]!r} is not a whole number") from None
     ranks, here = fields["world_size"], fields.get("local_world_size", fields["world_size"])
     nodes = {"num_nodes": -(-ranks // max(here, 1)), "node_rank": fields["rank"] // max(here, 1)}
     world = World(**{"local_world_size": here, **nodes, **fields}, launcher=launcher.name)
@@ -314,3 +281,33 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
                 f"Contradictory {launcher.name} environment: {listed}. Start all ranks with one launcher."
             )
     return world
+
+
+@contextmanager
+def startup_errors_shared(world: World) -> Iterator[None]:
+    """Raise an error of the block on every rank, with the rank and host that met it. Use this before the rendezvous,
+    where the others would wait for this rank. An unforeseen error keeps its type and traceback on its own rank."""
+    try:
+        yield
+    except Exception as error:
+        if world.world_size == 1:
+            raise
+        ours = error if isinstance(error, DsEncDecError) else DsEncDecError(f"{type(error).__name__}: {error}")
+        if ours is not error:
+            ours.__cause__ = error
+        # Rank 0 prints its error at once, and the launcher then ends the others.
+        ends_others = world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS
+        if ours.common is None and not ends_others:
+            try:
+                # Imports torch, which rank 0 need not wait for where its error is enough.
+                from ds_encdec.launch.rendezvous import Rendezvous
+
+                # The default of `infra.start_timeout_minutes`, since the configuration may be unreadable.
+                Rendezvous(world, timedelta(minutes=5)).round("meet", None, error=ours)
+            except (ImportError, OSError):  # torch itself is missing or broken here
+                pass
+            except DsEncDecError as shared:
+                if shared.common and type(ours) is not DsEncDecError:
+                    raise shared from error
+            ours.common = False
+        raise ours from ours.__cause__

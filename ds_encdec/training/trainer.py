@@ -168,7 +168,7 @@ def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
     if totals.failed != totals.failed_data:
         run.collectives.raise_first(ahead.error)
     if totals.stop:
-        run.stop.acknowledge()
+        run.stop.has_seen = True
     if totals.failed or (totals.stop and run.has_stepped):  # the first step is taken in any case
         errors, reasons = zip(*run.collectives.gather((ahead.error, run.stop.reason)), strict=True)
         excused = totals.stop and totals.failed == totals.killed_workers

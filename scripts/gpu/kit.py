@@ -155,7 +155,7 @@ def make_engine(kit: Kit, config: FullConfig, accumulation: int) -> tuple[Engine
     """The run's engine with random weights, in a world of one rank."""
     world, name = discover(os.environ), resolve_engine(config)
     timeout = timedelta(minutes=2)
-    name = init_process_group(world, kit.device, timeout, name)
+    init_process_group(world, kit.device, timeout, name)
     model = model_config(config)
     context = RunContext(world, kit.device, name, HostCollectives(timeout))
     weights = drawn_weights(model, kit.device)

@@ -19,7 +19,7 @@ import torch
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine import fsdp2, select
-from ds_encdec.engine.select import attention_kernel, check_engine, create_engine, fallback_engine, resolve_engine
+from ds_encdec.engine.select import attention_kernel, check_engine, create_engine, resolve_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.world import World, discover, free_port
 from ds_encdec.model import attention_kernels
@@ -57,20 +57,17 @@ OFFLOADED = {"offload_params": "cpu", "offload_optimizer": "none"}
 
 
 @pytest.mark.parametrize(
-    ("config", "engine", "fallback"),
+    ("config", "engine"),
     [
-        (configured(distributed_type="deepspeed"), "deepspeed", None),
-        (configured(distributed_type="fsdp"), "fsdp", None),
-        (configured(distributed_type="auto"), "deepspeed", "fsdp"),
-        (configured(distributed_type="auto", **OFFLOADED), "deepspeed", None),
-        (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp", None),
-        (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp", None),
+        (configured(distributed_type="deepspeed"), "deepspeed"),
+        (configured(distributed_type="fsdp"), "fsdp"),
+        (configured(distributed_type="auto"), "deepspeed"),
+        (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp"),
+        (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp"),
     ],
 )
-def test_the_engine_of_a_configuration_and_its_place_if_it_is_broken(
-    config: FullConfig, engine: str, fallback: str | None
-) -> None:
-    assert (resolve_engine(config), fallback_engine(config)) == (engine, fallback)
+def test_the_engine_of_a_configuration(config: FullConfig, engine: str) -> None:
+    assert resolve_engine(config) == engine
 
 
 @pytest.mark.usefixtures("without_deepspeed")
@@ -86,41 +83,26 @@ def test_without_deepspeed() -> None:
 BROKEN = """
 import os, sys
 from datetime import timedelta
-from pathlib import Path
-folder, kind, engines = Path(sys.argv[1]), sys.argv[2], []
 if os.environ["RANK"] == "1":
     sys.path.insert(0, sys.argv[1])  # holds a deepspeed whose import fails
-from ds_encdec.config.schema import FullConfig
-from ds_encdec.engine.select import fallback_engine, resolve_engine
-from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
+from ds_encdec.launch.process_group import choose_device, init_process_group
 from ds_encdec.launch.world import discover
 from ds_encdec.base.types import ConfigError
-world, config = discover(os.environ), FullConfig.model_validate({"infra": {"distributed_type": kind}})
+world = discover(os.environ)
 try:
-    engine = init_process_group(
-        world,
-        choose_device("cpu", world),
-        timedelta(seconds=60),
-        resolve_engine(config),
-        otherwise=fallback_engine(config),
-    )
-    import torch.distributed as dist
-    dist.barrier()
-    print(engine, dist.get_world_size())
-    shutdown()
+    init_process_group(world, choose_device("cpu", world), timedelta(seconds=60), "deepspeed")
 except ConfigError as error:
     print(error.exit_code, error)
 """
 
 
-@pytest.mark.parametrize("kind", ["auto", "deepspeed"])
-def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, kind: str) -> None:
+def test_all_ranks_refuse_a_deepspeed_that_one_cannot_import(tmp_path: Path) -> None:
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "deepspeed" / "__init__.py").write_text("raise RuntimeError('CUDA_HOME does not exist')")
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", BROKEN, str(tmp_path), kind],
+            [sys.executable, "-c", BROKEN, str(tmp_path)],
             env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -135,9 +117,8 @@ def test_all_ranks_agree_on_a_deepspeed_that_one_cannot_import(tmp_path: Path, k
             rank.kill()
     refusal = "2 deepspeed is installed, but cannot be imported (rank 1: RuntimeError: CUDA_"
     for output, errors in printed:
-        assert output.startswith("fsdp 2\n" if kind == "auto" else refusal), errors
-        assert kind == "auto" or "infra.distributed_type=fsdp" in output
-    assert ("cannot be imported (rank 1: RuntimeError" in printed[0][1]) is (kind == "auto")
+        assert output.startswith(refusal), errors
+        assert "infra.distributed_type=fsdp" in output
 
 
 @pytest.mark.usefixtures("without_engine")

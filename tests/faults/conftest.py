@@ -1,7 +1,5 @@
 """The faults are those of real runs: the helpers of tests/launch are found from here, and one server forks them all."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@
 Started as a script this module is the server: it reads a request as a line of JSON and answers with one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -21,8 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from tiny_run import QUICKSTART, REPOSITORY, environment, free_port, overrides
 
@@ -30,14 +27,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "deepspeed": {"infra__distributed_type": "deepspeed"},  # ZeRO-3 with offload, as the quickstart
     "fsdp": {"infra__distributed_type": "fsdp", "infra__offload_optimizer": "none"},
 }
-"""What a run is started with for an engine, beside `tiny_run.overrides`."""
-QUIET = {
+QUIET = {  # a run that only trains and saves
     "training__eval_samples": 0,
     "training__average_checkpoints": 0,
     "training__export_at_end": "false",
     "training__report_to": "none",
 }
-"""A run that only trains and saves."""
 # oneDNN keeps up to 1,024 compiled kernels, which is hundreds of megabytes on some CPUs, and none in a probe.
 VARIABLES = {"DS_ACCELERATOR": "cpu", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 
@@ -45,16 +40,14 @@ VARIABLES = {"DS_ACCELERATOR": "cpu", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
 @dataclass(frozen=True)
 class Finished:
     """The exit codes of a run's ranks, what they printed together, and the most that any had mapped when it ended.
-
-    `left`: some process of their group lives on.
-    """
+    `left`: some process of their group lives on."""
 
     codes: list[int]
     output: str
     data_bytes: int
     left: bool
 
-    def ended_with(self, *codes: int) -> Finished:
+    def ended_with(self, *codes: int) -> Self:
         """Assert the ranks' exit codes, one for all or one each, and return the run."""
         expected = [*codes] * (len(self.codes) if len(codes) == 1 else 1)
         assert self.codes == expected, self.output
@@ -67,8 +60,7 @@ def arguments(folder: Path, engine: str, *options: str, **changes: Any) -> list[
 
 
 def status(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "run.json").read_text())
-    return found
+    return dict(json.loads((folder / "run.json").read_text()))
 
 
 def flip_byte(path: Path) -> None:
@@ -83,7 +75,7 @@ class ForkedRuns:
     def __init__(self, wrapper: tuple[str, ...] = ()) -> None:
         self._command = [*wrapper, sys.executable, __file__]
 
-    def __enter__(self) -> ForkedRuns:
+    def __enter__(self) -> Self:
         rooms = (str(Path(__file__).parents[1] / room) for room in ("launch", "hosts"))
         python_path = os.pathsep.join([str(REPOSITORY), *rooms])
         self._server = subprocess.Popen(
@@ -93,18 +85,13 @@ class ForkedRuns:
             text=True,
             env=environment() | VARIABLES | {"PYTHONPATH": python_path},
         )
+        self.pid = self._server.pid
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()  # the server ends with its input
         self._server.wait(timeout=300)
-
-    @property
-    def pid(self) -> int:
-        return self._server.pid
 
     def run(
         self,
@@ -115,13 +102,10 @@ class ForkedRuns:
         faults: Sequence[dict[str, Any]] = (),
         places: Sequence[dict[str, Any]] = (),
     ) -> Finished:
-        """Run train.py to its end on `ranks` ranks, or on as many as there are `places`.
-
-        The ranks are a process group of their own, with all they start. `limits`: what each rank may have in bytes, by
-        the name of a limit of the system, as RLIMIT_FSIZE for its files or RLIMIT_DATA for its memory. `faults`: see
-        sabotage.py. Each place is a host's: its `first` process (hosts/rig.py), the rank's `variables`, its further
-        `arguments`, and the `seconds` after which it is ended.
-        """
+        """Run train.py to its end on `ranks` ranks, or on as many as there are `places`. They are a process group, with
+        all they start. `limits`: what each rank may have in bytes, by the name of a limit of the system (RLIMIT_FSIZE).
+        `faults`: see sabotage.py. Each place is a host's: its `first` process (hosts/rig.py), the rank's `variables`,
+        its further `arguments`, and the `seconds` after which it is ended."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         request = {"arguments": arguments, "ranks": len(places) or ranks, "limits": dict(limits or {})}
@@ -146,11 +130,7 @@ def serve() -> None:
 
 
 def answer(
-    arguments: list[str],
-    ranks: int,
-    limits: dict[str, int],
-    faults: list[dict[str, Any]],
-    places: list[dict[str, Any]],
+    arguments: list[str], ranks: int, limits: dict[str, int], faults: list[Any], places: list[dict[str, Any]]
 ) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log, tempfile.TemporaryDirectory() as held:
         port = free_port()
@@ -200,13 +180,7 @@ def be_rank(log: str, program: Callable[[], int]) -> NoReturn:
 
 
 def on_this_host(
-    rank: int,
-    ranks: int,
-    port: int,
-    arguments: list[str],
-    limits: Mapping[str, int],
-    faults: list[dict[str, Any]],
-    held: Path,
+    rank: int, ranks: int, port: int, arguments: list[str], limits: Mapping[str, int], faults: list[Any], held: Path
 ) -> int:
     import sabotage
 
@@ -219,7 +193,8 @@ def on_this_host(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sabotage.apply(faults, rank)
     code = train.main(arguments)
-    sabotage.at_the_end()
+    for act in sabotage.at_the_end:
+        act()
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     (held / str(rank)).write_text(str(int(status["VmData"].split()[0]) * 1024))
     return code

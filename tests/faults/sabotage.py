@@ -3,8 +3,6 @@
 A fault is a dict with `kind`, the name of a function here, and that function's arguments. Data steps count from 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -41,7 +39,7 @@ _next_step = LaneLoader.__next__
 _forward = sharded_engine.packed_forward
 _steps_read = 0
 _before_reading: list[Callable[[LaneLoader, int], None]] = []
-_at_the_end: list[Callable[[], None]] = []
+at_the_end: list[Callable[[], None]] = []
 _changes_of_data: list[Callable[[list[Batch], int], list[Batch]]] = []
 _changes_of_loss: list[Callable[[LossSum], LossSum]] = []
 _ballast: list[torch.Tensor] = []
@@ -52,8 +50,7 @@ def apply(faults: list[dict[str, Any]], rank: int) -> None:
         LaneLoader.__next__ = _read  # type: ignore[method-assign]
         sharded_engine.packed_forward = _run
     for fault in faults:
-        arguments = {name: value for name, value in fault.items() if name != "kind"}
-        globals()[fault["kind"]](rank, **arguments)
+        globals()[fault["kind"]](rank, **{name: value for name, value in fault.items() if name != "kind"})
 
 
 def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
@@ -73,14 +70,16 @@ def gradient_spike(rank: int, *, at: int, factor: float) -> None:
 def bad_data(rank: int, *, at: int, until: int) -> None:
     """The targets of data steps `at` to `until` are another, seldom, token each."""
 
-    def spoil(batches: list[Batch], step: int) -> list[Batch]:
-        return [_spoiled(batch) for batch in batches] if at <= step <= until else batches
+    def spoiled(batch: Batch) -> Batch:
+        labels = torch.where(batch.labels >= 0, torch.arange(len(batch.labels)) % 200 + 700, batch.labels)
+        return dataclasses.replace(batch, labels=labels)
 
-    _changes_of_data.append(spoil)
+    _changes_of_data.append(
+        lambda batches, step: [spoiled(batch) for batch in batches] if at <= step <= until else batches
+    )
 
 
 def skip_data(rank: int, *, steps: list[int]) -> None:
-
     def step(loader: LaneLoader) -> list[Batch]:
         global _steps_read
         _steps_read += 1
@@ -111,13 +110,8 @@ def rehearse(rank: int) -> None:
 
 
 def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
-
-    def wait(batches: list[Batch], step: int) -> list[Batch]:
-        if rank == on_rank:
-            time.sleep(seconds)
-        return batches
-
-    _changes_of_data.append(wait)
+    if rank == on_rank:
+        _before_reading.append(lambda loader, step: time.sleep(seconds))
 
 
 def full_memory(rank: int, *, at: int, on_rank: int) -> None:
@@ -165,12 +159,6 @@ def slow_uploads(rank: int, *, seconds: float, alone: bool) -> None:
         copy(*arguments)
 
     Uploads._copy = slow  # type: ignore[method-assign]
-
-
-def impatient(rank: int) -> None:
-    """A rank that SIGTERM finds without a heartbeat for half a second is taken for stuck."""
-    StopRequest.patience_seconds = property(lambda stop: 0.5)  # type: ignore[assignment, method-assign]
-    StopRequest.__init__.__defaults__ = (300.0, 0.2, *StopRequest.__init__.__defaults__[2:])  # type: ignore[misc]
 
 
 def own_machine(rank: int) -> None:
@@ -256,10 +244,7 @@ def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> Non
     def start_and_signal() -> subprocess.Popen[bytes]:
         process = start()
         workers.start_worker = start
-        if seconds:
-            threading.Timer(seconds, _signal_group, [signals]).start()
-        else:
-            _signal_group(signals)
+        threading.Timer(seconds, _signal_group, [signals]).start()
         return process
 
     if rank == 0:
@@ -267,19 +252,17 @@ def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> Non
 
 
 def signal_after_training(rank: int, *, signals: list[str]) -> None:
-    """Every rank gets these signals after its last step, and once more when the program is over."""
+    """Every rank gets these signals after its last step, and once more when the program is over. One that SIGTERM finds
+    without a heartbeat for half a second is taken for stuck."""
     shutdown = build.shutdown
+    StopRequest.__init__.__defaults__ = (300.0, 0.2, 0.5, *StopRequest.__init__.__defaults__[3:])  # type: ignore[misc]
 
     def send() -> None:
         for name in signals:
             os.kill(os.getpid(), signal.Signals[name])
 
-    def send_and_shut_down() -> None:
-        send()
-        shutdown()
-
-    build.shutdown = send_and_shut_down
-    _at_the_end.append(send)
+    build.shutdown = lambda: (send(), shutdown())[1]
+    at_the_end.append(send)
 
 
 def kill_workers(rank: int, *, at: int, on_rank: int, signals: list[str]) -> None:
@@ -314,12 +297,7 @@ def count_collectives(rank: int, *, path: str) -> None:
 
     for name in ("all_reduce", "broadcast_object_list", "gather", "all_gather", "all_gather_object", "gather_object"):
         counted(name)
-    _at_the_end.append(lambda: Path(path, f"{rank}.json").write_text(json.dumps(counts)) and None)
-
-
-def at_the_end() -> None:
-    for action in _at_the_end:
-        action()
+    at_the_end.append(lambda: Path(path, f"{rank}.json").write_text(json.dumps(counts)) and None)
 
 
 def _signal_group(signals: list[str]) -> None:
@@ -344,8 +322,3 @@ def _run(model: torch.nn.Module, batch: Batch) -> LossSum:
         for change in _changes_of_loss:
             loss = change(loss)
     return loss
-
-
-def _spoiled(batch: Batch) -> Batch:
-    labels = torch.where(batch.labels >= 0, torch.arange(len(batch.labels)) % 200 + 700, batch.labels)
-    return dataclasses.replace(batch, labels=labels)

@@ -1,7 +1,5 @@
 """`per_device_train_batch_size: auto` on two real ranks whose memory really runs out, and what may happen meanwhile."""
 
-from __future__ import annotations
-
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,15 +9,15 @@ from typing import Any
 import psutil
 import pytest
 from forked_runs import ForkedRuns, arguments, status
-from tiny_run import losses
+from tiny_run import losses, wait_until
 
 from ds_encdec.config.schema import FullConfig
 
 pytestmark = [pytest.mark.distributed]
 
+# What each process may have beyond what a rank of the same run holds that makes micro-batches of 1: logits take about
+# 100 MB for one sequence and 700 MB for seven. The estimate does not know of the limit, and the probes run into it.
 ROOM_BYTES = 300_000_000
-"""What each process may have beyond what a rank of the same run holds that makes micro-batches of 1: logits take about
-100 MB for one sequence and 700 MB for seven. The estimate does not know of the limit, and the probes run into it."""
 AUTO: dict[str, Any] = {
     "data__num_lanes": "null",
     "data__max_encoder_length": 512,
@@ -43,12 +41,9 @@ def probes() -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.environ()["RANK"])
 
 
-def await_probes(count: int) -> list[psutil.Process]:
-    deadline = time.monotonic() + 600
-    while len(found := probes()) != count:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.05)
-    return found
+def two_probes() -> list[psutil.Process]:
+    wait_until(lambda: len(probes()) == 2, 600)
+    return probes()
 
 
 def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) -> None:
@@ -65,7 +60,6 @@ def test_a_size_that_fits_is_found_and_kept(runs: ForkedRuns, tmp_path: Path) ->
     found = FullConfig.from_yaml(tmp_path / "auto" / "config.yaml").training
     assert (found.micro_batch_size, found.gradient_accumulation_steps, found.global_batch_size) == (1, 7, 14)
     assert losses(tmp_path / "auto") == losses(tmp_path / "numbers")
-    assert {step for step, *_ in losses(tmp_path / "auto")} == {1}
 
     resumed = runs.run([*auto, "training.num_train_steps=2", "--resume", "auto"], ranks=1).ended_with(0)
     assert "micro-batches of" not in resumed.output  # nothing is tried
@@ -78,7 +72,7 @@ def test_a_run_whose_probes_get_a_signal_ends(runs: ForkedRuns, tmp_path: Path, 
     """The kernel kills one of two probes, and nobody waits for it; or a scheduler stops every process, probes first."""
     with ThreadPoolExecutor() as pool:
         run = pool.submit(runs.run, arguments(tmp_path, "fsdp", **AUTO, training__global_batch_size=2), ranks=2)
-        found = await_probes(2)
+        found = two_probes()
         if code == 6:
             found[1].send_signal(signal.SIGKILL)
         else:
@@ -88,7 +82,6 @@ def test_a_run_whose_probes_get_a_signal_ends(runs: ForkedRuns, tmp_path: Path, 
             found[1].parent().send_signal(signal.SIGTERM)
         result = run.result(timeout=180).ended_with(code)
     assert status(tmp_path)["exit_code"] == code
-    assert status(tmp_path)["state"] == ("failed" if code == 6 else "preempted")
     if code == 6:
         assert "not even a micro-batch of 1 fits into the" in result.output
         assert "rank 1: the kernel killed it" in result.output
@@ -98,10 +91,9 @@ def test_a_run_whose_probes_get_a_signal_ends(runs: ForkedRuns, tmp_path: Path, 
 def test_a_run_that_is_killed_while_it_probes_leaves_nothing_behind(runs: ForkedRuns, tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         run = pool.submit(runs.run, arguments(tmp_path, "fsdp", **AUTO, training__global_batch_size=2), ranks=2)
-        waiting, stopped = await_probes(2)
+        waiting, stopped = two_probes()
         stopped.suspend()
-        while waiting.num_threads() < 2:  # it watches its rank, and so has read its task
-            time.sleep(0.05)
+        wait_until(lambda: waiting.num_threads() > 1)  # it watches its rank, and so has read its task
         for rank in (waiting.parent(), stopped.parent()):
             rank.kill()
         run.result(timeout=180)

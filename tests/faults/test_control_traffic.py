@@ -1,7 +1,5 @@
 """What two real ranks ask of each other's hosts in a step and in a save: a thousand would pay for each of it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -12,8 +10,7 @@ from forked_runs import ForkedRuns, arguments
 
 pytestmark = [pytest.mark.distributed]
 
-SAVE = {"all_reduce": 6, "broadcast_object_list": 4, "gather": 2}
-"""At most; and nothing of another kind."""
+SAVE = {"all_reduce": 6, "broadcast_object_list": 4, "gather": 2}  # at most, and nothing of another kind
 
 
 @pytest.mark.parametrize(("engine", "answer"), [("fsdp", "warn"), ("deepspeed", "skip_step")])

@@ -1,7 +1,5 @@
 """How a run ends is told, whatever became of its disk, its folder or its ranks: the exit code, and run.json."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess
@@ -11,9 +9,9 @@ from typing import Any
 
 import forked_runs
 import pytest
-from forked_runs import ForkedRuns, flip_byte, status
+from forked_runs import ForkedRuns, status
 
-from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
+from ds_encdec.checkpoint.folder import verify_checkpoints
 
 pytestmark = [pytest.mark.distributed]
 
@@ -46,14 +44,13 @@ def test_a_killed_rank_is_named_and_the_others_do_not_take_the_blame(
     ended = status(tmp_path)
     assert (ended["state"], ended["exit_code"]) == ("failed", 9), ended
     if {"kind": "own_machine"} in faults:
-        assert ended["reason"].startswith("the connection between the ranks broke: one of ranks ")
+        assert ended["reason"].startswith("the connection between the ranks broke: one on another machine is gone")
     else:
         assert ended["reason"].startswith(f"rank {lost} (process ")
         assert f"on {ended['host']}) is gone without a word" in ended["reason"]
         assert "Connection closed" not in result.output
     assert "Traceback" not in result.output
-    assert sorted(committed_steps(tmp_path / "checkpoints")) == [4]
-    assert len(list(verify_checkpoints(tmp_path))) == 1
+    assert [checkpoint.manifest.step for checkpoint in verify_checkpoints(tmp_path)] == [4]
 
 
 def test_the_error_of_a_rank_is_no_loss_of_it(runs: ForkedRuns, tmp_path: Path) -> None:
@@ -70,10 +67,9 @@ def test_a_run_that_was_killed_whole_does_not_stay_running(runs: ForkedRuns, tmp
     assert status(tmp_path)["reason"] in refused.output
 
 
-@pytest.mark.parametrize("at", [5, 8], ids=["between saves", "before the last save"])
-def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path, at: int) -> None:
+def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    deleted = {"kind": "deleted_folder", "at": at, "path": str(folder)}
+    deleted = {"kind": "deleted_folder", "at": 5, "path": str(folder)}
     result = runs.run(arguments(folder), ranks=2, faults=[deleted]).ended_with(5)
     assert f"infra.output_dir: {folder} was deleted or replaced" in result.output
     assert not (folder / "run.json").exists()
@@ -82,12 +78,10 @@ def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path,
 
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: ForkedRuns, tmp_path: Path) -> None:
     endless = {"training__num_train_steps": 10**9, "training__save_steps": 1, "training__save_total_limit": "null"}
-    told = "has up to 1,000,000,000 checkpoints of 617.5 KB at a time (training.save_total_limit=None"
-    refuses = arguments(tmp_path / "refused", **endless, infra__require_disk_space="true")
-    assert told in runs.run(refuses, ranks=2).ended_with(5).output
-    assert status(tmp_path / "refused")["exit_code"] == 5
-    stopped = [{"kind": "asked_to_stop", "at": 2}]
-    assert told in runs.run(arguments(tmp_path / "warned", **endless), faults=stopped).ended_with(75).output
+    refuses = arguments(tmp_path, **endless, infra__require_disk_space="true")
+    problem = "has up to 1,000,000,000 checkpoints of 617.5 KB at a time (training.save_total_limit=None"
+    assert problem in runs.run(refuses, ranks=2).ended_with(5).output
+    assert status(tmp_path)["exit_code"] == 5
 
 
 @pytest.fixture(scope="module")
@@ -119,20 +113,6 @@ def test_on_a_full_disk_the_ending_is_the_true_one(
     result.ended_with(code)
     assert (ended["state"], ended["exit_code"], ended["world_size"]) == (state, code, 1)
     assert "Traceback" not in result.output
-
-
-def test_a_resume_on_a_full_disk_says_what_is_wrong(small_disk: tuple[ForkedRuns, Path, Path]) -> None:
-    runs, mount, seen = small_disk
-    command = arguments(mount / "run")
-    runs.run(command, faults=[{"kind": "full_disk", "after_commits": 2, "path": str(mount / "ballast")}]).ended_with(0)
-    flip_byte(next((seen / "run" / "checkpoints" / "step-00000008" / "dcp").glob("*.distcp")))
-    newest = str(mount / "run" / "checkpoints" / "step-00000008")
-    damaged, auto = (runs.run([*command, "--resume", resume]) for resume in (newest, "auto"))
-    clear(seen)
-    assert ".distcp: its SHA-256 is not the manifest's" in damaged.ended_with(5).output
-    assert "No space left on device" in auto.ended_with(5).output
-    assert "Free space there" in auto.output
-    assert "Traceback" not in damaged.output + auto.output
 
 
 def clear(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Fine-tuning on two real ranks: epochs in steps, rows that are passed over, a kill, and the same steps on one rank."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

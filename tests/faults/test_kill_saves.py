@@ -1,7 +1,5 @@
 """Kills in the middle of saves, with data workers, by the script that does a hundred of them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -12,8 +10,7 @@ import pytest
 pytestmark = pytest.mark.distributed
 
 SCRIPT = Path(__file__).resolve().parents[1] / "nightly" / "kill_saves.py"
-KILLS = 8
-"""Two of each engine, in the background and at once."""
+KILLS = 8  # two of each engine, in the background and at once
 
 
 def test_killed_saves_leave_whole_checkpoints_to_go_on_from() -> None:

@@ -1,12 +1,6 @@
-"""Runs that meet trouble on two real ranks, under either engine, and what they do about it.
-
-A run that left steps out, or went back, is compared with one whose data never had them.
-"""
-
-from __future__ import annotations
+"""Runs that meet trouble on two real ranks: steps that are left out, rollbacks, a slow rank, an early end."""
 
 import json
-import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -17,13 +11,12 @@ from forked_runs import ForkedRuns, status
 from tiny_run import metrics
 
 from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
-from ds_encdec.report.write import write_report
 
 pytestmark = [pytest.mark.distributed]
 
 STEPS = 16
+# A loss has not far to fall in so few steps: nor has it far to jump.
 SPIKES = {"monitor__window_size": 4, "monitor__loss_spike_min_values": 4, "monitor__loss_spike_threshold": 1.02}
-"""A loss has not far to fall in so few steps: nor has it far to jump."""
 ROLLBACK = SPIKES | {"monitor__on_loss_spike": "rollback", "monitor__rollback_min_steps": 2}
 
 
@@ -50,10 +43,7 @@ def ledger(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_steps_that_are_left_out_and_evaluations_leave_no_trace(runs: ForkedRuns, tmp_path: Path) -> None:
-    """Losses of one rank that are not finite, exploding gradients, a spike: all skipped, to the bit, on both ranks.
-
-    That run is evaluated, too, and generates texts in between. Each engine's skips: tests/distributed.
-    """
+    """Losses of one rank that are not finite, exploding gradients, a spike: all skipped, to the bit, on both ranks."""
     engine = "deepspeed"
     once = {"training__save_steps": STEPS}  # at the end
     skips = SPIKES | {"monitor__on_loss_spike": "skip_step", "monitor__on_grad_explosion": "skip_step"} | once
@@ -78,9 +68,6 @@ def test_steps_that_are_left_out_and_evaluations_leave_no_trace(runs: ForkedRuns
     assert [line["data_step"] for line in metrics(tmp_path / "met")][-1] == STEPS + 4
     figures = [(line["step"], line["eval/chrf"] >= 0) for line in metrics(tmp_path / "met") if "eval/loss" in line]
     assert figures == [(step, True) for step in (5, 10, 15, 16)]
-    samples = [json.loads(line) for line in (tmp_path / "met" / "samples.jsonl").read_text().splitlines()]
-    assert [sample["step"] for sample in samples] == [5, 5, 5, 10, 10, 10, 15, 15, 15, 16, 16, 16]
-    assert [sample["reference"] for sample in samples[:3]] == [sample["reference"] for sample in samples[3:6]]
     alerts = [entry for entry in ledger(tmp_path / "met", "alert") if entry["action"] == "skip_step"]
     types = {6: "non_finite", 8: "non_finite", 10: "grad_explosion", 17: "loss_spike"}
     assert [(entry["data_step"], entry["type"]) for entry in alerts] == [*types.items()]
@@ -106,14 +93,12 @@ def test_after_a_rollback_the_run_is_one_that_never_saw_that_data(
     assert [step for step, *_ in trained(tmp_path)] == list(range(1, STEPS + 1))
     for values, others in zip(trained(tmp_path), never_seen, strict=True):
         assert values == pytest.approx(others, abs=1e-5)
-    assert re.search(r"1 rollback, which took back \d steps", write_report(tmp_path)[0].read_text())
     abandoned = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
     taken_back = [(json.loads(line)["step"], json.loads(line)["rollback"]) for line in abandoned]
     assert taken_back == [(13, 1), (14, 1), (15, 1)]
     (entry,) = ledger(tmp_path, "rollback")
     assert (entry["step"], entry["to_step"], entry["to_data_step"], entry["number"]) == (15, 12, 12, 1)
-    assert sorted(committed_steps(tmp_path / "checkpoints")) == [4, 8, 12, 16]
-    assert len(list(verify_checkpoints(tmp_path))) == 4
+    assert sorted(saved.manifest.step for saved in verify_checkpoints(tmp_path)) == [4, 8, 12, 16]
     state = json.loads((tmp_path / "checkpoints" / "final" / "trainer.json").read_text())["state"]
     assert (state["global_step"], state["data_step"], state["skipped_steps"], state["rollbacks"]) == (16, 19, 3, 1)
 
@@ -142,32 +127,16 @@ def test_a_run_that_goes_on_spiking_stops_once_its_rollbacks_are_used_up(runs: F
     # The second spike comes a step after the first rollback's checkpoint, so it goes further back.
     assert [entry["to_step"] for entry in ledger(tmp_path, "rollback")] == [12, 8]
     assert status(tmp_path)["exit_code"] == 7
-    (stop,) = ledger(tmp_path, "stop")
-    assert stop["exit_code"] == 7
-
-
-def test_without_an_old_enough_checkpoint_the_run_goes_on(runs: ForkedRuns, tmp_path: Path) -> None:
-    bad = [{"kind": "bad_data", "at": 15, "until": 15}]
-    settings = ROLLBACK | {"monitor__rollback_min_steps": 14, "training__num_train_steps": 20}
-    result = runs.run(arguments(tmp_path, "fsdp", **settings), faults=bad).ended_with(0)
-    assert "No rollback: there is no checkpoint of step 1 or before" in result.output
-    assert ledger(tmp_path, "rollback") == []
-    assert [entry["step"] for entry in ledger(tmp_path, "no_rollback")] == [15]
 
 
 def test_a_slow_rank_is_named_and_can_end_the_run_to_go_on_elsewhere(runs: ForkedRuns, tmp_path: Path) -> None:
     slow = [{"kind": "slow_data", "on_rank": 1, "seconds": 0.4}]
-    command = arguments(
-        tmp_path,
-        "fsdp",
-        training__logging_steps=2,
-        monitor__on_straggler="stop",
-        monitor__straggler_threshold=1000.0,  # on a busy machine any rank may be slow at arithmetic
-    )
+    # On a busy machine any rank may be slow at arithmetic.
+    settings = {"monitor__on_straggler": "stop", "monitor__straggler_threshold": 1000.0}
+    command = arguments(tmp_path, "fsdp", training__logging_steps=2, **settings)
     runs.run(command, ranks=2, faults=slow).ended_with(75)
     stragglers = [entry for entry in ledger(tmp_path, "alert") if entry["type"] == "straggler"]
     assert "rank 1 is late" in stragglers[-1]["message"]
-    assert status(tmp_path)["state"] == "preempted"
     assert "rank 1 is late" in status(tmp_path)["reason"]
     runs.run([*command, "--resume", "auto"], ranks=2).ended_with(0)
     assert [line["step"] for line in metrics(tmp_path)] == list(range(2, STEPS + 1, 2))
@@ -192,12 +161,10 @@ def test_early_stopping_ends_a_run_and_a_resume_does_not_go_on(runs: ForkedRuns,
     (entry,) = ledger(tmp_path, "early_stop")
     assert entry["step"] == 6
     assert status(tmp_path)["state"] == "completed"
-    assert (tmp_path / "checkpoints" / "final").resolve().name == "step-00000006"
     assert sorted(committed_steps(tmp_path / "checkpoints")) == [2, 6]  # the best, and the end
     (exported,) = (tmp_path / "export").iterdir()
     assert "checkpoint `step-00000002`" in (exported / "README.md").read_text()
     written = exported.stat().st_ctime_ns
     runs.run([*command, "--resume", "auto"]).ended_with(0)
     assert (exported.name, exported.stat().st_ctime_ns) == ("best", written)
-    assert [line["step"] for line in metrics(tmp_path) if "eval/loss" in line] == [2, 4, 6]
     assert len(ledger(tmp_path, "early_stop")) == 1

@@ -1,7 +1,5 @@
 """Resumes that cannot be what is wanted are refused cheaply and by name; what can go on does. On the real program."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -55,31 +53,21 @@ def assert_refused(result: Finished, code: int, *words: str) -> None:
     assert "Traceback" not in result.output
 
 
-def test_a_finished_run_has_its_last_model_and_its_average(finished: Path) -> None:
-    averaged = finished / "export" / "averaged"
-    assert (averaged / "model.safetensors").exists()
-    assert "2, 4, 6" in (averaged / "README.md").read_text()
-    assert sorted(path.name for path in averaged.parent.iterdir()) == ["averaged", "final"]
-    assert f"checkpoint `step-{STEPS:08d}`" in (finished / "export" / "final" / "README.md").read_text()
-    assert not (finished / "ds_config.json").exists()  # DeepSpeed had no part in it
-    assert read_manifest(finished / "checkpoints" / "final").engine == "fsdp"
-
-
 def test_a_finished_run_may_be_resumed_again(runs: ForkedRuns, run_folder: Path) -> None:
     """As a queue that starts a job until it succeeds may do; not begun again by mistake."""
-    before = losses(run_folder)
+    averaged, before = run_folder / "export" / "averaged", losses(run_folder)
+    assert "2, 4, 6" in (averaged / "README.md").read_text()
+    assert sorted(path.name for path in averaged.parent.iterdir()) == ["averaged", "final"]
     assert_refused(runs.run(arguments(run_folder)), 3, "--resume auto")
     result = runs.run(arguments(run_folder, "--resume", "auto")).ended_with(0)
     assert f"nothing is left to do after step {STEPS}. To train on, raise training.num_train_steps" in result.output
-    assert "tokens, into" not in result.output
-    assert (run_folder / "checkpoints" / "final").resolve().name == f"step-{STEPS:08d}"
     assert status(run_folder)["state"] == "completed"
     assert losses(run_folder) == before
 
 
 def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, finished: Path, tmp_path: Path) -> None:
     before = (finished / "run.json").read_text()
-    result = runs.run(arguments(finished, "--resume", "auto", infra__distributed_type="deepspeed"), ranks=2)
+    result = runs.run(arguments(finished, "--resume", "auto"), ranks=2)
     assert_refused(result, 2, "(fixed when this run first started)=3 cannot be divided", "numbers of ranks: 1, 3.")
     assert (finished / "run.json").read_text() == before
     assert_refused(runs.run(arguments(tmp_path / "new"), ranks=2), 2, "data.num_lanes=3")
@@ -99,26 +87,18 @@ def test_three_ranks_of_the_other_engine_go_on_with_the_same_data(runs: ForkedRu
     )
     assert [item[:2] for item in losses(spread)] == [item[:2] for item in losses(expected)]
     assert [item[2] for item in losses(spread)] == pytest.approx([item[2] for item in losses(expected)], abs=1e-5)
-    for name in ("train/tokens_seen", "train/encoder_tokens_seen", "train/epoch"):
+    for name in ("train/tokens_seen", "train/epoch"):
         assert [line.get(name) for line in metrics(spread)] == [line.get(name) for line in metrics(expected)]
     assert read_manifest(spread / "checkpoints" / "final").engine == "deepspeed"
-    assert (spread / "ds_config.json").exists()
 
 
 def test_another_architecture_or_tokenizer_is_refused_with_both_values(runs: ForkedRuns, finished: Path) -> None:
-    changes = {
-        "model__architecture__hidden_size": 64,
-        "model__tokenizer_name_or_path": "some/where",
-        "model__num_sentinel_tokens": 16,
-        "data__use_mode_tokens": "true",
-    }
+    changes = {"model__architecture__hidden_size": 64, "model__tokenizer_name_or_path": "some/where"}
     assert_refused(
         runs.run(arguments(finished, "--resume", "auto", "--allow-data-change", **changes)),
         5,
         "model.architecture.hidden_size is 32 there and 64 here",
         "model.tokenizer_name_or_path is 'builtin' there and 'some/where' here",
-        "model.num_sentinel_tokens is 32 there and 16 here",
-        "data.use_mode_tokens is False there and True here",
     )
 
 
@@ -134,17 +114,12 @@ def test_other_data_is_refused_unless_one_insists(runs: ForkedRuns, run_folder: 
     documents = {"data__dataset_name": "random", "training__num_train_steps": 10}
     other = runs.run(arguments(run_folder, "--resume", "auto", "--allow-data-change", **documents)).ended_with(0)
     assert "begin at their start" in other.output
-    assert sorted(committed_steps(run_folder / "checkpoints"))[-1] == 10
 
 
-@pytest.mark.parametrize("damage", ["flipped", "missing"])
-def test_a_damaged_checkpoint(runs: ForkedRuns, run_folder: Path, damage: str) -> None:
+def test_a_damaged_checkpoint(runs: ForkedRuns, run_folder: Path) -> None:
     newest = run_folder / "checkpoints" / "step-00000006"
     (shard,) = newest.glob("dcp/*.distcp")
-    if damage == "flipped":
-        flip_byte(shard)
-    else:
-        shard.unlink()
+    flip_byte(shard)
     assert_refused(runs.run(arguments(run_folder, "--resume", str(newest))), 5, str(shard))
     result = runs.run(arguments(run_folder, "--resume", "auto")).ended_with(0)
     assert f"Passing over a damaged checkpoint: {shard}" in result.output
@@ -168,19 +143,11 @@ def test_a_disk_that_takes_no_checkpoint_ends_the_run_only_at_its_last(runs: For
         more = {"training__num_train_steps": 10, "infra__distributed_type": engine, "training__logging_steps": 1}
         result = runs.run(arguments(run_folder, "--resume", "auto", **more), limits={"RLIMIT_FSIZE": 100_000})
         assert_refused(result, 5, "step 8 was not saved", "step 10 was not saved", "File too large", "ulimit")
-        assert result.output.count("was not saved") == 2
         assert "The newest is step 6's. Training goes on" in result.output
         assert [line["step"] for line in metrics(run_folder)][-1] == 10  # trained to the end
         assert sorted(committed_steps(run_folder / "checkpoints")) == [2, 4, 6]
-        assert (run_folder / "checkpoints" / "best").resolve().name == "step-00000006"
         assert (status(run_folder)["state"], status(run_folder)["exit_code"]) == ("failed", 5)
-    result = runs.run(arguments(run_folder, "--resume", "auto", training__num_train_steps=10)).ended_with(0)
-
-
-def test_a_folder_inside_a_file_is_refused(runs: ForkedRuns, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    result = runs.run(arguments(tmp_path / "file" / "run"))
-    assert_refused(result, 2, f"infra.output_dir: cannot write to {tmp_path / 'file' / 'run'}", "Not a directory")
+    runs.run(arguments(run_folder, "--resume", "auto", training__num_train_steps=10)).ended_with(0)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Two real ranks, with their data workers, that are asked to stop: one checkpoint, exit code 75, nothing lost."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 from forked_runs import Finished, ForkedRuns, status
 from tiny_run import losses
 
-from ds_encdec.base.types import ConfigError, Preempted
+from ds_encdec.base.types import Preempted
 from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.launch.run_folder import RunFolder
@@ -82,7 +80,7 @@ def test_a_worker_that_is_killed_while_a_stop_is_asked_for_is_a_stop(runs: Forke
 def test_signals_after_the_last_step_change_nothing(runs: ForkedRuns, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     slow = {"kind": "slow_uploads", "seconds": 2.0, "alone": True}
-    faults = [{"kind": "signal_after_training", "signals": STOPS}, {"kind": "impatient"}, slow]
+    faults = [{"kind": "signal_after_training", "signals": STOPS}, slow]
     settings = {"training__num_train_steps": 3, "infra__upload_to": f"file://{tmp_path / 'there'}"}
     runs.run(arguments(folder, "fsdp", **settings), ranks=2, faults=faults).ended_with(0)
     for run in (folder, tmp_path / "there"):
@@ -96,8 +94,6 @@ def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path, monkeyp
     def ask() -> None:
         while not (run.metrics.exists() and run.metrics.read_text().count("\n") > 2):
             time.sleep(0.1)
-        with pytest.raises(ConfigError, match=r"has no run.json; there are .*run$"):
-            RunFolder(str(tmp_path)).ask_to_stop()
         assert "saves" in run.ask_to_stop()
 
     with ThreadPoolExecutor(1) as beside:

@@ -1,9 +1,6 @@
 """Several sets to evaluate on: each has the figures that it has alone, on any number of ranks."""
 
-from __future__ import annotations
-
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -12,25 +9,24 @@ import pytest
 from tiny_run import QUICKSTART, launcher, overrides, run
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.checkpoint.folder import committed_steps
 from ds_encdec.config.schema import DataConfig, TrainingConfig, load_config
 from ds_encdec.data.sources.sources import named_sources
 from ds_encdec.monitor.sinks import shown
 
 
-def evaluations(folder: Path, name: str, how: str, **changes: Any) -> list[dict[str, float]]:
-    words = overrides(folder / name, training__num_train_steps=2, training__warmup_steps=1, training__eval_steps=1)
-    settings = {
-        "data.dataset_name": "json",
-        "data.data_files": folder / "train.jsonl",
-        "data.num_lanes": 2,
-        "training.export_at_end": "false",
-        "training.report_to": "none",
-        "infra.distributed_type": "fsdp",
-        **{key.replace("__", "."): value for key, value in changes.items()},
-    }
-    more = [f"{key}={value}" for key, value in settings.items()]
-    done = run([*launcher(how), "--config", QUICKSTART, *words, *more], folder)
+def evaluations(folder: Path, name: str, how: str, *settings: str) -> list[dict[str, float]]:
+    words = overrides(
+        folder / name,
+        training__num_train_steps=2,
+        training__warmup_steps=1,
+        training__eval_steps=1,
+        training__export_at_end="false",
+        training__report_to="none",
+        data__dataset_name="json",
+        data__data_files=folder / "train.jsonl",
+        infra__distributed_type="fsdp",
+    )
+    done = run([*launcher(how), "--config", QUICKSTART, *words, *settings], folder)
     assert done.returncode == 0, done.stdout
     lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if "eval/loss" in line]
@@ -43,13 +39,13 @@ def test_two_sets_on_two_ranks_have_the_figures_of_each_alone(tmp_path: Path) ->
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("easy", "hard")}
     sets = "{" + ", ".join(f"{name}: {{eval_files: {path}}}" for name, path in files.items()) + "}"
+    best_by = "training.metric_for_best_model=hard/loss"
     both = evaluations(
-        tmp_path, "both", "torchrun", data__eval_files=files["easy"], data__eval_sets=sets,
-        training__metric_for_best_model="hard/loss", infra__num_gpus=2,
-    )  # fmt: skip
+        tmp_path, "both", "torchrun", f"data.eval_files={files['easy']}", f"data.eval_sets={sets}", best_by
+    )
     assert len(both) == 2
     for name, path in files.items():
-        alone = evaluations(tmp_path, name, "python", data__eval_files=path, infra__num_gpus=1)
+        alone = evaluations(tmp_path, name, "python", f"data.eval_files={path}", "infra.num_gpus=1")
         for here, there in zip(both, alone, strict=True):
             for figure in ("loss", "perplexity"):
                 assert here[f"eval/{name}/{figure}"] == pytest.approx(there[f"eval/{figure}"], rel=1e-4)
@@ -77,10 +73,7 @@ def test_each_set_is_what_its_fields_say() -> None:
     [
         ({"data__eval_sets": "{a: {}}"}, "name its texts"),
         ({"data__eval_sets": "{a/b: {eval_split: test}}"}, "names are of letters"),
-        ({"data__eval_sets": "{a b: {eval_split: test}}"}, r"data.eval_sets = .*\n.*'a b': names are of letters"),
-        ({"data__eval_sets": "{a: {eval_files: []}}"}, r"data.eval_sets.a.eval_files = \[\]\n.*no file is named"),
         ({"data__eval_sets": "{a: {eval_files: x, eval_split: test}}"}, "files have no splits"),
-        ({"data__eval_sets__a__eval_file": "x"}, "did you mean `eval_files`"),
         ({"data__eval_sets": "{a: {eval_split: test}}", "training__eval_samples": 0}, "nothing is evaluated"),
         ({"training__metric_for_best_model": "a/loss"}, "a/loss is no figure of a set"),
     ],
@@ -92,23 +85,6 @@ def test_sets_that_cannot_be(fields: dict[str, Any], message: str) -> None:
 
 def test_the_best_checkpoint_may_be_by_a_set_and_lines_show_all() -> None:
     assert not TrainingConfig(metric_for_best_model="hard/loss").best_is_greatest
-    for theirs in ("eval/hard/loss", "eval_hard_loss"):  # the second as Hugging Face names it
-        assert TrainingConfig(metric_for_best_model=theirs).metric_for_best_model == "hard/loss"
+    assert TrainingConfig(metric_for_best_model="eval_hard_loss").metric_for_best_model == "hard/loss"
     metrics = {"eval/loss": 2.0, "eval/easy/loss": 1.0, "eval/hard/loss": 3.0, "eval/hard/loss_S": 3.0}
     assert shown(metrics, "hard/loss") == ["hard loss 3.0000", "eval loss 2.0000", "easy loss 1.0000"]
-
-
-@pytest.mark.launch
-def test_a_metric_without_a_figure_that_judges_the_run_ends_it_and_no_step_is_lost(tmp_path: Path) -> None:
-    (tmp_path / "own_metric.py").write_text("def nothing(predictions, references):\n    return float('nan')\n")
-    chosen = "own_metric:nothing"
-    words = overrides(
-        tmp_path / "run", training__num_train_steps=4, training__warmup_steps=1, training__eval_steps=1,
-        training__eval_generate_samples=1, training__metric_for_best_model=chosen, infra__num_gpus=2,
-        infra__distributed_type="fsdp",
-    )  # fmt: skip
-    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    done = run([*launcher("torchrun"), "--config", QUICKSTART, *words], tmp_path, PYTHONPATH=path)
-    assert f"metric_for_best_model={chosen} has no figure: ValueError: it returned nan" in done.stdout, done.stdout
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["exit_code"] == ConfigError.exit_code
-    assert list(committed_steps(tmp_path / "run" / "checkpoints")) == [1]

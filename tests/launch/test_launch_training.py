@@ -1,7 +1,5 @@
 """Scripts up to the launcher: how they start it, and what they refuse before."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -73,30 +71,16 @@ def test_other_hosts_get_variables_but_no_secrets(scripts: Path) -> None:
 
 
 def test_without_a_host_file_the_engine_has_its_launcher(scripts: Path) -> None:
-    result = launch(scripts, "infra.distributed_type=fsdp")
-    assert re.search(r"^torchrun --nproc-per-node 2 --master-port \d+ ", result.stdout, re.MULTILINE), result.stderr
+    result = launch(scripts, "infra.distributed_type=fsdp", "--max_steps", "40", "--profile", "2", "--no_merge")
+    started = re.search(r"^torchrun --nproc-per-node 2 --master-port \d+ .*", result.stdout, re.MULTILINE)
+    assert started is not None, result.stderr
+    assert started[0].endswith(" --max_steps 40 --no_merge --profile=2")
 
 
-def test_words_of_other_tools_are_validated_and_handed_on(scripts: Path) -> None:
-    words = ["--max_steps", "40", "--profile", "2", "--bf16", "--lora_rank=4", "--no_merge"]
-    result = launch(scripts, *words)
-    assert result.returncode == 0, result.stderr
-    started = next(line for line in result.stdout.splitlines() if line.startswith("deepspeed "))
-    assert started.endswith(" --max_steps 40 --bf16 --lora_rank=4 --no_merge --profile=2")
-
-
-@pytest.mark.parametrize(
-    ("hosts", "code", "told"),
-    [
-        ("# two\n a\tslots=2\nb slots=1 # and more\n", 0, "mpirun -n 3 -hosts a:2,b:1 "),
-        ("a slots=2\nb\n", 2, "hosts:2: b\n      not `HOST slots=N`"),
-    ],
-)
-def test_mpirun_starts_what_the_file_says(scripts: Path, hosts: str, code: int, told: str) -> None:
-    (scripts / "hosts").write_text(hosts)
+def test_mpirun_starts_what_the_file_says(scripts: Path) -> None:
+    (scripts / "hosts").write_text("# two\n a\tslots=2\nb slots=1 # and more\n")
     done = bash(scripts, "mpi/run.sh", "hosts", "--config", "quickstart")
-    assert done.returncode == code
-    assert told in done.stdout + done.stderr
+    assert (done.returncode, "mpirun -n 3 -hosts a:2,b:1 " in done.stdout) == (0, True), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -105,7 +89,6 @@ def test_mpirun_starts_what_the_file_says(scripts: Path, hosts: str, code: int, 
         (["--hostfile", "hosts"], "hosts:2: localhost\n      the host is listed twice"),
         (["--hostfile", "absent"], "absent: no such file"),
         (["--resume", "auto"], "name the run to go on with: infra.output_dir=FOLDER"),
-        (["training.learning_rat=1"], "did you mean"),
     ],
 )
 def test_mistakes_are_named_before_anything_starts(scripts: Path, words: list[str], message: str) -> None:
@@ -146,7 +129,6 @@ echo '{"train/loss": 8.0, "train/loss_R1": 8.5}
     [
         (["output_dir={run}"], "deepspeed"),
         (["--output_dir", "{run}", "distributed_type=FSDP"], "torchrun"),
-        (["--infra.output_dir", "{run}", "--infra.distributed_type", "ddp", "infra.sharding_stage=0"], "torchrun"),
     ],
 )
 def test_the_quickstart_takes_settings_in_any_words_and_shows_a_table(

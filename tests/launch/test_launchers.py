@@ -1,7 +1,5 @@
 """Real launchers around a rank that does nothing but join: the world it finds, and its end without its launcher."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,18 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import (
-    QUICKSTART,
-    TRAIN,
-    environment,
-    free_port,
-    is_running,
-    launcher,
-    losses,
-    overrides,
-    run,
-    wait_until,
-)
+from tiny_run import QUICKSTART, TRAIN, environment, free_port, is_running, launcher, overrides, run, wait_until
 
 pytestmark = pytest.mark.launch
 
@@ -120,18 +107,12 @@ for words in json.loads(sys.argv[1]):
 
 
 def test_a_run_without_deepspeed(tmp_path: Path) -> None:
-    output, part = tmp_path / "run", tmp_path / "part"
-    runs = [
-        overrides(tmp_path / "refused"),
-        overrides(output, infra__distributed_type="auto", training__save_steps=2),
-        ["--resume", str(output / "checkpoints" / "step-00000004"), *overrides(part, infra__distributed_type="fsdp")],
-    ]
+    runs = [overrides(tmp_path / "refused"), overrides(tmp_path / "run", infra__distributed_type="auto")]
     said = run(
         [sys.executable, "-c", BLOCKED, json.dumps([["--config", QUICKSTART, *words] for words in runs])], tmp_path
     )
-    refused, finished, resumed, rest = re.split(r"ended with (?=\d)", said.stdout)
+    refused, finished, rest = re.split(r"ended with (?=\d)", said.stdout)
     assert "deepspeed is not installed" in refused
     assert finished.startswith("2\n")
     assert "deepspeed is not installed. Training with FSDP2" in finished
-    assert (resumed[:2], rest) == ("0\n", "0\n"), said.stdout
-    assert losses(part)[-1] == losses(output)[-1]
+    assert rest == "0\n", said.stdout

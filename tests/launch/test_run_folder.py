@@ -1,7 +1,5 @@
 """The lock on a run's folder, and run.json: how a run began and ended, without secrets."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing
@@ -13,9 +11,8 @@ import pytest
 
 from ds_encdec.base.types import ConfigError, OutputLockedError
 from ds_encdec.launch import run_folder
-from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.run_folder import RunFolder, git_state, masked, start_facts
-from ds_encdec.launch.world import discover
+from ds_encdec.launch.world import World
 
 
 @pytest.fixture
@@ -30,27 +27,21 @@ def again(folder: RunFolder) -> RunFolder:
 
 
 def test_a_second_run_is_refused_unless_it_resumes(folder: RunFolder) -> None:
-    folder.write_status("running", started_with="x")
-    folder.metrics.write_text("{}\n")
-    claims = (lambda run: run.claim(resume=False), RunFolder.refuse_taken, lambda run: run.claim(resume=True))
-    for claim in claims:
-        with pytest.raises(OutputLockedError, match="in use by process"):
-            claim(again(folder))
-    folder.release()
-    for claim in claims[:2]:
-        with pytest.raises(OutputLockedError, match="already holds a run"):
-            claim(again(folder))
-    claims[2](again(folder))
-
-
-def test_a_run_that_failed_before_its_first_step_is_in_nobodys_way(folder: RunFolder) -> None:
     folder.metrics.touch()
     folder.write_status("failed", reason="no such column", exit_code=4)
     folder.release()
-    second = again(folder)
-    second.claim(resume=False)
-    second.write_status("running")
-    assert second.read_status()["state"] == "running"
+    folder = again(folder)
+    folder.claim(resume=False)  # it failed before its first step
+    folder.metrics.write_text("{}\n")
+    for resume in (False, True):
+        with pytest.raises(OutputLockedError, match="in use by process"):
+            again(folder).claim(resume=resume)
+    folder.release()
+    for _ in range(2):
+        with pytest.raises(OutputLockedError, match="already holds a run") as refused:
+            again(folder).claim(resume=False)
+    assert refused.traceback  # which holds on to the refused claim, but not to its lock
+    again(folder).claim(resume=True)
 
 
 def test_ranks_that_fail_together_keep_the_first_reason(folder: RunFolder) -> None:
@@ -65,14 +56,17 @@ def test_ranks_that_fail_together_keep_the_first_reason(folder: RunFolder) -> No
     assert folder.read_status()["state"] == "running"
 
 
-@pytest.mark.parametrize("state", ["completed", "preempted"])
-def test_a_good_end_is_kept_until_the_next_start(folder: RunFolder, state: str) -> None:
-    folder.write_status(state)
+def fail(root: str, rank: int) -> None:
+    RunFolder(root).write_status("failed", reason=f"rank {rank}", exit_code=4)
+
+
+def test_a_good_end_is_kept_until_the_next_start(folder: RunFolder) -> None:
+    folder.write_status("preempted")
     folder.write_status("failed", reason="a peer is gone", exit_code=9)
-    assert folder.read_status()["state"] == state
+    assert folder.read_status()["state"] == "preempted"
     folder.release()
     folder = again(folder)
-    assert folder.claim(resume=True)["state"] == state
+    assert folder.claim(resume=True)["state"] == "preempted"
     for reason in ("refused", "a peer is gone"):
         folder.write_status("failed", reason=reason, exit_code=5)
     assert (folder.read_status()["state"], folder.read_status()["reason"]) == ("failed", "refused")
@@ -81,17 +75,11 @@ def test_a_good_end_is_kept_until_the_next_start(folder: RunFolder, state: str) 
     assert folder.read_status()["exit_code"] == 5
 
 
-def fail(root: str, rank: int) -> None:
-    RunFolder(root).write_status("failed", reason=f"rank {rank}", exit_code=4)
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_file_system_without_locks_is_not_taken_for_a_held_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-
     def no_locks(file: object, operation: int) -> None:
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     folder = RunFolder(str(tmp_path / "run"))
@@ -116,57 +104,20 @@ def test_on_a_full_disk_an_ending_is_written_over_the_old_text(
     assert folder.run_json.stat().st_size < 4096
 
 
-def raised(kind: type[Exception], earlier: OSError, *, explicitly: bool) -> Exception:
-    try:
-        try:
-            raise earlier
-        except OSError as error:
-            if explicitly:
-                raise kind("later") from error
-            raise kind("later")  # noqa: B904  what is asked about
-    except Exception as error:
-        return error
-
-
-def test_which_errors_are_the_disks() -> None:
-    full = OSError(errno.ENOSPC, "No space left on device")
-    assert disk_error(full) is full
-    assert disk_error(raised(ValueError, full, explicitly=True)) is full
-    assert disk_error(raised(RuntimeError, full, explicitly=False)) is full  # torch.save
-    assert disk_error(raised(KeyError, full, explicitly=False)) is None  # a bug where an OSError was handled
-    assert disk_error(RuntimeError("a bug")) is None
-    for network in (
-        ConnectionResetError(errno.ECONNRESET, "reset by peer"),
-        TimeoutError(errno.ETIMEDOUT, "timed out"),
-    ):
-        assert disk_error(network) is None
-        assert disk_error(raised(RuntimeError, network, explicitly=True)) is None
-
-
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
-        (["train.py", "--token", "hunter2"], "train.py --token '***'"),
-        (["train.py", "--hub-token=hunter2"], "train.py '--hub-token=***'"),
-        (["train.py", "infra.wandb_api_key=hunter2"], "train.py 'infra.wandb_api_key=***'"),
-        (["train.py", "HF_TOKEN=hunter2", "x.Password=hunter2"], "train.py 'HF_TOKEN=***' 'x.Password=***'"),
+        (["train.py", "--token", "hunter2", "HF_TOKEN=hunter2"], "train.py --token '***' 'HF_TOKEN=***'"),
         (["train.py", 'x={"client_secret": "hunter2", "a": 1}'], """train.py 'x={"client_secret": ***, "a": 1}'"""),
         (["train.py", "x.password=correct horse", "--key", "a b"], "train.py 'x.password=***' --key '***'"),
-        (["train.py", "data.data_files=https://me:hunter2@host/f"], "train.py 'data.data_files=https://***@host/f'"),
-        (["train.py", "WANDB_API_KEY=a\nhunter2"], "train.py 'WANDB_API_KEY=***'"),
-        (["train.py", "--access_key_id=hunter2", "--auth", "hunter2"], "train.py '--access_key_id=***' --auth '***'"),
         (["train.py", "x=s3://me:hun/hunter2@host/f"], "train.py 'x=s3://***@host/f'"),
         (["train.py", "x={token: 'it''hunter2', a: 1}"], """train.py 'x={token: ***, a: 1}'"""),
-        (["train.py", "x={Authorization: Bearer hunter2}"], "train.py 'x={Authorization: ***}'"),
-        (["train.py", "phases.full.num_tokens=5", "x.loss_chunk_tokens=8"], None),
-        (["train.py", "model.tokenizer_name_or_path=gpt2", "model.architecture.num_key_value_heads=2"], None),
-        (["train.py", "--config", "a.yaml", "training.seed=3"], None),
+        (["train.py", "phases.full.num_tokens=5", "model.tokenizer_name_or_path=gpt2"], None),
         ([], ""),
     ],
 )
 def test_secrets_are_masked_and_nothing_else(words: list[str], shown: str | None) -> None:
     assert masked(words) == (" ".join(words) if shown is None else shown)
-    assert "hunter2" not in masked(words)
 
 
 def test_the_commit_of_a_checkout_and_none_of_anything_else(tmp_path: Path) -> None:
@@ -176,23 +127,18 @@ def test_the_commit_of_a_checkout_and_none_of_anything_else(tmp_path: Path) -> N
             ["git", "-C", tmp_path, *named, *words], check=True, capture_output=True, text=True
         ).stdout
 
-    package = tmp_path / "package"
-    package.mkdir()
-    assert git_state(package) == git_state(tmp_path / "nowhere") == {}
+    (tmp_path / "code.py").write_text("1")
     git("init")
-    (package / "code.py").write_text("1")
-    assert git_state(package) == {}, "a package that is installed in a repository is not of it"
+    assert git_state(tmp_path) == {}, "a package that is installed in a repository is not of it"
     git("add", ".")
     git("commit", "-m", "one")
-    commit = git("rev-parse", "HEAD").strip()
-    assert git_state(package) == {"git_commit": commit, "git_dirty": False}
-    (package / "code.py").write_text("2")
-    assert git_state(package) == {"git_commit": commit, "git_dirty": True}
+    (tmp_path / "code.py").write_text("2")
+    assert git_state(tmp_path) == {"git_commit": git("rev-parse", "HEAD").strip(), "git_dirty": True}
 
 
 def test_the_machine_is_described_without_git_or_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    facts = start_facts(discover({}))
+    facts = start_facts(World())
     assert "git_commit" not in facts
     assert facts["host_memory_bytes"] > 2**28
     assert {"command", "host", "device", "cpu", "python", "torch"} <= facts.keys()

@@ -1,18 +1,14 @@
 """A job of SageMaker, by its container's folders and variables."""
 
-from __future__ import annotations
-
-import argparse
 import json
 from pathlib import Path
 
 import pytest
 from tiny_run import QUICKSTART, launcher, overrides, run
 
-from ds_encdec import train
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.command_line import container_arguments
-from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.schema import load_config
 
 
 def channel(folder: Path, *names: str) -> str:
@@ -41,23 +37,6 @@ def test_hyperparameters_are_settings_in_any_words(tmp_path: Path) -> None:
     assert config.data.data_files == (f"{training}/**/*.json.gz", f"{training}/**/*.jsonl")
     assert config.data.eval_files == (f"{validation}/**/*.jsonl",)
     assert load_config("quickstart", [*settings, "infra.output_dir=there"]).infra.output_dir == "there"
-
-
-def test_hyperparameters_are_read_as_the_command_line_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Hugging Face estimator's: `resume` by a boolean, and a folder, which is then the only one."""
-    seen: list[str | None] = []
-
-    def load(options: argparse.Namespace, *_: object) -> FullConfig:
-        seen.append(options.resume)
-        return FullConfig()
-
-    monkeypatch.setattr(train, "_load", load)
-    for name, value in {"resume": "true", "resume_from_checkpoint": "there"}.items():
-        monkeypatch.setenv("SM_HPS", json.dumps({name: value, "config": "quickstart"}))
-        assert train.main(["--print-config"]) == 0
-    assert seen == ["auto", "there"]
-    words = container_arguments({"SM_HPS": '{"output_dir": "/opt/ml/model"}'}, [], [])
-    assert load_config("quickstart", words[1:]).infra.output_dir == "/opt/ml/model"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Endings between a run's first meeting of its ranks and its first step: what is told, and with which exit code."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -101,7 +99,6 @@ def test_a_rank_that_is_killed_before_the_run_runs_ends_the_others(
         ("completed", CheckpointError("refused"), "completed"),
         ("completed", LostRankError("rank 1 is gone"), "failed"),
         ("running", CheckpointError("refused"), "failed"),
-        ("failed", CheckpointError("refused"), "failed"),
     ],
 )
 def test_what_a_resume_that_does_not_begin_leaves(

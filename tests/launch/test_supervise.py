@@ -1,7 +1,5 @@
 """`scripts/supervise.sh`: what it starts again, by what a run says of its end."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -51,13 +49,12 @@ def ended(state: str, code: int | None, **more: Any) -> dict[str, Any]:
         (1, [ended("preempted", 75), ended("failed", 8), ended("completed", 0)], 3, 0),
         (0, [ended("failed", 9)], 3, 9),  # a launcher's 0 is no success; and it is given up
         (0, [ended("running", None), ended("completed", 0)], 2, 0),
-        *((1, [ended("failed", code)], 1, code) for code in (2, 4, 7, 10)),
+        *((1, [ended("failed", code)], 1, code) for code in (2, 7)),
         (0, [ended("preempted", 75, reason="stopped at step 3 by ds-encdec stop; saved")], 1, 75),
         (2, [None], 1, 2),  # no run was made
         (1, [ended("failed", 9), None, ended("completed", 0)], 3, 0),  # a host that was not back yet
         (1, [ended("preempted", 75), None, None], 3, 1),  # a mistake more likely, found before there is a run
         (0, [None, None], 2, 9),  # pdsh was killed before there was a run
-        (0, [ended("preempted", 75), None, ended("completed", 0)], 3, 0),
         (0, [ended("completed", 0), None], 1, 0),
         (2, [ended("running", None), None], 2, 2),  # all were killed; then somebody made a mistake
     ],

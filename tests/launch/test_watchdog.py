@@ -1,9 +1,8 @@
 """Ranks that hang, also those that cannot end as others do, and ranks that only take their time."""
 
-from __future__ import annotations
-
 import json
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -65,57 +64,43 @@ shutdown()
 TIMEOUT_SECONDS = 3.0
 
 
-def run_ranks(folder: Path, kind: str) -> tuple[list[int | None], list[str]]:
-    """Both ranks' exit codes and stderr. As a launcher would, kill the one that cannot end once the other has: None."""
-    (folder / "rank.py").write_text(RANK)
+@pytest.mark.parametrize(
+    ("kind", "codes", "reason"),
+    [
+        ("is stopped", [8, -signal.SIGKILL], "(rank 1 wrote none"),
+        ("holds the lock", [8, 1], "no step for more than 3 s"),
+        ("lives", [0, 0], None),  # saves, evaluations, and all until the first step is over, are no hangs
+    ],
+)
+def test_a_rank_that_cannot_write_its_stacks_is_named_and_ends(
+    tmp_path: Path, kind: str, codes: list[int], reason: str | None
+) -> None:
+    earlier = tmp_path / "run" / "stacks" / "20260101-000000"
+    earlier.mkdir(parents=True)
+    (earlier / "rank-1.txt").write_text("an earlier hang")
+    (tmp_path / "rank.py").write_text(RANK)
     shared = environment() | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     shared |= {"MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(folder / "rank.py"), str(folder / "run"), kind, str(TIMEOUT_SECONDS)]
+    command = [sys.executable, str(tmp_path / "rank.py"), str(tmp_path / "run"), kind, str(TIMEOUT_SECONDS)]
     ranks = [
         subprocess.Popen(command, env=shared | {"RANK": rank, "LOCAL_RANK": rank}, stderr=subprocess.PIPE, text=True)
         for rank in ("0", "1")
     ]
-    codes: list[int | None] = []
-    stderr = []
-    for rank in ranks:
-        is_stopped = bool(codes) and kind == "is stopped"
-        if is_stopped:
-            rank.kill()
-        stderr.append(rank.communicate(timeout=300)[1])
-        codes.append(None if is_stopped else rank.returncode)
-    return codes, stderr
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    earlier = tmp_path / "run" / "stacks" / "20260101-000000"
-    earlier.mkdir(parents=True)
-    (earlier / "rank-1.txt").write_text("an earlier hang")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("kind", "codes", "reason"),
-    [("is stopped", [8, None], "(rank 1 wrote none"), ("holds the lock", [8, 1], "no step for more than 3 s")],
-)
-def test_a_rank_that_cannot_write_its_stacks_is_named_and_ends(
-    folder: Path, kind: str, codes: list[int | None], reason: str
-) -> None:
-    ended, stderr = run_ranks(folder, kind)
-    assert ended == codes, stderr
-    (now,) = [path for path in (folder / "run" / "stacks").iterdir() if path.name != "20260101-000000"]
-    assert [path.name for path in now.iterdir()] == ["rank-0.txt"]
-    assert reason in json.loads((folder / "run" / "run.json").read_text())["reason"]
+    stderr = [ranks[0].communicate(timeout=300)[1]]
+    if kind == "is stopped":  # as a launcher would once the other has ended
+        ranks[1].kill()
+    stderr.append(ranks[1].communicate(timeout=300)[1])
+    assert [rank.returncode for rank in ranks] == codes, stderr
+    written = [path.name for path in earlier.parent.glob("*/*") if path.parent != earlier]
+    if reason is None:
+        assert written == []
+        assert not (tmp_path / "run" / "run.json").exists()
+        return
+    assert written == ["rank-0.txt"]
+    assert reason in json.loads((tmp_path / "run" / "run.json").read_text())["reason"]
     if kind == "holds the lock":  # it speaks on stderr
         assert "Timeout" in stderr[1]
         assert "<lambda>" in stderr[1]
-
-
-def test_saves_evaluations_and_all_until_the_first_step_is_over_are_no_hangs(folder: Path) -> None:
-    codes, stderr = run_ranks(folder, "lives")
-    assert codes == [0, 0], stderr
-    assert [path.name for path in (folder / "run" / "stacks").iterdir()] == ["20260101-000000"]
-    assert not (folder / "run" / "run.json").exists()
 
 
 def test_a_rank_whose_peer_has_written_its_stacks_writes_them_too_and_ends(
@@ -124,7 +109,7 @@ def test_a_rank_whose_peer_has_written_its_stacks_writes_them_too_and_ends(
     ended: list[int] = []
     monkeypatch.setattr(peers, "end_process", ended.append)
     dog = Watchdog(
-        StopRequest(World(local_world_size=20)),
+        StopRequest(World()),
         60.0,
         RunFolder(str(tmp_path)),
         HostCollectives(),

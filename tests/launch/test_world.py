@@ -1,7 +1,5 @@
 """`discover` on the environments that launchers really set, and on broken ones."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -51,7 +49,6 @@ DAEMONS = SRUN | env("SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2) SLU
 POD = env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
 BY_HAND = env("RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501")
 KUBEFLOW = env("PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 PET_MASTER_ADDR=node0 PET_MASTER_PORT=29500")
-SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
 
 FOURTH = (3, 1, 4, 2, 1, 2)
 """Rank and local rank, world size and local world size, node rank and number of nodes."""
@@ -65,13 +62,11 @@ def never() -> int:
 @pytest.mark.parametrize(
     ("environ", "launcher", "place", "address", "port"),
     [
-        (TORCHRUN, "torchrun", (9, 1, 16, 8, 1, 2), "node0", 29500),
         (KUBEFLOW | TORCHRUN, "torchrun", (9, 1, 16, 8, 1, 2), "node0", 29500),
         (DEEPSPEED, "deepspeed", (9, 1, 16, 8, 1, 2), "node0", 29500),
         (SRUN, "slurm", FOURTH, "node0", None),
         (SRUN | env("MASTER_ADDR=10.77.0.1 MASTER_PORT=3442"), "slurm", FOURTH, "node0", 3442),  # $(hostname -i)
-        # Of a login node with two cards:
-        (SRUN | {"MASTER_ADDR": "192.168.1.1 10.77.0.1"}, "slurm", FOURTH, "node0", None),
+        (SRUN | {"MASTER_ADDR": "192.168.1.1 10.77.0.1"}, "slurm", FOURTH, "node0", None),  # a login node's two cards
         (SRUN | env("MASTER_ADDR=192.168.0.7"), "slurm", FOURTH, "192.168.0.7", None),
         (SRUN | env("MASTER_ADDR=127.0.1.1 RANK=3 WORLD_SIZE=4"), "slurm", FOURTH, "node0", None),
         (
@@ -81,15 +76,10 @@ def never() -> int:
         (OPENMPI, "openmpi", FOURTH, "10.77.0.1", None),
         (OPENMPI_5, "openmpi", FOURTH, "node0", None),
         (OPENMPI | DAEMON | env("MASTER_ADDR=ib0 MASTER_PORT=1234"), "openmpi", FOURTH, "ib0", 1234),
-        (HYDRA | env("MASTER_ADDR=node0"), "mpich", FOURTH, "node0", 29500),
         (HYDRA | DAEMONS, "mpich", FOURTH, "node0", 29500),
         (HYDRA | env("PMI_SIZE=2 PMI_RANK=1"), "mpich", (1, 1, 2, 2, 0, 1), HERE, 29500),  # needs no address
         (DEEPSPEED_MPICH, "mpich", FOURTH, "node0", 29500),
         (POD, "environment", (1, 0, 2, 1, 1, 2), "job-master-0", 23456),  # nothing of local ranks: one for each pod
-        (
-            POD | env("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2"),
-            *("environment", FOURTH, "job-master-0", 23456),
-        ),
         (BY_HAND, "environment", (1, 1, 2, 2, 0, 1), HERE, 29501),
     ],
 )
@@ -114,10 +104,8 @@ def test_tasks_of_a_job_meet_at_one_port_and_those_of_another_elsewhere() -> Non
     ("nodes", "first"),
     [
         ("node[0-1]", "node0"),
-        ("a[03-05,7],b1", "a03"),
         ("login-1,gpu[1-2]", "login-1"),
         ("rack[2,4]-n[08-16].example", "rack2-n08.example"),
-        ("node7", "node7"),
         ("", ""),
     ],
 )
@@ -136,17 +124,10 @@ def test_a_single_process_chooses_a_port() -> None:
     ("environ", "named"),
     [
         (env("RANK=0"), ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]),
-        (HYDRA, ["MASTER_ADDR is not", "mpirun -genv MASTER_ADDR HOST"]),
         (OPENMPI | env("OMPI_COMM_WORLD_RANK=0"), ["MASTER_ADDR is not", "mpirun -x MASTER_ADDR=HOST"]),  # elsewhere
         (env("SLURM_STEP_NUM_TASKS=8 SLURM_PROCID=1"), ["SLURM_STEP_TASKS_PER_NODE=(unset)"]),
-        (SRUN | env("SLURM_NODEID=2"), ["SLURM_STEP_TASKS_PER_NODE=2(x2)"]),
-        (SRUN | env("SLURM_STEP_NUM_TASKS=four"), ["SLURM_STEP_NUM_TASKS='four'"]),
-        (env("ACCELERATE_MIXED_PRECISION=no MASTER_ADDR=127.0.0.1"), ["accelerate launch", "torchrun"]),
-        (BY_HAND | env("LOCAL_WORLD_SIZE=1"), ["LOCAL_RANK=1", "LOCAL_WORLD_SIZE=1"]),
-        (DEEPSPEED | env("MASTER_PORT="), ["MASTER_PORT"]),
-        (env("WORLD_SIZE=2"), ["WORLD_SIZE", "RANK"]),
         (env("LOCAL_RANK=0 WORLD_SIZE=2"), ["WORLD_SIZE", "LOCAL_RANK"]),
-        (BY_HAND | env("RANK=one"), ["RANK='one'"]),
+        (BY_HAND | env("RANK=one"), ["RANK=one"]),
         (BY_HAND | env("RANK=2"), ["RANK=2", "WORLD_SIZE=2"]),
         (TORCHRUN | env("LOCAL_RANK=8"), ["LOCAL_RANK=8", "LOCAL_WORLD_SIZE=8"]),
         (TORCHRUN | env("LOCAL_WORLD_SIZE=32"), ["LOCAL_WORLD_SIZE=32", "WORLD_SIZE=16"]),
@@ -155,9 +136,8 @@ def test_a_single_process_chooses_a_port() -> None:
         (TORCHRUN | env("MASTER_PORT=0"), ["MASTER_PORT=0"]),
         # Tasks that no launcher explains would each train alone, on all of the data.
         (UNKNOWN_MPI, ["PMI_SIZE=4: an unknown MPI has started 4 tasks", "torchrun --nnodes"]),
-        (env("MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_RANK=0"), ["MV2_COMM_WORLD_SIZE=2", "torchrun --nnodes"]),
         (env("PMIX_RANK=1"), ["PMIX_RANK=1: prterun", "torchrun --nnodes"]),
-        (SAGEMAKER, ["SageMaker has started 2 tasks", "torchrun --nnodes"]),
+        ({"SM_HOSTS": '["algo-1", "algo-2"]'}, ["SageMaker has started 2 tasks", "torchrun --nnodes"]),
         (KUBEFLOW, ["PET_NNODES=2: Kubeflow", "torchrun --nnodes"]),  # python where torchrun was meant
     ],
 )
@@ -166,42 +146,6 @@ def test_broken_environments_name_the_variables(environ: Environ, named: list[st
         discover(environ, never)
     assert all(name in str(caught.value) for name in named), caught.value
     assert caught.value.exit_code == 2
-
-
-PLACE = f"RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 {NODE0} "
-
-
-@pytest.mark.parametrize(
-    ("tasks", "named"),
-    [
-        (SRUN, "SLURM_STEP_NUM_TASKS=4: srun has started 4 tasks"),
-        (OPENMPI, "OMPI_COMM_WORLD_SIZE=4: mpirun has started 4 tasks"),
-        (UNKNOWN_MPI, "PMI_SIZE=4: an unknown MPI"),
-        (SAGEMAKER, "SageMaker has started 2 tasks"),
-    ],
-)
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        env(f"{PLACE} TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=2 GROUP_RANK=0 GROUP_WORLD_SIZE=1"),
-        env(f"{PLACE} LOCAL_SIZE=2 CROSS_RANK=0 CROSS_SIZE=1"),
-    ],
-    ids=["torchrun", "deepspeed"],
-)
-def test_a_launcher_of_one_node_in_each_of_several_tasks_is_refused(
-    launcher: Environ, tasks: Environ, named: str
-) -> None:
-    """`srun -N2 torchrun --nproc-per-node 8`, its --nnodes forgotten, is two runs. Where it is one task, it is one."""
-    with pytest.raises(ConfigError, match=rf"{named}[\s\S]*torchrun --nnodes"):
-        discover(tasks | launcher, never)
-    elastic = env("TORCHELASTIC_MAX_RESTARTS=3")  # whose other hosts may be lost
-    one_each = DAEMONS | env("PMI_SIZE=1 PMI_RANK=0 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1")
-    for accepted in (launcher | DAEMON, tasks | launcher | elastic, launcher | one_each):
-        assert discover(accepted, never).world_size == 2
-    for launched in (TORCHRUN, DEEPSPEED):  # which know of both nodes
-        assert discover(tasks | launched, never).world_size == 16
-    if tasks in (UNKNOWN_MPI, SAGEMAKER):
-        assert discover(tasks | BY_HAND, never).world_size == 2
 
 
 def test_the_program_refuses_them_before_it_imports_torch() -> None:
@@ -215,10 +159,8 @@ def test_the_program_refuses_them_before_it_imports_torch() -> None:
 @pytest.mark.parametrize(
     "environ",
     [
-        env("SLURM_STEP_NUM_TASKS=1 SLURM_NTASKS=1"),
         env("SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_PROCID=0"),  # a batch script, of which there is one
         env("OMPI_COMM_WORLD_SIZE=1"),
-        env("PMI_SIZE="),
         env("PMI_SIZE=1 MPI_LOCALRANKID=0"),
         DAEMON,
         {"SM_HOSTS": '["algo-1"]'},

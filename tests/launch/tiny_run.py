@@ -1,7 +1,5 @@
 """Starts real launchers on the quickstart's configuration, made tiny."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

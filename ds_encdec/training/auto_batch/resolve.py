@@ -224,7 +224,7 @@ def agreed_outcome(
         records = collectives.gather((process.poll(), stop.noticed, now - failed_at > grace_seconds))
         outcomes, stops, graces = zip(*records, strict=True)
         if any(stops):
-            stop.acknowledge()
+            stop.has_seen = True
             raise Preempted(f"stopped by {stop.reason or 'another rank'} before the first step: nothing to save")
         ended = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome is not None}
         for rank, outcome in ended.items():
