@@ -1,8 +1,10 @@
 """How a run ends is told, whatever became of its disk, its folder or its ranks: the exit code, and run.json."""
 
+import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,10 +37,8 @@ def arguments(folder: Path, engine: str = "fsdp", **changes: Any) -> list[str]:
 def test_a_killed_rank_is_named_and_the_others_do_not_take_the_blame(
     runs: ForkedRuns, tmp_path: Path, engine: str, ranks: int, lost: int, faults: list[dict[str, Any]]
 ) -> None:
-    """Of three machines: stand-ins, each rank takes the others' processes to be elsewhere, and sees none of them go.
-
-    In native code: as in a GPU's collective, which gloo's connections tell nothing; a stand-in that sleeps.
-    """
+    """Of three machines: each rank takes the others' processes to be elsewhere, and sees none of them go. In native
+    code: as in a GPU's collective, which gloo's connections tell nothing; a stand-in that sleeps."""
     result = runs.run(arguments(tmp_path, engine, data__num_lanes=ranks), ranks=ranks, faults=faults)
     result.ended_with(*(-signal.SIGKILL if rank == lost else 9 for rank in range(ranks)))
     ended = status(tmp_path)
@@ -118,3 +118,27 @@ def test_on_a_full_disk_the_ending_is_the_true_one(
 def clear(folder: Path) -> None:
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+SCRIPT = Path(__file__).resolve().parents[1] / "nightly" / "kill_saves.py"
+KILLS = 8  # two of each engine, in the background and at once
+
+
+def test_killed_saves_leave_whole_checkpoints_to_go_on_from() -> None:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), "--kills", str(KILLS)], capture_output=True, text=True, timeout=900
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = re.findall(
+        r"\| (\w+), (?:in the background|at once) \| (\d+) \| (\d+) \| (\d+) \| [\d.]+ \| (\d) \|", result.stdout
+    )
+    assert [(engine, int(kills)) for engine, kills, *_ in rows] == 2 * [("deepspeed", 2), ("fsdp", 2)], result.stdout
+    assert sum(int(unfinished) for *_, unfinished, _, _ in rows) > 0, "no kill hit a save before its commit"
+    assert sum(int(verified) for *_, verified, _ in rows) >= KILLS
+    compared = re.search(r"never interrupted: (\d+) of deepspeed, (\d+) of fsdp", result.stdout)
+    assert compared is not None, result.stdout
+    assert min(map(int, compared.groups())) >= 2 * KILLS, "two saves of each kill, four steps apart, less what it lost"
+    lost = [int(most) for *_, most in rows]
+    assert max(lost[:2]) <= 8, "two intervals, in the background"
+    assert max(lost[2:]) <= 4, "one interval, at once"
+    assert max(lost) >= 4, "a save that was killed loses what was trained since the one before"

@@ -7,10 +7,11 @@ from typing import Any
 
 import forked_runs
 import pytest
-from forked_runs import ForkedRuns, status
-from tiny_run import metrics
+from forked_runs import ENGINES, QUIET, ForkedRuns, status
+from tiny_run import REPOSITORY, metrics, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps, verify_checkpoints
+from ds_encdec.config.schema import load_saved
 
 pytestmark = [pytest.mark.distributed]
 
@@ -168,3 +169,47 @@ def test_early_stopping_ends_a_run_and_a_resume_does_not_go_on(runs: ForkedRuns,
     runs.run([*command, "--resume", "auto"]).ended_with(0)
     assert (exported.name, exported.stat().st_ctime_ns) == ("best", written)
     assert len(ledger(tmp_path, "early_stop")) == 1
+
+
+TUNED = {
+    "training__eval_samples": 8,
+    "data__dataset_name": "json",
+    "data__max_decoder_length": 32,
+    "data__on_bad_row": "skip",
+    "training__num_train_steps": "null",
+    "training__num_train_epochs": 2,
+    "training__save_steps": 4,
+    "training__async_save": "false",  # or step 4 may not be there when the rank is killed at 7
+    "training__eval_generate_samples": 0,
+    "training__metric_for_best_model": "loss",
+    "training__logging_steps": 1,
+    "training__bf16": "false",
+    "infra__sharding_stage": "zero3",
+}
+
+
+def test_a_killed_fine_tuning_goes_on_alike_on_another_number_of_ranks(runs: ForkedRuns, tmp_path: Path) -> None:
+    rows = [{"instruction": f"add {i}", "input": i, "output": f"{i} and {i + 1}"} for i in range(80)]
+    rows[7] = {**rows[7], "output": None}
+    rows[8] = {**rows[8], "output": "long " * 40}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = str(REPOSITORY / "ds_configs" / "quickstart_sft.yaml")
+    settings = QUIET | TUNED | ENGINES["fsdp"] | {"data__data_files": tmp_path / "rows.jsonl"}
+    whole, command = (["--config", config, *overrides(tmp_path / name, **settings)] for name in ("whole", "cut"))
+    finished = runs.run(whole, ranks=2).ended_with(0)
+    killed = [{"kind": "killed_rank", "at": 7, "on_rank": 1}]
+    assert runs.run(command, ranks=2, faults=killed).codes != [0, 0]
+    second = runs.run([*command, "--resume", "auto"]).ended_with(0)
+    assert "optimizer steps" in finished.output
+    assert finished.output.count("and left out (data.on_long_row") == 2  # when it was counted, and at the end
+    assert finished.output.count("1 row was not readable and left out (data.on_bad_row=skip)") == 1
+    assert "optimizer steps" not in second.output  # it keeps those that were counted at the first start
+
+    steps = load_saved(tmp_path / "whole/config.yaml").training.num_train_steps
+    assert 10 < steps == len(trained(tmp_path / "whole")) < 100
+    last_of_each = {values[0]: values for values in trained(tmp_path / "cut")}  # steps behind the save are there twice
+    for values, others in zip(last_of_each.values(), trained(tmp_path / "whole"), strict=True):
+        assert values == pytest.approx(others, abs=1e-5)
+    for name in ("whole", "cut"):
+        *_, last = (line for line in metrics(tmp_path / name) if "train/loss" in line)
+        assert (last["data/bad_rows"], last["data/long_rows"]) == (1, 1)

@@ -92,16 +92,6 @@ def test_three_ranks_of_the_other_engine_go_on_with_the_same_data(runs: ForkedRu
     assert read_manifest(spread / "checkpoints" / "final").engine == "deepspeed"
 
 
-def test_another_architecture_or_tokenizer_is_refused_with_both_values(runs: ForkedRuns, finished: Path) -> None:
-    changes = {"model__architecture__hidden_size": 64, "model__tokenizer_name_or_path": "some/where"}
-    assert_refused(
-        runs.run(arguments(finished, "--resume", "auto", "--allow-data-change", **changes)),
-        5,
-        "model.architecture.hidden_size is 32 there and 64 here",
-        "model.tokenizer_name_or_path is 'builtin' there and 'some/where' here",
-    )
-
-
 def test_other_data_is_refused_unless_one_insists(runs: ForkedRuns, run_folder: Path) -> None:
     weights = {"data__ul2_task_weights": "[0,0,0,0,1]", "training__num_train_steps": 8}
     refused = runs.run(arguments(run_folder, "--resume", "auto", **weights))

@@ -1,21 +1,11 @@
 """Hosts that are namespaces of this machine: one rig for all tests, and one server that forks ranks on its hosts."""
 
-from __future__ import annotations
-
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from rig import ForkedRuns, Rig, lacking
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "launch"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))
-
-from forked_runs import ForkedRuns
-from rig import Rig, lacking
-
-HOSTS = 15
-"""More than are ever busy: a host that has been switched off does not come back."""
+HOSTS = 15  # more than are ever busy: a host that has been switched off does not come back
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

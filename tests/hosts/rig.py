@@ -9,9 +9,8 @@ ends with this process. Not shown by it: file systems of several kernels, and a 
 connections stay open (`cut` is like it).
 """
 
-from __future__ import annotations
-
 import ctypes
+import json
 import os
 import shutil
 import signal
@@ -20,13 +19,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PACKAGES = {
+sys.path[:0] = [str(REPOSITORY / "tests" / room) for room in ("launch", "faults")]
+
+from forked_runs import Finished, ForkedRuns  # noqa: E402
+from tiny_run import QUICKSTART, TINY  # noqa: E402
+
+PACKAGES = {  # a program of each Debian package that the tests need → the package
     "sshd": "openssh-server",
     "pdsh": "pdsh",
     "slurmctld": "slurm-wlm",
@@ -35,7 +38,6 @@ PACKAGES = {
     "mpirun.mpich": "mpich",
     "ip": "iproute2",
 }
-"""A program of each Debian package that the tests need → the package."""
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "OMP_NUM_THREADS": "1",
@@ -45,11 +47,9 @@ ENVIRONMENT = {
     "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"], "/usr/sbin"]),
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-FORWARDED = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-
 KINDS = ("--net", "--uts", "--ipc", "--pid", "--mount")
 NAMESPACES = (*KINDS, "--fork", "--kill-child", "--mount-proc")
-
+# The first process of a host, which reaps what others leave.
 HOST = """set -e
 hostname "$NAME"
 ip link set lo up
@@ -61,8 +61,6 @@ mount --bind "$FOLDER/ssh_config" /etc/ssh/ssh_config
 /usr/sbin/sshd -f "$FOLDER/sshd_config"
 echo up >"$FOLDER/up.$NAME"
 sleep infinity & wait"""
-"""The first process of a host, which reaps what others leave."""
-
 SSHD = """HostKey {folder}/key
 AuthorizedKeysFile {folder}/key.pub
 PidFile none
@@ -113,15 +111,12 @@ def lacking() -> str:
     """Why there can be no rig here; nothing where there can."""
     if os.geteuid() != 0:
         return "hosts are namespaces, which need root"
-    if packages := sorted({name for program, name in PACKAGES.items() if not shutil.which(program, path=_path())}):
+    path = ENVIRONMENT["PATH"]
+    if packages := sorted({name for program, name in PACKAGES.items() if not shutil.which(program, path=path)}):
         return f"apt-get install {' '.join(packages)}"
     asked = "ip link add b0 type bridge && ip link add v0 type veth peer name v1 && mount -t tmpfs tmpfs /run"
     tried = subprocess.run(["unshare", *NAMESPACES, "sh", "-c", asked], capture_output=True, text=True, check=False)
     return f"no namespaces for hosts: {tried.stderr.strip()}" if tried.returncode else ""
-
-
-def _path() -> str:
-    return ENVIRONMENT["PATH"]
 
 
 def until(condition: Callable[[], Any], seconds: float, pause: float = 0.3) -> Any:
@@ -157,17 +152,15 @@ class Rig:
         self.first: dict[str, int] = {}
         self._holders: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> Self:
         try:
             self._begin()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for holder in self._holders:
             holder.kill()
         for holder in self._holders:
@@ -180,7 +173,8 @@ class Rig:
         (self.folder / "known_hosts").write_text(f"node*,10.77.0.* {key}")
         (self.folder / "sshd_config").write_text(SSHD.format(folder=self.folder))
         (self.folder / "ssh_config").write_text(SSH.format(folder=self.folder))
-        (self.folder / "deepspeed_env").write_text("".join(f"{name}={ENVIRONMENT[name]}\n" for name in FORWARDED))
+        forwarded = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+        (self.folder / "deepspeed_env").write_text("".join(f"{name}={ENVIRONMENT[name]}\n" for name in forwarded))
         self._switch = self._hold("unshare", "--net", "sleep", "infinity")
         until(lambda: _network(self._switch.pid) != _network(os.getpid()), 20, 0.02)
         self._ip("link", "add", "switch", "type", "bridge")
@@ -215,19 +209,17 @@ class Rig:
         path.write_text("".join(f"{host} slots={slots}\n" for host in hosts))
         return path
 
-    def start(self, host: str, command: Sequence[str], log: Path, **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, host: str, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
         """Start a command on a host, in the repository; what it prints goes to the end of `log`."""
         with log.open("ab") as output:
-            return subprocess.Popen(
-                self._entered(host, command), env=self._environment(variables), stdout=output, stderr=output
-            )
+            return subprocess.Popen(self._entered(host, command), env=self._environment(), stdout=output, stderr=output)
 
     def run(
         self, host: str, *command: str, check: bool = True, timeout: float = 240.0, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self._entered(host, command),
-            env=self._environment(variables),
+            env=self._environment() | variables,
             capture_output=True,
             text=True,
             check=check,
@@ -237,9 +229,9 @@ class Rig:
     def _entered(self, host: str, command: Sequence[str]) -> list[str]:
         return ["nsenter", "-t", str(self.first[host]), *KINDS, f"--wd={REPOSITORY}", *command]
 
-    def _environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         own = {"DS_ENV_FILE": str(self.folder / "deepspeed_env"), "PYTHONPATH": str(REPOSITORY)}
-        return os.environ | ENVIRONMENT | own | {"SLURM_CONF": str(self.folder / "slurm" / "slurm.conf")} | variables
+        return os.environ | ENVIRONMENT | own | {"SLURM_CONF": str(self.folder / "slurm" / "slurm.conf")}
 
     def processes(self, host: str) -> dict[str, list[psutil.Process]]:
         found: dict[str, list[psutil.Process]] = {}
@@ -288,6 +280,7 @@ class Rig:
         until(lambda: self.run(hosts[0], *idle, check=False).stdout.strip() == str(len(hosts)), 60)
 
 
+# A program's name among the first words of its command line → what it is to a run.
 PROGRAMS = {
     "deepspeed.launcher.launch": "launch.py",
     "deepspeed": "deepspeed",
@@ -295,7 +288,6 @@ PROGRAMS = {
     "train.py": "rank",
     "pdsh": "pdsh",
 }
-"""A program's name among the first words of its command line → what it is to a run."""
 
 
 def _network(process: int) -> str:
@@ -305,3 +297,69 @@ def _network(process: int) -> str:
 def _only_child(process: int) -> int:
     children = Path(f"/proc/{process}/task/{process}/children")
     return int(until(children.read_text, 20, 0.02))
+
+
+FSDP = {"infra.distributed_type": "fsdp", "infra.offload_optimizer": "none"}
+DEEPSPEED = {"infra.distributed_type": "deepspeed"}
+SETTINGS = TINY | {"data.num_lanes": 4, "training.logging_steps": 1, "infra.start_timeout_minutes": 1}
+
+# Changes of a run's arguments for one that is to be ended.
+ENDLESS = {
+    "training__num_train_steps": 100_000,
+    "training__lr_scheduler_type": "constant",
+    "training__save_steps": 20,
+    "training__eval_samples": 0,
+    "training__logging_steps": 5,
+    "infra__distributed_timeout_minutes": 1,
+}
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def arguments(folder: Path, engine: Mapping[str, Any] = FSDP, **changes: Any) -> list[str]:
+    """The words of train.py for a run of six steps; `changes` use `__` for the dot."""
+    changed = {name.replace("__", "."): value for name, value in changes.items()}
+    return ["--config", QUICKSTART, *words(SETTINGS | engine | changed | {"infra.output_dir": folder})]
+
+
+def run(
+    rig: Rig,
+    forked: ForkedRuns,
+    hosts: Mapping[str, int],
+    own: Sequence[str],
+    *,
+    on: Mapping[str, Sequence[str]] | None = None,
+    variables: Mapping[str, Any] | None = None,
+    unset: Sequence[str] = (),
+) -> Finished:
+    """Run train.py with arguments of one's `own` on so many ranks of each host, as torchrun would start it. `on`:
+    further arguments of a host. `variables`: instead of torchrun's, but for those that are `unset`."""
+    places: list[dict[str, Any]] = []
+    world_size = sum(hosts.values())
+    for number, (host, here) in enumerate(hosts.items()):
+        for local in range(here):
+            place = {"RANK": len(places), "LOCAL_RANK": local, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": here}
+            place |= {"GROUP_RANK": number, "GROUP_WORLD_SIZE": len(hosts), "TORCHELASTIC_RUN_ID": "forked"}
+            place |= {"MASTER_ADDR": next(iter(hosts)), "MASTER_PORT": 29400, **(variables or {})}
+            is_alone = world_size == 1 and not variables
+            told = {} if is_alone else {name: value for name, value in place.items() if name not in unset}
+            more = list((on or {}).get(host, ()))
+            places.append({"first": rig.first[host], "variables": told, "arguments": more, "seconds": 240})
+    return forked.run(list(own), places=places)
+
+
+def start(rig: Rig, typed: str, *hosts: str, log: Path) -> list[subprocess.Popen[bytes]]:
+    """Type a command on the first of the hosts, or torchrun's on each; log.HOST is what it prints."""
+    typing = hosts if typed.startswith("torchrun") else hosts[:1]
+    return [rig.start(host, ["bash", "-c", typed], log.with_name(f"{log.name}.{host}")) for host in typing]
+
+
+def told(folder: Path) -> dict[str, Any]:
+    file = folder / "run.json"
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def saved(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-????????"))

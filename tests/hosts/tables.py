@@ -3,8 +3,6 @@
 python tests/hosts/tables.py     writes both tables into docs/launch.md
 """
 
-from __future__ import annotations
-
 import shlex
 import signal
 import sys
@@ -15,10 +13,9 @@ from pathlib import Path
 from rig import REPOSITORY, Rig
 
 PAGE = REPOSITORY / "docs" / "launch.md"
-
-
 TORCHRUN = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 train.py"
 DEEPSPEED = "deepspeed --hostfile hostfiles/2node_8gpu train.py"
+# A way to start ranks on two machines → its name in run.json, and the command as docs/launch.md types it.
 LAUNCHES = {
     "deepspeed": ("deepspeed", DEEPSPEED),
     "torchrun": ("torchrun", TORCHRUN),
@@ -33,7 +30,6 @@ LAUNCHES = {
     ),
     "MPICH": ("mpich", "mpirun -n 16 -ppn 8 -hosts node0,node1 -genv MASTER_ADDR node0 python -u train.py"),
 }
-"""A way to start ranks on two machines → its name in run.json, and the command as docs/launch.md types it."""
 
 SMALL = {
     "--nproc-per-node 8": "--nproc-per-node 1",
@@ -58,17 +54,14 @@ def small(typed: str, hostfile: Path, arguments: Sequence[str]) -> str:
     return typed.replace(" train.py", f" {REPOSITORY}/ds_encdec/train.py {shlex.join(arguments)}")
 
 
-Deed = Callable[[Rig, str, str, Path], object]
-"""Happens to the run in a folder, on its first or its second host."""
+Deed = Callable[[Rig, str, str, Path], object]  # happens to the run in a folder, on its first or its second host
 
 
 @dataclass(frozen=True)
 class Death:
-    """One way in which a run on two hosts ends, and how it does.
-
-    `launcher`: its command as typed. `deed`: in the table's words. `codes`: those of the launchers, host by host.
-    `code`: of run.json. `noticed`: by whom. `seconds`: within which nothing of the run is left on any host.
-    """
+    """One way in which a run on two hosts ends, and how it does. `launcher`: its command as typed. `deed`: in the
+    table's words. `codes`: those of the launchers, host by host. `code`: of run.json. `noticed`: by whom. `seconds`:
+    within which nothing of the run is left on any host."""
 
     launcher: str
     deed: str

@@ -1,9 +1,5 @@
-"""Whatever of a run on two hosts is killed or cut off: all of it ends in bounded time, says so, and can go on.
-
-Several runs die at a time, each on two hosts of its own, for most of each is waiting.
-"""
-
-from __future__ import annotations
+"""Whatever of a run on two hosts is killed or cut off: all of it ends in bounded time, says so, and can go on. Several
+runs die at a time, each on two hosts of its own, for most of each is waiting."""
 
 import json
 import time
@@ -15,10 +11,8 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
-from forked_runs import ForkedRuns
-from rig import Rig, until
+from rig import ENDLESS, ForkedRuns, Rig, arguments, run, saved, start, told, until
 from tables import DEATHS, ELASTIC, small
-from two_hosts import ENDLESS, arguments, run, saved, start, told
 
 AT_A_TIME = 2
 Pairs = SimpleQueue[tuple[str, str]]

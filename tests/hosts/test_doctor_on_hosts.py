@@ -1,7 +1,5 @@
 """`ds-encdec doctor` finds, from one host, what is wrong with the others, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -30,10 +28,3 @@ def test_by_ssh(rig: Rig) -> None:
     assert found.keys() == {"ssh", "shared folder"}
     assert [finding["host"] for finding in found["ssh"]] == [deaf]
     assert "node1 do not see what node0 writes" in found["shared folder"][0]["message"]
-
-
-def test_inside_srun(slurm: Rig) -> None:
-    slurm.resolve("node0", node0="127.0.1.1")  # as Debian writes it for a machine's own name
-    done = slurm.run("node0", "srun", "-N2", *DOCTOR, f"infra.output_dir={slurm.folder}", check=False)
-    slurm.resolve("node0")
-    assert (done.returncode, wrong(done.stdout)) == (0, {}), done.stderr

@@ -1,17 +1,26 @@
-"""Real launchers around a rank that does nothing but join: the world it finds, and its end without its launcher."""
+"""Real launchers: around a rank that does nothing but join, one that waits, a run without deepspeed, and phases."""
 
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import QUICKSTART, TRAIN, environment, free_port, is_running, launcher, overrides, run, wait_until
+from tiny_run import (
+    BIN,
+    QUICKSTART,
+    environment,
+    is_running,
+    launcher,
+    metrics,
+    overrides,
+    run,
+    wait_until,
+)
 
 pytestmark = pytest.mark.launch
 
@@ -61,38 +70,6 @@ def test_ranks_of_a_host_file_find_their_place_and_stop_when_deepspeed_itself_is
         assert (tmp_path / f"reason{rank}").read_text() == f"launcher {process.pid} gone"
 
 
-# A stand-in for torchrun on the first of two machines, where the second has not come.
-LAUNCHER = """
-import subprocess, sys
-subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True).wait()
-"""
-
-
-def test_a_rank_does_not_wait_for_the_others_without_its_launcher(tmp_path: Path) -> None:
-    """kill -9 of the launcher while its rank sits in the rendezvous: it would stay for the timeout, half an hour."""
-    (tmp_path / "torchrun").write_text(LAUNCHER)
-    port = free_port()
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    meeting = {"GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    settings = [*overrides(tmp_path / "run", infra__distributed_type="fsdp", infra__offload_optimizer="none")]
-    process = subprocess.Popen(
-        [sys.executable, str(tmp_path / "torchrun"), TRAIN, "--config", QUICKSTART, *settings],
-        env=environment() | {"TORCHELASTIC_RUN_ID": "none"} | place | meeting,
-        start_new_session=True,
-    )
-    rank: psutil.Process | None = None
-    try:
-        wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
-        (rank,) = psutil.Process(process.pid).children()
-        os.killpg(process.pid, signal.SIGKILL)
-        wait_until(lambda: not is_running(rank.pid), 120)
-    finally:
-        for started in (process, *([rank] if rank else [])):
-            started.kill()
-        process.wait()
-    assert not (tmp_path / "run").exists()
-
-
 BLOCKED = """
 import json, os, sys
 sys.modules["deepspeed"] = None  # what an import finds where it is not installed
@@ -116,3 +93,57 @@ def test_a_run_without_deepspeed(tmp_path: Path) -> None:
     assert finished.startswith("2\n")
     assert "deepspeed is not installed. Training with FSDP2" in finished
     assert rest == "0\n", said.stdout
+
+
+TINY_PHASES = {
+    "infra__distributed_type": "fsdp",  # torchrun: starts sooner than deepspeed
+    "infra__num_gpus": 1,  # several ranks under it: test_watchdog.py
+    "training__max_grad_norm": 1.0,
+    "training__logging_steps": 1,
+    "phases__sanity_check__num_train_steps": 4,
+    "phases__sanity_check__max_loss_after_warmup": 9.0,
+    "phases__sanity_check__min_loss_decrease": 0.0,
+    "phases__validation__num_train_steps": 24,  # so many that a signal finds it training
+    "phases__validation__logging_steps": 1,
+    "phases__validation__save_steps": 1000,
+    "phases__validation__max_loss_after_warmup": 9.0,
+    "phases__validation__min_loss_decrease": 0.0,
+}
+
+
+def test_phases_stopped_and_gone_on_with(tmp_path: Path) -> None:
+    first, second = (tmp_path / "run" / "phases" / phase for phase in ("sanity_check", "validation"))
+    command = [str(BIN / "ds-encdec"), "phases", "--config", QUICKSTART, "--to", "validation"]
+    command += overrides(tmp_path / "run", **TINY_PHASES)
+
+    # Stopped in the second phase: saved, and no process left.
+    started = subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    log = second / "metrics.jsonl"
+    wait_until(lambda: started.poll() is not None or (log.exists() and log.stat().st_size))
+    below = psutil.Process(started.pid).children(recursive=True)
+    os.kill(started.pid, signal.SIGTERM)
+    text, _ = started.communicate(timeout=240)
+    assert started.returncode == 75, text
+    assert "phase sanity_check passed its gate" in text
+    assert "error:" not in text
+    assert not [process for process in below if is_running(process.pid)]
+    assert json.loads((second / "run.json").read_text())["state"] == "preempted"
+    assert not (second / "result.json").exists()
+
+    # Once more: the first phase is left alone, the second continues.
+    again = run(command, tmp_path)
+    assert again.returncode == 0, again.stdout
+    assert "phase sanity_check has passed its gate already" in again.stdout
+    assert "resumed from" in again.stdout
+    results = [json.loads((folder / "result.json").read_text()) for folder in (first, second)]
+    assert [result["passed"] for result in results] == [True, True]
+    assert [result["steps"] for result in results] == [4, 24]
+    assert len({result["pipeline_initial_loss"] for result in results}) == 1
+
+    # Weights were handed on: the second phase begins where the first one ended, not at the first one's beginning.
+    ended, began = metrics(first), metrics(second)
+    initial = results[0]["pipeline_initial_loss"]
+    last = [line["train/loss"] for line in ended if "train/loss" in line][-1]
+    assert abs(began[0]["train/loss"] - last) < abs(began[0]["train/loss"] - initial)

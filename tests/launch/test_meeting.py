@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,12 +16,19 @@ import pytest
 import torch
 from tiny_run import QUICKSTART, TRAIN, environment, free_port, overrides
 
-from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, LostRankError
+from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, LostRankError, Preempted
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError
+from ds_encdec.config.schema import load_config
+from ds_encdec.engine import select
 from ds_encdec.launch import rendezvous as meeting
+from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.launch.peers import Peers, ending_recorded
+from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import _meet
 from ds_encdec.launch.rendezvous import Rendezvous
-from ds_encdec.launch.world import World, startup_errors_shared
+from ds_encdec.launch.run_folder import RunFolder
+from ds_encdec.launch.world import World, discover, startup_errors_shared
+from ds_encdec.training import build
 
 
 def held(ranks: dict[int, Callable[[World], Any]], *, world_size: int = 2) -> dict[int, Any]:
@@ -59,17 +67,6 @@ def come(world: World, seconds: float = 20) -> Any:
 
 def come_briefly(world: World) -> Any:
     return come(world, 0.6)
-
-
-def test_rank_zero_answers_for_all() -> None:
-    def come(world: World) -> Any:
-        here = met(world)
-        first = here.round("meet", world.rank, lambda everyones: sum(everyones.values()))
-        here.connect(lambda: None)
-        return first, here  # kept: with rank 0's the store ends
-
-    outcomes = held(dict.fromkeys(range(3), come), world_size=3)
-    assert [outcomes[rank][0] for rank in range(3)] == [3, 3, 3]
 
 
 def test_who_does_not_come_is_named_by_those_who_have() -> None:
@@ -119,17 +116,6 @@ def test_an_address_or_a_place_that_another_has() -> None:
     nowhere = dataclasses.replace(World(rank=1, local_rank=1, world_size=2, master_port=9), master_addr="no.invalid")
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=no\.invalid cannot be resolved on node0"):
         met(nowhere, 0.1)
-
-
-def test_torchruns_agent_that_goes_while_ranks_come_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    world = World(rank=1, local_rank=1, world_size=2, local_world_size=2, master_port=free_port())
-    agents = [meeting._tcp_store(world, world.master_port, 20.0, keeps=True)]
-    gone = threading.Timer(1.0, agents.clear)
-    gone.start()
-    with pytest.raises(LostRankError, match="is gone or does not answer") as raised:
-        met(world)
-    assert raised.value.common is False
 
 
 def test_a_connection_that_fails_on_one_rank_ends_another_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,9 +173,74 @@ def test_a_rank_without_its_configuration_ends_one_that_waits(tmp_path: Path) ->
         )
         for rank, config in enumerate([QUICKSTART, "nowhere.yaml"])
     ]
-    said = [rank.communicate(timeout=280)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [2, 2], said
-    assert "loading torch and the engine" in said[0]
-    assert "error: rank 1 (" in said[0]
-    assert "nowhere.yaml\n      no such file" in said[0]
+    printed = [rank.communicate(timeout=280)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2], printed
+    assert "error: rank 1 (" in printed[0]
+    assert "nowhere.yaml\n      no such file" in printed[0]
     assert not (tmp_path / "run").exists()
+
+
+SINGLE = discover({})
+
+
+def raiser(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[StopRequest], object]:
+    monkeypatch.setattr(select, "init_process_group", lambda *_, first, **__: first() or "fsdp")
+    settings = overrides(tmp_path, infra__distributed_type="fsdp", infra__offload_optimizer="none")
+    config = load_config(QUICKSTART, settings)
+    return lambda stop: build.run_training(config, stop)
+
+
+def test_a_rank_whose_peer_stopped_in_the_meeting_is_stopped_too(
+    start: Callable[[StopRequest], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+    monkeypatch.setattr(HostCollectives, "sum", raiser(broken))
+    with StopRequest(SINGLE) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(Preempted, match="SIGINT while the ranks met: there was nothing"):
+            start(stop)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_rank_that_ends_itself_is_in_run_json(
+    start: Callable[[StopRequest], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "Peers", raiser(DsEncDecError("far enough")))
+    with StopRequest(SINGLE) as stop:
+        with pytest.raises(DsEncDecError, match="far enough"):
+            start(stop)
+        stop._before_end("no step for 60 s")
+    ended = RunFolder(str(tmp_path)).read_status()
+    assert (ended["state"], ended["exit_code"], ended["reason"]) == ("failed", 8, "rank 0: no step for 60 s")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "error", "state"),
+    [
+        ("completed", CheckpointError("refused"), "completed"),
+        ("completed", LostRankError("rank 1 is gone"), "failed"),
+        ("running", CheckpointError("refused"), "failed"),
+    ],
+)
+def test_what_a_resume_that_does_not_begin_leaves(
+    tmp_path: Path, earlier: str, error: DsEncDecError, state: str
+) -> None:
+    folder = RunFolder(str(tmp_path))
+    folder.write_status(earlier, exit_code=0)
+    folder.claim(resume=True)
+    with (
+        pytest.raises(type(error)),
+        Peers(folder, HostCollectives()) as alone,
+        ending_recorded(folder, SINGLE, alone, spare=True),
+    ):
+        raise error
+    ended = folder.read_status()
+    assert (ended["state"], ended["exit_code"]) == (state, 0 if state == "completed" else error.exit_code)

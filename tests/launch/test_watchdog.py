@@ -9,14 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tiny_run import QUICKSTART, REPOSITORY, environment, free_port, launcher, overrides, run, wait_until
-
-from ds_encdec.launch import peers
-from ds_encdec.launch.host_collectives import HostCollectives
-from ds_encdec.launch.peers import Watchdog
-from ds_encdec.launch.preemption import StopRequest
-from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.world import World
+from tiny_run import QUICKSTART, REPOSITORY, environment, free_port, launcher, overrides, run
 
 pytestmark = pytest.mark.launch
 
@@ -101,28 +94,6 @@ def test_a_rank_that_cannot_write_its_stacks_is_named_and_ends(
     if kind == "holds the lock":  # it speaks on stderr
         assert "Timeout" in stderr[1]
         assert "<lambda>" in stderr[1]
-
-
-def test_a_rank_whose_peer_has_written_its_stacks_writes_them_too_and_ends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended: list[int] = []
-    monkeypatch.setattr(peers, "end_process", ended.append)
-    dog = Watchdog(
-        StopRequest(World()),
-        60.0,
-        RunFolder(str(tmp_path)),
-        HostCollectives(),
-        grace_seconds=0.0,
-        poll_seconds=0.01,
-    )
-    dog._world_size = 2
-    with dog:
-        dog.stacks.mkdir(parents=True)
-        (dog.stacks / "rank-1.txt").touch()
-        wait_until(lambda: ended, 60)
-    assert set(ended) == {8}
-    assert "heartbeat 0 was" in (dog.stacks / "rank-0.txt").read_text()
 
 
 # train.py, but for one rank's loader, which returns four batches and no fifth.

@@ -21,8 +21,7 @@ NODE0 = "MASTER_ADDR=node0 MASTER_PORT=29500"
 NINTH = f"RANK=9 LOCAL_RANK=1 WORLD_SIZE=16 {NODE0} "
 TORCHRUN = env(f"{NINTH} TORCHELASTIC_RUN_ID=none LOCAL_WORLD_SIZE=8 GROUP_RANK=1 GROUP_WORLD_SIZE=2")
 DEEPSPEED = env(f"{NINTH} LOCAL_SIZE=8 CROSS_RANK=1 CROSS_SIZE=2")
-# Rank 3 of 4, on the second of two nodes: what is read of what Slurm 22.05, Open MPI 4.1 and 5.0, MPICH 4.0 and Intel
-# MPI 2021.19 set there.
+# Rank 3 of 4, on the second of two nodes: what Slurm 22.05, Open MPI 4.1 and 5.0, and MPICH 4.0 set there.
 SRUN = env(
     "SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=2(x2) "
     "SLURM_STEP_NODELIST=node[0-1] SLURM_JOB_NODELIST=node[0-1] SLURM_LAUNCH_NODE_IPADDR=10.77.0.1 "
@@ -50,8 +49,7 @@ POD = env("RANK=1 WORLD_SIZE=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456")
 BY_HAND = env("RANK=1 LOCAL_RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29501")
 KUBEFLOW = env("PET_NNODES=2 PET_NODE_RANK=1 PET_NPROC_PER_NODE=8 PET_MASTER_ADDR=node0 PET_MASTER_PORT=29500")
 
-FOURTH = (3, 1, 4, 2, 1, 2)
-"""Rank and local rank, world size and local world size, node rank and number of nodes."""
+FOURTH = (3, 1, 4, 2, 1, 2)  # rank, local rank, world size, local world size, node rank, number of nodes
 HERE = "127.0.0.1"
 
 
@@ -100,17 +98,9 @@ def test_tasks_of_a_job_meet_at_one_port_and_those_of_another_elsewhere() -> Non
         assert ports[0] == ports[1] != ports[2], job
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node[0-1]", "node0"),
-        ("login-1,gpu[1-2]", "login-1"),
-        ("rack[2,4]-n[08-16].example", "rack2-n08.example"),
-        ("", ""),
-    ],
-)
-def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+def test_the_first_host_of_a_list() -> None:
+    for nodes, first in (("login-1,gpu[1-2]", "login-1"), ("rack[2,4]-n[08-16].example", "rack2-n08.example")):
+        assert first_host(nodes) == first
 
 
 def test_a_single_process_chooses_a_port() -> None:
@@ -130,8 +120,6 @@ def test_a_single_process_chooses_a_port() -> None:
         (BY_HAND | env("RANK=one"), ["RANK=one"]),
         (BY_HAND | env("RANK=2"), ["RANK=2", "WORLD_SIZE=2"]),
         (TORCHRUN | env("LOCAL_RANK=8"), ["LOCAL_RANK=8", "LOCAL_WORLD_SIZE=8"]),
-        (TORCHRUN | env("LOCAL_WORLD_SIZE=32"), ["LOCAL_WORLD_SIZE=32", "WORLD_SIZE=16"]),
-        (DEEPSPEED | env("CROSS_RANK=2"), ["CROSS_RANK=2", "CROSS_SIZE=2"]),
         (DEEPSPEED | env("CROSS_RANK=0 CROSS_SIZE=1"), ["LOCAL_SIZE=8", "WORLD_SIZE=16", "CROSS_SIZE=1"]),
         (TORCHRUN | env("MASTER_PORT=0"), ["MASTER_PORT=0"]),
         # Tasks that no launcher explains would each train alone, on all of the data.

@@ -1,26 +1,15 @@
-"""Ends training at random moments in every ordinary way, resumes it, and checks what is left each time.
+"""Kills training in the middle of saves, resumes it, and checks what is left each time.
 
-    python tests/nightly/kill_saves.py    100 kills in the middle of saves
+    python tests/nightly/kill_saves.py    100 kills
     python tests/nightly/kill_saves.py --kills 10 --engine fsdp
-    python tests/nightly/kill_saves.py --stops --large    100 signals that ask for a stop, to every process
 
 Two gloo ranks run the real program on a tiny model, with data workers, and save every few steps. They are forked from
-this process, which has imported everything: a start takes one to three seconds instead of ten.
-
-Kills: both are killed (SIGKILL, one shortly after the other) at a random time after a save has begun. Then every
-visible checkpoint must verify, the steps trained since the newest one (metrics.jsonl has a line for every step) must be
-no more than an interval, or two where saves are written in the background, and the next start must go on from it: with
-the other way of saving, in turn.
-
-Stops: SIGTERM, SIGINT, SIGHUP and SIGUSR1 in turn go to the whole process group, 0 to 3 s after the first data worker
-has started or the first step was made. Every rank must end with 75, the last step trained must be in a checkpoint that
-verifies, and nothing may be left running.
-
-At the end each run's losses, norms and rates must equal those of one that was never interrupted, to the last digit; and
-each goes on with the other engine. Exit code 1 where a check failed. Needs the `dev` extra.
+this process, which has imported everything. Both are killed (SIGKILL, one shortly after the other) at a random time
+after a save has begun. Then every visible checkpoint must verify, the steps trained since the newest one (metrics.jsonl
+has a line for every step) must be no more than an interval, or two where saves are written in the background, and the
+next start must go on from it: with the other way of saving, in turn. At the end each engine's losses, norms and rates
+must equal those of a run that was never interrupted, to the last digit. Exit code 1 where a check failed.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -32,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -40,8 +28,6 @@ from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
-
-import psutil
 
 os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")  # read by what is imported next
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,43 +43,31 @@ from ds_encdec.checkpoint.manifest import verify_checkpoint  # noqa: E402
 from ds_encdec.engine.deepspeed import zero as deepspeed_zero  # noqa: E402, F401
 from ds_encdec.training import build  # noqa: E402, F401
 
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 WORLD_SIZE = 2
 ENGINES = ("deepspeed", "fsdp")
 SAVE_STEPS = 4
 LATEST_KILL = 1.5  # the latest kill after a save has begun, in lengths of the save before it
-LATEST_STOP_SECONDS = 3.0
 PATIENCE_SECONDS = 120.0
-LARGE_BATCH = 160  # examples of 128 tokens, of 4 bytes each: more than the 64 KB that a pipe holds
 
 
 @dataclass
 class Way:
-    """How a start trains and saves, and is ended: by a signal, or None for SIGKILL in the middle of a save; and the
-    results. `unfinished`: ends that left a `step-N.tmp`, so they hit a save before its commit. `lost`: of each end, the
-    finished steps since the newest visible checkpoint."""
+    """How a start trains and saves, and the results. `unfinished`: ends that left a `step-N.tmp`, so they hit a save
+    before its commit. `lost`: of each end, the finished steps since the newest visible checkpoint."""
 
     engine: str
     async_save: bool
-    stop: signal.Signals | None = None
     ends: int = 0
     unfinished: int = 0
     verified: int = 0
     lost: list[int] = field(default_factory=list)
 
-    @property
-    def most_lost(self) -> int:
-        """Steps that an end may lose. In the background the next interval is trained while a save is written."""
-        return 0 if self.stop is not None else SAVE_STEPS * (1 + self.async_save)
-
     def __str__(self) -> str:
-        saves = "in the background" if self.async_save else "at once"
-        return f"{self.engine}, {self.stop.name if self.stop else saves}"
+        return f"{self.engine}, {'in the background' if self.async_save else 'at once'}"
 
 
 class Victim:
-    """A run of one engine, watched through its log and its folder, and ended. Faults raise AssertionError or
-    CheckpointError."""
+    """A run of one engine, watched through its log and its folder, and killed."""
 
     def __init__(self, folder: Path, engine: str, options: argparse.Namespace, rng: random.Random) -> None:
         self.engine, self.compared = engine, 0
@@ -103,17 +77,9 @@ class Victim:
         self.log.touch()
 
     def end_once(self, way: Way) -> None:
-        """Start or resume, end it, check."""
         newest, ranks = self._newest(), self._fork(self._arguments(self._run, way.engine, way.async_save))
         try:
-            if way.stop is None:
-                self._wait_for_a_save(ranks, newest)
-            else:
-                self._wait_for_work(ranks)
-                os.killpg(ranks[0], way.stop)
-                self._await([], lambda: all(map(_ended, ranks)), f"an end after {way.stop.name}")
-                codes = [status.si_status for pid in ranks if (status := _ended(pid))]
-                assert codes == [75] * len(ranks), f"the ranks ended with {codes}"
+            self._wait_for_a_save(ranks, newest)
         finally:
             self._kill(ranks)
         first = self._first_step()
@@ -125,11 +91,12 @@ class Victim:
         way.unfinished += bool(self._unfinished())
         trained, now = self._trained(self._run), self._newest()
         way.lost.append(trained - now)
-        is_sound = trained - now <= way.most_lost and now >= newest and not (way.stop and now == newest)
+        # In the background the next interval is trained while a save is written.
+        is_sound = trained - now <= SAVE_STEPS * (1 + way.async_save) and now >= newest
         assert is_sound, f"resumed at {newest}, trained to {trained}, and the newest checkpoint is {now}"
 
     def compare(self) -> None:
-        """Train as far without an interruption, and compare every step; then go on with the other engine."""
+        """Train as far without an interruption, and compare every step."""
         trained, whole = self._trained(self._run), self._folder / f"{self.engine}-whole"
         ranks = self._fork(self._arguments(whole, self.engine, True))
         try:
@@ -140,13 +107,6 @@ class Victim:
         for step in range(1, trained + 1):
             assert found.get(step) == expected[step], f"step {step} was {found.get(step)}, and whole {expected[step]}"
         self.compared = trained
-        (other,) = set(ENGINES) - {self.engine}
-        newest = self._newest()
-        ranks = self._fork([*self._arguments(self._run, other, False), f"training.save_steps={SAVE_STEPS}"])
-        try:
-            self._await(ranks, lambda: self._newest() > newest, f"a checkpoint of {other} after step {newest}")
-        finally:
-            self._kill(ranks)
 
     def _wait_for_a_save(self, ranks: list[int], newest: int) -> None:
         self._await(ranks, lambda: self._first_step() is not None, "its first step")
@@ -157,24 +117,14 @@ class Victim:
         self._await(ranks, lambda: self._begun() > self._newest(), "another save")
         time.sleep(self._rng.uniform(0.0, LATEST_KILL * save_seconds))
 
-    def _wait_for_work(self, pids: list[int]) -> None:
-        """Until a random moment after the first data worker has started, or in mid-run."""
-        if self._options.workers and self._rng.random() < 0.5:
-            self._await(pids, lambda: any("ds_encdec.data.workers" in _words(one) for one in _below(pids)), "a worker")
-        else:
-            self._await(pids, lambda: bool(re.search(r"\bstep \d+/", self.log.read_text())), "a step")
-        time.sleep(self._rng.uniform(0.0, LATEST_STOP_SECONDS))
-
     def _arguments(self, run: Path, engine: str, async_save: bool) -> list[str]:
         settings = {
             "infra__distributed_type": engine,
             "data__dataset_name": "random",
             "data__preprocessing_num_workers": self._options.workers,
             "data__num_lanes": WORLD_SIZE * max(1, self._options.workers),
-            "training__per_device_train_batch_size": LARGE_BATCH if self._options.large else 2,
             "training__async_save": str(async_save).lower(),
-            # A stop is to save more than what was saved anyway.
-            "training__save_steps": 1000 if self._options.stops else SAVE_STEPS,
+            "training__save_steps": SAVE_STEPS,
             "training__logging_steps": 1,
             "training__num_train_steps": 1_000_000,
             "training__eval_samples": 0,
@@ -184,7 +134,6 @@ class Victim:
         return ["--config", QUICKSTART, *overrides(run, **settings), "--resume", "auto"]
 
     def _fork(self, arguments: list[str]) -> list[int]:
-        """The process ids of ranks that train until they are ended; they are a process group, with all they start."""
         self.log.write_text("")
         port, ranks = free_port(), list[int]()
         for rank in range(WORLD_SIZE):
@@ -202,7 +151,6 @@ class Victim:
         assert not lives_on(ranks[0], PATIENCE_SECONDS), "processes of the run are left over"
 
     def _await(self, pids: list[int], seen: Callable[[], bool], what: str, *, patience: float = 0.0) -> None:
-        """Ask `seen` often until it is true, as long as the processes `pids` run. `patience`: seconds more."""
         deadline = time.monotonic() + PATIENCE_SECONDS + patience
         while not seen():
             assert time.monotonic() < deadline, f"no sign of {what}"
@@ -221,7 +169,6 @@ class Victim:
         return max(_steps(run), default=0)
 
     def _begun(self) -> int:
-        """The newest step that is being saved, or has been."""
         return max(self._unfinished(), default=self._newest())
 
     def _unfinished(self) -> list[int]:
@@ -240,34 +187,7 @@ def _ended(pid: int) -> os.waitid_result | None:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
 
 
-def _below(pids: list[int]) -> list[psutil.Process]:
-    """All that run below these processes."""
-    found = []
-    for pid in pids:
-        with suppress(psutil.Error):
-            found += psutil.Process(pid).children(recursive=True)
-    return found
-
-
-def _words(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="ends in all (default 100)")
-    parser.add_argument("--engine", choices=ENGINES, help="(default both)")
-    parser.add_argument("--stops", action="store_true", help="signals that ask for a stop, instead of kills")
-    parser.add_argument("--workers", type=int, default=1, choices=(0, 1, 4), help="data workers a rank (default 1)")
-    parser.add_argument("--large", action="store_true", help="micro-batches above 64 KB")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
-    return parser.parse_args()
-
-
 def _passes(victim: Victim, action: Callable[..., None], *arguments: Any) -> bool:
-    """Return whether everything was as it must be; anything that was not is printed."""
     try:
         action(victim, *arguments)
     except Exception:
@@ -278,11 +198,15 @@ def _passes(victim: Victim, action: Callable[..., None], *arguments: Any) -> boo
 
 
 def main() -> int:
-    options = _parse()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="(default 100)")
+    parser.add_argument("--engine", choices=ENGINES, help="(default both)")
+    parser.add_argument("--workers", type=int, default=1, choices=(0, 1, 4), help="data workers a rank (default 1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default 0)")
+    options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are killed on the way out
     engines = (options.engine,) if options.engine else ENGINES
-    modes, stops = ((True,), STOPS) if options.stops else ((True, False), (None,))
-    ways = [Way(engine, mode, stop) for stop in stops for mode in modes for engine in engines]
+    ways = [Way(engine, async_save) for async_save in (True, False) for engine in engines]
     began, rng = time.monotonic(), random.Random(options.seed)
     with TemporaryDirectory(prefix="kill-saves-") as scratch:
         victims = {engine: Victim(Path(scratch), engine, options, rng) for engine in engines}
@@ -290,15 +214,15 @@ def main() -> int:
         failed = not all(_passes(victims[way.engine], Victim.end_once, way) for way in turns)
         for victim in victims.values():
             failed |= not _passes(victim, Victim.compare)
-    print("| engine, saves or signal | ends | before the commit | checkpoints verified | steps lost: mean | at most |")
+    print("| engine, saves | kills | before the commit | checkpoints verified | steps lost: mean | at most |")
     print("|---|---|---|---|---|---|")
     for way in ways:
         mean, most = (f"{fmean(way.lost):.1f}", max(way.lost)) if way.lost else ("", "")
         print(f"| {way} | {way.ends} | {way.unfinished} | {way.verified} | {mean} | {most} |")
     compared = ", ".join(f"{victim.compared} of {engine}" for engine, victim in victims.items())
     print(f"steps whose losses equal those of a run that was never interrupted: {compared}")
-    ends = sum(way.ends for way in ways)
-    print(f"{ends} ends in {time.monotonic() - began:.0f} s, seed {options.seed}, a save every {SAVE_STEPS} steps")
+    kills = sum(way.ends for way in ways)
+    print(f"{kills} kills in {time.monotonic() - began:.0f} s, seed {options.seed}, a save every {SAVE_STEPS} steps")
     return int(failed)
 
 
