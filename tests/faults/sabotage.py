@@ -1,7 +1,5 @@
-"""What goes wrong in a run, by order: applied in a rank of `forked_runs` before the program starts there.
-
-A fault is a dict with `kind`, the name of a function here, and that function's arguments. Data steps count from 1.
-"""
+"""What goes wrong in a run, by order: applied in a rank of `forked_runs` before the program starts there. A fault is a
+dict with `kind`, the name of a function here, and that function's arguments. Data steps count from 1."""
 
 import dataclasses
 import itertools
@@ -12,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -237,14 +234,14 @@ def signal_all(rank: int, *, signals: list[str], at: int) -> None:
         _before_reading.append(lambda loader, step: _signal_group(signals) if step == at else None)
 
 
-def signal_all_at_start(rank: int, *, signals: list[str], seconds: float) -> None:
-    """Every process of the run gets these signals so long after rank 0 has started its first data worker."""
+def signal_all_at_start(rank: int, *, signals: list[str]) -> None:
+    """Every process of the run gets these signals once rank 0 has started its first data worker."""
     start = workers.start_worker
 
     def start_and_signal() -> subprocess.Popen[bytes]:
         process = start()
         workers.start_worker = start
-        threading.Timer(seconds, _signal_group, [signals]).start()
+        _signal_group(signals)
         return process
 
     if rank == 0:

@@ -143,34 +143,6 @@ def test_a_slow_rank_is_named_and_can_end_the_run_to_go_on_elsewhere(runs: Forke
     assert [line["step"] for line in metrics(tmp_path)] == list(range(2, STEPS + 1, 2))
 
 
-def test_early_stopping_ends_a_run_and_a_resume_does_not_go_on(runs: ForkedRuns, tmp_path: Path) -> None:
-    command = arguments(
-        tmp_path,
-        "fsdp",
-        training__eval_samples=8,
-        training__eval_steps=2,
-        training__save_steps=100,
-        training__early_stopping_patience=2,
-        training__greater_is_better="true",  # of the loss, which falls
-        training__save_on_best="true",
-        training__load_best_model_at_end="true",
-        training__export_at_end="true",
-    )
-    runs.run(command).ended_with(0)
-    lines = [line["step"] for line in metrics(tmp_path) if "eval/loss" in line]
-    assert lines == [2, 4, 6]  # the first one is the highest so far, and then two are not
-    (entry,) = ledger(tmp_path, "early_stop")
-    assert entry["step"] == 6
-    assert status(tmp_path)["state"] == "completed"
-    assert sorted(committed_steps(tmp_path / "checkpoints")) == [2, 6]  # the best, and the end
-    (exported,) = (tmp_path / "export").iterdir()
-    assert "checkpoint `step-00000002`" in (exported / "README.md").read_text()
-    written = exported.stat().st_ctime_ns
-    runs.run([*command, "--resume", "auto"]).ended_with(0)
-    assert (exported.name, exported.stat().st_ctime_ns) == ("best", written)
-    assert len(ledger(tmp_path, "early_stop")) == 1
-
-
 TUNED = {
     "training__eval_samples": 8,
     "data__dataset_name": "json",

@@ -10,7 +10,7 @@ from forked_runs import Finished, ForkedRuns, flip_byte, status
 from tiny_run import QUICKSTART, losses, metrics, overrides
 
 from ds_encdec.checkpoint.folder import committed_steps
-from ds_encdec.checkpoint.manifest import read_manifest, verify_checkpoint
+from ds_encdec.checkpoint.manifest import verify_checkpoint
 from ds_encdec.data.randomness import Permutation
 
 pytestmark = pytest.mark.distributed
@@ -72,24 +72,6 @@ def test_ranks_that_do_not_divide_the_lanes_are_told_which_do(runs: ForkedRuns, 
     assert (finished / "run.json").read_text() == before
     assert_refused(runs.run(arguments(tmp_path / "new"), ranks=2), 2, "data.num_lanes=3")
     assert not (tmp_path / "new").exists()
-
-
-def test_three_ranks_of_the_other_engine_go_on_with_the_same_data(runs: ForkedRuns, run_folder: Path) -> None:
-    more = {"training__num_train_steps": 10, "training__lr_scheduler_type": "constant", "training__bf16": "false"}
-    expected = run_folder.with_name("expected")
-    changed = {**more, "training__warmup_steps": 0}
-    runs.run(arguments(expected, **changed)).ended_with(0)
-    for later in (8, 10):
-        shutil.rmtree(expected / "checkpoints" / f"step-{later:08d}")
-    spread = shutil.copytree(expected, run_folder.with_name("spread"), symlinks=True)
-    runs.run(arguments(spread, "--resume", "auto", infra__distributed_type="deepspeed", **changed), ranks=3).ended_with(
-        0
-    )
-    assert [item[:2] for item in losses(spread)] == [item[:2] for item in losses(expected)]
-    assert [item[2] for item in losses(spread)] == pytest.approx([item[2] for item in losses(expected)], abs=1e-5)
-    for name in ("train/tokens_seen", "train/epoch"):
-        assert [line.get(name) for line in metrics(spread)] == [line.get(name) for line in metrics(expected)]
-    assert read_manifest(spread / "checkpoints" / "final").engine == "deepspeed"
 
 
 def test_other_data_is_refused_unless_one_insists(runs: ForkedRuns, run_folder: Path) -> None:

@@ -45,7 +45,7 @@ def assert_preempted(result: Finished, folder: Path) -> int:
 @pytest.mark.parametrize(
     ("engine", "workers", "changes", "fault"),
     [
-        ("deepspeed", 1, LARGE, {"kind": "signal_all_at_start", "signals": ["SIGTERM"], "seconds": 0.0}),
+        ("deepspeed", 1, LARGE, {"kind": "signal_all_at_start", "signals": ["SIGTERM"]}),
         ("deepspeed", 0, {}, {"kind": "signal_all", "signals": ["SIGUSR2", *STOPS], "at": 4}),
     ],
     ids=["TERM at the start", "all, without workers"],

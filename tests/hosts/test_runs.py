@@ -1,5 +1,6 @@
 """Two hosts train as one does, however their ranks have learnt of each other; hosts that differ do not begin."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -125,13 +126,26 @@ def test_hosts_train_as_one_or_say_why_not(name: str, jobs: Jobs, resolve: Calla
             assert losses(jobs.folder(name)) == losses(jobs.folder(job.like))
 
 
-def test_a_run_goes_on_on_fewer_hosts(jobs: Jobs) -> None:
-    before = jobs.folder("two hosts")
-    jobs.ended("two hosts")
-    shutil.copytree(before, alone := before.with_name("alone"), symlinks=True)
-    for later in ("step-00000006", "final"):
-        shutil.rmtree(alone / "checkpoints" / later, ignore_errors=True)
-    ended = run(jobs.rig, jobs.forked, {"node1": 1}, [*arguments(alone), "--resume", "auto"])
-    assert ended.codes == [0], ended.output
-    assert losses(alone)[-len(losses(before)) :] == losses(before)
-    assert told(alone)["world_size"] == 1
+DOCTOR = ("ds-encdec", "doctor", "quickstart", "--json")
+
+
+def wrong_findings(report: str) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for finding in json.loads(report)["findings"]:
+        if not finding["passed"]:
+            found.setdefault(finding["check"], []).append(finding)
+    return found
+
+
+def test_the_doctor_finds_by_ssh_what_is_wrong_with_other_hosts(rig: Rig) -> None:
+    deaf = rig.hosts[-1]
+    rig.run(deaf, "pkill", "-x", "sshd")
+    hostfile = rig.hostfile("node0", "node1", deaf)
+    settings = ("data.num_lanes=3", f"infra.output_dir={rig.folder / 'local'}")
+    asked = (*DOCTOR, "--hostfile", str(hostfile), *settings)
+    done = rig.run("node0", *asked, check=False)
+    assert done.returncode == 10, done.stderr
+    found = wrong_findings(done.stdout)
+    assert found.keys() == {"ssh", "shared folder"}
+    assert [finding["host"] for finding in found["ssh"]] == [deaf]
+    assert "node1 do not see what node0 writes" in found["shared folder"][0]["message"]

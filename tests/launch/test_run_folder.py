@@ -4,7 +4,6 @@ import errno
 import fcntl
 import multiprocessing
 import os
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from ds_encdec.base.types import ConfigError, OutputLockedError
 from ds_encdec.launch import run_folder
 from ds_encdec.launch.disk import atomic_file, build_folder, cached, disk_error, write_atomically
-from ds_encdec.launch.run_folder import RunFolder, git_state, masked
+from ds_encdec.launch.run_folder import RunFolder, masked
 
 
 @pytest.fixture
@@ -120,22 +119,6 @@ def test_on_a_full_disk_an_ending_is_written_over_the_old_text(
 )
 def test_secrets_are_masked_and_nothing_else(words: list[str], shown: str | None) -> None:
     assert masked(words) == (" ".join(words) if shown is None else shown)
-
-
-def test_the_commit_of_a_checkout_and_none_of_anything_else(tmp_path: Path) -> None:
-    def git(*words: str) -> str:
-        named = ("-c", "user.name=x", "-c", "user.email=x@y")
-        return subprocess.run(
-            ["git", "-C", tmp_path, *named, *words], check=True, capture_output=True, text=True
-        ).stdout
-
-    (tmp_path / "code.py").write_text("1")
-    git("init")
-    assert git_state(tmp_path) == {}, "a package that is installed in a repository is not of it"
-    git("add", ".")
-    git("commit", "-m", "one")
-    (tmp_path / "code.py").write_text("2")
-    assert git_state(tmp_path) == {"git_commit": git("rev-parse", "HEAD").strip(), "git_dirty": True}
 
 
 TEXT = 'two lines\nof "text" 日本 \ud83d'
