@@ -1,4 +1,4 @@
-"""Runs on two real ranks, of which one really runs out of memory, and what engines say that they hold."""
+"""Runs on two real ranks, of which one really runs out of memory, and micro-batches that are chosen by its limit."""
 
 import re
 import signal
@@ -17,7 +17,6 @@ from ds_encdec.config.schema import FullConfig, load_config
 
 pytestmark = [pytest.mark.distributed]
 
-PARAMETERS = 51_456  # of the tiny run's model
 STEPS = QUIET | {
     "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
     "training__num_train_steps": 4,
@@ -56,8 +55,10 @@ def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp
 
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3]
     assert [saved.manifest.step for saved in verify_checkpoints(tmp_path)] == [2]
-    # Weights are gathered, and before a step none are.
-    assert_told(tmp_path, {"weights": 0, "master_weights": 4 / 2, "gradients": 4 / 2, "optimizer": 8 / 2})
+    lines = metrics(tmp_path)
+    assert len({line["mem/estimated_bytes"] for line in lines}) == 1
+    # By 6 % on one machine; libraries of other CPUs keep more.
+    assert 0.6 < lines[-1]["mem/estimated_bytes"] / lines[-1]["mem/peak_bytes"] < 1.4
 
 
 @pytest.mark.parametrize(
@@ -82,19 +83,6 @@ def test_what_accelerators_try_before_their_first_step_changes_nothing(
         staged = re.findall(rf"rank {rank} stages (\d+) bytes after (\d+) data steps", finished.output)
         assert [int(steps) > 0 for _, steps in staged] == [False, True, True]
         assert len({num_bytes for num_bytes, _ in staged}) == 1, staged
-
-
-def assert_told(folder: Path, held: dict[str, float]) -> None:
-    """The second line has what the engine's tensors take, in bytes per parameter; all have the same estimate."""
-    first, second, third = metrics(folder)
-    names = [f"mem/{category}_bytes" for category in held]
-    assert not {*names} & (first.keys() | third.keys())
-    # Norms are not sharded under ZeRO-3, and shards are padded.
-    told = [second.get(name, 0) / PARAMETERS for name in names]
-    assert told == [pytest.approx(value, rel=0.1, abs=0.01) for value in held.values()]
-    assert first["mem/estimated_bytes"] == second["mem/estimated_bytes"] == third["mem/estimated_bytes"]
-    # By 6 % on one machine; libraries of other CPUs keep more.
-    assert 0.6 < third["mem/estimated_bytes"] / third["mem/peak_bytes"] < 1.4
 
 
 # What each process may have beyond what a rank of the same run holds that makes micro-batches of 1: logits take about
