@@ -33,7 +33,8 @@ from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_erro
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 from ds_encdec.config.command_line import container_arguments, is_container, read_program
 from ds_encdec.launch.host import no_gpu, wait_without_spinning
-from ds_encdec.launch.world import World, discover, startup_errors_shared
+from ds_encdec.launch.startup_errors import startup_errors_shared
+from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.gpus import grow_segments, has_gpu
 
 if TYPE_CHECKING:

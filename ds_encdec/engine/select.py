@@ -21,7 +21,8 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host import machine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, settings_restorer
-from ds_encdec.launch.world import World, startup_errors_shared
+from ds_encdec.launch.startup_errors import startup_errors_shared
+from ds_encdec.launch.world import World
 from ds_encdec.registry.engines import ENGINES, ByEngine, EngineName, EngineSpec
 
 if TYPE_CHECKING:

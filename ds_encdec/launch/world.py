@@ -1,17 +1,16 @@
-"""Finds this process's place among the ranks of a run, from the environment alone, and reports its start-up errors to
-the others. A launcher is one row of `LAUNCHERS`; to add one, add a row."""
+"""Finds this process's place among the ranks of a run, from the environment alone. A launcher is one row of
+`LAUNCHERS`; to add one, add a row."""
 
 import json
 import re
 import socket
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
-from ds_encdec.base.types import ConfigError, DsEncDecError
+from ds_encdec.base.types import ConfigError
 
 SINGLE_PROCESS = "python"  # launcher name of a process without a launcher: `python ds_encdec/train.py`
 DEFAULT_PORT = "29500"  # the port of the rendezvous if none is set; torchrun and DeepSpeed take it, too
@@ -281,33 +280,3 @@ def _read(launcher: Launcher, environ: Mapping[str, str]) -> World:
                 f"Contradictory {launcher.name} environment: {listed}. Start all ranks with one launcher."
             )
     return world
-
-
-@contextmanager
-def startup_errors_shared(world: World) -> Iterator[None]:
-    """Raise an error of the block on every rank, with the rank and host that met it. Use this before the rendezvous,
-    where the others would wait for this rank. An unforeseen error keeps its type and traceback on its own rank."""
-    try:
-        yield
-    except Exception as error:
-        if world.world_size == 1:
-            raise
-        ours = error if isinstance(error, DsEncDecError) else DsEncDecError(f"{type(error).__name__}: {error}")
-        if ours is not error:
-            ours.__cause__ = error
-        # Rank 0 prints its error at once, and the launcher then ends the others.
-        ends_others = world.is_main and world.num_nodes == 1 and world.launcher in LAUNCHER_PROGRAMS
-        if ours.common is None and not ends_others:
-            try:
-                # Imports torch, which rank 0 need not wait for where its error is enough.
-                from ds_encdec.launch.rendezvous import Rendezvous
-
-                # The default of `infra.start_timeout_minutes`, since the configuration may be unreadable.
-                Rendezvous(world, timedelta(minutes=5)).round("meet", None, error=ours)
-            except (ImportError, OSError):  # torch itself is missing or broken here
-                pass
-            except DsEncDecError as shared:
-                if shared.common and type(ours) is not DsEncDecError:
-                    raise shared from error
-            ours.common = False
-        raise ours from ours.__cause__

@@ -33,7 +33,8 @@ from ds_encdec.launch.peers import Peers, Watchdog, ending_recorded, is_broken_c
 from ds_encdec.launch.preemption import StopRequest, awaited
 from ds_encdec.launch.process_group import shutdown
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.world import World, discover, startup_errors_shared
+from ds_encdec.launch.startup_errors import startup_errors_shared
+from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.memory.gpus import grow_segments
 from ds_encdec.memory.job import Job, disk_shortage

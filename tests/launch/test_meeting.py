@@ -27,7 +27,8 @@ from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.process_group import _meet
 from ds_encdec.launch.rendezvous import Rendezvous
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.launch.world import World, discover, startup_errors_shared
+from ds_encdec.launch.startup_errors import startup_errors_shared
+from ds_encdec.launch.world import World, discover
 from ds_encdec.training import build
 
 
