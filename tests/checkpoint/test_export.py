@@ -378,4 +378,3 @@ def test_sentinels_are_replaced_by_their_spans() -> None:
     target = "<extra_id_0> quick brown<extra_id_1> lazy "
     assert fill_sentinels("The<extra_id_0> fox, the<extra_id_1> dog", target) == "The quick brown fox, the lazy  dog"
     assert fill_sentinels("a <extra_id_0> b <extra_id_1>", "<extra_id_0>X") == "a X b <extra_id_1>"
-    assert fill_sentinels("a <extra_id_0>", "nonsense") == "a <extra_id_0>"
