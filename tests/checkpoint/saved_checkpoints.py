@@ -68,14 +68,13 @@ def save_checkpoint(
     model_config: Qwen3Seq2SeqConfig,
     *,
     engine: str = "dcp",
-    loss_scaler: dict[str, float] | None = None,
     run: FullConfig | None = None,
     base: dict[str, Any] | None = None,
 ) -> Path:
     """A whole checkpoint `folder`/step-N. `engine`: "dcp" or "deepspeed" (stage 0). `base`: the record of adapters'."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    write_tensors(path, state, engine, step, loss_scaler)
+    write_tensors(path, state, engine, step)
     model_config.save_pretrained(path / "model")
     tokenizer().save_pretrained(path / "model")
     (run or FullConfig()).to_yaml(path / "config.yaml")
@@ -90,9 +89,7 @@ def save_checkpoint(
     return path
 
 
-def write_tensors(
-    path: Path, state: State, engine: str = "dcp", step: int = 3, loss_scaler: dict[str, float] | None = None
-) -> None:
+def write_tensors(path: Path, state: State, engine: str = "dcp", step: int = 3) -> None:
     names = tuple(state["weight"])
     if engine == "dcp":
         with warnings.catch_warnings(action="ignore"):  # it says that it saves in one process
@@ -108,7 +105,7 @@ def write_tensors(
             {"module": state["weight"], "optimizer": {"state": moments, "param_groups": groups}},
             path / TAG / "mp_rank_00_model_states.pt",
         )
-    write_record(EngineRecord(engine, "zero0", 1, step, (names,), loss_scaler), path)  # type: ignore[arg-type]
+    write_record(EngineRecord(engine, "zero0", 1, step, (names,)), path)  # type: ignore[arg-type]
 
 
 def flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

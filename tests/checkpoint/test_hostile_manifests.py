@@ -20,14 +20,14 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.weights import INDEX_FILE, SafetensorsFolder
 
 Output = pytest.CaptureFixture[str]
-NEWEST = "step-00000200"
+NEWEST = "step-00000300"
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("saved") / "run"
-    for step in (100, 200):
-        save_checkpoint(run / "checkpoints", step, random_state(config(), 0), config())
+    for step, engine in ((100, "dcp"), (200, "deepspeed"), (300, "dcp")):
+        save_checkpoint(run / "checkpoints", step, random_state(config(), 0), config(), engine=engine)
     return run
 
 
@@ -66,35 +66,22 @@ def listed_fifo(manifest: Path) -> None:
     os.mkfifo(victim)
 
 
-def empty_fifo(manifest: Path) -> None:
-    fifo = manifest.parent / "dcp" / "x"
-    fifo.touch()
-    sealed = read_manifest(manifest.parent)
-    manifest.write_text(replace(sealed, files=(*sealed.files, record_file(fifo, manifest.parent))).to_json())
-    fifo.unlink()
-    os.mkfifo(fifo)
-
-
 NO_TEXT = [{"path": ["a"], "num_bytes": 1, "sha256": ""}]
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "text": (text(b'"abc"'), "it holds a value of type str"),
     "nested": (text(b'{"step": ' + b"[" * 100_000), "nested more than 100 deep"),
     "large": (lambda manifest: os.truncate(manifest, MAX_RECORD_BYTES + 1), "larger than 32 MB"),
     "fifo": (instead(os.mkfifo), "a FIFO"),
-    "input/output error": (instead(lambda manifest: manifest.symlink_to("/proc/self/mem")), "Input/output error"),
     "broken link": (instead(lambda manifest: manifest.symlink_to("nowhere")), "no manifest.json"),
     "another step": (changed(step=999_999), "own SHA-256"),
-    "no hash": (changed(sha256=None), "own SHA-256"),
     "unknown format": (changed(format_version=5), "format version is 5"),
     "step as text": (changed(True, step="7"), "step is '7'"),
-    "negative step": (changed(True, step=-5), "step is -5"),
     "rehashed, list as path": (
         changed(True, files=NO_TEXT),
         "files.0.path is ['a']: Input should be a valid string",
     ),
     "rehashed, another key": (changed(True, more=1), "more is 1: Unexpected keyword"),
     "listed fifo": (listed_fifo, "a FIFO; a checkpoint holds plain files"),
-    "empty listed fifo": (empty_fifo, "a FIFO; a checkpoint holds plain files"),
 }
 
 
@@ -105,7 +92,7 @@ def test_a_manifest_that_is_none(run: Path, capsys: Output, damage: str) -> None
     spoil(newest / MANIFEST)
     found = find_checkpoint(run / "checkpoints", HostCollectives(), "auto")
     assert found is not None
-    assert found.manifest.step == 100
+    assert found.manifest.step == 200
     with pytest.raises(DamagedCheckpointError) as caught:
         find_checkpoint(run / "checkpoints", HostCollectives(), str(newest))
     assert message in str(caught.value)
@@ -116,7 +103,8 @@ def test_a_manifest_that_is_none(run: Path, capsys: Output, damage: str) -> None
 
 
 def test_the_only_checkpoint_is_not_written_over_because_its_manifest_is_a_folder(run: Path) -> None:
-    shutil.rmtree(run / "checkpoints" / "step-00000100")
+    for step in (100, 200):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:08d}")
     instead(Path.mkdir)(run / "checkpoints" / NEWEST / MANIFEST)
     with pytest.raises(CheckpointError, match=r"none of its checkpoints \(1\) is whole"):
         find_checkpoint(run / "checkpoints", HostCollectives(), "auto")
@@ -161,37 +149,28 @@ def test_an_index_of_shards_that_is_none(tmp_path: Path, content: str | None) ->
 Output = pytest.CaptureFixture[str]
 
 
-@pytest.fixture
-def three(tmp_path: Path) -> Path:
-    for step, engine in ((100, "dcp"), (200, "deepspeed"), (300, "dcp")):
-        save_checkpoint(tmp_path / "run" / "checkpoints", step, random_state(config(), 0), config(), engine=engine)
-    return tmp_path / "run"
-
-
-def test_a_checkpoint_a_run_and_its_folder_of_checkpoints(three: Path, capsys: Output) -> None:
-    (three / "checkpoints" / "final").symlink_to("step-00000300")
-    assert cli.main(["verify", str(three / "checkpoints" / "final")]) == 0
+def test_a_checkpoint_a_run_and_its_folder_of_checkpoints(run: Path, capsys: Output) -> None:
+    (run / "checkpoints" / "final").symlink_to("step-00000300")
+    assert cli.main(["verify", str(run / "checkpoints" / "final")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
-    checkpoint = three / "checkpoints" / "step-00000300"
+    checkpoint = run / "checkpoints" / "step-00000300"
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json")
     assert line.startswith(f"{checkpoint}: whole; step 300, dcp zero0 on 1 rank, ")
     assert line.endswith(f" {size / 1e9:.3f} GB")
-    for path in (three, three / "checkpoints"):
+    for path in (run, run / "checkpoints"):
         assert cli.main(["verify", str(path)]) == 0
         found = [line.partition(" on ")[0].rpartition("; ")[2] for line in capsys.readouterr().out.splitlines()]
         assert found == ["step 100, dcp zero0", "step 200, deepspeed zero0", "step 300, dcp zero0"]
 
 
-def test_every_damaged_one_is_named_and_the_others_are_still_checked(three: Path, capsys: Output) -> None:
-    flipped = three / "checkpoints" / "step-00000100" / "dcp" / ".metadata"
+def test_every_damaged_one_is_named_and_the_others_are_still_checked(run: Path, capsys: Output) -> None:
+    flipped = run / "checkpoints" / "step-00000100" / "dcp" / ".metadata"
     flip_byte(flipped)
-    missing = three / "checkpoints" / "step-00000200" / "trainer.json"
+    missing = run / "checkpoints" / "step-00000200" / "trainer.json"
     missing.unlink()
-    assert cli.main(["verify", str(three)]) == 5
+    assert cli.main(["verify", str(run)]) == 5
     shown = capsys.readouterr()
-    assert [line.split(": whole")[0] for line in shown.out.splitlines()] == [
-        str(three / "checkpoints" / "step-00000300")
-    ]
+    assert [line.split(": whole")[0] for line in shown.out.splitlines()] == [str(run / "checkpoints" / "step-00000300")]
     assert f"{flipped}: its SHA-256" in shown.err
     assert f"{missing}: missing" in shown.err
 

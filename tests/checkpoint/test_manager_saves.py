@@ -3,11 +3,11 @@
 import errno
 import logging
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -50,43 +50,6 @@ def test_training_goes_on_while_files_are_written(tmp_path: Path) -> None:
     assert outcome.state.global_step == 1
     assert not manager.save_is_over
     assert manager.collect() is None
-
-
-def test_a_second_interrupt_leaves_the_save_that_was_waited_for_to_close(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    manager = make_manager(tmp_path)
-    waited_for, interrupted, go_on = threading.Event(), threading.Event(), threading.Event()
-
-    def on_interrupt(*_: object) -> None:
-        if not interrupted.is_set():
-            interrupted.set()
-            raise KeyboardInterrupt
-
-    def interrupt() -> None:
-        waited_for.wait()
-        while not interrupted.is_set():  # one that comes just before the wait begins does not end it
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            interrupted.wait(0.05)
-        go_on.wait()
-
-    begin(manager, 1, stage=engine(before_writing=interrupt), in_background=True)
-
-    def collect_now() -> None:
-        waited_for.set()  # the interrupt may come before the wait has begun, but no sooner than here
-        manager.collect()
-
-    handler = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            collect_now()
-        go_on.set()
-        manager.close()
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    assert list(committed_steps(tmp_path)) == [1]
-    assert "saved step 1" in caplog.text
 
 
 @BOTH_WAYS
@@ -167,7 +130,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(tmp_path: Path) 
     assert not list(tmp_path.iterdir())
 
 
-def raiser(error: Exception) -> Callable[..., Any]:
+def raiser(error: BaseException) -> Callable[..., Any]:
     def fail(*_: object, **__: object) -> Any:
         raise error
 
@@ -182,6 +145,21 @@ def test_what_the_disk_is_not_to_blame_for_is_raised(tmp_path: Path, error: Exce
         manager.collect()
     assert manager.collect() is None
     assert not committed_steps(tmp_path)
+
+
+def test_an_interrupted_wait_leaves_the_save_to_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    manager = make_manager(tmp_path)
+    begin(manager, 1, in_background=True)
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Future, "exception", raiser(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            manager.collect()
+    manager.close()
+    assert list(committed_steps(tmp_path)) == [1]
+    assert "saved step 1" in caplog.text
 
 
 def test_closing_waits_for_the_save_under_way(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,5 @@
 """Recomputing and offloading change when things are computed and kept, and no number."""
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -143,20 +141,6 @@ def test_a_copy_stays_on_the_device_until_its_last_use() -> None:
     for _ in range(2):  # the last use, and that of a second backward pass
         assert torch.equal(_unpack(saved), table)
         assert saved.tensor is None
-
-
-def test_what_was_saved_goes_with_its_graph_without_a_collector(packed: Packed) -> None:
-    gc.disable()
-    try:
-        loss, _, _model = loss_of(2)
-        hosts = [weakref.ref(one.host) for _, one in packed if isinstance(one, _Saved)]
-        packed.clear()
-        assert all(host() is not None for host in hosts)
-        loss.backward()
-        del loss
-        assert all(host() is None for host in hosts)
-    finally:
-        gc.enable()
 
 
 def test_what_a_copy_would_lay_out_anew_stays() -> None:

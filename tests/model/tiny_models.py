@@ -51,10 +51,10 @@ def tiny_model(**changes: Any) -> Qwen3ForSeq2SeqLM:
 
 
 def qwen3_folder(
-    folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", dtype: torch.dtype = torch.bfloat16, **changes: Any
+    folder: Path, *, max_shard_size: str = "5GB", dtype: torch.dtype = torch.bfloat16, **changes: Any
 ) -> Qwen3ForCausalLM:
     """Write a folder of a Qwen3 of `SIZES` as transformers writes it; returns the model."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": True, **changes})).to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
