@@ -22,7 +22,6 @@ IN_TORCH = AttentionKernel("torch's", lambda _: "", attend_in_torch)
 
 @contextmanager
 def attention_of_gpus() -> Iterator[list[tuple[int, int]]]:
-    """Inside, models on CPUs run attention in the operators of GPUs. Yields as `flash_on_cpus` does."""
     with patch.object(modeling, "choose_kernel", lambda wanted, flash: (IN_TORCH, "")), flash_on_cpus() as longest:
         yield longest
 

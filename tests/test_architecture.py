@@ -32,7 +32,6 @@ MODULES = {
 
 
 def imports(module: str) -> Iterator[str]:
-    """Every module that `module` imports, at any depth of its source, by absolute name."""
     path = MODULES[module]
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):

@@ -66,6 +66,7 @@ NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "to
     [
         ("-m ds_encdec.cli --help", 0, NOT_FOR_HELP),
         ("-m ds_encdec.cli train --help", 0, NOT_FOR_HELP),
+        ("-m ds_encdec.cli --version", 0, NOT_FOR_MISTAKES),
         ("-m ds_encdec.cli validate ds_configs/quickstart.yaml", 0, NOT_FOR_MISTAKES),
         ("ds_encdec/train.py trainning.max_steps=1", 2, NOT_FOR_MISTAKES - {"psutil"}),  # it looks at its launcher
         pytest.param(
@@ -94,7 +95,6 @@ def configured(folder: Path, **data: object) -> FullConfig:
 
 
 def test_a_new_run_that_is_refused_at_once_says_so_in_its_folder(tmp_path: Path) -> None:
-    """Phases read there why one of them did not begin."""
     config = configured(tmp_path / "run", dataset_name="text", data_files=["nowhere*"])
     with pytest.raises(DataError, match=r"data.data_files: no file matches nowhere\*"):
         train._refuse_early(config, None, World())
@@ -111,16 +111,6 @@ def test_what_a_run_does_not_read_may_be_away(tmp_path: Path) -> None:
         train._refuse_early(prepared, None, World())
     (tmp_path / "source-0").mkdir()
     (tmp_path / "source-0" / "index.json").touch()
-    (tmp_path / ".replaced-step-00000001").mkdir()
-    train._refuse_early(prepared, str(tmp_path / "step-00000001"), World())
+    train._refuse_early(prepared, str(tmp_path), World())
     with pytest.raises(CheckpointError, match="no such folder"):
         train._refuse_early(prepared, str(tmp_path / "step-00000002"), World())
-
-
-def test_versions_are_shown_without_importing_what_has_them() -> None:
-    code = "import sys; from ds_encdec import cli\ntry: cli.main(['--version'])\nfinally: print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("ds_encdec ")
-    assert ", torch 2." in result.stdout
-    assert result.stdout.endswith("\nFalse\n")

@@ -22,12 +22,10 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 
 def prose(page: Path) -> str:
-    """The page without its code blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:
-    """The names by which links reach the page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -82,7 +80,6 @@ def test_metrics_are_those_of_the_program(page: Path) -> None:
 
 
 def fields(section: type[BaseModel], path: str = "") -> Iterator[str]:
-    """Every `section.field`, nested ones with all that hold them."""
     for name, field in section.model_fields.items():
         yield (inner := f"{path}.{name}" if path else name)
         for part in (field.annotation, *getattr(field.annotation, "__args__", ())):

@@ -4,9 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 
@@ -95,47 +93,3 @@ def test_what_only_a_gpu_runs_is_configured_soundly(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "cuda zero3 fp16" in result.stdout
     assert "cpu reference fp32" in result.stdout
-
-
-def row(name: str, ok: bool = True, **figures: Any) -> dict[str, Any]:
-    return {"name": name, "ok": ok, **figures}
-
-
-def part(name: str, *rows: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "ok": all(one["ok"] for one in rows), "seconds": 9.0, "problem": "", "rows": [*rows]}
-
-
-def facts(**changes: Any) -> dict[str, Any]:
-    machine = (
-        row("versions", python="3.12.3", cores=16, torch="2.11.0", triton="3.6.0", deepspeed="0.19.8"),
-        row("device", device="NVIDIA H200", capability="9.0", memory_gib=139.7),
-        row("rates", bf16_tflops=788.4, copy_tb_per_s=4.3),
-        row("context", context_gib=0.44),
-        row("nccl", nccl_gib=0.1, ranks=1),
-    )
-    speed = {"mfu": 0.41, "micro_batch_ms": 240.2, "update_ms": 20.1, "parameters": 1_036_517_376, "documents": 24.5}
-    speed |= {"tokens_a_micro_batch": 24_100.0, "allocated_gib": 55.5, "estimated_over_allocated": 1.021}
-    profile = {"kernels": 4000, "busy": 0.97, "host_ms": 60.0, "waits": 1}
-    top = [{"kernel": "gemm|a", "ms": 3.0, "count": 7}]
-    speeds = []
-    for name, tokens, fragmentation, beside in (("zero2", 81_234.5, 0.015, 0.512), ("fsdp2", 101_234.5, 0.0212, 0.731)):
-        own = {"tokens_per_second": tokens, "tokens_per_second_at_64": tokens + 1000}
-        own |= {"fragmentation": fragmentation, "beside_allocator_gib": beside}
-        speeds.append(part(f"speed {name}", row(name, **speed, **own), row(f"profile of {name}", **profile, top=top)))
-    loss = part("loss", row("bfloat16", ok=False, bound=0.02, total=0.5))
-    engine = part("engine zero1", row("zero1, fp32", largest_difference=2e-5, bound=1e-3))
-    memory = part("memory", row("fsdp zero2", estimated_mib=1044.0, measured_mib=1000.0, ratio=1.044))
-    parts = [part("machine", *machine), *speeds, loss, engine, memory]
-    return {"dry_run": False, "seconds": 480.0, "parts": parts, "left": []} | changes
-
-
-def reported(folder: Path, found: dict[str, Any]) -> str:
-    (folder / "gpu.json").write_text(json.dumps(found))
-    result = python(str(ROOT / "scripts/gpu/report.py"), "gpu.json", folder=folder)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def test_the_report(tmp_path: Path, golden: Callable[[object], None]) -> None:
-    golden(reported(tmp_path, facts()))
-    golden(reported(tmp_path, facts(dry_run=True, left=["loss", "speed zero1"], parts=[])))

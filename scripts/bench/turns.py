@@ -121,13 +121,6 @@ def in_turns(takes: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, l
     return found
 
 
-def cpu_seconds(action: Callable[[], Any]) -> float:
-    """Seconds of CPU that this process, all its threads, spends on `action`."""
-    began = time.process_time()
-    action()
-    return time.process_time() - began
-
-
 def machine() -> dict[str, Any]:
     """The facts about this machine that figures depend on."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""

@@ -39,13 +39,6 @@ def test_contenders_do_equal_work(tmp_path: Path) -> None:
         assert row["first losses differ by"] < 0.01
 
 
-def test_data_pipelines_take_turns(tmp_path: Path) -> None:
-    found = rows("data.py", tmp_path, "--micro-batches", "2", "--rounds", "2", "--max-length", "256")
-    assert [row["pipeline"] for row in found] == ["ours", "a collator of single examples"]
-    ours, other = (row["fill"] for row in found)
-    assert other < ours <= 1
-
-
 @pytest.mark.parametrize(
     ("script", "arguments", "first"),
     [

@@ -15,7 +15,6 @@ FALLING = [8.3 - 0.06 * step for step in range(40)]
 
 
 def watch(losses: Sequence[float], *, warmup_steps: int) -> TrainingMonitor:
-    """A monitor that has seen `losses`, one an optimizer step."""
     monitor = TrainingMonitor()
     for step, loss in enumerate(losses, start=1):
         monitor.update(step, loss, 1.0, 1e-3, 1000.0, is_warmup=step <= warmup_steps)

@@ -114,7 +114,6 @@ def test_hosts_without_ssh_are_named_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_the_hosts_of_a_file_are_checked_together(tmp_path: Path) -> None:
-    """Its ssh runs every command here, so that only the address of rank 0 is wrong on the second host."""
     here = '[ "$command" = "hostname -I" ] && exec echo 127.0.0.1\nexec sh -c "$command"'
     (hostfile := tmp_path / "hosts").write_text("node0 slots=1\nnode1 slots=1\n")
     environment = fake_ssh(tmp_path, here)

@@ -38,7 +38,6 @@ def records_of(planned: PlannedPhase) -> PhaseFolder:
 
 
 def began(planned: PlannedPhase, weights_sha256: str | None = None, *, saved_at: int | None) -> PhaseFolder:
-    """A phase that was started, and stopped after it had saved, if it had."""
     records = records_of(planned)
     records.begin(planned.config, weights_sha256)
     if saved_at is not None:
