@@ -1,5 +1,7 @@
 """Counts what the loss of one micro-batch moves on a GPU, without a GPU: bytes, kernels and products.
 
+    python scripts/bench/loss_traffic.py [--chunk-tokens 1024] [--json rows.json]
+
 The loss runs forward and backward on meta tensors. Each operator counts as one kernel that reads every tensor it is
 given once and writes its results once; views and allocations count as none. The loss's own kernel, which does not run
 there, counts by its loads and stores: of every logit two reads in float32 and a gradient. Matrix products count
@@ -10,7 +12,9 @@ The tokens are the decoder's of a default micro-batch at UL2's mix (docs/memory.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from turns import report
 
 from ds_encdec.model import loss as loss_module
 from ds_encdec.model import loss_kernel
@@ -86,3 +91,21 @@ def counted(
         arguments = (states, weight, labels, chunk_tokens, Extras(**extras), True)
         loss_module._LinearCrossEntropy.apply(*arguments)[0].backward()
     return counter
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunk-tokens", type=int, default=CHUNK_TOKENS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    for name, has_kernel in (("its kernel", True), ("torch's operators", False)):
+        found = counted(chunk_tokens=options.chunk_tokens, has_kernel=has_kernel)
+        gigabytes = {"GB": found.num_bytes / 1e9, "ms at 3 TB/s": found.num_bytes / 3e9}
+        products = {"of them products": found.products, "GB of these": found.product_bytes / 1e9}
+        rows.append({"what": name} | gigabytes | {"kernels": found.kernels} | products)
+    report("counted without a GPU", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()

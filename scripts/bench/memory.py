@@ -20,7 +20,6 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,32 +35,27 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import choose_device, init_process_group, shutdown
-from ds_encdec.launch.world import World, discover
+from ds_encdec.launch.world import discover
 from ds_encdec.memory.estimate import estimate
-from ds_encdec.memory.job import Job, make_job
 from ds_encdec.model import precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.training.auto_batch.probe import full_batch, zero_weights
+from ds_encdec.training.auto_batch.resolve import job_here
 
 MOST_UNDER = 0.03
 MOST_OVER = {"cpu": 0.05, "cuda": 0.10}
 MIB = 2**20
 
-# Engine, sharding stage, offload of the optimizer, offload of parameters.
-SHARDINGS = (
-    ("deepspeed", "zero0", "none", "none"),
-    ("deepspeed", "zero1", "none", "none"),
-    ("deepspeed", "zero1", "cpu", "none"),
-    ("deepspeed", "zero2", "none", "none"),
-    ("deepspeed", "zero2", "cpu", "none"),
-    ("deepspeed", "zero3", "none", "none"),
-    ("deepspeed", "zero3", "cpu", "none"),
-    ("deepspeed", "zero3", "cpu", "cpu"),
-    ("fsdp", "zero0", "none", "none"),
-    ("fsdp", "zero2", "none", "none"),
-    ("fsdp", "zero3", "none", "none"),
-    ("fsdp", "zero3", "cpu", "none"),
+SHARDINGS = tuple(
+    (engine, *setting.split())
+    for engine, settings in (
+        ("deepspeed", ("zero0 none none", "zero1 none none", "zero1 cpu none", "zero2 none none", "zero2 cpu none")),
+        ("deepspeed", ("zero3 none none", "zero3 cpu none", "zero3 cpu cpu")),
+        ("fsdp", ("zero0 none none", "zero2 none none", "zero3 none none", "zero3 cpu none")),
+    )
+    for setting in settings
 )
+"""Engine, sharding stage, offload of the optimizer, offload of parameters."""
 MODELS: dict[str, dict[str, Any]] = {
     "small": {"vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 3, "intermediate_size": 384},
     "large": {"vocab_size": 32768, "hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768},
@@ -106,10 +100,22 @@ class Row:
         )
 
 
+QUICK = [
+    Row("deepspeed", "zero0", "none", "none", "bf16", "none", "small", 8, 1),
+    Row("deepspeed", "zero1", "cpu", "none", "bf16", "none", "small", 1, 2),
+    Row("deepspeed", "zero3", "cpu", "none", "bf16", "every_n", "small", 1, 2),
+    Row("fsdp", "zero0", "none", "none", "fp32", "every_n", "small", 1, 2),
+    Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1),
+    Row("fsdp", "zero3", "none", "none", "bf16", "selective", "small", 8, 1),
+    Row("deepspeed", "zero2", "none", "none", "bf16", "none", "small", 8, 1, "lora"),
+    Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 8, 2, "lora"),
+    Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 8, 1, "lora"),
+]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a handful of rows")
-    parser.add_argument("--all", action="store_true", help="every combination, 576 rows")
     parser.add_argument("--trained", action="store_true", help="runs that do not train all of the model, 56 rows")
     parser.add_argument("--only", default="", help="only rows with these words in their name")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
@@ -120,27 +126,22 @@ def main() -> None:
     options = parser.parse_args()
     if options.bf16_products:
         precision._EMULATED_ON_CPU = frozenset()
-
-    grids = {"quick": quick_grid, "all": full_grid, "trained": trained_grid}
-    rows = next((make for name, make in grids.items() if getattr(options, name)), grid)()
-    rows = [row for row in rows if all(word in str(row).split() for word in options.only.split())]
+    rows = QUICK if options.quick else trained_grid() if options.trained else grid()
     world = discover(os.environ)
     device = choose_device(options.device, world)
     init_process_group(world, device, timedelta(minutes=10), "deepspeed")
     collectives = HostCollectives()
     gc.freeze()  # the many collections need not go through what imports have made
     found = []
-    for row in rows:
+    for row in (row for row in rows if set(options.only.split()) <= set(str(row).split())):
+        context = RunContext(world, device, row.engine, collectives)
         # Where ranks differ, the estimate is that of the rank with the most.
-        result = max(collectives.gather(measure(row, world, device)), key=lambda result: result["measured"])
-        found.append(result)
+        found.append(max(collectives.gather(measure(row, context)), key=lambda result: result["measured"]))
         if world.is_main:
-            _print_row(result)
+            _print_row(found[-1])
     missed = [result["row"] for result in found if not result["within"]]
     if world.is_main:
-        print(f"{len(found) - len(missed)} of {len(found)} rows within the goal")
-        for name in missed:
-            print(f"  not: {name}")
+        print(f"{len(found) - len(missed)} of {len(found)} rows within the goal", *missed, sep="\n  not: ")
         if options.json:
             options.json.write_text(json.dumps(found, indent=1))
     shutdown()
@@ -164,10 +165,9 @@ def trained_grid() -> list[Row]:
     """Runs that do not train all of the model, under every sharding; the other settings take turns."""
     others = itertools.cycle(itertools.product(("bf16", "fp32"), ("none", "full"), MICRO_BATCHES, (1, 2)))
     rows = []
-    for trained, sharding in itertools.product(TRAINED, SHARDINGS):
-        if trained != "nf4":
-            dtype, mode, micro_batch, accumulation = next(others)
-            rows.append(Row(*sharding, dtype, mode, "small", micro_batch, accumulation, trained))
+    for trained, sharding in itertools.product((name for name in TRAINED if name != "nf4"), SHARDINGS):
+        dtype, mode, micro_batch, accumulation = next(others)
+        rows.append(Row(*sharding, dtype, mode, "small", micro_batch, accumulation, trained))
     packed = itertools.product(("bf16", "fp32"), MODELS, (("none", 8), ("full", 1)))
     return rows + [
         Row("fsdp", "zero0", "none", "none", dtype, mode, model, micro_batch, 1, "nf4")
@@ -175,52 +175,39 @@ def trained_grid() -> list[Row]:
     ]
 
 
-def full_grid() -> list[Row]:
-    """Everything with everything."""
-    return [
-        Row(*sharding, *others)
-        for sharding in SHARDINGS
-        for others in itertools.product(("bf16", "fp32"), CHECKPOINTING[sharding[0]], MODELS, MICRO_BATCHES, (1, 2))
-    ]
-
-
-def quick_grid() -> list[Row]:
-    """A few seconds each, of both engines."""
-    return [
-        Row("deepspeed", "zero0", "none", "none", "bf16", "none", "small", 8, 1),
-        Row("deepspeed", "zero1", "cpu", "none", "bf16", "none", "small", 1, 2),
-        Row("deepspeed", "zero3", "cpu", "none", "bf16", "every_n", "small", 1, 2),
-        Row("fsdp", "zero0", "none", "none", "fp32", "every_n", "small", 1, 2),
-        Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1),
-        Row("fsdp", "zero3", "none", "none", "bf16", "selective", "small", 8, 1),
-        Row("deepspeed", "zero2", "none", "none", "bf16", "none", "small", 8, 1, "lora"),
-        Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 8, 2, "lora"),
-        Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 8, 1, "lora"),
-    ]
-
-
-def measure(row: Row, world: World, device: torch.device) -> dict[str, Any]:
+def measure(row: Row, context: RunContext) -> dict[str, Any]:
     """Run `row` and estimate it. Collective; plain data of this rank, in bytes."""
+    device = context.device
     config, model_config = _configuration(row, device)
-    job = _job(row, config, model_config, world, device)
+    job = job_here(config, context, model_config, row.accumulation)
+    job = dataclasses.replace(job, emulates_bf16=job.emulates_bf16 and row.dtype == "bf16")
     expected = estimate(job)
     estimated = expected.peak.total - expected.peak.framework
     if device.type == "cpu":
         estimated += expected.host.states + expected.host.parameters + expected.host.activations
-    before, linear = held_bytes(device), nn.functional.linear
-    context = RunContext(world, device, row.engine, HostCollectives())
+    gc.collect()
+    with tracking(nn.Module(), None, device) as before:  # what earlier engines have left behind
+        pass
+    linear = nn.functional.linear
     engine = create_engine(config, context, model_config, zero_weights(model_config), row.accumulation)
     batch = full_batch(config, row.micro_batch, model_config.vocab_size)
-    _step(engine, batch, row.accumulation, world, None)
-    steps = [_tracked_step(engine, batch, row.accumulation, world, device) for _ in range(2)]
+    target_tokens = batch.target_tokens * row.accumulation * context.world.world_size
+    _step(engine, batch, row.accumulation, target_tokens)
+    steps = []
+    for _ in range(2):
+        # FSDP2's own optimizer; of DeepSpeed the one inside its wrappers.
+        own: Any = engine
+        optimizer = own.optimizer if hasattr(own, "optimizer") else own._engine.basic_optimizer
+        with tracking(engine.model, optimizer, device) as tracked:
+            _step(engine, batch, row.accumulation, target_tokens, tracked)
+        steps.append(tracked)
     # The lower peak: a buffer that one of gloo's threads lets go of late only adds.
     tracked = min(steps, key=lambda step: step.peak_bytes)
     engine.close()
     nn.functional.linear = linear  # DeepSpeed's stage 3 leaves its own there, which keeps the inputs of frozen products
-    del engine
+    del engine, own, optimizer
     gc.collect()
-    measured = tracked.peak_bytes - before
-    ratio = estimated / measured
+    measured = tracked.peak_bytes - before.resting_bytes
     return {
         "row": str(row),
         "settings": dataclasses.asdict(row),
@@ -228,49 +215,26 @@ def measure(row: Row, world: World, device: torch.device) -> dict[str, Any]:
         "device": str(device),
         "estimated": estimated,
         "measured": measured,
-        "ratio": ratio,
-        "within": 1 - MOST_UNDER <= ratio <= 1 + MOST_OVER[device.type],
+        "ratio": estimated / measured,
+        "within": 1 - MOST_UNDER <= estimated / measured <= 1 + MOST_OVER[device.type],
         "moment": expected.moment,
         "peak": expected.peak._asdict(),
         "host": expected.host._asdict(),
-        "resting": tracked.resting_bytes - before,
-        "before": before,
+        "resting": tracked.resting_bytes - before.resting_bytes,
         "phases": {name: dataclasses.asdict(phase) for name, phase in tracked.phases.items()},
     }
 
 
-def held_bytes(device: torch.device) -> int:
-    """Bytes held without any engine: what earlier ones have left behind."""
-    gc.collect()
-    with tracking(nn.Module(), None, device) as tracked:
-        pass
-    return tracked.resting_bytes
-
-
-def _tracked_step(engine: Engine, batch: Batch, accumulation: int, world: World, device: torch.device) -> Tracked:
-    with tracking(engine.model, _torch_optimizer(engine), device) as tracked:
-        _step(engine, batch, accumulation, world, tracked)
-    return tracked
-
-
-def _step(engine: Engine, batch: Batch, accumulation: int, world: World, tracked: Tracked | None) -> None:
-    target_tokens = batch.target_tokens * accumulation * world.world_size
+def _step(engine: Engine, batch: Batch, accumulation: int, target_tokens: int, tracked: Tracked | None = None) -> None:
+    end_phase = tracked.end_phase if tracked else lambda name: None
     for index in range(1, accumulation + 1):
         loss_sum = engine.forward(batch)
-        if tracked:
-            tracked.end_phase("forward")
+        end_phase("forward")
         engine.backward(loss_sum, target_tokens=target_tokens, last=index == accumulation)
         del loss_sum
-        if tracked:
-            tracked.end_phase("backward")
+        end_phase("backward")
     engine.step()
-    if tracked:
-        tracked.end_phase("step")
-
-
-def _torch_optimizer(engine: Any) -> torch.optim.Optimizer:
-    """FSDP2's own; of DeepSpeed the one inside its wrappers."""
-    return engine.optimizer if hasattr(engine, "optimizer") else engine._engine.basic_optimizer
+    end_phase("step")
 
 
 def _configuration(row: Row, device: torch.device) -> tuple[FullConfig, Qwen3Seq2SeqConfig]:
@@ -290,49 +254,27 @@ def _configuration(row: Row, device: torch.device) -> tuple[FullConfig, Qwen3Seq
         "offload_params": row.offload_params,
     }
     data = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128}
+    sizes, other = MODELS[row.model], TRAINED.get(row.trained, {})
     model_config = Qwen3Seq2SeqConfig(
-        **MODELS[row.model],
-        num_attention_heads=MODELS[row.model]["hidden_size"] // 32,
-        num_key_value_heads=MODELS[row.model]["hidden_size"] // 64,
-        head_dim=32,
-        loss_chunk_tokens=64,
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
-    other = TRAINED.get(row.trained, {})
+        **sizes, num_attention_heads=sizes["hidden_size"] // 32, num_key_value_heads=sizes["hidden_size"] // 64,
+        head_dim=32, loss_chunk_tokens=64, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+    )  # fmt: skip
     model = {"loss_chunk_tokens": 64, **other.get("model", {})}
     sections = {"model": model, "data": data, "training": training | other.get("training", {}), "infra": infra}
     return FullConfig.model_validate(sections), model_config
 
 
-def _job(row: Row, config: FullConfig, model: Qwen3Seq2SeqConfig, world: World, device: torch.device) -> Job:
-    emulated = precision.product_dtype(torch.empty(0, dtype=torch.bfloat16, device=device)) != torch.bfloat16
-    return make_job(
-        config,
-        model,
-        row.engine,
-        world_size=world.world_size,
-        ranks_per_node=world.local_world_size,
-        device="cuda" if device.type == "cuda" else "cpu",
-        gradient_accumulation_steps=row.accumulation,
-        emulates_bf16=emulated and row.dtype == "bf16",
-    )
-
-
 def _print_row(result: dict[str, Any]) -> None:
-    mark = " " if result["within"] else "*"
     print(
-        f"{mark} {result['row']:<52} estimated {result['estimated'] / MIB:8.2f} MiB  measured "
-        f"{result['measured'] / MIB:8.2f} MiB  ratio {result['ratio']:6.3f}   {result['moment']}"
+        f"{' ' if result['within'] else '*'} {result['row']:<52} estimated {result['estimated'] / MIB:8.2f} MiB  "
+        f"measured {result['measured'] / MIB:8.2f} MiB  ratio {result['ratio']:6.3f}   {result['moment']}"
     )
     print(f"      estimated {_mib(result['peak'] | {'framework': 0})}; host {_mib(result['host'])}")
-    print(f"      resting {result['resting'] / MIB:.2f}; {'; '.join(_phases(result))}", flush=True)
-
-
-def _phases(result: dict[str, Any]) -> Iterator[str]:
-    for name, phase in result["phases"].items():
-        yield f"{name} {phase['peak_bytes'] / MIB:.2f} ({_mib(phase['at_peak'])}), then {phase['held_bytes'] / MIB:.2f}"
+    phases = (
+        f"{name} {phase['peak_bytes'] / MIB:.2f} ({_mib(phase['at_peak'])}), then {phase['held_bytes'] / MIB:.2f}"
+        for name, phase in result["phases"].items()
+    )
+    print(f"      resting {result['resting'] / MIB:.2f}; {'; '.join(phases)}", flush=True)
 
 
 def _mib(sizes: dict[str, float]) -> str:

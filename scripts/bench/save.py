@@ -38,6 +38,7 @@ from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.weights import random_weights
+from ds_encdec.training.auto_batch.probe import full_batch
 
 ENGINES = {
     "deepspeed": {"distributed_type": "deepspeed", "offload_optimizer": "cpu"},
@@ -65,7 +66,7 @@ def main() -> None:
     context = RunContext(world, device, options.engine, collectives)
     engine = create_engine(config, context, model_config, random_weights(model_config, 0), 1)
     manager = CheckpointManager(folder, collectives, engine_name=options.engine, keep=1)
-    batch = packed_batch(model_config.vocab_size)
+    batch = full_batch(config, 1, model_config.vocab_size)
     measured = [
         repetition(number, engine, manager, collectives, batch, options.engine) for number in range(options.repeats + 1)
     ][1:]
@@ -143,16 +144,9 @@ def _seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def packed_batch(vocab_size: int) -> Batch:
-    """A micro-batch of one example of 256 and 256 random tokens."""
-    ids = torch.randint(vocab_size, (3, 256), generator=torch.Generator().manual_seed(0))
-    positions, boundaries = torch.arange(256), torch.tensor([0, 256], dtype=torch.int32)
-    denoiser_ids = torch.zeros(256, dtype=torch.int64)
-    return Batch(*ids, positions, positions, boundaries, boundaries, denoiser_ids, (256,), (256,))
-
-
 def _configuration(options: argparse.Namespace) -> tuple[FullConfig, Qwen3Seq2SeqConfig]:
     training = {"activation_checkpointing": "none", "warmup_steps": 1, "num_train_steps": 10_000}
+    data = {"max_encoder_length": 256, "max_decoder_length": 256}
     infra = {"device": "auto", "sharding_stage": "zero3", **ENGINES[options.engine]}
     model_config = Qwen3Seq2SeqConfig(
         vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=3 * options.hidden,
@@ -160,7 +154,7 @@ def _configuration(options: argparse.Namespace) -> tuple[FullConfig, Qwen3Seq2Se
         num_key_value_heads=options.hidden // 128, head_dim=64, pad_token_id=0, eos_token_id=1,
         decoder_start_token_id=0,
     )  # fmt: skip
-    return FullConfig.model_validate({"training": training, "infra": infra}), model_config
+    return FullConfig.model_validate({"training": training, "data": data, "infra": infra}), model_config
 
 
 if __name__ == "__main__":

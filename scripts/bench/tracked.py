@@ -4,7 +4,7 @@
         loss_sum = engine.forward(batch)
         tracked.end_phase("forward")
         ...
-    tracked.peak_bytes, tracked.at_peak, tracked.phases["forward"].peak_bytes
+    tracked.peak_bytes, tracked.phases["forward"].at_peak
 
 On a GPU torch's allocator counts by itself. On a CPU nothing does, so every operator is watched, as
 `torch.distributed._tools.mem_tracker.MemTracker` watches them, and the storages alive after each are added up. Beside
@@ -124,16 +124,7 @@ class Tracked:
     @property
     def peak_bytes(self) -> int:
         """The highest peak of all phases."""
-        return self._highest.peak_bytes
-
-    @property
-    def at_peak(self) -> Mapping[Kind, int]:
-        """The split of that peak."""
-        return self._highest.at_peak
-
-    @property
-    def _highest(self) -> Phase:
-        return max(self.phases.values(), key=lambda phase: phase.peak_bytes)
+        return max(phase.peak_bytes for phase in self.phases.values())
 
     def _add_phase(self, name: str, phase: Phase) -> None:
         earlier = self.phases.get(name, phase)
@@ -148,7 +139,7 @@ def tracking(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: 
     Where the optimizer has not stepped yet, its states come as `rest`.
     """
     if device.type == "cuda":
-        yield _AllocatorPeaks(model, optimizer, device)
+        yield _AllocatorPeaks(device)
         return
     watched = _StorageWatch(model, optimizer, device)
     with watched.log.watched_resizes(), watched:
@@ -157,39 +148,21 @@ def tracking(model: nn.Module, optimizer: torch.optim.Optimizer | None, device: 
 
 
 class _AllocatorPeaks(Tracked):
-    """Peaks by CUDA's caching allocator, in bytes that tensors asked for.
+    """Peaks by CUDA's caching allocator, in bytes that tensors asked for; all of it counts as `rest`."""
 
-    The split is that of the phase's begin: what a phase adds, gradients of a first micro-batch too, counts as `rest`.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._model, self._optimizer, self._device = model, optimizer, device
+        self._device = device
         self.resting_bytes = self._begin()
-        self._resident = self._held_by_kind()
-        self._others = self.resting_bytes - sum(self._resident.values())
 
     def end_phase(self, name: str) -> None:
         peak = torch.cuda.max_memory_allocated(self._device)
-        split: dict[Kind, int] = {**self._resident, "engine": self._others}
-        split["rest"] = peak - sum(split.values())
-        self._add_phase(name, Phase(peak, split, self._begin()))
-        self._resident = self._held_by_kind()
+        self._add_phase(name, Phase(peak, {"rest": peak}, self._begin()))
 
     def _begin(self) -> int:
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         return torch.cuda.memory_allocated(self._device)
-
-    def _held_by_kind(self) -> dict[Kind, int]:
-        sizes: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-        seen: set[int] = set()
-        for kind, tensors in _owned(self._model, self._optimizer).items():
-            for storage in _storages(tensors, self._device.type):
-                if storage._cdata not in seen:
-                    seen.add(storage._cdata)
-                    sizes[kind] += storage.nbytes()
-        return sizes
 
 
 class _StorageWatch(TorchDispatchMode, Tracked):

@@ -39,16 +39,10 @@ def test_contenders_do_equal_work(tmp_path: Path) -> None:
         assert row["first losses differ by"] < 0.01
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "first"),
-    [
-        ("host_time.py", "--only fsdp-zero2 --layers 1 --rounds 1", "fsdp-zero2"),
-        ("save.py", "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1", "quiet step"),
-    ],
-)
-def test_the_others_run(tmp_path: Path, script: str, arguments: str, first: str) -> None:
-    name, *figures = rows(script, tmp_path, *arguments.split())[0].values()
-    assert name == first
+def test_saves_are_timed(tmp_path: Path) -> None:
+    arguments = "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1"
+    name, *figures = rows("save.py", tmp_path, *arguments.split())[0].values()
+    assert name == "quiet step"
     assert all(figure > 0 for figure in figures if figure is not None)
 
 
@@ -56,10 +50,5 @@ def test_the_others_run(tmp_path: Path, script: str, arguments: str, first: str)
     Version(torch.__version__) < Version("2.12"), reason="torch 2.11 has no shapes for addmm's out_dtype"
 )
 def test_what_is_counted_for_a_gpu(tmp_path: Path) -> None:
-    kernel, operators, on_gpu, on_cpu = rows("kernel_counts.py", tmp_path)
+    kernel, operators = rows("loss_traffic.py", tmp_path)
     assert kernel["GB"] < operators["GB"] / 2
-    # As a GPU's plan has it 91 GB a micro-batch, as a CPU's 107. Of the 91, 2.3 GB are not moved: of merged gradients
-    # each side reads its own rows, and all are counted. What could go: gradients of states of two or three products are
-    # added up where they are read (4.2 GB), since inductor takes a sum out of a product whose users are no products;
-    # statistics of keys are computed before they are merged (1.4 GB).
-    assert 80 < on_gpu["GB"] < 92 < on_cpu["GB"] < 108

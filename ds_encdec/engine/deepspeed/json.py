@@ -168,7 +168,7 @@ def _zero(config: FullConfig, device: str, ranks_per_node: int) -> dict[str, Any
         }
         if config.model.lora is None and not config.training.freeze:
             # The parameters of each layer are gathered at once and with one set of hooks, which halves the host time
-            # of hooks (scripts/bench/host_time.py). Only if all is trained: see `engine_rules`.
+            # of hooks (BENCHMARKS.md, Host time). Only if all is trained: see `engine_rules`.
             zero["leaf_module"] = {"classes": ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]}
             # DeepSpeed's linear layers, slower than torch's, keep no gathered weights for the backward pass. A layer
             # that is recomputed keeps some only inside its own backward pass, while it is gathered.
