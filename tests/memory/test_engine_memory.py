@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from jobs import EMBEDDING, ENCODER, PARAMETERS, QWEN3_0_6B, job_of
 
 from ds_encdec.base.types import ConfigError
+from ds_encdec.config.schema import load_config
 from ds_encdec.memory.breakdown import Breakdown, Count, power_of_two
 from ds_encdec.memory.estimate import engine_memory
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.job import PUBLISHED
+from ds_encdec.memory.job import PUBLISHED, QWEN3_IDS, Sizes, checkpoint_bytes, make_job, run_sizes
 from ds_encdec.memory.zero import swapped_bytes, zero_memory
+from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.registry.engines import EngineName
 
 NORMS = 56 * (2 * 1024 + 2 * 128) + 2 * 1024
@@ -35,11 +41,6 @@ def states(moment: Breakdown) -> float:
 @pytest.mark.parametrize("stage", ["zero0", "zero1", "zero2", "zero3"])
 @pytest.mark.parametrize(("model", "parameters"), [("0.6B", PARAMETERS), ("8B", 15_136_811_008)])
 def test_what_rests_between_steps(model: str, parameters: int, stage: str, ranks: int, engine: EngineName) -> None:
-    """Float32 masters of 4 and two moments of 8 bytes per parameter, over the ranks that share them.
-
-    DeepSpeed has bfloat16 weights of 2 bytes beside them; FSDP2 makes these in the step. Padding is below 0.1 %, but
-    for norms and small parameters, which DeepSpeed's ZeRO-3 keeps whole.
-    """
     shards = 1 if stage == "zero0" else ranks
     held = engine_memory(job_of(engine, stage, sizes=PUBLISHED[f"Qwen/Qwen3-{model}"], world_size=ranks)).resting
     assert held.master_weights == pytest.approx(4 * parameters / shards, rel=1e-3)
@@ -50,7 +51,6 @@ def test_what_rests_between_steps(model: str, parameters: int, stage: str, ranks
 
 @pytest.mark.parametrize(("stage", "published_gb"), [("zero0", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)])
 def test_the_zero_papers_figures(stage: str, published_gb: float) -> None:
-    """arXiv 1910.02054, figure 1: 7.5 B parameters, 64 GPUs, gradients in 16 bit, 12 bytes of optimizer."""
     extra = BF16_GRADIENTS if stage > "zero1" else {}
     job = job_of("deepspeed", stage, world_size=64, sizes=LARGE, accumulation=2, **extra)
     memory = zero_memory(job)
@@ -61,7 +61,6 @@ def test_the_zero_papers_figures(stage: str, published_gb: float) -> None:
 
 
 def test_float32_accumulation_costs_what_the_paper_does_not_count() -> None:
-    """At stages 2 and 3 bf16 is accumulated in float32: 2 more bytes of gradients for each partitioned parameter."""
     for stage, bytes_each in (("zero2", 2 + 16 / 64), ("zero3", 18 / 64)):
         memory = zero_memory(job_of("deepspeed", stage, world_size=64))
         assert states(memory.resting + memory.forward) == pytest.approx(bytes_each * PARAMETERS, rel=1e-4)
@@ -74,7 +73,6 @@ def test_one_rank_of_deepspeed_gathers_nothing() -> None:
 
 
 def test_an_output_layer_waits_for_the_gradient_after_it() -> None:
-    """Untied and larger than a bucket, it is still in p.grad while it is reduced in the first layer's backward pass."""
     sizes = dataclasses.replace(QWEN3_0_6B, tie_word_embeddings=False)
     layer = job_of().model.layers["decoder layer 0"].all
     for stage in ("zero2", "zero3"):
@@ -85,7 +83,6 @@ def test_an_output_layer_waits_for_the_gradient_after_it() -> None:
 
 
 def test_offloaded_states_on_the_host() -> None:
-    """DeepSpeed pins its buffers, rounded up to powers of two; FSDP2 has 16 bytes a parameter there, and pins all."""
     assert [power_of_two(n) for n in (0, 1, 5, 1024, 1025)] == [0, 1, 8, 1024, 2048]
     both = {"offload_optimizer": "cpu", "offload_params": "cpu"}
     pinned, pageable = (zero_memory(job_of(**both, pin_memory=pin)) for pin in (True, False))
@@ -115,7 +112,6 @@ def test_frozen_parts_have_weights_alone(engine: EngineName, stage: str) -> None
 
 @pytest.mark.parametrize(("stage", "bytes_each"), [("zero0", 14), ("zero3", 12)])
 def test_background_saves_over_all_ranks(stage: str, bytes_each: int) -> None:
-    """Stage 3 saves no bf16 weights: they are the master weights, rounded."""
     sections = {"training": {"async_save": True}}
     pinned, pageable = (
         zero_memory(job_of("deepspeed", stage, sections=sections, pin_memory=pin)).host.save for pin in (True, False)
@@ -130,7 +126,6 @@ def test_stages_that_flatten_hold_the_weights_twice_while_they_are_built(stage: 
 
 
 def test_states_on_a_disk_take_four_buffers_of_a_sub_group() -> None:
-    """Beside the gradients that are accumulated; and until they are written the moments of one that never stepped."""
     on_disk = {"offload_optimizer": "nvme", "nvme_path": "/local"}
     swapped = zero_memory(job_of(**on_disk, pin_memory=False))
     sub_group = 25_000_000 + EMBEDDING / 8
@@ -144,7 +139,6 @@ def test_states_on_a_disk_take_four_buffers_of_a_sub_group() -> None:
     ("engine", "infra", "named"),
     [
         ("fsdp", {"stage": "zero3_hybrid", "hybrid_shard_size": 3}, r"3 shards .* do not divide 8 ranks"),
-        ("deepspeed", {"stage": "zero3_hybrid", "hybrid_shard_size": 3}, "do not divide"),
         (
             "deepspeed",
             {"stage": "zero2", "deepspeed_extra": {"zero_optimization": {"reduce_bucket_size": "auto"}}},
@@ -161,3 +155,93 @@ def test_values_that_an_engine_could_not_use_are_named(engine: EngineName, infra
 def test_the_arithmetic_needs_no_torch() -> None:
     code = "import sys, ds_encdec.memory.estimate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+SMALL = {"model_type": "qwen3", "vocab_size": 1024, "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "rope_theta": 1e6}
+SMALL |= {"tie_word_embeddings": True}
+
+
+def sizes_of(folder: Path, *overrides: str) -> Sizes:
+    return run_sizes(load_config(None, [f"model.model_name_or_path={folder}", *overrides]))
+
+
+def write_model(folder: Path, fields: dict[str, object]) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_the_decoder_alone_has_the_published_parameters() -> None:
+    published = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "4B": 4_022_468_096, "8B": 8_190_735_360}
+    published |= {"14B": 14_768_307_200, "32B": 32_762_123_264}
+    for name, parameters in published.items():
+        sizes = PUBLISHED[f"Qwen/Qwen3-{name}"]
+        assert sizes_of(Path("Qwen", f"Qwen3-{name}")) == sizes
+        alone = count_parameters(dataclasses.replace(sizes, num_encoder_layers=0)) - sizes.hidden_size  # its last norm
+        assert alone == parameters
+
+
+def test_a_folder_gives_both_sides_its_layers_or_each_its_own(tmp_path: Path) -> None:
+    sizes = sizes_of(write_model(tmp_path, SMALL))
+    assert (sizes.num_encoder_layers, sizes.num_hidden_layers, sizes.vocab_size) == (3, 3, 1024)
+    assert sizes.tie_word_embeddings
+    sizes = sizes_of(write_model(tmp_path, SMALL | {"model_type": "qwen3_seq2seq", "num_encoder_layers": 1}))
+    assert (sizes.num_encoder_layers, sizes.num_hidden_layers) == (1, 3)
+
+
+def test_qwen3_has_room_for_267_sentinels() -> None:
+    for sentinels, rows in ((151_936 - QWEN3_IDS, 151_936), (151_937 - QWEN3_IDS, 152_064)):
+        assert run_sizes(load_config(None, [f"model.num_sentinel_tokens={sentinels}"])).vocab_size == rows
+
+
+def test_the_local_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = tmp_path / "hub" / "models--someone--some-qwen3"
+    for commit, layers in (("old", 2), ("new", 3)):
+        snapshot = repository / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        write_model(snapshot, SMALL | {"num_hidden_layers": layers})
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("old")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert sizes_of(Path("someone/some-qwen3")).num_hidden_layers == 2
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    with pytest.raises(ConfigError, match="not in the Hugging Face cache"):
+        sizes_of(Path("someone/some-qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"no config\.json"),
+        ("{", "not readable as JSON"),
+        (json.dumps(SMALL | {"model_type": "llama"}), "model_type is 'llama'"),
+    ],
+)
+def test_other_folders_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        sizes_of(tmp_path)
+
+
+def test_adapters_by_hand() -> None:
+    attention = (1024 + 2048) + 2 * (1024 + 1024) + (2048 + 1024)
+    mlp = 3 * (1024 + 3072)
+    config = load_config(None, ["model.lora={r: 8}"])
+    job = make_job(config, run_sizes(config), "deepspeed", world_size=8, ranks_per_node=8)
+    assert job.trainable_parameters == 8 * 56 * (attention + mlp) == 10_092_544
+    assert job.parameters == 1_036_517_376 + 10_092_544
+    # Of adapters alone: a checkpoint names their base.
+    assert checkpoint_bytes(job) == 12 * 10_092_544
+
+
+def test_matrices_that_muon_steps_have_one_moment() -> None:
+    given = ["infra.distributed_type=fsdp", "infra.offload_optimizer=none", "training.optimizer=muon"]
+    adamw, muon = (
+        make_job(config, run_sizes(config), "fsdp", world_size=8, ranks_per_node=8)
+        for config in (load_config(None, given[:2]), load_config(None, given))
+    )
+    matrices = 56 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
+    assert sum(prod(shape) for _, shape in muon.stepped_matrices) == matrices
+    assert checkpoint_bytes(adamw) - checkpoint_bytes(muon) == 4 * matrices
+    assert fsdp_memory(adamw).resting.optimizer - fsdp_memory(muon).resting.optimizer == 4 * matrices / 8

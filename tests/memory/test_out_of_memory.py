@@ -12,8 +12,6 @@ import torch
 
 from ds_encdec.base.types import OutOfMemoryError
 from ds_encdec.config.schema import load_config
-from ds_encdec.memory import expected as expected_memory
-from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import (
     LOADED_BYTES,
     ExpectedMemory,
@@ -24,7 +22,7 @@ from ds_encdec.memory.expected import (
     settings_that_fit,
 )
 from ds_encdec.memory.job import make_job, run_sizes
-from ds_encdec.memory.library import Capacity, device_capacity
+from ds_encdec.memory.library import device_capacity
 from ds_encdec.memory.variants import BATCH_FIELDS, as_overrides
 from ds_encdec.registry.engines import EngineName
 
@@ -43,7 +41,6 @@ def expected_on(
 
 
 def test_settings_fit_the_device_and_are_settings() -> None:
-    """A GPU of which the run would need a half more."""
     expected = expected_on("cuda", "infra.offload_optimizer=none", "training.activation_checkpointing=none")
     device_bytes = expected.estimate.peak.total / 1.5
     settings = settings_that_fit(expected, device_bytes, 10**12, of_device=True)
@@ -55,7 +52,6 @@ def test_settings_fit_the_device_and_are_settings() -> None:
 
 
 def test_what_should_have_fitted_must_become_smaller() -> None:
-    """Something else takes memory, or the estimate is wrong: as it says nothing of how much, a tenth."""
     expected = expected_on("cuda", "infra.offload_optimizer=none")
     peak = expected.estimate.peak
     settings = settings_that_fit(expected, 10**12, 10**12, of_device=True)
@@ -75,7 +71,6 @@ def test_where_the_host_runs_out_it_is_the_host_that_needs_less(device: str) -> 
 
 @pytest.mark.parametrize(("engine", "copies"), [("deepspeed", "training.async_save"), ("fsdp", "infra.pin_memory")])
 def test_where_the_host_of_gpus_runs_out_its_copies_go_first(engine: EngineName, copies: str) -> None:
-    """DeepSpeed's buffers for the optimizer are hardly rounded; FSDP2's saves pass through the host in any case."""
     larger = "model.model_name_or_path=Qwen/Qwen3-8B"
     expected = expected_on("cuda", larger, engine=engine)
     first, *_ = settings_that_fit(expected, 10**12, 0.95 * expected.node_bytes, of_device=False)
@@ -86,7 +81,6 @@ def test_where_the_host_of_gpus_runs_out_its_copies_go_first(engine: EngineName,
 
 
 def test_page_locked_memory_is_the_hosts() -> None:
-    """The driver refuses it while the device (here: this machine) has room."""
     expected = expected_on("cuda")
     with pytest.raises(OutOfMemoryError) as raised, out_of_memory_explained(expected, torch.device("cpu"), 0):
         raise torch.AcceleratorError("CUDA error: out of memory\nmore")
@@ -98,7 +92,6 @@ def test_page_locked_memory_is_the_hosts() -> None:
 
 
 def test_a_run_that_has_a_checkpoint_goes_on_with_its_batches(tmp_path: Path) -> None:
-    """Another micro-batch is another order of the data: it comes last, and as what it is."""
     settings = ("training.activation_checkpointing=none", "data.num_lanes=64", f"infra.output_dir={tmp_path}")
     expected = expected_on("cpu", *settings, config_file=QUICKSTART)
     _, fresh = _proposed(expected)
@@ -109,26 +102,6 @@ def test_a_run_that_has_a_checkpoint_goes_on_with_its_batches(tmp_path: Path) ->
     assert in_order == sorted(in_order)
     assert set(in_order) == {False, True}
     assert [". in a new run only: " in line for line in lines] == in_order
-
-
-def test_the_page_shows_what_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny run of `tests/faults/test_memory_runs_out.py` behind a checkpoint; what the machine has is given."""
-    tiny = "vocab_size=1024 hidden_size=32 num_hidden_layers=1 num_attention_heads=2 head_dim=16 num_key_value_heads=1"
-    settings = [f"model.architecture.{size}" for size in [*tiny.split(), "intermediate_size=64"]]
-    settings += ["data.max_encoder_length=64", "data.max_decoder_length=64", "training.per_device_train_batch_size=16"]
-    settings += ["training.activation_checkpointing=none", "data.preprocessing_num_workers=0", "data.num_lanes=4"]
-    settings += ["infra.distributed_type=fsdp", "infra.offload_optimizer=none", f"infra.output_dir={tmp_path}"]
-    config = load_config(QUICKSTART, settings)
-    job = make_job(config, run_sizes(config), "fsdp", world_size=2, ranks_per_node=2, device="cpu")
-    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
-    monkeypatch.setattr(expected_memory, "device_capacity", lambda device: Capacity(47 * GIB // 2, 0))
-    monkeypatch.setattr(expected_memory, "get_memory_stats", lambda device: {"max_allocated_gb": 0.547 * GIB / 1e9})
-    found = ExpectedMemory(job, estimate(job), resident_bytes=0.45 * GIB)
-    printed = explanation(found, torch.device("cpu"), 1, of_device=False).splitlines()
-    page = (Path(__file__).parents[2] / "docs" / "estimate-memory.md").read_text()
-    shown = page.partition("## Out of memory")[2].split("```")[1].strip().splitlines()[1:]  # behind the allocator's
-    for line, part in zip(printed, shown, strict=True):
-        assert line.startswith(part.rstrip("…"))
 
 
 def _proposed(expected: ExpectedMemory) -> tuple[list[str], list[dict[str, Any]]]:
@@ -154,7 +127,6 @@ def test_an_estimate_that_fails_is_no_reason_not_to_train(caplog: pytest.LogCapt
 
 
 def test_the_measured_peak_is_compared_with_what_it_measures() -> None:
-    """On a GPU what torch's allocator has given out; on a CPU all that a rank's process holds."""
     on_gpu, on_cpu = expected_on("cuda"), expected_on("cpu")
     assert on_gpu.peak_bytes == on_gpu.estimate.peak.total - on_gpu.estimate.peak.framework
     host = on_cpu.estimate.host

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
 import math
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 
 from ds_encdec.base.types import LossSum, StepResult
 from ds_encdec.monitor import metrics
+from ds_encdec.monitor.machine import Lap, MachineWatch, measure_rank_stats
 from ds_encdec.monitor.metrics import (
     MetricWindow,
     StepAccumulator,
@@ -19,6 +24,7 @@ from ds_encdec.monitor.metrics import (
     loss_metrics,
     train_metrics,
 )
+from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.objectives import TASKS
 
 
@@ -76,7 +82,6 @@ def test_step_loss_is_sum_over_tokens_not_mean_of_means() -> None:
 
 
 def test_sums_do_not_lose_small_losses_beside_large_ones() -> None:
-    """float32 would stop counting at 2**24. Nor do they keep a graph, or see what becomes of the losses later."""
     accumulator, losses = StepAccumulator(torch.device("cpu")), torch.ones(len(TASKS), requires_grad=True) * 2.0**24
     accumulator.add(LossSum(losses.sum(), losses, torch.ones(len(TASKS))), encoder_tokens=1)
     with torch.no_grad():
@@ -113,7 +118,6 @@ def test_interval_interrupted_by_a_checkpoint_gives_the_same_floats() -> None:
 
 
 def test_train_metrics_of_an_interval() -> None:
-    """A skipped step hides none of the others; the engine's metrics are means over the applied steps that have them."""
     second = record(
         loss_sums=named(0, 4, 0, 0, 0), target_tokens=named(0, 4, 0, 0, 0), learning_rate=2e-3, grad_norm=3.0,
         extra={"train/clipped": 0.5, "train/rare": 4.0},
@@ -149,7 +153,6 @@ def test_eval_metrics_have_perplexities_per_denoiser() -> None:
 
 
 def test_a_step_is_the_sum_over_the_ranks_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1 has no targets at the second step. Only the second step has a metric of the engine's own."""
     rows: list[torch.Tensor] = []
 
     def take(rank: int) -> list[StepRecord]:
@@ -174,3 +177,30 @@ def test_a_step_is_the_sum_over_the_ranks_in_their_order(monkeypatch: pytest.Mon
     assert first.loss_sums == pytest.approx(named(1 / 3, 0, 0, 0, 2), rel=1e-7)
     assert (first.grad_norm, second.grad_norm) == (1.0, 2.0)
     assert (first.extra, second.extra) == ({}, {"train/extra": 1.5})
+
+
+ROOT = Path(__file__).parents[2]
+NAME = re.compile(
+    r"(train|eval|perf|mem|health|ckpt|data)/[a-z][A-Za-z0-9_]*[A-Za-z0-9]"
+)  # no beginning of an f-string
+
+
+def published() -> set[str]:
+    """Names that stand in the code as they are, and those made of a prefix and something else."""
+    nodes = (node for path in (ROOT / "ds_encdec").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    written = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    rank = measure_rank_stats(torch.device("cpu"), Lap(1.0, 0.0, 0.0))
+    rank = dataclasses.replace(rank, memory={**rank.memory, "device": 1, "reserved": 1})
+    sums = dict.fromkeys(DENOISERS, 1.0)
+    made = MachineWatch.metrics([rank, rank]) | loss_metrics("train", sums, sums) | eval_metrics(sums, sums)
+    return {name for name in written if isinstance(name, str) and NAME.fullmatch(name)} | made.keys()
+
+
+def test_every_metric_is_on_the_page() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    named = set(re.findall(r"`([^`]+)`", page))
+    first = next(iter(DENOISERS))  # the page names one denoiser for all
+    of_a_denoiser = re.compile(rf"_({'|'.join(DENOISERS)})$")
+    found = {of_a_denoiser.sub(f"_{first}", name) for name in published()}
+    assert len(found) > 30
+    assert found <= named, f"docs/metrics.md lacks {', '.join(sorted(found - named))}"

@@ -192,7 +192,6 @@ def test_plateaus(changes: dict[str, Any], losses: list[float], warmup_steps: in
 
 @pytest.mark.parametrize("schedule", [*NATIVE_SCHEDULES, "cosine", "linear", "constant", "wsd"])
 def test_no_schedule_is_off_itself_and_each_is_that_runs_one_update_late(schedule: str) -> None:
-    """Not even where steps are skipped. That rates of engines are these: tests/optim/test_schedules.py."""
     training = {"lr_scheduler_type": schedule, "num_train_steps": 80, "warmup_steps": 7, "learning_rate": 3e-4}
     config = FullConfig.model_validate({"training": training})
     monitor, late = TrainingMonitor.from_config(config), TrainingMonitor.from_config(config)
@@ -214,25 +213,6 @@ def test_a_wrong_rate_is_said_once_until_it_is_right_again() -> None:
     found = [(alert["type"], alert["step"], alert["threshold"]) for alert in monitor.alerts]
     assert found == [("learning_rate_off", 5, 1e-3), ("learning_rate_off", 10, 1e-3)]
     assert monitor.alerts[0]["value"] == pytest.approx(0.002, rel=0.01)
-
-
-def test_rates_of_zero() -> None:
-    for rate, planned, expected in ((0, 0, 0), (1e-17, 0, 0), (0, 1e-17, 0), (1e-6, 0, 1), (0, 1e-6, 1)):
-        monitor = TrainingMonitor(planned_learning_rate=lambda index, planned=planned: planned)
-        assert len(monitor.update(1, 2.0, 1.0, rate, math.nan)) == expected
-
-
-def test_from_config_takes_every_field() -> None:
-    settings = {
-        "window_size": 20, "loss_spike_threshold": 3.0, "loss_spike_min_values": 5, "grad_norm_threshold": 7.0,
-        "loss_plateau_steps": 50, "loss_plateau_min_decrease": 0.1, "learning_rate_tolerance": 0.01,
-    }  # fmt: skip
-    monitor = TrainingMonitor.from_config(FullConfig.model_validate({"monitor": settings}))
-    assert {name: getattr(monitor, name) for name in settings if name != "window_size"} | {
-        "window_size": monitor.loss_window.window_size
-    } == settings
-    raw = {"deepspeed_extra": {"scheduler": {"params": {"warmup_min_lr": 1e-5}}}}
-    assert TrainingMonitor.from_config(FullConfig.model_validate({"infra": raw})).planned_learning_rate is None
 
 
 def test_every_alert_has_an_answer() -> None:

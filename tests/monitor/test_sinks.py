@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import io
 import json
 import logging
 import math
-import os
-import pty
 import re
 import resource
 import struct
-import subprocess
-import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -189,13 +182,6 @@ class TestWandb:
         assert (run.project, run.display_name) == ("tests", "a run")
         assert json.loads({item.key: item.value_json for item in run.config.update}["training"])["seed"] == 7
 
-    def test_a_login_is_of_its_server(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {'a' * 40}\n")
-        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-        assert sinks.has_wandb_login()
-        monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-        assert not sinks.has_wandb_login()
-
     def test_unreachable_server_goes_offline(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -248,11 +234,6 @@ class TestGuard:
         with pytest.raises(KeyboardInterrupt):
             GuardedSink("tracker", lambda: Failing(KeyboardInterrupt())).log(1, METRICS)
 
-    def test_sink_that_cannot_open_is_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-        (tmp_path / "file").write_text("in the way")
-        GuardedSink("tensorboard", lambda: TensorBoardSink(tmp_path / "file", FullConfig())).log(1, METRICS)
-        assert caplog.text.count("tensorboard has failed") == 1
-
 
 class TestConsole:
     def test_plain_lines_without_a_terminal(self) -> None:
@@ -299,35 +280,6 @@ class TestConsole:
         (last,) = screen(out.getvalue())
         assert re.fullmatch(r"step 50000/100000 ━{4,}[╺╸]━{3,} ETA 5.21 days " + re.escape(fit), last.rstrip())
         assert len(last) <= width
-
-    @pytest.mark.parametrize("terminal", ["xterm", "dumb"])
-    def test_the_log_stands_above_the_bar(self, terminal: str, golden: Callable[[object], None]) -> None:
-        """In a terminal of 80 columns, as a program of ours sets it up, which erases no line that was logged."""
-        program = """
-import argparse, logging
-from ds_encdec.monitor.sinks import ConsoleSink
-from ds_encdec.base.terminal import log_to_terminal
-log_to_terminal(argparse.Namespace(), logging.INFO)
-sink = ConsoleSink(100_000)
-logging.warning("a line of the log that is [longer] than what is left of the terminal's width, which it may be")
-logging.info("saved step 40")
-sink.log(50, {"train/loss": 2.0, "perf/step_time_s": 1.0})
-sink.log(50, {"eval/loss": 2.5})
-sink.close()
-"""
-        ours, its = pty.openpty()
-        fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-        environ = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
-        environ["TERM"] = terminal
-        process = subprocess.Popen([sys.executable, "-c", program], stdin=its, stdout=its, stderr=its, env=environ)
-        os.close(its)
-        written = b""
-        with contextlib.suppress(OSError):  # that is how a terminal of ours ends
-            while part := os.read(ours, 4096):
-                written += part
-        os.close(ours)
-        assert process.wait(60) == 0
-        golden("\n".join(screen(written.decode())))
 
 
 def screen(written: str) -> list[str]:
@@ -379,14 +331,3 @@ class TestOpenSinks:
         assert page.path == "report.html"
         assert "✓ Completed at step 10" in Path(page.local_path).read_text()
         assert "loss 3.2500" in capsys.readouterr().out
-
-    def test_logging_dir_is_taken_as_it_is_and_made_only_for_a_tracker(self, tmp_path: Path) -> None:
-        for trackers in ((), ("tensorboard",)):
-            infra = {"logging_dir": str(tmp_path / "elsewhere")}
-            config = FullConfig.model_validate({"training": {"report_to": trackers}, "infra": infra})
-            (run := tmp_path / f"run{len(trackers)}").mkdir()
-            for sink in open_sinks(config, run, rank=0):
-                sink.close()
-            assert (tmp_path / "elsewhere").exists() == bool(trackers)
-            assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
-        assert list((tmp_path / "elsewhere/tensorboard").glob("events.*"))
