@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from io import SEEK_END, FileIO
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -48,17 +47,18 @@ def strict_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def append_line(file: FileIO, values: Mapping[str, Any]) -> None:
-    """Append one line to `file` in one write, so that a killed process leaves at most its last line torn. A disk that
+def append_line(path: Path, values: Mapping[str, Any]) -> None:
+    """Append one line to the file in one write, so that a killed process leaves at most its last line torn. A disk that
     refuses costs an error in the log, never the run, and leaves no torn line behind."""
-    text, size = json.dumps(values, allow_nan=False).encode() + b"\n", file.seek(0, SEEK_END)
+    text = json.dumps(values, allow_nan=False).encode() + b"\n"
     try:
-        if file.write(text) != len(text):
-            raise OSError("the disk took only a part of the line")
+        with path.open("ab", buffering=0) as file:
+            size = file.tell()
+            if file.write(text) != len(text):
+                file.truncate(size)
+                raise OSError("the disk took only a part of the line")
     except OSError as error:
-        logger.error("%s: a line could not be written: %s", file.name, error)
-        with suppress(OSError):
-            file.truncate(size)
+        logger.error("%s: a line could not be written: %s", path, error)
 
 
 def cut_after(path: Path, step: int, *, aside: Path | None = None, **mark: int) -> None:
@@ -132,12 +132,7 @@ class EventLog:
         self._path = path
 
     def write(self, kind: Kind, *, step: int, data_step: int, **facts: Any) -> None:
-        """Append an entry. A disk that refuses costs an error in the log, never the run."""
-        if self._path is None:
-            return
-        entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, "step": step, "data_step": data_step}
-        try:
-            with self._path.open("ab", buffering=0) as file:
-                append_line(file, entry | strict_json(facts))
-        except OSError as error:
-            logger.error("%s: an entry could not be written: %s", self._path, error)
+        """Append an entry."""
+        if self._path is not None:
+            entry = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "kind": kind, "step": step, "data_step": data_step}
+            append_line(self._path, entry | strict_json(facts))

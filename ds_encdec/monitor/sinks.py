@@ -25,6 +25,7 @@ from ds_encdec.base import terminal
 from ds_encdec.base.plugins import load_plugin
 from ds_encdec.base.quantities import duration
 from ds_encdec.config.schema import FullConfig
+from ds_encdec.launch.disk import flush_folder
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.monitor.metrics_file import append_line, cut_after
 
@@ -58,17 +59,10 @@ class Sink:
         """Flush and close. `exit_code` is the run's."""
 
 
-def open_sinks(
-    config: FullConfig,
-    run_dir: Path,
-    report: Callable[[Path], Path] | None = None,
-    *,
-    rank: int,
-    start_step: int = 0,
-) -> list[Sink]:
-    """Return the sinks of a run whose next step is `start_step` + 1; none on ranks other than 0. `report` writes a page
-    about a complete run, for W&B, and returns its path. Later steps of a resumed run are cut from metrics.jsonl and
-    hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be opened."""
+def open_sinks(config: FullConfig, run_dir: Path, *, rank: int, start_step: int = 0) -> list[Sink]:
+    """Return the sinks of a run whose next step is `start_step` + 1; none on ranks other than 0. Later steps of a
+    resumed run are cut from metrics.jsonl and hidden from TensorBoard. Raises OSError if metrics.jsonl cannot be
+    opened."""
     if rank != 0:
         return []
     training, logging_dir, folder = config.training, run_dir / config.infra.logging_dir, RunFolder(str(run_dir))
@@ -82,7 +76,7 @@ def open_sinks(
         if name == "tensorboard":
             return TensorBoardSink(logging_dir / name, config, start_step=start_step)
         if name == "wandb":
-            return WandbSink(logging_dir, config, report and partial(report, run_dir))
+            return WandbSink(logging_dir, config)
         sink: Sink = load_plugin("training.report_to", name, "sinks")(config, logging_dir, start_step)
         return sink
 
@@ -128,27 +122,23 @@ class JsonlSink(Sink):
 
     def __init__(self, path: Path, *, start_step: int = 0) -> None:
         self._path = path
-        if path.exists():
-            cut_after(path, start_step)
-        self._file = path.open("ab", buffering=0)
+        path.touch()
+        cut_after(path, start_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        append_line(self._file, {"step": step} | finite)
+        append_line(self._path, {"step": step} | finite)
 
     def go_back(self, step: int, rollback: int) -> None:
         try:
             abandoned = self._path.with_name(f"{self._path.stem}.abandoned{self._path.suffix}")
             cut_after(self._path, step, aside=abandoned, rollback=rollback)
-            replaced, self._file = self._file, self._path.open("ab", buffering=0)
-            replaced.close()
         except OSError as error:
             logger.error("%s: the metrics after step %d could not be put aside: %s", self._path, step, error)
 
     def close(self, exit_code: int = 0) -> None:
         try:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            flush_folder(self._path)
         except OSError as error:
             logger.error("%s: the last metrics may not be on the disk: %s", self._path, error)
 
@@ -161,7 +151,7 @@ class SamplesSink(JsonlSink):
 
     def show(self, step: int, samples: Sequence[Sample]) -> None:
         for sample in samples:
-            append_line(self._file, {"step": step, **sample._asdict()})
+            append_line(self._path, {"step": step, **sample._asdict()})
 
 
 # Label, metric and format of all that a line may show, in this order.
@@ -281,11 +271,10 @@ class TensorBoardSink(Sink):
 class WandbSink(Sink):
     """A Weights & Biases run: online after a login, else offline with one warning. Its id is kept in
     `logging_dir`/wandb_run_id, so a resumed run continues it. The chart's x axis is our step, since W&B's cannot go
-    back; after a rollback the abandoned branch stays beside the new one. The page that `report` writes about a complete
-    run is kept as an artifact."""
+    back; after a rollback the abandoned branch stays beside the new one."""
 
-    def __init__(self, logging_dir: Path, config: FullConfig, report: Callable[[], Path] | None = None) -> None:
-        infra, self._report = config.infra, report
+    def __init__(self, logging_dir: Path, config: FullConfig) -> None:
+        infra = config.infra
         logging_dir.mkdir(parents=True, exist_ok=True)
         run_id, id_file = os.environ.get("WANDB_RUN_ID"), logging_dir / "wandb_run_id"
         if run_id or not id_file.exists():
@@ -311,15 +300,7 @@ class WandbSink(Sink):
         self._run.log({"step": step, "eval/samples": table})
 
     def close(self, exit_code: int = 0) -> None:
-        try:
-            if exit_code == 0 and self._report is not None:
-                import wandb
-
-                page = wandb.Artifact(f"report-{self._run.id}", type="report")
-                page.add_file(str(self._report()), name="report.html")
-                self._run.log_artifact(page)
-        finally:
-            self._run.finish(exit_code=exit_code)
+        self._run.finish(exit_code=exit_code)
 
 
 def _start_wandb(**arguments: Any) -> Any:

@@ -112,9 +112,9 @@ class Run:
         return _value_at(self.config, path, default)
 
 
-def read_run(path: Path, ending: Entry | None = None) -> Run:
-    """Read the run in the folder `path`; `ending` replaces entries of run.json that are not final yet. Raises
-    ConfigError if it is not a run's folder, and DataError without metrics. Other unreadable content becomes a note."""
+def read_run(path: Path) -> Run:
+    """Read the run in the folder `path`. Raises ConfigError if it is not a run's folder, and DataError without metrics.
+    Other unreadable content becomes a note."""
     folder = RunFolder(str(path))
     root = folder.root.resolve()
     if not root.is_dir():
@@ -126,7 +126,7 @@ def read_run(path: Path, ending: Entry | None = None) -> Run:
         )
     notes: list[str] = []
     problems: list[Problem] = []  # of the configuration
-    status = {**(read_json(folder.run_json, notes) or {}), **(ending or {})}
+    status = read_json(folder.run_json, notes) or {}
     curves = _curves(_read_lines(folder.metrics, notes))
     if not curves:
         state = f"its state is {status['state']}" if "state" in status else "it has no run.json"

@@ -1,7 +1,6 @@
 """Write one page with charts about a run, several compared ones, or a pipeline of phases (`ds-encdec report`)."""
 
 import os
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -80,12 +79,6 @@ def write_report(
         return _write_run([read_run(one) for one in paths], folder, png=png)
     except OSError as error:
         raise ConfigError(f"--out: cannot write to {folder} ({error.strerror}); choose another folder.") from error
-
-
-def write_last_report(path: Path) -> Path:
-    """Write the report of a run that is about to be completed; return the page."""
-    ending = {"state": "completed", "reason": "", "exit_code": 0, "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    return _write_run([read_run(path, ending)], path / "report", png=False)[0]
 
 
 def _write_run(runs: Sequence[Run], folder: Path, *, png: bool) -> tuple[Path, list[str]]:

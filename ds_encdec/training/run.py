@@ -104,11 +104,6 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
     world, device = run.context.world, run.context.device
     share = trained_share(config, sizes)
 
-    def last_report(run_dir: Path) -> Path:
-        from ds_encdec.report.write import write_last_report  # matplotlib, which training does without
-
-        return write_last_report(run_dir)
-
     def open_recorder() -> Recorder:
         with Writing(folder.root, "The run", MAKE_ROOM).explain_refusals():
             if world.is_main:
@@ -121,7 +116,7 @@ def begin_recording(run: Run, state: TrainingState, expected: ExpectedMemory | N
                 settings=config.monitor,
                 monitor=TrainingMonitor.from_config(config),
                 events=EventLog(folder.events if world.is_main else None),
-                sinks=open_sinks(config, folder.root, last_report, rank=world.rank, start_step=state.global_step),
+                sinks=open_sinks(config, folder.root, rank=world.rank, start_step=state.global_step),
                 batch_flops=lambda batch: training_flops(sizes, batch.encoder_lengths, batch.decoder_lengths, share),
                 peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
                 estimated_bytes=expected.peak_bytes if expected is not None else None,

@@ -32,10 +32,8 @@ from ds_encdec.memory.question import EstimateRequest
 from ds_encdec.memory.variants import (
     HEADROOM,
     HOST_HEADROOM,
-    HYBRID_STAGES,
     MODES,
     RECOMPUTATION,
-    STAGES,
     Fits,
     Variant,
     as_overrides,
@@ -78,24 +76,11 @@ def stage_of(asked: Job) -> str:
     return asked.config.infra.sharding_stage
 
 
-def test_hybrids_come_with_several_nodes() -> None:
-    rows = variants(job(gpus=16, nodes=2))
-    assert {stage_of(found.job) for found in rows} == {*STAGES, *HYBRID_STAGES}
-    reasons = [found.reason for found in rows if stage_of(found.job) == "zero2_hybrid"]
-    assert "FSDP2" in reasons[0]
-    assert all(reasons)
-
-
 def test_what_auto_and_ddp_stand_for_is_said() -> None:
     own = job("infra.distributed_type=auto", "training.activation_checkpointing=selective")
     whole = job("infra.distributed_type=ddp", "infra.sharding_stage=zero0", "infra.offload_optimizer=none")
     rows = [*variants(own)[1:], *(found for found in variants(whole) if stage_of(found.job) == "zero3")]
     assert {found.overrides["infra.distributed_type"] for found in rows} == {own.engine} == {"fsdp"}
-
-
-def test_a_change_can_be_typed_into_a_shell() -> None:
-    overrides = {"infra.hybrid_shard_size": None, "training.bf16": False, "infra.nvme_path": "/a b"}
-    assert as_overrides(overrides) == "infra.hybrid_shard_size=null training.bf16=false 'infra.nvme_path=/a b'"
 
 
 @pytest.mark.parametrize(

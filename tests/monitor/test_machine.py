@@ -201,34 +201,28 @@ def test_metrics_name_the_largest_the_slowest_and_the_latest() -> None:
 
 
 LAP = Lap(3.0, 2.0, 1.0)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_vitals_are_floats_in_one_row(device: str) -> None:
-    taken = measure_rank_stats(torch.device(device), LAP, {})
+def test_vitals_are_floats_in_one_row() -> None:
+    taken = measure_rank_stats(CPU, LAP, {})
     assert (taken.training_s, taken.data_wait_s, taken.exchange_wait_s) == (3.0, 2.0, 1.0)
     assert 0 < taken.arithmetic_s < 10
     assert 2**26 < taken.memory["host"] < 2**36
-    assert set(taken.memory) - {"host", "peak"} == ({"device", "reserved"} if device == "cuda" else set())
     # The kernel brings its peak up to date a little later.
-    assert taken.memory["peak"] >= taken.memory.get("device", 0.9 * taken.memory["host"])
+    assert taken.memory["peak"] >= 0.9 * taken.memory["host"]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_measuring_leaves_the_generators_alone_and_allocates_once(device: str) -> None:
-    def state() -> tuple[list[int], list[int], int]:
-        measure_arithmetic(torch.device(device))
-        of_gpu = (torch.cuda.get_rng_state().tolist(), torch.cuda.memory_allocated()) if device == "cuda" else ([], 0)
-        return torch.get_rng_state().tolist(), *of_gpu
-
-    assert state() == state()
+def test_measuring_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    measure_arithmetic(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_rank_without_a_core_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_multiply", lambda device, times: time.sleep(0.02))
     used = time.thread_time()
-    measured = measure_arithmetic(torch.device("cpu"))
+    measured = measure_arithmetic(CPU)
     assert measured >= 0.02 > time.thread_time() - used
 
 

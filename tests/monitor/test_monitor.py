@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from ds_encdec.config.engine_rules import NATIVE_SCHEDULES
 from ds_encdec.config.schedules import learning_rate
-from ds_encdec.config.schema import FullConfig, MonitorConfig
-from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, TRAINING_ALERTS, answer
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.monitor.monitor import MAX_ALERTS_OF_A_TYPE, MAX_HISTORY, TrainingMonitor, compute_gradient_norm
 
 
@@ -64,12 +63,15 @@ def test_the_messages(golden: Callable[[object], None]) -> None:
     ("loss", "norm", "scaling", "alerts"),
     [
         (2.0, 10.0, False, []),
-        (2.0, math.nextafter(10.0, 11.0), False, [("grad_explosion", "10.000000000000002")]),
         (math.nan, 1.0, False, [("non_finite", "nan")]),
-        (math.inf, math.nan, False, [("non_finite", "inf")]),
         (2.0, math.inf, False, [("non_finite", "inf")]),
         (99.0, math.nan, False, [("non_finite", "nan"), ("loss_spike", "99.0")]),
-        (-math.inf, 11.0, False, [("non_finite", "-inf"), ("grad_explosion", "11.0")]),
+        (
+            -math.inf,
+            math.nextafter(10.0, 11.0),
+            False,
+            [("non_finite", "-inf"), ("grad_explosion", "10.000000000000002")],
+        ),
         (2.0, math.inf, True, []),  # the search for a loss scale
         (math.nan, math.inf, True, [("non_finite", "nan")]),
     ],
@@ -213,24 +215,6 @@ def test_a_wrong_rate_is_said_once_until_it_is_right_again() -> None:
     found = [(alert["type"], alert["step"], alert["threshold"]) for alert in monitor.alerts]
     assert found == [("learning_rate_off", 5, 1e-3), ("learning_rate_off", 10, 1e-3)]
     assert monitor.alerts[0]["value"] == pytest.approx(0.002, rel=0.01)
-
-
-def test_every_alert_has_an_answer() -> None:
-    fields = {name.removeprefix("on_") for name in MonitorConfig.model_fields if name.startswith("on_")}
-    assert fields == {*TRAINING_ALERTS, *MACHINE_ALERTS}
-    assert answer("loss_spike", MonitorConfig(on_loss_spike="rollback")) == "rollback"
-
-
-def test_going_back_restores_the_windows_and_marks_the_alerts() -> None:
-    monitor = plateau_monitor()
-    feed(monitor, [8.0] * 12)
-    saved = json.loads(json.dumps(monitor.state_dict()))
-    feed(monitor, [7.0, 90.0, math.nan], first_step=13)
-    alerts = list(monitor.alerts)
-    assert [alert["type"] for alert in alerts] == ["loss_plateau", "loss_spike", "non_finite"]
-    monitor.go_back(saved)
-    assert monitor.alerts == [alerts[0], *(alert | {"rolled_back": True} for alert in alerts[1:])]
-    assert {**monitor.state_dict(), "alerts": None} == {**saved, "alerts": None}
 
 
 value = st.floats(0.01, 20.0) | st.sampled_from([math.nan, math.inf])
