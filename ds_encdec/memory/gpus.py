@@ -98,8 +98,6 @@ def parse_gpu(text: str) -> Gpu:
             f"--gpu {text}: not a known GPU.{suggestion} Known are {', '.join(GPUS)}; or give its memory: 80GB, 80GiB "
             "or bytes"
         )
-    if usable_bytes < 2**30:
-        raise ConfigError(f"--gpu {text}: {usable_bytes:,} bytes are not the memory of a GPU: write 80GB or 80GiB")
     return Gpu(text.strip(), usable_bytes)
 
 

@@ -208,16 +208,8 @@ class ConsoleSink(Sink):
             self._live.refresh()
         elif parts or eta:
             text = " | ".join(filter(None, [f"step {step}/{self._total_steps}", *parts, eta]))
-            self._print(terminal.stamped(text) if self._live is None else text)
-
-    def show(self, step: int, samples: Sequence[Sample]) -> None:
-        width = self._console.width if self._live is not None else 160
-        for name, text in samples[0]._asdict().items():
-            line = f"  {name}: {' '.join(text.split()) or '(nothing)'}"
-            self._print(line if len(line) <= width else f"{line[: width - 1]}…")
-
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            line = terminal.stamped(text) if self._live is None else text
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def go_back(self, step: int, rollback: int) -> None:
         self._step = step

@@ -247,18 +247,14 @@ class TestConsole:
             "step 11/110 | loss nan | skipped 2",
         ]
 
-    def test_the_figure_that_chooses_the_best_stands_first_and_a_text_below(self) -> None:
+    def test_the_figure_that_chooses_the_best_stands_first(self) -> None:
         out = io.StringIO()
         sink = ConsoleSink(9, best="parts:own", console=Console(file=out))
         sink.log(1, {"eval/loss": 3.0, "eval/bleu": 20.0, "eval/parts:own": 70.123})
         ConsoleSink(9, best="bleu", console=Console(file=out)).log(1, {"eval/loss": 3.0, "eval/bleu": 20.0})
-        sink.show(1, [Sample("in [it]\nand", "right", "x" * 200), Sample("another", "", "")])
         assert out.getvalue().splitlines() == [
             "step 1/9 | parts:own 70.12 | eval loss 3.0000 | BLEU 20.0",
             "step 1/9 | BLEU 20.0 | eval loss 3.0000",
-            "  input: in [it] and",
-            "  reference: right",
-            f"  prediction: {'x' * 145}…",
         ]
 
     @pytest.mark.parametrize(
@@ -275,7 +271,7 @@ class TestConsole:
         sink.close()
         Console(file=out, width=width).print(sink)
         (last,) = out.getvalue().splitlines()
-        assert re.fullmatch(r"step 50000/100000 ━{4,}[╺╸]━{3,} ETA 5.21 days " + re.escape(fit), last.rstrip())
+        assert re.fullmatch(r"step 50000/100000 ━{4,} +ETA 5.21 days " + re.escape(fit), last.rstrip())
         assert len(last) <= width
 
 
