@@ -205,7 +205,7 @@ CPU = torch.device("cpu")
 
 
 def test_vitals_are_floats_in_one_row() -> None:
-    taken = measure_rank_stats(CPU, LAP, {})
+    taken = measure_rank_stats(CPU, LAP)
     assert (taken.training_s, taken.data_wait_s, taken.exchange_wait_s) == (3.0, 2.0, 1.0)
     assert 0 < taken.arithmetic_s < 10
     assert 2**26 < taken.memory["host"] < 2**36
