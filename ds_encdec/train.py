@@ -168,7 +168,9 @@ def _refuse_early(config: FullConfig, resume: str | None, world: World) -> None:
                     folder.write_status("failed", reason=str(error), exit_code=error.exit_code)
                     folder.release()
                 raise
-        elif not (path := Path(resume).expanduser().resolve()).exists():
+        path = Path(resume or "").expanduser().resolve()
+        # A save that was killed leaves its checkpoint under the second name, and the run's start renames it.
+        if resume and not path.exists() and not path.with_name(f".replaced-{path.name}").exists():
             raise CheckpointError(
                 f"--resume: {path}: no such folder. `--resume auto` finds the newest checkpoint of the run"
             )
