@@ -1,30 +1,137 @@
-"""The loader: the layout of batches, and worker processes."""
+"""The loader: the same steps for any ranks and workers, resumed behind any step; worker processes; batches."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from data_parts import json_config, make_data, plain_batches, texts, write_json_lines
+from data_parts import (
+    SFT_ROWS,
+    chat_tokenizer,
+    damage_row_group,
+    json_config,
+    make_config,
+    make_data,
+    plain_batches,
+    sft_config,
+    texts,
+    write_json_lines,
+    write_parquet,
+    write_rows,
+)
 
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Example
+from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import workers
 from ds_encdec.data.budgets import Budgets
 from ds_encdec.data.loader import LaneLoader, collate
 from ds_encdec.launch.preemption import STOP_SIGNALS
 from ds_encdec.registry.denoisers import DENOISERS
 
-NUM_LANES = 12
+STEPS = 40
+
+
+def mixed(folder: Path, **fields: Any) -> FullConfig:
+    a = write_json_lines(folder / "a.jsonl", texts(150, median_characters=250))
+    b = write_parquet(folder / "a.parquet", texts(150, median_characters=250, seed=1), row_group_size=20)
+    lines, rows = {"dataset_name": "json", "data_files": a}, {"dataset_name": "parquet", "data_files": b}
+    return make_config(mixture=[{"weight": 2, **lines}, {"weight": 1, **rows}], **fields)
+
+
+def bad_line(folder: Path) -> FullConfig:
+    lines = [json.dumps({"text": text}) for text in texts(80)]
+    lines[31] = '{"text": "x'
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    return json_config(folder / "a.jsonl", on_bad_row="skip")
+
+
+def bad_row_group(folder: Path) -> FullConfig:
+    path = Path(write_parquet(folder / "a.parquet", texts(80), row_group_size=20))
+    damage_row_group(path, 1)
+    return make_config(dataset_name="parquet", data_files=str(path), on_bad_row="skip")
+
+
+def mixed_pairs(folder: Path) -> FullConfig:
+    alone = {"dataset_name": FullConfig().data.dataset_name, "data_files": None}  # which a mixture replaces
+    mixture = [
+        {"weight": weight, "dataset_name": "json", "data_files": write_rows(folder / f"{weight}.jsonl", SFT_ROWS)}
+        for weight in (1, 2)
+    ]
+    return sft_config("", mixture=mixture, on_long_row="skip", max_decoder_length=40, **alone)
+
+
+def chat(folder: Path) -> FullConfig:
+    turns = [{"role": role, "content": f"{role} {i}"} for i in range(3) for role in ("user", "assistant")]
+    path = write_rows(folder / "a.jsonl", [{"messages": turns[: 2 + 2 * (i % 3)], "id": i} for i in range(120)])
+    return sft_config(path, chat_targets="every", on_long_row="skip", max_encoder_length=160)
+
+
+# How to make the data, and of which rows some are met.
+CASES: dict[str, tuple[Callable[[Path], FullConfig], str]] = {
+    "lines": (lambda folder: json_config(folder / "a.jsonl", texts(400)), ""),
+    "a mixture by tokens": (lambda folder: mixed(folder, mixture_weights_count="tokens"), ""),
+    "a bad line": (bad_line, "bad_rows"),
+    "a bad row group": (bad_row_group, "bad_rows"),
+    "a mixture of pairs": (mixed_pairs, "long_rows"),
+    "conversations": (chat, ""),
+}
+
+
+def run(
+    config: FullConfig, world_size: int = 1, workers: int = 0, records: Any = (), count: int = STEPS, lanes: int = 4
+) -> tuple[list[Any], list[Any]]:
+    """Micro-batches of `count` steps in lane order, and the records behind each step."""
+    data = config.data.model_copy(update={"preprocessing_num_workers": workers})
+    shape = {"world_size": world_size, "num_lanes": lanes, "parts": chat_tokenizer()}
+    ranks = [make_data(config.model_copy(update={"data": data}), rank=i, **shape).loader for i in range(world_size)]
+    steps, states = [], []
+    try:
+        for loader in ranks:
+            loader.load_state([*records])
+        for _ in range(count):
+            in_order = [*chain.from_iterable(zip(*(next(loader) for loader in ranks), strict=True))]
+            steps.append([plain_batches(in_order), [(one.lane, one.number, one.encoder_lengths) for one in in_order]])
+            states.append(sorted((one for loader in ranks for one in loader.state()), key=lambda one: one["lane"]))
+    finally:
+        for loader in ranks:
+            loader.close()
+    return steps, json.loads(json.dumps(states))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_are_the_same_for_any_ranks_and_workers_and_resumed_at_any(tmp_path: Path, case: str) -> None:
+    make, met = CASES[case]
+    config = make(tmp_path)
+    whole, records = run(config)
+    assert len({json.dumps(one) for one in records}) == STEPS
+    assert max(len(json.dumps(record)) for record in chain(*records)) < 3000
+    if met:
+        assert sum(sum(record[met]) for record in records[-1]) >= (10 if case == "a bad row group" else 1)
+    assert run(config, 2) == (whole, records)
+    for cut, ranks in ((1, 4), (4, 1), (9, 2), (30, 4)):
+        assert run(config, ranks, 0, records[cut - 1], STEPS - cut) == (whole[cut:], records[cut:])
+    if case in ("lines", "a bad row group", "conversations"):
+        assert run(config, 2, 2, count=12) == (whole[:12], records[:12])
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (3, 0)])
+def test_twelve_lanes_are_divided_among_any_ranks_and_workers(tmp_path: Path, ranks: int, workers: int) -> None:
+    """The state is that of the steps handed out, although workers are several steps ahead."""
+    config = json_config(tmp_path / "a.jsonl", texts(400))
+    whole, records = run(config, count=8, lanes=12)
+    assert run(config, ranks, workers, count=4, lanes=12) == (whole[:4], records[:4])
+    assert run(config, 12 // ranks, workers % 2, records[2], 5, lanes=12) == (whole[3:], records[3:])
 
 
 @pytest.fixture
@@ -32,82 +139,54 @@ def path(tmp_path: Path) -> str:
     return write_json_lines(tmp_path / "a.jsonl", texts(400))
 
 
-@contextmanager
-def loaders(
-    path: str, world_size: int, workers: int, records: list[dict[str, Any]] | None = None
-) -> Iterator[list[LaneLoader]]:
-    made = [
-        make_data(
-            json_config(path, preprocessing_num_workers=workers), rank=rank, world_size=world_size, num_lanes=NUM_LANES
-        ).loader
-        for rank in range(world_size)
-    ]
-    try:
-        for loader in made:
-            if records is not None:
-                loader.load_state(records)
-        yield made
-    finally:
-        for loader in made:
-            loader.close()
+@pytest.fixture
+def loader(path: str) -> Iterator[LaneLoader]:
+    """A loader with two workers."""
+    made = make_data(json_config(path, preprocessing_num_workers=2, eval_fraction=0.0)).loader
+    yield made
+    made.close()
 
 
-def steps(ranks: list[LaneLoader], count: int) -> list[list[Any]]:
-    """`count` optimizer steps, each as the contents of its micro-batches in global lane order."""
-    result = []
-    for _ in range(count):
-        by_rank = [next(loader) for loader in ranks]
-        in_order = [by_rank[lane % len(ranks)][lane // len(ranks)] for lane in range(NUM_LANES)]
-        result.append([*plain_batches(in_order), [(b.lane, b.number, b.encoder_lengths) for b in in_order]])
-    return result
+def steps(loader: LaneLoader, count: int) -> list[Any]:
+    return [plain_batches(next(loader)) for _ in range(count)]
 
 
-def test_a_closed_loader_starts_again_where_it_was(path: str) -> None:
-    with loaders(path, 1, 0) as alone:
-        expected = steps(alone, 4)
-    with loaders(path, 1, 2) as ranks:
-        first = steps(ranks, 2)
-        pids = [process.pid for process in worker_processes(ranks[0])]
-        assert len(pids) == 2
-        ranks[0].close()
-        assert wait_until_gone(pids, 120) == []
-        assert first + steps(ranks, 2) == expected
+def alone(path: str, count: int) -> list[Any]:
+    return steps(make_data(json_config(path, eval_fraction=0.0)).loader, count)
+
+
+def test_a_closed_loader_starts_again_where_it_was(path: str, loader: LaneLoader) -> None:
+    first = steps(loader, 2)
+    pids = [worker.process.pid for worker in loader.workers]
+    assert len(pids) == 2
+    loader.close()
+    assert wait_until_gone(pids, 120) == []
+    assert first + steps(loader, 2) == alone(path, 4)
 
 
 def test_lanes_that_ranks_do_not_divide_and_records_of_other_lanes_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=r"num_lanes=12 cannot be divided .* 5 ranks: .*: 1, 2, 3, 4, 6, 12"):
-        make_data(json_config(path), rank=0, world_size=5, num_lanes=NUM_LANES)
+        make_data(json_config(path), rank=0, world_size=5, num_lanes=12)
+    loader = make_data(json_config(path), world_size=2).loader
+    next(loader)
+    with pytest.raises(CheckpointError, match=r"lanes \[0, 2\]; this run has lanes 0 to 3"):
+        loader.load_state(loader.state())
 
-    with loaders(path, 2, 0) as ranks:
-        steps(ranks, 1)
-        with pytest.raises(CheckpointError, match=r"lanes \[0, 2, 4, 6, 8, 10\]; this run has lanes 0 to 11"):
-            ranks[0].load_state(ranks[0].state())
 
-
-def test_an_error_in_a_worker_is_the_error_of_the_run(path: str) -> None:
-    loader = make_data(json_config(path, preprocessing_num_workers=2, eval_fraction=0.0), num_lanes=2).loader
+def test_an_error_in_a_worker_is_the_error_of_the_run(path: str, loader: LaneLoader) -> None:
     Path(path).write_text(Path(path).read_text().replace('"text"', '"tixt"'))  # the column goes after the start
-    try:
-        with pytest.raises(DataError, match=r"data.text_column=text: a.jsonl, line \d+ has no such column") as caught:
-            [next(loader) for _ in range(3)]
-        assert caught.value.exit_code == 4
-    finally:
-        loader.close()
+    with pytest.raises(DataError, match=r"data.text_column=text: a.jsonl, line \d+ has no such column"):
+        steps(loader, 3)
 
 
-def worker_processes(loader: LaneLoader) -> list[subprocess.Popen[bytes]]:
-    return [worker.process for worker in loader.workers]
+def test_a_dead_worker_is_noticed(loader: LaneLoader) -> None:
+    next(loader)
+    os.kill(loader.workers[0].process.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"a data worker \(process \d+\) was killed by SIGKILL"):
+        steps(loader, 10)  # what it had prepared may still arrive
 
 
-def test_a_dead_worker_is_noticed(path: str) -> None:
-    with loaders(path, 1, 2) as (loader,):
-        next(loader)
-        os.kill(worker_processes(loader)[0].pid, signal.SIGKILL)
-        with pytest.raises(DataError, match=r"a data worker \(process \d+\) was killed by SIGKILL"):
-            steps([loader], 10)  # what it had prepared may still arrive
-
-
-def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_leave_signals_to_their_parent(path: str, loader: LaneLoader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launchers and terminals signal every process of a job, as it starts or later; the parent may have work to end."""
     start = workers.start_worker
 
@@ -116,14 +195,11 @@ def test_workers_leave_signals_to_their_parent(path: str, monkeypatch: pytest.Mo
             process.send_signal(number)
         return process
 
-    with loaders(path, 1, 0) as alone:
-        expected = steps(alone, 6)
     monkeypatch.setattr(workers, "start_worker", lambda: signal_all(start()))
-    with loaders(path, 1, 2) as ranks:
-        first = steps(ranks, 1)
-        for process in worker_processes(ranks[0]):
-            signal_all(process)
-        assert first + steps(ranks, 5) == expected
+    first = steps(loader, 1)
+    for worker in loader.workers:
+        signal_all(worker.process)
+    assert first + steps(loader, 5) == alone(path, 6)
 
 
 def is_running(pid: int) -> bool:
