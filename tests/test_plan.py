@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,16 +46,6 @@ def test_the_default_run_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "plan.md").read_text()
-    (arguments,) = re.findall(r"ds-encdec plan (--tokens-per-second 400000[^`\n]*)", page)
-    shown = re.findall(r"^```\n(.*?)^```$", page, re.M | re.S)[1].splitlines()
-    at_end = " beside their GPUs (CPUs alone: infra.device=cpu)."  # on machines without one
-    printed = text(capsys, *arguments.split()).replace(at_end, ".").splitlines()
-    assert len(shown) > 3
-    assert {line.replace(at_end, ".") for line in shown} <= set(printed)
-
-
 def test_steps_for_tokens_are_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "--tokens", "500B")
     assert (found["steps"], found["num_tokens"]) == (-(-500_000_000_000 // TOKENS_PER_STEP), 500_000_000_000)
@@ -71,12 +60,6 @@ def test_more_gpus_make_larger_steps_and_share_a_host(capsys: pytest.CaptureFixt
     config = load_config(None, ["infra.num_gpus=64"])
     held = estimate(planned_job(config, run_sizes(config), 8))
     assert (found["host_bytes_per_node"], found["nvme_bytes_per_node"]) == (8 * held.host.total, 0)
-
-
-def test_states_on_a_disk_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ("infra.offload_optimizer=nvme", "infra.nvme_path=/local")
-    assert plan(capsys, *settings)["nvme_bytes_per_node"] == pytest.approx(16 * PARAMETERS, rel=1e-6)
-    assert "The disk of infra.nvme_path holds 16." in text(capsys, *settings)
 
 
 @pytest.mark.parametrize(

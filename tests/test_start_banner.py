@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,13 @@ from ds_encdec.base.quantities import GIB
 from ds_encdec.commands.plan import plan_run
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
-from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.launch.world import World
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.expected import ExpectedMemory
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.memory.library import Capacity
 from ds_encdec.memory.question import planned_job
-from ds_encdec.training import build, run
+from ds_encdec.training import run
 from ds_encdec.training.run import start_banner
 
 
@@ -43,18 +41,6 @@ def test_its_lines_are_aligned_and_agree_with_the_plan(golden: Callable[[object]
     fewer = RunContext(World(world_size=2), torch.device("cpu"), "deepspeed", cast(HostCollectives, None))
     lines = start_banner(job, fewer, None, start_step=0, epochs=3.0)
     assert "2 on 1 node, cpu (the configuration was planned for 8)" in str(lines)
-
-
-def test_a_resume_that_finds_nothing_says_that_the_run_begins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    config, folder = FullConfig(), RunFolder(str(tmp_path / "run"))
-    folder.claim(resume=True)
-    context = RunContext(World(), torch.device("cpu"), "deepspeed", HostCollectives())
-    for resume in (None, "auto"):
-        assert build._find(config, context, folder, resume) is None
-    assert [record.message for record in caplog.records] == [
-        f"--resume auto: no checkpoint is in {folder.checkpoints}, so the run begins at step 0"
-    ]
 
 
 def test_on_gpus_it_names_a_faster_setting_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:

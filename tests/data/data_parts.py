@@ -69,7 +69,6 @@ def damage_row_group(path: Path, group: int) -> None:
 
 
 def make_config(training: dict[str, Any] | None = None, **data: Any) -> FullConfig:
-    """Micro-batches of 4 x (96 + 64) tokens, no workers."""
     defaults: dict[str, Any] = {
         "max_seq_length": 128,
         "max_encoder_length": 96,
@@ -87,7 +86,6 @@ def make_config(training: dict[str, Any] | None = None, **data: Any) -> FullConf
 
 
 def json_config(path: str | Path, documents: list[str] | None = None, **fields: Any) -> FullConfig:
-    """The configuration for a file of JSON lines, which is written first where `documents` are given."""
     if documents is not None:
         write_json_lines(Path(path), documents)
     return make_config(dataset_name="json", data_files=str(path), **fields)

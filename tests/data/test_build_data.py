@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,11 +24,8 @@ from data_parts import (
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.data import survey
-from ds_encdec.data.eval_set import held_out_examples, keyed_examples
 from ds_encdec.data.examples.chunks import reconstruct
 from ds_encdec.data.inspection import inspect_data
-from ds_encdec.data.sources.sources import held_out_hash
-from ds_encdec.data.sources.tables import ParquetFiles
 from ds_encdec.data.survey import steps_of_epochs, with_steps_of_epochs
 
 
@@ -62,18 +58,12 @@ def test_only_other_data_is_refused(path: str, tmp_path: Path) -> None:
         r".*Then source 0 \(json a\.jsonl, .*\) begin at their start.*fingerprint \w+ there, \w+ now",
     ):
         make_data(other, saved=saved)
-    with pytest.raises(
-        CheckpointError, match=r"\n  sources: source 0 \(json a.jsonl, .*\) there, source 1 \(builtin, .*\) now\n"
-    ) as refused:
+    with pytest.raises(CheckpointError, match=r"\n  sources: source 0 \(json a.jsonl, .*, source 1 \(builtin, .*now\n"):
         make_data(make_config(dataset_name="builtin"), saved=saved)
-    assert len(str(refused.value)) < 600  # no digests of files
     assert make_data(other, saved=saved, accept_other_data=True).ratio == saved["encoder_decoder_ratio"]
 
     Path(path).write_text(Path(path).read_text().replace("the", "teh"))  # without growing
     with pytest.raises(CheckpointError, match=r"size 300, content \w+\) there, .*size 300, content"):
-        make_data(config, saved=saved)
-    write_json_lines(Path(path), texts(301))
-    with pytest.raises(CheckpointError, match=r"size 300, content \w+\) there, .*size 301, content"):
         make_data(config, saved=saved)
 
 
@@ -130,17 +120,6 @@ def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path, unit: str, 
     keys = [key for batch in make_data(config).eval_batches() for key in batch.documents]
     assert sum(key.startswith("a") for key in keys) == pytest.approx(expected, abs=1)
     assert len(keys) == 40
-
-
-def test_evaluation_reads_only_row_groups_that_hold_something_out(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", texts(2000), row_group_size=10)
-    data = make_data(make_config(dataset_name="parquet", data_files=path, eval_fraction=0.01))
-    keys = [f"a.parquet:{i // 10}:{i % 10}" for i in range(2000)]
-    expected = {key for key in keys if held_out_hash(key) < 0.01}
-    with mock.patch.object(ParquetFiles, "_read", autospec=True, side_effect=ParquetFiles._read) as read:
-        assert documents_of(held_out_examples(data.pipeline)) == expected
-    groups = sorted(call.args[3] for call in read.call_args_list)
-    assert groups == sorted({int(key.split(":")[1]) for key in expected})
 
 
 def test_nothing_to_evaluate_on(tmp_path: Path) -> None:
@@ -202,15 +181,6 @@ def short_and_long(folder: Path) -> list[dict[str, Any]]:
     return mixture
 
 
-@pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_document_whose_tokens_are_weighed_is_read_once(tmp_path: Path, split: Any) -> None:
-    config = make_config(mixture=short_and_long(tmp_path), mixture_weights_count="tokens", eval_fraction=0.3)
-    pipeline = make_data(config).pipeline
-    maker = mock.Mock(wraps=pipeline.maker)
-    assert list(keyed_examples(pipeline.sources, split, maker, 0))
-    assert 20 < maker.examples.call_count == maker.read.call_count
-
-
 @pytest.mark.parametrize("unit", [None, "tokens"])
 def test_a_large_data_set_is_estimated(unit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if unit is None:
@@ -241,5 +211,3 @@ def test_the_warm_up_must_end_before_the_steps_that_epochs_turn_out_to_be(tmp_pa
     assert with_steps_of_epochs(config, 11).training.num_train_steps == 11
     with pytest.raises(ConfigError, match=r"num_train_epochs=2.0 are 10 optimizer steps:\n.*warm-up must end"):
         with_steps_of_epochs(config, 10)
-    with pytest.raises(ValueError, match="the length of the run twice"):
-        json_config(tmp_path / "a.jsonl", training={"num_train_epochs": 2, "num_train_steps": 200, "warmup_steps": 1})

@@ -32,26 +32,6 @@ from ds_encdec.data.sources.local_files import JsonLines
 from ds_encdec.data.sources.sources import held_out_below, held_out_hash
 
 
-def test_a_resume_reads_only_what_was_not_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pipeline = make_data(json_config(tmp_path / "a.jsonl", texts(400, median_characters=250))).pipeline
-    read: list[int] = []
-    document = JsonLines.document
-    monkeypatch.setattr(JsonLines, "document", lambda source, index: read.append(index) or document(source, index))
-    straight = Lane(pipeline, 0)
-    for _ in range(20):
-        next(straight)
-    before, record = set(read), straight.record
-    referred = {reference[1] for reference, *_ in record["waiting"]}
-    if record["next_chunk"]:
-        referred.add(record["next_chunk"][0][1])
-    read.clear()
-    next(Lane(pipeline, 0, record))
-    again = [index for index in read if index in before]
-    assert set(again) == referred
-    assert len(again) <= len(referred) + 1  # the document being cut, where a chunk of it waits too
-    assert len(referred) < len(before) / 2
-
-
 def test_documents_are_read_whole_and_once_an_epoch(tmp_path: Path) -> None:
     """A lane's examples reconstruct to the text of its documents, chunk by chunk; spelled sentinels are only text."""
     documents = texts(60, median_characters=250)
@@ -92,13 +72,6 @@ def test_a_small_source_holds_one_document_out(tmp_path: Path) -> None:
         assert sum(held_out_hash(source.key(index)) < threshold for index in range(count)) == expected
 
 
-def test_empty_documents_are_skipped_and_counted(tmp_path: Path) -> None:
-    documents = [text if i % 3 else ("", "x")[i % 2] for i, text in enumerate(texts(90))]
-    data = make_data(json_config(tmp_path / "a.jsonl", documents, eval_fraction=0.0), num_lanes=1)
-    read_until(data, 1)
-    assert 30 <= data.loader.state()[0]["skipped_documents"] <= 60
-
-
 def test_a_lane_without_text_says_so(tmp_path: Path) -> None:
     pipeline = make_data(json_config(tmp_path / "a.jsonl", texts(100), eval_fraction=0.0)).pipeline
     empty = JsonLines([write_json_lines(tmp_path / "b.jsonl", [""] * 20)], "text")
@@ -125,8 +98,6 @@ STEPS = 6
 
 
 class Change:
-    """A run on three sources, stopped after `STEPS` steps."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in "ad":

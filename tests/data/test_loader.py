@@ -49,13 +49,6 @@ def mixed(folder: Path, **fields: Any) -> FullConfig:
     return make_config(mixture=[{"weight": 2, **lines}, {"weight": 1, **rows}], **fields)
 
 
-def bad_line(folder: Path) -> FullConfig:
-    lines = [json.dumps({"text": text}) for text in texts(80)]
-    lines[31] = '{"text": "x'
-    (folder / "a.jsonl").write_text("\n".join(lines))
-    return json_config(folder / "a.jsonl", on_bad_row="skip")
-
-
 def bad_row_group(folder: Path) -> FullConfig:
     path = Path(write_parquet(folder / "a.parquet", texts(80), row_group_size=20))
     damage_row_group(path, 1)
@@ -81,7 +74,6 @@ def chat(folder: Path) -> FullConfig:
 CASES: dict[str, tuple[Callable[[Path], FullConfig], str]] = {
     "lines": (lambda folder: json_config(folder / "a.jsonl", texts(400)), ""),
     "a mixture by tokens": (lambda folder: mixed(folder, mixture_weights_count="tokens"), ""),
-    "a bad line": (bad_line, "bad_rows"),
     "a bad row group": (bad_row_group, "bad_rows"),
     "a mixture of pairs": (mixed_pairs, "long_rows"),
     "conversations": (chat, ""),
@@ -91,7 +83,6 @@ CASES: dict[str, tuple[Callable[[Path], FullConfig], str]] = {
 def run(
     config: FullConfig, world_size: int = 1, workers: int = 0, records: Any = (), count: int = STEPS, lanes: int = 4
 ) -> tuple[list[Any], list[Any]]:
-    """Micro-batches of `count` steps in lane order, and the records behind each step."""
     data = config.data.model_copy(update={"preprocessing_num_workers": workers})
     shape = {"world_size": world_size, "num_lanes": lanes, "parts": chat_tokenizer()}
     ranks = [make_data(config.model_copy(update={"data": data}), rank=i, **shape).loader for i in range(world_size)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import json
 import math
@@ -22,7 +21,6 @@ from data_parts import (
     SFT_ROWS,
     byte_tokenizer,
     chat_tokenizer,
-    make_config,
     make_data,
     plain_batches,
     read_until,
@@ -34,13 +32,11 @@ from hypothesis import strategies as st
 
 from ds_encdec.base.types import CheckpointError, ConfigError, DataError, Document
 from ds_encdec.config.schema import FullConfig, read_config
-from ds_encdec.data.build import Opener
 from ds_encdec.data.examples.sft import ChatTemplate, PairMaker
 from ds_encdec.data.fingerprint import usable_records
 from ds_encdec.data.inspection import split_examples
 from ds_encdec.data.loader import count_rows
-from ds_encdec.data.sources.builtin_corpus import BuiltinTask
-from ds_encdec.data.sources.sources import BadRow, all_rows
+from ds_encdec.data.sources.sources import BadRow
 from ds_encdec.training.absent import look_here
 
 QUICKSTART = Path(__file__).resolve().parents[2] / "ds_configs" / "quickstart.yaml"
@@ -250,19 +246,13 @@ def test_sharegpt_rows_are_read_as_they_are(tmp_path: Path) -> None:
 
 def test_a_set_that_cannot_be_evaluated_on_is_named(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", SFT_ROWS)
-    long = write_rows(tmp_path / "long.jsonl", [fields("x" * 100)] * 3)
     (tmp_path / "empty.jsonl").touch()
     sets = {"hard": {"eval_files": str(tmp_path / "empty.jsonl")}}
     with pytest.raises(DataError, match=r"data\.eval_sets\.hard: the files or the split"):
         data_of(sft_config(path, on_long_row="skip", eval_sets=sets), evaluation_cache=tmp_path)
-    data = data_of(sft_config(path, eval_files=long, on_long_row="skip", training={"eval_samples": 5}))
-    with pytest.raises(DataError, match=r"give no example: .*on_long_row"):
-        data.eval_examples()
 
 
-def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", SFT_ROWS)
     long = {f"a.jsonl:{i}" for i, row in enumerate(SFT_ROWS) if len(f"### Response:\n{row['output']}") + 1 > 40}
     data = data_of(sft_config(path, max_decoder_length=40, **ALL_TRAIN))
@@ -278,10 +268,6 @@ def test_long_rows_stop_the_run_are_left_out_or_cut_off_and_are_counted(
         assert count_rows(data.loader.state()).long[0] == len(long)
     assert not {key for key, _ in seen["skip"]} & long
     assert {length for key, length in seen["truncate"] if key in long} == {40}
-    monkeypatch.setattr("ds_encdec.data.lane.MAX_EMPTY_DOCUMENTS", 10)
-    barren = data_of(sft_config(path, max_decoder_length=4, on_long_row="skip", **ALL_TRAIN))
-    with pytest.raises(DataError, match=r"above data\.max_encoder.*data\.max_decoder_length=4.*on_long_row"):
-        next(barren.loader)
 
 
 def test_a_run_that_a_long_row_has_stopped_goes_on_without_it(tmp_path: Path) -> None:
@@ -304,14 +290,6 @@ def test_a_run_that_a_long_row_has_stopped_goes_on_without_it(tmp_path: Path) ->
 WEIGHED = [{**row, "weight": i % 2} for i, row in enumerate(SFT_ROWS)]
 
 
-def as_csv(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    with (path / "a.csv").open("w") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-    return {"dataset_name": "csv", "data_files": str(path / "a.csv")}
-
-
 def as_parquet(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path / "a.parquet", row_group_size=30)
     return {"dataset_name": "parquet", "data_files": str(path / "a.parquet")}
@@ -326,7 +304,7 @@ def streamed(path: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
 Writer = Callable[[Path, list[dict[str, Any]]], dict[str, Any]]
 
 
-@pytest.mark.parametrize("source", [as_csv, as_parquet, streamed])
+@pytest.mark.parametrize("source", [as_parquet, streamed])
 def test_every_kind_of_source_gives_whole_rows_without_those_of_weight_0(source: Writer, tmp_path: Path) -> None:
     config = sft_config("", **{**source(tmp_path, WEIGHED), **ALL_TRAIN})
     texts = {TOKENIZER.decode(one.decoder_ids[:-1]) for one in split_examples(config, TOKENIZER, VOCABULARY, "train")}
@@ -334,21 +312,6 @@ def test_every_kind_of_source_gives_whole_rows_without_those_of_weight_0(source:
     data = data_of(config, num_lanes=1)
     assert len(read_until(data, 2)) == len(texts) == 60
     assert data.loader.state()[0]["skipped_documents"] >= 60
-
-
-def test_of_a_table_the_columns_are_read_that_are_asked_for(tmp_path: Path) -> None:
-    rows = [{**row, "about": {"who": "me"}, "tools": "[]", "wide": "w" * 99} for row in SFT_ROWS]
-    place = as_parquet(tmp_path, rows)
-
-    def columns(**fields: Any) -> list[str]:
-        maker = maker_of(**{**place, **fields})
-        (opened,) = Opener(sft_config("", **{**place, **fields}).data, 0, maker, {}).open_sources(4)
-        return list(next(all_rows(opened.source, "test")).record)
-
-    of_about = {"input_template": "{input}{who}", "field_mapping": {"who": "about.who"}}
-    assert columns(**of_about) == ["input", "output", "about", "tools"]
-    for all_of_them in ({"converter": "copy:copy"}, {"input_template": "{absent}"}):
-        assert columns(**all_of_them) == list(rows[0])
 
 
 def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None:
@@ -378,25 +341,14 @@ def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None
     other = data_of(sft_config(path, eval_files=own))
     assert {one.document for one in other.eval_examples()} == {f"own.jsonl:{i}" for i in range(7)}
     assert set(other.fingerprint) - set(data.fingerprint) == {"evaluation sources"}
-    tested = data_of(sft_config(path, test_files=own, train_split_ratio=0.7))
-    assert tested.fingerprint == {**data.fingerprint, "share held out for the test": 0.0}
     with pytest.raises(DataError, match=r"the split test is empty; .*val_test_split_ratio, data\.test_files"):
         split_examples(sft_config(path, val_test_split_ratio=1.0), TOKENIZER, VOCABULARY, "test")
-
-
-def test_an_own_split_is_of_the_configuration_and_revision_of_its_data_set() -> None:
-    data = {"dataset_name": "a/b", "dataset_config": "en", "dataset_revision": "v1", "eval_split": "held"}
-    for name, kept in ((None, True), ("a/b", True), ("c/d", False)):
-        split = make_config(**data, eval_dataset_name=name).data.own_split("validation")
-        assert split is not None
-        assert (split.dataset_config, split.dataset_revision) == (("en", "v1") if kept else (None, None))
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"input_template": "{a"}, "is no template"),
-        ({"output_template": "text"}, "must hold a field"),
         ({"field_mapping": {"intruction": "a"}}, "no template has a field intruction: .*did you mean `instruction`"),
         ({"objective": "ul2", "chat_targets": "every"}, "ul2 does not read it: set objective=sft"),
         ({"train_split_ratio": 1.0, "training": {"eval_samples": 5}}, "train_split_ratio < 1 and"),
@@ -415,7 +367,7 @@ LOOKED_FOR: list[dict[str, str]] = [
     WRONG | {"data_files": "c.jsonl.gz"},
     *(
         WRONG | {"dataset_name": file.split(".")[1], "data_files": file, "eval_files": file}
-        for file in ("b.json", "a.csv", "a.parquet")
+        for file in ("b.json", "a.parquet")
     ),
     {"data_files": "chat.jsonl"},
     {"objective": "ul2", "text_column": "body"},
@@ -431,7 +383,7 @@ def test_validate_looks_for_what_the_data_names(
     write_rows(tmp_path / "chat.jsonl", [{"messages": [{"role": "assistant", "content": "a"}]}])
     (tmp_path / "b.json").write_text(json.dumps(SFT_ROWS[:2], indent=1))
     (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    as_csv(tmp_path, SFT_ROWS), as_parquet(tmp_path, SFT_ROWS)
+    as_parquet(tmp_path, SFT_ROWS)
     found = []
     for changed in LOOKED_FOR:
         fields = {"objective": "sft", "dataset_name": "json", "data_files": "a.jsonl"} | changed
@@ -443,15 +395,6 @@ def test_validate_looks_for_what_the_data_names(
         except ConfigError as error:
             found.append(f"{changed}: {error}".replace(str(QUICKSTART.parent), "ds_configs"))
     golden("\n\n".join(found))
-
-
-def test_the_builtin_task_is_right_and_has_no_signature_twice() -> None:
-    task = BuiltinTask()
-    rows = {task.key(i): task.document(i).record or {} for i in range(len(task))}
-    assert rows["builtin_task/textwrap.TextWrapper.wrap"]["input"] == "def wrap(self, text)"
-    assert rows["builtin_task/textwrap.TextWrapper.wrap"]["output"] == "a method with 2 arguments"
-    assert rows["builtin_task/textwrap.wrap"]["output"] == "a function with 3 arguments"  # text, width, **kwargs
-    assert len(rows) == len({row["input"] for row in rows.values()}) == len(task) > 5000
 
 
 def test_values_are_written_as_json_spells_them_and_what_is_not_finite_is_bad() -> None:
