@@ -111,7 +111,6 @@ def test_evaluation_examples_are_found_once_and_early(path: str, tmp_path: Path)
 
 @pytest.mark.parametrize(("unit", "expected"), [("documents", 30), ("tokens", 34)])
 def test_evaluation_follows_the_weights_of_a_mixture(tmp_path: Path, unit: str, expected: int) -> None:
-    """Documents of 40 and 80 characters are one example each: 30 and 10 of 40 examples, or 34 and 6."""
     mixture: list[dict[str, Any]] = [{"weight": 3, "dataset_name": "json"}, {"weight": 1, "dataset_name": "json"}]
     for source, name, length in zip(mixture, "ab", (40, 80), strict=True):
         source["data_files"] = write_json_lines(tmp_path / f"{name}.jsonl", ["x" * length] * 400)

@@ -81,7 +81,6 @@ def test_a_lane_without_text_says_so(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changed_in_its_middle_is_named(tmp_path: Path) -> None:
-    """At the same size and with the same ends, which is all that the fingerprint looks at."""
     documents, path = texts(60, median_characters=300), tmp_path / "data"
     config = json_config(path, documents, eval_fraction=0.0)
     pipeline = make_data(config, num_lanes=1).pipeline

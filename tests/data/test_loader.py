@@ -132,7 +132,6 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def loader(path: str) -> Iterator[LaneLoader]:
-    """A loader with two workers."""
     made = make_data(json_config(path, preprocessing_num_workers=2, eval_fraction=0.0)).loader
     yield made
     made.close()

@@ -330,7 +330,6 @@ def test_splits_are_apart_and_own_files_take_their_place(tmp_path: Path) -> None
     assert read_until(data, 1) <= set(found["train"])
     first = split_examples(config, TOKENIZER, VOCABULARY, "validation", 3)
     assert [one.key for one in first] == found["validation"][:3] == [one.document for one in data.eval_examples()][:3]
-    assert first[0].input_text.startswith("### Instruction:\nadd ")
 
     mine = keys(sft_config(path, eval_files=own, train_split_ratio=0.7))
     assert mine["validation"] != found["validation"]
