@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ds_encdec.base.types import CheckpointError, WeightSource
-from ds_encdec.checkpoint.folder import Checkpoint, committed_steps, refuse_existing, written_whole
+from ds_encdec.checkpoint.folder import Checkpoint, clear_leftovers, committed_steps, refuse_existing, written_whole
 from ds_encdec.checkpoint.manifest import MANIFEST, read_manifest
 from ds_encdec.config.schema import TrainingConfig, load_saved
 from ds_encdec.exports.adapters import trained_weights
@@ -271,3 +271,9 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool
         logger.info("the %s model (step %d) is in %s", name, manifest.step, out)
     except Exception as error:
         logger.error("The %s checkpoint could not be exported: %s. `ds-encdec export` tries again.", name, error)
+
+
+def clear_exports(run: RunFolder) -> None:
+    """Remove leftovers of a killed export in `export/`, and restore the folder that it was replacing."""
+    for name in (run.averaged.name, "final", "best"):
+        clear_leftovers(run.exports, name)

@@ -25,7 +25,7 @@ from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import create_engine, join_ranks
 from ds_encdec.evaluate.in_training import Judge, usable_metrics
 from ds_encdec.exports.adapters import one_base
-from ds_encdec.exports.hugging_face import average_last_checkpoints, export_at_end
+from ds_encdec.exports.hugging_face import average_last_checkpoints, clear_exports, export_at_end
 from ds_encdec.launch.agreement import require_same_data
 from ds_encdec.launch.disk import DiskRefusedError
 from ds_encdec.launch.host_collectives import HostCollectives, RunContext
@@ -227,6 +227,7 @@ def _build_trainer(
         folder.checkpoints, collectives, engine_name=context.engine, keep=training.save_total_limit
     )
     checkpoints.prepare()
+    collectives.on_rank_zero(lambda: clear_exports(folder))
     run = _plan(request, context, folder)
     metrics = collectives.on_every_rank(lambda: usable_metrics(run.config)) if training.eval_generate_samples else []
     data = collectives.rank_zero_first(lambda: _build_data(run, request.allow_data_change))

@@ -12,7 +12,7 @@ from saved_checkpoints import State, config, flip_byte, random_state, save_check
 from ds_encdec import cli
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.schema import TrainingConfig
-from ds_encdec.exports.hugging_face import average_checkpoints, average_last_checkpoints, export_at_end
+from ds_encdec.exports.hugging_face import average_checkpoints, average_last_checkpoints, clear_exports, export_at_end
 from ds_encdec.launch.run_folder import RunFolder
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
@@ -72,6 +72,14 @@ def test_an_old_best_is_no_part_of_the_mean(tmp_path: Path) -> None:
     run = RunFolder(str(tmp_path))
     average_last_checkpoints(run, last=5)
     assert not run.averaged.parent.exists()
+
+
+def test_what_a_killed_export_left_is_cleared(tmp_path: Path) -> None:
+    run = RunFolder(str(tmp_path))
+    for leftover in ("averaged.tmp", ".replaced-averaged", "other.tmp"):
+        (run.exports / leftover).mkdir(parents=True)
+    clear_exports(run)
+    assert {path.name for path in run.exports.iterdir()} == {"averaged", "other.tmp"}  # which another writes
 
 
 def test_different_models_are_both_named(tmp_path: Path) -> None:
