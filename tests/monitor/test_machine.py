@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -234,6 +235,11 @@ def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", parent], check=True, capture_output=True, text=True).stdout
     assert 0.9 < float(printed) < 2
+
+
+def test_the_peak_is_known_where_proc_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.Path, "read_text", Mock(side_effect=OSError))
+    assert machine.peak_host_bytes() > 2**26
 
 
 def test_performance_of_an_interval() -> None:
