@@ -145,19 +145,6 @@ def test_a_step_in_one_micro_batch_may_fit_where_smaller_ones_do_not() -> None:
     assert found.job.gradient_accumulation_steps == 1
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "fsdp"])
-def test_no_setting_of_the_table_that_fits_offloads_less(engine: str) -> None:
-    asked = job(f"infra.distributed_type={engine}", "training.gradient_accumulation_steps=2", model="8B")
-    found = best(asked, room(30 * GIB))
-    assert found.job.config.infra.offload_optimizer == "cpu"
-    for overrides in settings(asked):
-        for batch in (1, 2, 4, 8):
-            other = changed(asked, overrides | batches(asked)[batch])
-            infra = other.config.infra
-            if infra.offload_optimizer == infra.offload_params == "none":
-                assert not fits(other, room(30 * GIB))
-
-
 @pytest.mark.parametrize(
     ("overrides", "place", "chosen"),
     [

@@ -247,16 +247,6 @@ class TestConsole:
             "step 11/110 | loss nan | skipped 2",
         ]
 
-    def test_the_figure_that_chooses_the_best_stands_first(self) -> None:
-        out = io.StringIO()
-        sink = ConsoleSink(9, best="parts:own", console=Console(file=out))
-        sink.log(1, {"eval/loss": 3.0, "eval/bleu": 20.0, "eval/parts:own": 70.123})
-        ConsoleSink(9, best="bleu", console=Console(file=out)).log(1, {"eval/loss": 3.0, "eval/bleu": 20.0})
-        assert out.getvalue().splitlines() == [
-            "step 1/9 | parts:own 70.12 | eval loss 3.0000 | BLEU 20.0",
-            "step 1/9 | BLEU 20.0 | eval loss 3.0000",
-        ]
-
     @pytest.mark.parametrize(
         ("width", "fit"),
         [
