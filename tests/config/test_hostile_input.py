@@ -61,7 +61,7 @@ def test_yaml(tmp_path: Path, capsys: Output, text: str, place: str, message: st
     ("text", "place", "message"),
     [
         (f'{{"steps_per_print": 1{"0" * 300}}}', "1:2: steps_per_print", "64 bits"),
-        ('{"gradient_clipping": NaN}', "1:2 (gradient_clipping): training.max_grad_norm", "must be a number"),
+        ('{"gradient_clipping": NaN}', "1:2: gradient_clipping", "finite number"),
         ('{"bf16": ' + '{"a":' * 100_000, "", "not valid JSON"),
         ('{\n"' + '\\"' * 400_000, "2:1", "not valid JSON"),
         ('{"fp16": {\n"enabled": tru}}', "2:12", "not valid JSON"),

@@ -23,15 +23,16 @@ _HPZ = f"{_EXTRA}zero_optimization.zero_hpz_partition_size"
 
 def read_deepspeed_json(path: Path, problems: list[Problem], named_by: Mention | None = None) -> Settings:
     """Return the entries of a DeepSpeed JSON under DeepSpeed's names, and append the file's problems to `problems`.
-    JSON is also YAML except for odd characters. Places are `file:line:column`, since such files are often one line.
-    `named_by` is the setting that names the file, if any."""
+    YAML's reader finds places and repeated keys, because JSON is also YAML except for odd characters. Places are
+    `file:line:column`, since such files are often one line. `named_by` is the setting that names the file, if any."""
     if (text := read_text(path, problems, named_by)) is None:
         return Settings()
     reader = NodeReader(lambda mark: f"{path}:{mark.line + 1}:{mark.column + 1}", problems)
     try:
-        json.loads(text)
+        values = json.loads(text)
         root = compose("".join(char if char.isprintable() or char == "\n" else " " for char in text))
-        if root is not None and isinstance(values := reader.read(root, ""), dict):
+        if root is not None and isinstance(values, dict):
+            reader.read(root, "")
             document = Settings(values, {**reader.places, "": f"{path}:1"})
             for key, message in document.unusable().items():
                 problems.append(Problem((_mention(document, key, document.get(key)),), message))
