@@ -4,9 +4,7 @@
         rig.start("node0", ["deepspeed", "--hostfile", str(rig.hostfile("node0", "node1")), …], log)
 
 A host is a set of namespaces (network, host name, IPC, processes, mounts) on one bridge, with an sshd, its own
-/etc/hosts, /run and /dev/shm, and `folder/local`, which it does not share. Nothing of it is seen from outside, and it
-ends with this process. Not shown by it: file systems of several kernels, and a host that loses its power while its
-connections stay open (`cut` is like it).
+/etc/hosts, /run and /dev/shm, and `folder/local`, which it does not share. It ends with this process.
 """
 
 import ctypes

@@ -18,7 +18,6 @@ from ds_encdec import train
 from ds_encdec.base.types import ConfigError, DataError, DsEncDecError, OutOfMemoryError
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import check_nodes, with_counted_nodes
-from ds_encdec.launch import process_group
 from ds_encdec.launch.agreement import (
     OWN_TO_A_HOST,
     differences,
@@ -225,17 +224,6 @@ def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             ConfigError, match=rf"MASTER_PORT={port}: another program on .* already listens there.* --master_port"
         ):
             init_process_group(first, torch.device("cpu"), timedelta(seconds=5), "fsdp")
-
-
-def test_a_gpu_without_expandable_segments_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: object, **__: object) -> None:
-        raise RuntimeError("CUDA driver error: operation not supported")
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch, "empty", fails)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    with pytest.raises(ConfigError, match=r"cuda:0 .*not supported.* set PYTORCH_ALLOC_CONF=expandable_segments:False"):
-        process_group._take(torch.device("cuda", 0))
 
 
 def test_threads_do_not_spin_unless_the_user_decides(monkeypatch: pytest.MonkeyPatch) -> None:

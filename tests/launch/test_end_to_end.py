@@ -15,9 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_run import QUICKSTART, launcher, metrics, overrides, run
 
 from ds_encdec import cli
-from ds_encdec.config.schema import DataConfig, TrainingConfig
+from ds_encdec.config.schema import DataConfig
 from ds_encdec.data.sources.sources import named_sources
-from ds_encdec.monitor.sinks import shown
 
 pytestmark = pytest.mark.launch
 
@@ -156,10 +155,3 @@ def test_each_set_is_what_its_fields_say() -> None:
     assert [*sources] == ["source-0", "validation", "eval-old", "eval-new"]
     assert (sources["eval-old"].dataset_split, sources["eval-old"].dataset_revision) == ("test", "v1")
     assert (sources["eval-new"].dataset_name, sources["eval-new"].data_files) == ("json", ("a.jsonl",))
-
-
-def test_the_best_checkpoint_may_be_by_a_set_and_lines_show_all() -> None:
-    assert not TrainingConfig(metric_for_best_model="hard/loss").best_is_greatest
-    assert TrainingConfig(metric_for_best_model="eval_hard_loss").metric_for_best_model == "hard/loss"
-    metrics = {"eval/loss": 2.0, "eval/easy/loss": 1.0, "eval/hard/loss": 3.0, "eval/hard/loss_S": 3.0}
-    assert shown(metrics, "hard/loss") == ["hard loss 3.0000", "eval loss 2.0000", "easy loss 1.0000"]

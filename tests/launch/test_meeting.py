@@ -193,7 +193,7 @@ def raiser(error: Exception) -> Callable[..., Any]:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[StopRequest], object]:
-    monkeypatch.setattr(select, "init_process_group", lambda *_, first, **__: first() or "fsdp")
+    monkeypatch.setattr(select, "init_process_group", lambda *_, first, **__: first())
     settings = overrides(tmp_path, infra__distributed_type="fsdp", infra__offload_optimizer="none")
     config = load_config(QUICKSTART, settings)
     return lambda stop: build.run_training(config, stop)

@@ -76,7 +76,7 @@ PREAMBLE = """
 import ctypes, dataclasses, os, signal, sys, time
 from pathlib import Path
 from ds_encdec.base.terminal import log_to_terminal
-from ds_encdec.launch.preemption import STOP_SIGNALS, StopRequest
+from ds_encdec.launch.preemption import StopRequest
 from ds_encdec.launch.world import discover
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 def sleep_in_native_code():
@@ -116,16 +116,12 @@ class Started:
         wait_until(lambda: (self.folder / name).exists(), 60)
 
 
-# A program that waits for other ranks as in a rendezvous, or is over, with its process still there.
+# A program that waits for other ranks as in a rendezvous.
 PROGRAM = """
 log_to_terminal(None, rank=int(os.environ.get("RANK", "0")), ranks=2)
 with StopRequest(discover(os.environ), whole_process=True) as stop:
     (folder / "ready").touch()
-    if kind != "over":
-        sleep_in_native_code()
-    stop.ranks_have_met()
-for number in STOP_SIGNALS:
-    os.kill(os.getpid(), number)
+    sleep_in_native_code()
 """
 
 
@@ -145,10 +141,6 @@ def test_a_signal_before_the_ranks_have_met_ends_the_program(
     _, stderr = program.process.communicate(timeout=300)
     assert program.process.returncode == 75
     assert printed in stderr if printed else stderr == ""
-
-
-def test_signals_after_a_good_end_change_nothing(tmp_path: Path) -> None:
-    assert Started(tmp_path, PROGRAM, "over").process.wait(300) == 0
 
 
 def test_a_rank_does_not_wait_for_the_others_without_its_launcher(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ds_encdec.base.types import ConfigError, OutputLockedError
 from ds_encdec.launch import run_folder
-from ds_encdec.launch.disk import atomic_file, build_folder, cached, disk_error, write_atomically
+from ds_encdec.launch.disk import atomic_file, cached, disk_error, write_atomically
 from ds_encdec.launch.run_folder import RunFolder, masked
 
 
@@ -138,11 +138,6 @@ def test_what_goes_wrong_leaves_the_old_content_and_nothing_else(tmp_path: Path)
     with atomic_file(tmp_path / "private", mode=0o600) as file:
         file.write(b"x")
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
-
-
-def test_the_build_folder_is_the_users_or_the_one_that_the_user_names(tmp_path: Path) -> None:
-    assert build_folder({"XDG_CACHE_HOME": str(tmp_path), "HOME": "/root"}).parent == tmp_path / "ds_encdec"
-    assert build_folder({"TORCH_EXTENSIONS_DIR": "/scratch/ext", "HOME": "/root"}) == Path("/scratch/ext")
 
 
 def test_a_text_is_made_once_for_each_name_and_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
