@@ -96,16 +96,3 @@ def assert_skips_leave_no_trace(skipped: list[dict[str, Any]], clean: list[dict[
         assert refused["learning_rate"] == following["learning_rate"]  # the schedule did not move
     assert 0 < vetoed["grad_norm"] < 100
     assert not_finite["grad_norm"] == float("inf")
-
-
-def assert_only_matrices_decay(ranks: list[dict[str, Any]]) -> None:
-    training = run_config().training
-    for rank in ranks:
-        assert rank["grad_norm"] == 0.0
-        kept = 1 - rank["learning_rate"] * training.weight_decay
-        for name, moved in rank["weights"].items():
-            if name.endswith("norm.weight"):
-                assert torch.equal(moved, weights(name)), name
-            else:
-                torch.testing.assert_close(moved, weights(name) * kept, rtol=1e-6, atol=0)
-                assert not torch.equal(moved, weights(name)), name

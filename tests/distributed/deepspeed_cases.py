@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import engine_cases
@@ -13,12 +11,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from engine_cases import Case, accumulate, full_weights, make_engine, run_all, shared_folder, short_engine, short_step
+from engine_cases import Case, accumulate, full_weights, make_engine, run_all, short_engine, short_step
 from flash_on_cpus import attention_of_gpus
 from small_run import SHORT_ACCUMULATION, SHORT_MODEL, lane_batches, run_config, weights
 from torch._dynamo.utils import counters
 
-from ds_encdec.checkpoint.zero_state import ZeroState
 from ds_encdec.engine.deepspeed.private import shards
 from ds_encdec.engine.deepspeed.zero import DeepSpeedEngine
 from ds_encdec.engine.sharded_engine import compute_dtype
@@ -85,29 +82,6 @@ def untrained(**overrides: Any) -> dict[str, Any]:
     result = {"weights": full_weights(engine), "asked": asked}
     engine.close()
     return result
-
-
-def staging(directory: str, **overrides: Any) -> dict[str, Any]:
-    """One state written at once, from a copy two steps later in a thread, and again after going back to it."""
-    folders = [shared_folder(Path(directory) / name) for name in ("at once", "later", "again")]
-    engine = short_engine(**overrides)
-    short_step(engine, 0)
-    now = engine.stage(folders[0], copy=False)
-    now.write()
-    staged = engine.stage(folders[1], copy=True)
-    first = short_step(engine, 1)
-    thread = Thread(target=staged.write)
-    thread.start()
-    short_step(engine, 2)
-    thread.join()
-    engine.load(ZeroState(folders[0]))
-    again = engine.stage(folders[2], copy=True)  # into the same buffers
-    repeated = short_step(engine, 1)
-    written = sum(path.stat().st_size for path in again.write())
-    dist.barrier()
-    engine.close()
-    num_bytes = (now.num_bytes, staged.num_bytes, again.num_bytes)
-    return {"bytes": num_bytes, "written": written, "first": first, "repeated": repeated}
 
 
 def summed_gradient(**overrides: Any) -> dict[str, torch.Tensor]:

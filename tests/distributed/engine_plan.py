@@ -167,7 +167,6 @@ OTHER_SETTINGS: Settings = {
 # Float32 runs that are resumed with the other settings of `then`.
 CHANGED: Table = {
     "deepspeed": {
-        "zero0-cosine": zero(0, then=OTHER_SETTINGS),
         "zero2-to-native": zero(2, then={**OTHER_SETTINGS, **DECAY}),
         "zero3-offload-from-native": zero(
             3, **OFFLOAD, **DECAY, then={**OTHER_SETTINGS, "lr_scheduler_type": "cosine"}
@@ -187,8 +186,6 @@ UNTRAINED: dict[str, Settings] = {
     "zero3-bf16-offload": zero(3, **BF16, **OFFLOAD_ALL),
     "zero3-bf16-persistent": zero(3, **BF16, **PERSISTENT),
 }
-# Runs of DeepSpeed that are written from copies and go back to the first of them.
-STAGING: dict[str, Settings] = {"zero1": zero(1), "zero3-offload-bf16": zero(3, **OFFLOAD, **BF16)}
 # Runs of DeepSpeed whose gradients are summed over one and two ranks.
 SUMMED: dict[str, Settings] = {"zero2-bf16": zero(2, **BF16), "zero3-bf16": zero(3, **BF16)}
 # Runs of FSDP2 in bf16 that are compared with plain torch.
@@ -304,7 +301,6 @@ def _on_two_ranks(engine: EngineName) -> list[tuple[str, str, Settings]]:
         plan += [(f"compiled {compiled}", "compiling", zero(3, torch_compile=compiled)) for compiled in (False, True)]
         plan += [(f"untrained {name}", "untrained", given) for name, given in UNTRAINED.items()]
         plan.append(("shards", "shard_sizes", {}))
-        plan += in_folder("staging", "staging", STAGING)
     else:
         for name, given in TORCHS_BF16.items():
             plan.append((f"bf16 {name}", "trajectory", {"steps": SHORT_STEPS, **given}))

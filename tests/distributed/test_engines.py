@@ -22,7 +22,6 @@ import torch
 from compared import (
     assert_evaluated_like,
     assert_identical,
-    assert_only_matrices_decay,
     assert_skips_leave_no_trace,
     assert_trained_like,
     assert_weights_of,
@@ -164,7 +163,12 @@ def test_a_source_that_one_rank_cannot_read_fails_on_all_ranks(engine: EngineNam
 
 @every(plan.PLAIN)
 def test_only_matrices_decay(engine: EngineName, case: str) -> None:
-    assert_only_matrices_decay(result(engine, 2, f"decay {case}"))
+    for rank in result(engine, 2, f"decay {case}"):
+        assert rank["grad_norm"] == 0.0
+        kept = 1 - rank["learning_rate"] * run_config().training.weight_decay
+        for name, moved in rank["weights"].items():
+            expected = weights(name) * (1 if name.endswith("norm.weight") else kept)
+            torch.testing.assert_close(moved, expected, rtol=1e-6, atol=0, msg=name)
 
 
 @every(plan.REFUSED)
@@ -258,22 +262,6 @@ def test_training_starts_from_the_source_to_the_bit(case: str) -> None:
     for number, rank in enumerate(result("deepspeed", 2, f"untrained {case}")):
         assert_identical(rank["weights"], {name: weights(name) for name in names})
         assert rank["asked"] == ([] if number else names)  # rank 0 reads each once, nobody else any
-
-
-@pytest.mark.parametrize("case", plan.STAGING)
-def test_a_copy_is_what_was_staged_whenever_it_is_written(case: str) -> None:
-    for rank in result("deepspeed", 2, f"staging {case}"):
-        at_once, later, again = rank["bytes"]
-        assert at_once == later == again
-        assert at_once <= rank["written"] <= at_once + 200_000  # pickles, and rank 0's scripts
-        assert rank["repeated"] == rank["first"]
-    folder = folder_of("deepspeed", f"staging {case}")
-    written = [path.relative_to(folder / "at once") for path in (folder / "at once").rglob("*") if path.is_file()]
-    assert len(written) == (8 if case.startswith("zero3") else 7)
-    for path in written:
-        expected = (folder / "at once" / path).read_bytes()
-        assert (folder / "later" / path).read_bytes() == expected, path
-        assert (folder / "again" / path).read_bytes() == expected, path
 
 
 CONVERTED = ("zero1-bf16", "zero2", "zero3-sub-groups", "zero3-lora-offload-all-bf16", "zero3-freeze-bf16")
@@ -432,11 +420,6 @@ def test_files_hold_what_is_trained_and_describe_it(case: str) -> None:
     assert (record.format, record.world_size, record.applied_steps, record.loss_scaler) == ("dcp", 2, 2, None)
     assert record.sharding_stage == given["sharding_stage"]
     assert sorted(name for group in record.groups for name in group) == sorted(trained)
-    for index, group in enumerate(record.groups):
-        assert {name.endswith("norm.weight") for name in group} == {index == 1}
-    if optimizer == "muon":
-        assert {is_hidden_matrix(name) for name in record.groups[2]} == {True}
-        assert len(record.groups[2]) == 7 * LAYERS
 
 
 def test_copies_that_one_rank_has_no_memory_for_fail_on_all_ranks() -> None:

@@ -111,7 +111,6 @@ def test_what_is_kept_is_found_by_trying(name: str, arguments: dict[str, Any], k
         ("own_optimizer:Own", {"kind": "raises"}, r"does not step: ValueError: my own bug \(.*own_optimizer.py:29\)"),
         ("own_optimizer:Own", {"speed": 1}, r"cannot be made from \(groups, lr, speed\): TypeError"),
         ("own_optimizer:nothing", {}, "returns a str, not a torch.optim.Optimizer"),
-        ("own_optimizer:absent", {}, "cannot be imported"),
     ],
 )
 def test_what_engines_cannot_have_is_refused(name: str, arguments: dict[str, Any], told: str) -> None:
