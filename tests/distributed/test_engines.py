@@ -19,14 +19,6 @@ from typing import Any
 import engine_plan as plan
 import pytest
 import torch
-from compared import (
-    assert_evaluated_like,
-    assert_identical,
-    assert_skips_leave_no_trace,
-    assert_trained_like,
-    assert_weights_of,
-    oracle_trajectory,
-)
 from engine_plan import folder_of, result
 from packaging.version import Version
 from small_run import (
@@ -41,7 +33,15 @@ from small_run import (
     train_on,
     weights,
 )
-from torch_oracle import TorchOracle
+from torch_oracle import (
+    TorchOracle,
+    assert_evaluated_like,
+    assert_identical,
+    assert_skips_leave_no_trace,
+    assert_trained_like,
+    assert_weights_of,
+    oracle_trajectory,
+)
 
 from ds_encdec.base.types import MOMENTS, SavedState, StepResult, is_hidden_matrix
 from ds_encdec.checkpoint.saved_state import DcpState

@@ -18,9 +18,9 @@ import pytest
 import small_run
 import torch
 import torch.distributed as dist
-from compared import assert_identical, assert_skips_leave_no_trace
 from engine_cases import saving, short_engine, short_step, skipping
 from gloo_ranks import run_ranks
+from torch_oracle import assert_identical, assert_skips_leave_no_trace
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.engine.deepspeed import private
