@@ -1,7 +1,4 @@
-"""A process of its own in which the loss's kernel runs on the CPU, in Triton's interpreter: losses and gradients.
-
-Triton decides when it is imported if it interprets, so this cannot be done in the tests' process.
-"""
+"""The loss's kernel in Triton's interpreter, in a process of its own: Triton decides when it is imported."""
 
 import os
 import subprocess
