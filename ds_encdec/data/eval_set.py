@@ -83,8 +83,9 @@ def split_rows(sources: Sequence[OpenSource], split: Split, maker: ExampleMaker)
     is of the source that is furthest behind its share; a source drops out at its end."""
 
     def is_wanted(opened: OpenSource, key: str) -> bool:
-        own = "validation" if held_out_hash(key) < opened.held_out_below else "test"
-        return split == (own if opened.holds_out(key) else "train")
+        if not opened.holds_out(key):
+            return split == "train"
+        return split == ("validation" if held_out_hash(key) < opened.held_out_below else "test")
 
     queues = [with_ids(all_rows(opened.source, "evaluation", partial(is_wanted, opened)), maker) for opened in sources]
     shares = [{"train": 1.0, "validation": one.held_out_below, "test": one.test_below}[split] for one in sources]
