@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ds_encdec import train
 from ds_encdec.base.types import ConfigError, DataError, DsEncDecError, OutOfMemoryError
 from ds_encdec.config.schema import FullConfig, load_config
 from ds_encdec.engine.select import check_nodes, with_counted_nodes
+from ds_encdec.launch import process_group
 from ds_encdec.launch.agreement import (
     OWN_TO_A_HOST,
     differences,
@@ -58,6 +60,17 @@ def test_a_host_may_have_its_files_elsewhere_and_nothing_else() -> None:
     assert settings(*files) == settings(*files[:1], "data.data_files=b/a.txt", "infra.wandb_project=other")
     known = {name for section in load_config(QUICKSTART).model_dump().values() for name in section}
     assert OWN_TO_A_HOST.keys() <= known, "a field of the list is no field any more"
+
+
+def test_a_change_of_the_code_on_one_host_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(process_group, "__file__", str(tmp_path / "launch" / "process_group.py"))
+    digests = []
+    for code in ("a = 1", "a = 1", "a = 2"):
+        (tmp_path / "world.py").write_text(code)
+        place = process_group._own_place(discover({}), torch.device("cpu"), "fsdp", {})
+        digests.append(place["equal"]["code of ds_encdec"])
+    assert digests[0] == digests[1] != digests[2]
 
 
 RANKS = "for ranks 0-1 (node0), 2 (node1)"
