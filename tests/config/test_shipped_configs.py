@@ -85,12 +85,3 @@ def test_settings_for_gpus_are_the_fastest_that_fit(path: Path, gpu: str) -> Non
     assert best.overrides.keys() <= BATCH_FIELDS
     assert config.training.activation_checkpointing == "auto"
     assert job.config.training.activation_checkpointing == "none"
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path.suffix == ".yaml"], ids=lambda path: path.name)
-def test_deepspeed_files_go_with_every_run(path: Path) -> None:
-    names_it = "sharding_stage: zero" in path.read_text()  # and then null leaves it to the JSON
-    for stage in (1, 2):
-        overrides = ["infra.sharding_stage=null"] if names_it else []
-        infra = load_config(path, overrides, SHIPPED / f"zero{stage}.json").infra
-        assert infra.sharding_stage == f"zero{stage}"
