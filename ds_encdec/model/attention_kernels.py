@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -127,6 +128,7 @@ class AttentionKernel:
     attend: Attend
     # It attends all documents in one call, with memory for their lengths and not for the squares of these.
     is_flash: bool = True
+    implementation: str = ""  # the implementation to activate in torch's operators; "" for the one that they run anyway
 
 
 def choose_kernel(wanted: KernelQuery, *, flash: bool = True) -> tuple[AttentionKernel, str]:
@@ -208,6 +210,18 @@ def _flash_refusal(wanted: KernelQuery) -> str:
     return ""
 
 
+def _torch_refusal(wanted: KernelQuery) -> str:
+    return _flash_refusal(wanted) or ("torch.nn.attention.varlen has no dropout" if wanted.dropout else "")
+
+
+def _fa3_refusal(wanted: KernelQuery) -> str:
+    if refusal := _torch_refusal(wanted):
+        return refusal
+    if torch.cuda.get_device_capability(wanted.device)[0] != 9:
+        return "FlashAttention 3 is for Hopper GPUs"
+    return "flash_attn_interface is not installed" if find_spec("flash_attn_interface") is None else ""
+
+
 def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
     """Return why `kernel` cannot run on `wanted`, or fails its trial there; an empty text if it is correct."""
     refusal = kernel.refusal(wanted)
@@ -216,10 +230,23 @@ def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
 
 @cache  # a kernel is tried once per process
 def _failure(kernel: AttentionKernel, wanted: KernelQuery) -> str:
+    registry, before = nn.attention, None
+
+    def trial() -> float:
+        nonlocal before
+        if kernel.implementation:
+            before = registry.current_flash_attention_impl()
+            registry.activate_flash_attention_impl(kernel.implementation)
+        return _trial_error(kernel, wanted)
+
     with torch.autocast(wanted.device.type, enabled=False):
-        problem = trial_problem(lambda: _trial_error(kernel, wanted))
+        problem = trial_problem(trial)
     if not problem:
         return ""
+    if kernel.implementation and registry.current_flash_attention_impl() != before:
+        registry.restore_flash_attention_impl()
+        if before is not None:
+            registry.activate_flash_attention_impl(before)
     failure = f"{kernel.name} fails on a few documents: {problem}"
     logger.warning("Attention on %s: %s", wanted.device, failure)
     return failure
@@ -265,13 +292,10 @@ def _trial_error(kernel: AttentionKernel, wanted: KernelQuery) -> float:
 
 
 BY_DOCUMENT = AttentionKernel("one call per document", lambda _: "", attend_by_document, is_flash=False)
-# Every kernel, the preferred first. The last one runs everywhere.
+# Every kernel, the fastest first. The last one runs everywhere.
 KERNELS = (
-    AttentionKernel(
-        "torch.nn.attention.varlen",
-        lambda wanted: _flash_refusal(wanted) or ("torch.nn.attention.varlen has no dropout" if wanted.dropout else ""),
-        attend_in_torch,
-    ),
+    AttentionKernel("FlashAttention 3", _fa3_refusal, attend_in_torch, implementation="FA3"),
+    AttentionKernel("torch.nn.attention.varlen", _torch_refusal, attend_in_torch),
     AttentionKernel(
         "flash_attn",
         lambda wanted: _flash_refusal(wanted) or ("flash_attn is not installed" if flash_attn is None else ""),
