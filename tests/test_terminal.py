@@ -23,12 +23,13 @@ STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    root, ours = logging.getLogger(), logging.getLogger("ds_encdec")
-    levels = root.level, ours.level
+    root = logging.getLogger()
+    loggers = root, logging.getLogger("ds_encdec"), logging.getLogger("ds_encdec.config")
+    levels = [logger.level for logger in loggers]
     yield
     root.handlers[:] = [one for one in root.handlers if not isinstance(one, TerminalHandler)]
-    root.setLevel(levels[0])
-    ours.setLevel(levels[1])
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -56,6 +57,8 @@ def test_each_line_has_time_level_and_rank(
     log_to_terminal(argparse.Namespace(), logging.INFO)  # which the next call replaces
     log_to_terminal(argparse.Namespace(**options), logging.INFO, rank=rank, ranks=ranks)
     assert told(capsys) == lines
+    of_all_ranks = logging.getLogger("ds_encdec.config.yaml.deepspeed_json")
+    assert of_all_ranks.isEnabledFor(logging.WARNING) is (rank == 0 or "verbose" in options)
     assert re.fullmatch(STAMP + ("INFO rank 0: step 1" if ranks > 1 else "INFO: step 1"), stamped("step 1")) or rank
     assert is_quiet() is bool(options.get("quiet"))
 

@@ -84,6 +84,8 @@ def log_to_terminal(
     root.addHandler(TerminalHandler(rank, ranks, ["--quiet"] * quiet + ["--verbose"] * verbose))
     root.setLevel(level)
     logging.getLogger("ds_encdec").setLevel(logging.DEBUG if verbose else logging.NOTSET)
+    # Every rank reads the same configuration.
+    logging.getLogger("ds_encdec.config").setLevel(logging.ERROR if rank and not verbose else logging.NOTSET)
 
 
 def _handler() -> TerminalHandler | None:
