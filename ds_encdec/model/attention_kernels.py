@@ -23,6 +23,7 @@ try:
     import flash_attn  # type: ignore[import-not-found]
 except ImportError:
     flash_attn = None
+_HAS_FLASH_ATTENTION_3 = find_spec("flash_attn_interface") is not None  # a look takes as long as a layer's launches
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +220,7 @@ def _fa3_refusal(wanted: KernelQuery) -> str:
         return refusal
     if torch.cuda.get_device_capability(wanted.device)[0] != 9:
         return "FlashAttention 3 is for Hopper GPUs"
-    return "flash_attn_interface is not installed" if find_spec("flash_attn_interface") is None else ""
+    return "" if _HAS_FLASH_ATTENTION_3 else "flash_attn_interface is not installed"
 
 
 def why_not(kernel: AttentionKernel, wanted: KernelQuery) -> str:
