@@ -276,4 +276,7 @@ def export_at_end(run: RunFolder, training: TrainingConfig, *, has_trained: bool
 def clear_exports(run: RunFolder) -> None:
     """Remove leftovers of a killed export in `export/`, and restore the folder that it was replacing."""
     for name in (run.averaged.name, "final", "best"):
-        clear_leftovers(run.exports, name)
+        try:
+            clear_leftovers(run.exports, name)
+        except OSError as error:  # the run trains in any case
+            logger.warning("%s: the leftovers of a killed export could not be cleared: %s", run.exports, error)
