@@ -91,7 +91,7 @@ def parse_gpu(text: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     usable_bytes = parse_bytes(text)
-    if usable_bytes is None:
+    if usable_bytes is None or usable_bytes < 2**30:  # "80" is no memory of a GPU
         meant = [known for known in GPUS if name and known.startswith(name)] or [*filter(None, [closest(name, GPUS)])]
         suggestion = f" Did you mean {' or '.join(meant)}?" if meant else ""
         raise ConfigError(
