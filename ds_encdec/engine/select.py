@@ -214,7 +214,7 @@ def _warn(config: FullConfig, context: RunContext, model_config: Qwen3Seq2SeqCon
             if lacks := [conflict.fields[0] for conflict in engine_conflicts(config, preferred.name)]:
                 why = f"{preferred.title} cannot run this configuration ({', '.join(lacks)})"
             else:
-                why = f"{preferred.package} {'cannot be imported' if _is_installed(preferred) else 'is not installed'}"
+                why = f"{preferred.package} is not installed"
             logger.warning("infra.distributed_type=auto: %s. Training with %s.", why, engine.title)
         extra, unmissed = infra.deepspeed_extra, {"stage3_param_persistence_threshold"}  # others shard small ones, too
         if ignored := [name for name in extra if name != "zero_optimization" or extra[name].keys() - unmissed]:

@@ -224,8 +224,9 @@ class ShardedEngine(ABC):
             shard.fill(shard.weights, partial(saved.read, "weight"))
         for shard, state in self._states():
             shard.fill(shard.weights, partial(saved.read, "weight"))
-            for kind in (kind for kind in MOMENTS if kind in state):
-                shard.fill(local_part(state[kind]), partial(saved.read, kind))
+            for kind in MOMENTS:
+                if kind in state:
+                    shard.fill(local_part(state[kind]), partial(saved.read, kind))
             set_step(state, saved.applied_steps)
 
 

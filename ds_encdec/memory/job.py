@@ -108,8 +108,9 @@ class Job:
     @property
     def stepped_matrices(self) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the layers' matrices if the optimizer updates these differently, as Muon does."""
-        differs = row_of(self.config.training.optimizer).matrix_moments is not None
-        return [(name, shape) for name, shape in self.model.trained.items() if differs and is_hidden_matrix(name)]
+        if row_of(self.config.training.optimizer).matrix_moments is None:
+            return []
+        return [(name, shape) for name, shape in self.model.trained.items() if is_hidden_matrix(name)]
 
     @property
     def moments(self) -> tuple[int, int]:

@@ -121,8 +121,9 @@ def smallest_variants(job: Job) -> list[Variant]:
 
 def _offloads(job: Job) -> list[str]:
     """Return the table's offloads. If parameters are the master weights (`merges_settings`), both move together."""
-    words = [*OFFLOADS, *(_DISK_OFFLOADS if job.config.infra.nvme_path is not None else ())]
-    return ["none", "optimizer"] if ENGINES[job.engine].merges_settings else words
+    if ENGINES[job.engine].merges_settings:
+        return ["none", "optimizer"]
+    return [*OFFLOADS, *(_DISK_OFFLOADS if job.config.infra.nvme_path is not None else ())]
 
 
 def settings(job: Job) -> Iterator[Change]:
