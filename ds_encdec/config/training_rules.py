@@ -204,7 +204,7 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
             eval_set and (eval_set not in data.eval_sets or figure not in LOSS_FIGURES),
             "metric_for_best_model data.eval_sets",
             f"{best} is no figure of a set: write NAME/loss or NAME/perplexity with a name of data.eval_sets "
-            f"({', '.join(data.eval_sets) or 'there are none'})",
+            f"({', '.join(data.eval_sets) or 'no set is there'})",
         ),
         (
             0 < training.eval_samples < training.eval_generate_samples,
@@ -214,7 +214,7 @@ def _evaluation(config: Sections) -> Iterator[Conflict]:
         (
             is_of_texts and not training.eval_generate_samples,
             "metric_for_best_model eval_generate_samples",
-            "a figure of generated texts, of which there are none: set eval_generate_samples > 0, or take loss",
+            "it is a figure of generated texts, and no text is generated: set eval_generate_samples > 0, or take loss",
         ),
         *(
             (

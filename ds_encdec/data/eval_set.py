@@ -31,7 +31,7 @@ def evaluation_examples(
     cache_folder: Path | None,  # keeps the examples under a digest of everything they depend on
     own: Sequence[OpenSource] = (),  # sources for evaluation only
 ) -> list[Example]:
-    """Return the first `num_examples` held-out examples, or all. Raises DataError if there are none."""
+    """Return the first `num_examples` held-out examples, or all. Raises DataError if no example is held out."""
     kept = cache_folder and cache_folder / f"examples-{digest([_FORMAT, facts, num_examples])}.json"
     if kept and kept.exists():
         try:
@@ -45,8 +45,8 @@ def evaluation_examples(
     if not examples:
         raise DataError(
             f"{'the files or the split to evaluate on (eval_files, eval_split)' if own else 'the held-out documents'} "
-            "give no example: there are none, or they are empty, too long (data.on_long_row) or of weight 0. Raise "
-            "data.eval_fraction (for sft lower data.train_split_ratio), add documents (two at least), or turn "
+            "give no example: no document is there, or all are empty, too long (data.on_long_row) or of weight 0. "
+            "Raise data.eval_fraction (for sft lower data.train_split_ratio), add documents (two at least), or turn "
             "evaluation off with training.eval_samples=0"
         )
     if kept:

@@ -165,7 +165,7 @@ def build_folder(environ: Mapping[str, str]) -> Path:
 
 
 def cpu_line(*beginnings: str) -> str:
-    """Return the first line of /proc/cpuinfo with one of these beginnings; empty if there is none, as outside Linux."""
+    """Return the first line of /proc/cpuinfo with one of these beginnings; empty if no line has, as outside Linux."""
     with suppress(OSError), open("/proc/cpuinfo") as lines:
         return next((line.rstrip("\n") for line in lines if line.startswith(beginnings)), "")
     return ""

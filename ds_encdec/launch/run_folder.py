@@ -132,7 +132,7 @@ class RunFolder:
                     file.truncate()
 
     def read_status(self) -> dict[str, Any]:
-        """Return the content of `run.json`, or {} if there is none."""
+        """Return the content of `run.json`, or {} if that file is missing."""
         try:
             return json.loads(self.run_json.read_text())
         except (OSError, ValueError):

@@ -19,7 +19,7 @@ from ds_encdec.monitor.machine import peak_host_bytes
 
 logger = logging.getLogger(__name__)
 GB = 1e9
-# Bytes of a number of weights, gradients and activations, and of master weights (0: there are none).
+# Bytes of a number of weights, gradients and activations, and of master weights (0: no master weights).
 _PRECISIONS = {
     **dict.fromkeys(("fp32", "float32"), (4, 0)),
     **dict.fromkeys(("bf16", "bfloat16", "fp16", "float16", "half"), (2, 0)),

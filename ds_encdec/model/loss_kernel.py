@@ -29,7 +29,7 @@ _WARPS = 8
 
 
 class Extras(NamedTuple):
-    """Losses that are optimised beside the cross-entropy; false if there are none."""
+    """Losses that are optimised beside the cross-entropy; false if no such loss is set."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0

@@ -206,8 +206,8 @@ def eval_metrics(
 
 def train_metrics(records: Sequence[StepRecord]) -> dict[str, float]:
     """Return the `train/` metrics of an interval of at least one step, and the engine's own (`StepResult.extra`).
-    Losses and the engine's metrics are means over the applied steps (if there are none, over all): a skipped NaN would
-    hide the others. Learning rate and gradient norm are the last step's."""
+    Losses and the engine's metrics are means over the applied steps (over all, if no step was applied): a skipped NaN
+    would hide the others. Learning rate and gradient norm are the last step's."""
     counted = [record for record in records if record.applied] or records
     loss_sums = _by_name([record.loss_sums for record in counted], sum)
     target_tokens = _by_name([record.target_tokens for record in counted], sum)

@@ -58,7 +58,7 @@ class StepProfiler(Callback):
             self.finish()
 
     def finish(self) -> None:
-        """Write the profile, also one that the end of the run cut short, or log that there is none."""
+        """Write the profile, also one that the end of the run cut short, or log that no step was profiled."""
         profiled, self._profile = self._profile, None
         steps, is_main = self._seen - WARM_UP_STEPS, self._rank == 0
         if profiled is not None:

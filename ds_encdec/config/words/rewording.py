@@ -96,7 +96,7 @@ def read_overrides(
 
 def with_value(word: str, remaining: list[str]) -> str:
     """Return `--name=value` for `word`, a `--name`, with the value that is taken from `remaining`, or `word` itself if
-    there is none. A switch before a setting or the name of a configuration may stand alone, and is then true."""
+    no value follows. A switch before a setting or the name of a configuration may stand alone, and is then true."""
     follows, name = remaining[0] if remaining and not remaining[0].startswith("--") else None, word.removeprefix("--")
     meaning = {name: True} if name in fields() else _meaning(name, True)
     is_switch = isinstance(meaning, dict) and all(wrong_value(*one) is None for one in meaning.items())

@@ -268,7 +268,7 @@ class PairMaker(ExampleMaker):
         conversation = [turn for turn, _ in read]
         turns = [number for number, turn in enumerate(conversation) if turn["role"] == "assistant"]
         if not turns:
-            roles = ", ".join(dict.fromkeys(str(turn["role"]) for turn in conversation)) or "there are none"
+            roles = ", ".join(dict.fromkeys(str(turn["role"]) for turn in conversation)) or "the list is empty"
             raise UnusableError(f"its messages have no turn of the assistant (role: {roles:.100})")
         turns = [number for number in turns if read[number][1]]
         if not turns:

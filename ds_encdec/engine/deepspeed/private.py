@@ -103,7 +103,7 @@ def complete_frozen(engine: DeepSpeedEngine, state: dict[str, Any], kept: Set[st
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training: TrainingConfig) -> dict[str, Any]:
-    """Return the state of a shard, made as the optimizer's first step would make it if there is none yet."""
+    """Return the state of a shard; before the optimizer's first step it is made as that step would make it."""
     state: dict[str, Any] = optimizer.state[weights]
     if not state:
         # A GPU's fused kernel counts where the weights are, torch's other forms on the CPU.
