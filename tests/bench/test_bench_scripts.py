@@ -39,10 +39,17 @@ def test_contenders_do_equal_work(tmp_path: Path) -> None:
         assert row["first losses differ by"] < 0.01
 
 
-def test_saves_are_timed(tmp_path: Path) -> None:
-    arguments = "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1"
-    name, *figures = rows("save.py", tmp_path, *arguments.split())[0].values()
-    assert name == "quiet step"
+@pytest.mark.parametrize(
+    ("script", "arguments", "first"),
+    [
+        ("save.py", "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1", "quiet step"),
+        ("data.py", "--micro-batches 2 --rounds 1 --max-length 256", "ours"),
+        ("packing.py", "--batches 5", "4 x (4096 + 2048)"),
+    ],
+)
+def test_figures_of_one_process(script: str, arguments: str, first: str, tmp_path: Path) -> None:
+    name, *figures = rows(script, tmp_path, *arguments.split())[0].values()
+    assert name == first
     assert all(figure > 0 for figure in figures if figure is not None)
 
 
