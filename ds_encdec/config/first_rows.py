@@ -88,9 +88,13 @@ def _rows(source: Source) -> Iterator[Mapping[str, Any] | str]:
         return
     try:
         if kind == "parquet":
-            from pyarrow.parquet import read_schema  # 0.2 s
+            from pyarrow.parquet import read_metadata  # 0.2 s
 
-            yield dict.fromkeys(read_schema(path).names)
+            # One without rows, which may have no columns either, is passed over.
+            filled = next((found for found in map(read_metadata, chain([path], files)) if found.num_rows), None)
+            if filled is None:
+                raise DataError(f"{path}: none of the files has a row. Name some that have")
+            yield dict.fromkeys(filled.schema.to_arrow_schema().names)
             return
         content, is_whole = first_bytes(path, 1 << 20)
     except (OSError, ValueError):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import get_args
 
 from ds_encdec.base.plugins import is_dotted
@@ -119,11 +120,14 @@ def _schedule(training: TrainingConfig) -> Iterator[Conflict]:
 
 
 def _fields_not_read(training: TrainingConfig) -> Iterator[Conflict]:
+    names, written = list(chain(*_READ_BY.values())), training.model_fields_set
+    # A run's file has all fields, and its defaults are nobody's choice.
+    chosen_fields = {*(training.changed(*names) if {*names} <= written else written)}
     for chooser, readers in _READ_BY.items():
         chosen = getattr(training, chooser)
         if chosen not in _NAMED[chooser] and not (chooser == "optimizer" and is_dotted(chosen)):
             continue  # the user's own schedule, which may read any of them, or a mistake that is reported elsewhere
-        for field in training.changed(*readers):
+        for field in (name for name in readers if name in chosen_fields):
             is_its_end = field == "min_lr_ratio" and training.min_lr_ratio == (chosen in ENDLESS_SCHEDULES)
             if chosen not in readers[field] and not is_its_end:
                 yield Conflict(

@@ -190,11 +190,12 @@ def test_an_end_that_the_schedule_has_is_taken() -> None:
         load({"training.lr_scheduler_type": schedule, "training.min_lr_ratio": end})
 
 
-def test_numbers_of_an_optimizer_are_refused_where_it_ignores_them() -> None:
+def test_written_numbers_are_refused_where_schedule_or_optimizer_ignores_them() -> None:
     for settings in (
+        {"training.lr_scheduler_type": "linear", "training.min_lr_ratio": 0.1},
         {"training.optimizer": "my_parts:Lion", "training.adam_beta1": 0.8},
         {"training.muon_momentum": 0.9},
     ):
-        with pytest.raises(ConfigError, match=r"training\.(adam_beta1|muon_momentum) = [\s\S]*does not read it"):
+        with pytest.raises(ConfigError, match=r"training\.(adam_beta1|m\w+) = [\s\S]*does not read it"):
             load(settings)
     load(FSDP | {"training.optimizer": "muon", "training.muon_momentum": 0.9, "training.adam_beta1": 0.8})

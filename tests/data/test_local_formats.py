@@ -160,6 +160,14 @@ def test_a_file_without_rows_is_named_by_the_run_and_by_validate(
     assert [problem.message for problem in unusable_rows(config, ModelConfig())] == [str(caught.value)]
 
 
+def test_parquet_files_without_rows_are_passed_over(tmp_path: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "a.parquet")  # which have no columns, either
+    config = DataConfig(dataset_name="parquet", data_files=str(tmp_path / "*.parquet"))
+    assert "a.parquet: none of the files has a row" in next(unusable_rows(config, ModelConfig())).message
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "b.parquet")
+    assert not list(unusable_rows(config, ModelConfig()))
+
+
 def test_bytes_that_are_no_text_are_bad_rows(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"line\n" * 30_000 + b"\0\n" + bytes(range(0x80, 0xC0)) * 5000)
     source = opened("text", tmp_path / "a.txt")
