@@ -121,8 +121,11 @@ class ParquetFiles:
         else:
             with local_errors(path, "cannot be read as parquet"):
                 parquet = ParquetFile(path)
+        names = parquet.schema_arrow.names
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise DataError(f"{path}: the column {', '.join(twice):.300} is there more than once: rename the others")
         if parquet.metadata.num_rows:  # one without rows may have no columns either
-            _require_column(self._text_column, self._names[file], parquet.schema_arrow.names)
+            _require_column(self._text_column, self._names[file], names)
         return parquet
 
 
