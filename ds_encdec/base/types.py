@@ -42,6 +42,8 @@ class ConfigError(DsEncDecError, exit_code=2):
 class OutputLockedError(DsEncDecError, exit_code=3):
     """The output directory belongs to another run."""
 
+    common = True  # rank 0 takes it for all
+
 
 class DataError(DsEncDecError, exit_code=4):
     """A data source is missing, unreadable, or too small."""

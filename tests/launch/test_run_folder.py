@@ -41,6 +41,7 @@ def test_a_second_run_is_refused_unless_it_resumes(folder: RunFolder) -> None:
     for _ in range(2):
         with pytest.raises(OutputLockedError, match="already holds a run") as refused:
             again(folder).claim(resume=False)
+        assert refused.value.common  # rank 0 alone prints it
     assert refused.traceback  # which holds on to the refused claim, but not to its lock
     again(folder).claim(resume=True)
 
