@@ -40,6 +40,7 @@ from ds_encdec.engine.sharded_engine import (
 from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import disk_error
 from ds_encdec.launch.host_collectives import RunContext
+from ds_encdec.launch.memory_errors import is_out_of_memory, out_of_memory
 from ds_encdec.launch.world import World
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.lora import choose_trained, detach_frozen, quantize_into, quantized_matrices
@@ -259,6 +260,8 @@ def _write(
             raise OSError(
                 error.errno or errno.EIO, f"rank {where}: {error.strerror or error}", str(folder)
             ) from failure
+        if is_out_of_memory(error):
+            raise out_of_memory(error, where) from failure
         raise CheckpointError(
             f"{folder} could not be written: rank {where}: {type(error).__name__}: {error}"
         ) from failure

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from engine_cases import Case, accumulate, run_all, short_engine, short_step, trajectory
 from flash_on_cpus import attention_of_gpus
 from small_run import MODEL, random_batch, weights
+from torch.distributed import checkpoint as dcp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.base.types import DsEncDecError
@@ -38,18 +40,18 @@ def compiled_trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
         return trajectory(steps, **overrides)
 
 
-def lacking_memory(**overrides: Any) -> str:
-    """What each rank says when rank 1 has no memory for the copies of a save."""
-    engine = short_engine(**overrides)
-    failing = mock.patch.object(StagingArea, "_copy", side_effect=MemoryError("no more"))
-    try:
-        with failing if dist.get_rank() == 1 else nullcontext():
-            engine.stage(Path("never-written"), copy=True)
-    except DsEncDecError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        engine.close()
-    return "staged"
+def lacking_memory(**overrides: Any) -> list[str]:
+    """What each rank says when rank 1 has no memory for the copies of a save, and when it has none as it writes."""
+    engine, found = short_engine(**overrides), []
+    for owner, name in ((StagingArea, "_copy"), (dcp.FileSystemWriter, "write_data")):
+        failing = mock.patch.object(owner, name, side_effect=MemoryError("no more"))
+        with TemporaryDirectory() as folder, failing if dist.get_rank() == 1 else nullcontext():
+            try:
+                engine.stage(Path(folder), copy=True).write()
+            except DsEncDecError as error:
+                found.append(f"{type(error).__name__}: {error}")
+    engine.close()
+    return found
 
 
 class Collectives(TorchDispatchMode):
