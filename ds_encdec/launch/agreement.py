@@ -85,12 +85,21 @@ def differences(everyones: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> lis
 
 def merge_rank_facts(places: Mapping[int, Mapping[str, Any]], hosts: Ranks) -> dict[str, Any]:
     """Return all that ranks need to know of each other, in JSON's types: `sharing`; `reached`: of at most two machines
-    the name, and an address that others reach; `warnings`. `places`: rank → `machine`, `address`, `cores`; facts that
-    must be `equal`, and facts `noted` if they differ. Raises ConfigError for ranks that would not train one model."""
+    the name, and an address that others reach; `warnings`. `places`: rank → `machine`, `address`, `cores`, GPU's
+    `uuid`; facts that must be `equal`, and facts `noted` if they differ. Raises ConfigError for ranks on one GPU, and
+    for ranks that would not train one model."""
+    on_gpu: dict[Any, list[int]] = {}
     reached: dict[str, str | None] = {}
-    for place in places.values():
+    for rank, place in places.items():
+        on_gpu.setdefault((place["machine"], place["uuid"] or rank), []).append(rank)
         if place["machine"] in reached or len(reached) < 2:
             reached[place["machine"]] = reached.get(place["machine"]) or place["address"]
+    for (_, uuid), crowded in on_gpu.items():
+        if len(crowded) > 1:
+            raise ConfigError(
+                f"Ranks {spans(sorted(crowded))} were started on the same GPU ({hosts[crowded[0]]}, {uuid}). Start one "
+                "rank for each GPU, or have the launcher give each rank its own (Slurm: --gpus-per-task=1)."
+            )
     if errors := differences({rank: place["equal"] for rank, place in places.items()}, hosts):
         raise ConfigError(
             f"the ranks do not agree, so they would not train one model:{listed(errors, _MOST_LINES)}\nStart all of "

@@ -41,7 +41,7 @@ def choose_device(
 ) -> torch.device:
     """Return this rank's device for the `requested` kind; `named` is its field or option in messages. Raises
     ConfigError if this machine lacks a needed accelerator, or has fewer than ranks. A launcher may show each rank only
-    one; NCCL refuses two ranks on the same."""
+    one; `init_process_group` checks that no two are the same."""
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested == "cpu" or (requested == "auto" and not available):
         return torch.device("cpu")
@@ -135,13 +135,14 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
         MASTER_PORT=str(world.master_port),
         TORCH_EXTENSIONS_DIR=str(build_folder(os.environ)),
     )
-    noted = versions([engine], nccl=device.type == "cuda")
+    uuid, noted = None, versions([engine], nccl=device.type == "cuda")
     release_series = {name: ".".join(version.split(".")[:2]) for name, version in noted.items()}
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
         _take(device)
         properties = torch.cuda.get_device_properties(device)
+        uuid = str(properties.uuid)
         noted |= {"GPU": properties.name, "GPU memory": f"{round(properties.total_memory / 2**30)} GiB"}
     package = Path(__file__).parents[1]
     code = {str(file.relative_to(package)): file.read_text(errors="replace") for file in package.rglob("*.py")}
@@ -150,6 +151,7 @@ def _own_place(world: World, device: torch.device, engine: EngineName, shared: M
         "address": own_address_towards(world.master_addr),
         # Containers and taskset allow fewer cores than there are.
         "cores": sorted(os.sched_getaffinity(0)),
+        "uuid": uuid,
         "equal": {
             "WORLD_SIZE": world.world_size,
             "engine": engine,
