@@ -146,6 +146,9 @@ class ScriptedEngine:
         time.sleep(0.02)
         return result(applied=True)
 
+    def held_bytes(self) -> dict[str, int]:
+        return {}
+
     def stage(self, folder: Path, *, copy: bool) -> StagedSave:
         step = self.step_number
 

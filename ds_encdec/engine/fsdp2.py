@@ -7,7 +7,7 @@ gradients over all ranks, so the loss *sum* is multiplied by world size / target
 the compute dtype. One replica writes each tensor."""
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -166,6 +166,15 @@ class FSDP2Engine(ShardedEngine):
         for unit in self._units:
             unit.reshard()  # an evaluation leaves old parameters gathered
         self._applied_steps = saved.applied_steps
+
+    def _held(self) -> Mapping[str, Iterable[Any]]:
+        shards = self._parameters.values()
+        return {
+            "master_weights": [parameter for parameter in shards if parameter.requires_grad],
+            "weights": [*shards, *self.model.parameters()],  # those not counted yet: frozen, and gathered ones
+            "gradients": [parameter.grad for parameter in shards],
+            "optimizer": self.optimizer.state,
+        }
 
 
 def make_mesh(infra: InfraConfig, world: World, device: torch.device) -> DeviceMesh:

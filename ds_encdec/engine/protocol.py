@@ -65,6 +65,11 @@ class Engine(Protocol):
         """Yield every unsharded parameter by canonical name, in the compute dtype on the device, with adapters merged.
         Collective: every rank takes all of them, in this order. One is gathered at a time, and valid until the next."""
 
+    def held_bytes(self) -> dict[str, int]:
+        """Return the bytes of the engine's own tensors on this rank now: `weights`, also if the optimizer steps them
+        directly, `master_weights`, `gradients` (between a step's last backward pass and its `step`), `optimizer`, and
+        `host_states`, in host memory for an accelerator. Not a collective."""
+
     def close(self) -> None:
         """Release the process-wide resources that the engine took."""
 

@@ -8,7 +8,7 @@ layers."""
 import logging
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ from ds_encdec.registry.optimizers import row_of
 logger = logging.getLogger(__name__)
 
 Read = Callable[[str, int, int], Tensor]  # elements [start, stop) of the flattened parameter of this name
+HOST_STATES = "host_states"  # the category of tensors in host memory for an accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,18 @@ class ShardedEngine(ABC):
         self._collectives.on_every_rank(lambda: self._fill(saved))
         self._continue_from(saved)
 
+    def held_bytes(self) -> dict[str, int]:
+        """Count each storage once, in its first category; buffers of an engine's library are not counted."""
+        num_bytes, counted = {HOST_STATES: 0}, set[tuple[torch.device, int]]()
+        for category, items in self._held().items():
+            num_bytes[category] = 0
+            for tensor in local_tensors(items):
+                storage = tensor.untyped_storage()
+                if (key := (tensor.device, storage.data_ptr())) not in counted:
+                    counted.add(key)
+                    num_bytes[category if tensor.device.type == self.device.type else HOST_STATES] += storage.nbytes()
+        return num_bytes
+
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self._iter_full() if self._lora is None else merged_in_turn(self._iter_full(), self._lora)
 
@@ -190,6 +203,10 @@ class ShardedEngine(ABC):
     @abstractmethod
     def _continue_from(self, saved: SavedState) -> None:
         """Take over the counters of `saved`, whose weights and moments are filled in already. Collective."""
+
+    @abstractmethod
+    def _held(self) -> Mapping[str, Iterable[Any]]:
+        """Return the engine's own tensors by category, in containers of any depth; other objects are skipped."""
 
     def _parameter_groups(self, model: Qwen3ForSeq2SeqLM) -> list[dict[str, Any]]:
         has_matrices = row_of(self._training.optimizer).matrix_moments is not None
@@ -373,3 +390,12 @@ def full_shape(parameter: nn.Parameter) -> torch.Size:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's rows. Gradients must be off, or they become a node of autograd's graph."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensors(item: Any) -> Iterator[Tensor]:
+    """Yield this rank's part of each tensor in `item`, in containers of any depth."""
+    if isinstance(item, Tensor):
+        yield local_part(item.detach())
+    elif isinstance(item, Iterable) and not isinstance(item, str):
+        for one in item.values() if isinstance(item, Mapping) else item:
+            yield from local_tensors(one)

@@ -99,13 +99,14 @@ def performance_metrics(
 class RankStats(Lap):
     """One rank's figures of one logging interval; gathered, so that all ranks judge by the same. `arithmetic_s`: see
     `measure_arithmetic`. `memory`, in bytes: `host`, resident now; `device`, allocated on the accelerator now; `peak`,
-    the largest of that so far (of the host's without an accelerator); `reserved`, by the allocator."""
+    the largest of that so far (of the host's without an accelerator); `reserved`, by the allocator; and once in a
+    process the engine's tensors by category (engine/protocol.py)."""
 
     arithmetic_s: float
     memory: Mapping[str, float]
 
 
-def measure_rank_stats(device: torch.device, lap: Lap) -> RankStats:
+def measure_rank_stats(device: torch.device, lap: Lap, held_bytes: Mapping[str, int]) -> RankStats:
     """Return this rank's figures of `lap`; memory and arithmetic are measured now."""
     host = psutil.Process().memory_info().rss
     # The kernel brings its peak up to date a little later.
@@ -116,7 +117,7 @@ def measure_rank_stats(device: torch.device, lap: Lap) -> RankStats:
             "device": torch.cuda.memory_allocated(device),
             "reserved": torch.cuda.memory_reserved(device),
         }
-    return RankStats(**asdict(lap), arithmetic_s=measure_arithmetic(device), memory=memory)
+    return RankStats(**asdict(lap), arithmetic_s=measure_arithmetic(device), memory={**memory, **held_bytes})
 
 
 def peak_host_bytes() -> int:
@@ -230,8 +231,10 @@ class MachineWatch:
     @staticmethod
     def metrics(rank_stats: Sequence[RankStats]) -> dict[str, float]:
         """Return the largest memory of all ranks and, of several ranks, the slowest and the latest."""
-        metrics: dict[str, float] = {
-            f"mem/{name}_bytes": max(rank.memory[name] for rank in rank_stats) for name in rank_stats[0].memory
+        metrics = {
+            f"mem/{name}_bytes": largest
+            for name in rank_stats[0].memory
+            if (largest := max(rank.memory[name] for rank in rank_stats))
         }
         if len(rank_stats) > 1:
             ratios, latest, lateness = _compared(rank_stats)

@@ -26,6 +26,9 @@ from ds_encdec.monitor.sinks import Sample, Sink
 
 logger = logging.getLogger(__name__)
 
+# The engine's tensors are counted before this step of a process: the first step has allocated them all.
+STEPS_TO_HELD = 2
+
 Alert = Mapping[str, Any]  # see `make_alert`
 
 
@@ -70,12 +73,20 @@ class Recorder:
         self._judged_steps = self._restored_steps = 0  # steps of the interval
         self._alerts_in_interval: Counter[str] = Counter()
         self._once: dict[str, float] = {}
+        self._steps_to_held = STEPS_TO_HELD
+        self._held_bytes: Mapping[str, int] = {}
         measure_arithmetic(self.device)  # allocates its operands before memory is full
 
     def add(self, loss: LossSum, batch: Batch) -> None:
         """Add one micro-batch of this rank. Does not wait for the device."""
         self._steps.add(loss, encoder_tokens=batch.encoder_tokens)
         self._flops += self.batch_flops(batch)
+
+    def measure_held(self, held_bytes: Callable[[], Mapping[str, int]]) -> None:
+        """Call before each step: once in this process, `Engine.held_bytes` goes into the next line of metrics."""
+        self._steps_to_held -= 1
+        if self._steps_to_held == 0:
+            self._held_bytes = held_bytes()
 
     @property
     def veto(self) -> Callable[[torch.Tensor], bool] | None:
@@ -100,7 +111,7 @@ class Recorder:
         records = self._steps.take()
         timed = records[self._restored_steps :]
         self._judged_steps = self._restored_steps = 0
-        stats = measure_rank_stats(self.device, self.clock.lap())
+        stats = measure_rank_stats(self.device, self.clock.lap(), self._held_bytes)
         rank_stats, everyones_rows = zip(*self.collectives.gather((stats, rows)), strict=True)
         rows = RowCounts.summed(everyones_rows)
         bad_rows, long_rows = max(rows.bad, default=0), max(rows.long, default=0)
@@ -113,7 +124,7 @@ class Recorder:
             flops=self._flops * len(rank_stats),
             peak_flops_per_device=self.peak_flops,
         )
-        self._flops = 0.0
+        self._held_bytes, self._flops = {}, 0.0
         speed = performance["perf/tokens_per_sec"]
         self.monitor.throughput_window.add(speed)
         of_machines = self.machine.update(state.global_step, rank_stats, tokens_per_second=speed)

@@ -120,6 +120,7 @@ def train(run: Trainer) -> TrainingState:
             loss = run.engine.forward(batch)
             run.engine.backward(loss, target_tokens=totals.target_tokens, last=number == len(micro_batches))
             run.recorder.add(loss, batch)
+        run.recorder.measure_held(run.engine.held_bytes)
         if run.state.global_step + 1 < run.training.num_train_steps:  # read while the device works on this step
             run.ahead = _begin_next_step(run, run.state.data_step + 1)
         result = run.engine.step(run.recorder.veto)

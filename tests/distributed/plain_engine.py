@@ -56,6 +56,9 @@ class PlainEngine(TorchOracle):
     def load(self, saved: SavedState) -> None:
         raise NotImplementedError("this engine resumes nothing: others read what it has saved")
 
+    def held_bytes(self) -> dict[str, int]:
+        return {"weights": sum(parameter.nbytes for parameter in self._names)}
+
 
 ROW: dict[str, Any] = {
     "name": "plain",

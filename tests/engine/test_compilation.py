@@ -55,7 +55,7 @@ def test_layers_are_compiled_where_engine_and_device_can(
 
 def test_an_engine_takes_back_how_many_graphs_it_lets_torch_make() -> None:
     class Bare(ShardedEngine):
-        _iter_full = _states = _frozen = _continue_from = None  # type: ignore[assignment]
+        _iter_full = _states = _frozen = _continue_from = _held = None  # type: ignore[assignment]
 
     before = torch._dynamo.config.recompile_limit
     engine = Bare(config_of("fsdp", torch_compile=True), context_of("cpu", "fsdp"))  # type: ignore[abstract]

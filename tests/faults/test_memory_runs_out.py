@@ -1,4 +1,5 @@
-"""Runs on two real ranks, of which one really runs out of memory, and micro-batches that are chosen by its limit."""
+"""Runs on two real ranks, of which one really runs out of memory, micro-batches that are chosen by its limit, and what
+engines say that they hold."""
 
 import re
 import signal
@@ -17,6 +18,8 @@ from ds_encdec.config.schema import FullConfig, load_config
 
 pytestmark = [pytest.mark.distributed]
 
+PARAMETERS = 51_456
+"""Of the tiny run's model."""
 STEPS = QUIET | {
     "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
     "training__num_train_steps": 4,
@@ -62,13 +65,14 @@ def test_a_rank_without_memory_says_what_would_have_fitted(runs: ForkedRuns, tmp
 
 
 @pytest.mark.parametrize(
-    ("engine", "stage"),
-    [("fsdp", "zero3"), ("deepspeed", "zero2"), ("deepspeed", "zero3")],
+    ("engine", "stage", "weights"),  # bytes per parameter; FSDP2 gathers weights, and before a step none are
+    [("fsdp", "zero3", 0), ("deepspeed", "zero2", 2), ("deepspeed", "zero3", 2 / 2)],
 )
 def test_what_accelerators_try_before_their_first_step_changes_nothing(
-    runs: ForkedRuns, tmp_path: Path, engine: str, stage: str
+    runs: ForkedRuns, tmp_path: Path, engine: str, stage: str, weights: float
 ) -> None:
-    """An evaluation and the copies of a save, as large as later ones: the optimizer's states are there by then."""
+    """An evaluation and the copies of a save, as large as later ones: the optimizer's states are there by then. The
+    second line alone has what the engine's tensors take."""
     changes: dict[str, Any] = {"infra__distributed_type": engine, "infra__sharding_stage": stage}
     changes |= {"infra__offload_optimizer": "none", "training__bf16": True, "training__eval_samples": 8}
     changes |= {"training__eval_steps": 2, "training__save_steps": 2, "training__residual_dropout": 0.1}
@@ -78,6 +82,12 @@ def test_what_accelerators_try_before_their_first_step_changes_nothing(
         finished = runs.run(["--config", QUICKSTART, *words], ranks=2, faults=faults).ended_with(0)
         kept = ("step", "train/loss", "train/grad_norm", "eval/loss")
         lines.append([{key: line.get(key) for key in kept} for line in metrics(tmp_path / name)])
+        names = [f"mem/{category}_bytes" for category in ("weights", "master_weights", "gradients", "optimizer")]
+        first, second, *later = [line for line in metrics(tmp_path / name) if "train/loss" in line]
+        assert not {*names} & set().union(first, *later)
+        # Norms are not sharded under ZeRO-3, and shards are padded.
+        held = (weights, 4 / 2, 4 / 2, 8 / 2)
+        assert [second.get(one, 0) / PARAMETERS for one in names] == pytest.approx(held, rel=0.1, abs=0.01)
     assert lines[0] == lines[1]
     for rank in range(2):
         staged = re.findall(rf"rank {rank} stages (\d+) bytes after (\d+) data steps", finished.output)

@@ -185,12 +185,14 @@ def test_the_messages(golden: Callable[[object], None]) -> None:
 def test_metrics_name_the_largest_the_slowest_and_the_latest() -> None:
     rank_stats = ranks(4, arithmetic_s={1: 0.006}, exchange_wait_s={0: 0.25})
     rank_stats[2:] = with_memory(host=9 * GIB), with_memory(peak=70 * GIB)
-    sizes = [{**one.memory, "reserved": rank * GIB} for rank, one in enumerate(rank_stats)]
+    held = {"weights": 6, "host_states": 0}  # of the engine
+    sizes = [{**one.memory, **held, "reserved": rank * GIB} for rank, one in enumerate(rank_stats)]
     rank_stats = [dataclasses.replace(one, memory=memory) for one, memory in zip(rank_stats, sizes, strict=True)]
     assert MachineWatch.metrics(rank_stats) == {
         "mem/host_bytes": 9 * GIB,
         "mem/device_bytes": 40 * GIB,
         "mem/peak_bytes": 70 * GIB,
+        "mem/weights_bytes": 6,
         "mem/reserved_bytes": 3 * GIB,
         "health/slowest_rank": 1,
         "health/slowest_rank_ratio": 1.5,
@@ -206,7 +208,7 @@ CPU = torch.device("cpu")
 
 
 def test_vitals_are_floats_in_one_row() -> None:
-    taken = measure_rank_stats(CPU, LAP)
+    taken = measure_rank_stats(CPU, LAP, {})
     assert (taken.training_s, taken.data_wait_s, taken.exchange_wait_s) == (3.0, 2.0, 1.0)
     assert 0 < taken.arithmetic_s < 10
     assert 2**26 < taken.memory["host"] < 2**36

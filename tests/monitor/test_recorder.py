@@ -85,16 +85,17 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_does_and_times_its_own_ste
     assert round(lines(cut)[1]["perf/mfu"] * 1e12 * seconds / 1e9) == 6
 
 
-def test_saves_come_with_the_next_line_only_or_at_the_end(tmp_path: Path) -> None:
+def test_saves_and_what_the_engine_holds_come_with_the_next_line_only_or_at_the_end(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path / "metrics.jsonl", 0)
     recorder.log_save(blocked_seconds=1.5, seconds=4.0)
     for step in range(4):
+        recorder.measure_held(lambda: {"weights": 8})
         run(recorder, 2 * step, 2 * step + 2, every=2)
     recorder.log_save(blocked_seconds=2.0, seconds=5.0)
     recorder.close(0)
-    names = ("step", "ckpt/blocked_s", "ckpt/total_s")
+    names = ("step", "ckpt/blocked_s", "ckpt/total_s", "mem/weights_bytes")
     assert [tuple(map(line.get, names)) for line in lines(tmp_path / "metrics.jsonl")] == [
-        (2, 1.5, 4.0), (4, None, None), (6, None, None), (8, None, None), (8, 2.0, 5.0),
+        (2, 1.5, 4.0, None), (4, None, None, 8), (6, None, None, None), (8, None, None, None), (8, 2.0, 5.0, None),
     ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ places (foreign_places.py), which tests of parity, resumed runs and byte counts 
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -33,6 +33,16 @@ from ds_encdec.engine.user_code import kept_state
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.model.parameter_count import canonical_name
 from ds_encdec.registry.optimizers import OPTIMIZERS
+
+_GRADIENTS_OF_PARAMETER = ("grad", "grad_accum")
+_GRADIENTS_OF_OPTIMIZER = (
+    "averaged_gradients",  # stages 1 to 3, by group, from the backward pass to the step
+    "all_grad_tensors",  # stage 1, while it accumulates
+    "grads_in_partition",  # stage 2, in the backward pass
+    "accumulated_grads_in_cpu",  # stages 1 and 2 with offload, from several micro-batches on
+    "grad_partitions_flat_buffer",  # stage 3
+    "fp32_groups_gradients_flat",  # BF16_Optimizer
+)
 
 # Bytes on the disk for each trained parameter: float32 weights, two moments, and the gradients of a step.
 SWAPPED_BYTES = 16
@@ -111,6 +121,21 @@ def optimizer_state(optimizer: torch.optim.Optimizer, weights: Tensor, training:
         place = weights.device if counts_on_device or training.optimizer not in OPTIMIZERS else torch.device("cpu")
         state.update(kept_state(training, place).zero(weights))
     return state
+
+
+def computing_parameters(engine: DeepSpeedEngine) -> Iterator[Any]:
+    """Yield the tensors that layers use: whole ones and, under stage 3, this rank's parts (hpZ: its node's)."""
+    for parameter in engine.module.parameters():
+        yield from (parameter, getattr(parameter, "ds_tensor", None), getattr(parameter, "ds_secondary_tensor", None))
+
+
+def gradients(engine: DeepSpeedEngine, shards: Sequence[Shard]) -> Iterator[Any]:
+    """Yield the current gradients of parameters and `shards`, as tensors, containers of them, or None."""
+    return chain(
+        (getattr(one, name, None) for one in engine.module.parameters() for name in _GRADIENTS_OF_PARAMETER),
+        (shard.weights.grad for shard in shards),
+        (getattr(engine.optimizer, name, None) for name in _GRADIENTS_OF_OPTIMIZER),
+    )
 
 
 def undo_first_step(engine: DeepSpeedEngine) -> None:

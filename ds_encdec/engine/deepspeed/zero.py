@@ -7,7 +7,7 @@ for another while it writes. docs/engine.md lists them."""
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -29,7 +29,9 @@ from ds_encdec.engine.deepspeed.gates import step_gate, wait_on_the_device
 from ds_encdec.engine.deepspeed.json import accumulates_in_bf16, run_json
 from ds_encdec.engine.deepspeed.private import (
     complete_frozen,
+    computing_parameters,
     frozen_shards,
+    gradients,
     loss_scaler_state,
     optimizer_state,
     prepare_folder,
@@ -227,6 +229,15 @@ class DeepSpeedEngine(ShardedEngine):
             group["lr"] = rate
         # Not step(): torch warns when a schedule is stepped before its optimizer.
         write(scheduler, last_epoch=applied, _step_count=applied + 1, _last_lr=rates)
+
+    def _held(self) -> Mapping[str, Iterable[Any]]:
+        own_shards = shards(self._engine)
+        return {
+            "weights": computing_parameters(self._engine),
+            "master_weights": [shard.weights for shard in own_shards],
+            "gradients": gradients(self._engine, own_shards),
+            "optimizer": self._engine.basic_optimizer.state,
+        }
 
 
 @contextmanager
