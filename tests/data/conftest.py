@@ -1,7 +1,5 @@
 """Caches of each test's own, and no network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import datasets

@@ -1,7 +1,5 @@
 """Small real parts for the data tests: a byte tokenizer with sentinels, a corpus on disk, a configuration."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """From a configuration to data: refusals before anything is built, evaluation, fingerprints, inspection."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

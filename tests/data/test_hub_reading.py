@@ -1,7 +1,5 @@
 """Data sets on a hub, and folders like them: commits, broken connections, files that are not alike, odd values."""
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

@@ -1,7 +1,5 @@
 """One lane: resume exact to the token, also with other data; the held-out documents stay out."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

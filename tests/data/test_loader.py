@@ -1,7 +1,5 @@
 """The loader: the same steps for any ranks and workers, resumed behind any step; worker processes; batches."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

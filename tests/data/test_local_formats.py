@@ -1,8 +1,6 @@
 """Local files as people have them: compressed, a JSON array, CSV, saved by `datasets`; and rows that cannot be read,
 which are named and refused, or passed over, alike for every rank, worker and resume."""
 
-from __future__ import annotations
-
 import bz2
 import errno
 import gzip

@@ -1,8 +1,6 @@
 """UL2 denoising: exactly invertible, of fixed lengths, and with the published statistics. Packing: full on both sides,
 nobody waits too long, and the pool is the whole state."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from itertools import islice

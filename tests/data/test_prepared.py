@@ -1,7 +1,5 @@
 """Prepared data is the data: the same examples and records, or a refusal that says why not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

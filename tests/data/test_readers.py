@@ -1,7 +1,5 @@
 """Reading order: keyed draws, every document once per epoch over all lanes, and positions that resume."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Fine-tuning data: what becomes of a record, of rows that nothing can be made of, of conversations; and the splits."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Sources, users' readers too: what becomes a document, how it is named, and errors for what is missing."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What runs inside the ranks of DeepSpeed alone; see engine_cases.py."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What runs inside the ranks of either engine: cases by name, many per start, each returning plain data to the test."""
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """The table of cases: what every engine runs on how many ranks, in one start of processes each, which takes seconds."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import tempfile

@@ -1,7 +1,5 @@
 """What runs inside the ranks of FSDP2 alone, without deepspeed; see engine_cases.py."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Start real ranks on this machine: one process each, gloo between them, none left behind."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

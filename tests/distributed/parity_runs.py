@@ -3,8 +3,6 @@
 A step is four micro-batches over all ranks, whatever their number, so one oracle run stands for all.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

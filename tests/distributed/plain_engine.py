@@ -3,8 +3,6 @@
 `train_and_go_on` needs a process of its own: it puts the row first, where `infra.distributed_type=auto` finds it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

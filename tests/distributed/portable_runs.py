@@ -4,8 +4,6 @@ The real path from configuration to checkpoint (`build.run_training`), on real t
 the ranks, and the loader is listened to, to know which samples each step was made of. For a test and for a table.
 """
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ It reads requests as lines of JSON and answers each with one: what went wrong, o
 parent, and its ranks with it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """The run that all engines are compared on: a tiny model, its weights, its lanes of micro-batches, and a step."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """HostCollectives and the commit of a checkpoint between two real ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,7 +1,5 @@
 """Ranges of tensors out of what `torch.distributed.checkpoint` wrote on real ranks, bit for bit."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

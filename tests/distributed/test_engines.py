@@ -5,8 +5,6 @@ active in every step (without it Adam would hide a gradient that is wrong by a f
 the end, DeepSpeed's first.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """The estimate of memory against engines that train on two ranks."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import os

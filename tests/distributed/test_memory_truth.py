@@ -1,7 +1,5 @@
 """The whole estimate against real steps on two ranks: what the benchmark of it calls within the goal."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

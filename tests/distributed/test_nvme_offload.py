@@ -4,8 +4,6 @@ DeepSpeed's async_io takes minutes to compile, so this runs only where it has be
 `infra.offload_optimizer=nvme` on this machine.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Two rows of docs/parity.md, which scripts/dev/parity_table.py writes, are run again here."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

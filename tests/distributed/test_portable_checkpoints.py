@@ -4,8 +4,6 @@ Each side saves once and loads once, always from the other kind of engine and an
 scripts/dev/checkpoint_matrix.py runs all pairs. States alone: test_engines.py.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

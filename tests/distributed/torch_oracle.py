@@ -5,8 +5,6 @@ other engine must reproduce. Shared with the engines under test: the model, the 
 schedule.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json

@@ -1,7 +1,5 @@
 """The values that `training.torch_compile: auto` takes by device and engine."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gates of DeepSpeed's steps, on stand-ins that ask for the norm elsewhere, as another release may."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The rendered JSON: its content, and what DeepSpeed's own parser makes of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

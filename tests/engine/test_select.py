@@ -1,7 +1,5 @@
 """Which engine a configuration gets, and what is refused before anything is built."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

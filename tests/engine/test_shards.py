@@ -1,7 +1,5 @@
 """Shards of flat tensors, their Adam states, the loss scale of float16, and the copies of saves in host memory."""
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Losses and optimizers of a user's own are tried before a run relies on them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Alerts of the machines at their exact thresholds, how long they must last, and when they are raised again."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Windows, step sums and the metrics made of them, against sums written out by hand."""
 
-from __future__ import annotations
-
 import ast
 import json
 import math

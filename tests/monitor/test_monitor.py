@@ -1,7 +1,5 @@
 """Alerts at their exact thresholds, the summary, the gate, and the state."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

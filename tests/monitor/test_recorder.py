@@ -1,7 +1,5 @@
 """The recorder over a run that is interrupted between two lines of metrics."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

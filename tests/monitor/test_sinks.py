@@ -1,7 +1,5 @@
 """What the sinks leave behind, read back with each tool's own reader or format."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
