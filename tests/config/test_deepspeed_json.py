@@ -1,8 +1,9 @@
-"""A raw DeepSpeed JSON: what it sets, what it leaves open, and what it may not say."""
+"""A raw DeepSpeed JSON: what it sets, leaves open, may not say; and that we know the installed DeepSpeed's keys."""
 
 import json
 import logging
 import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import FullConfig, load_config
+from ds_encdec.config.yaml.deepspeed_keys import KEYS
 
 Golden = Callable[[object], None]
 
@@ -181,3 +183,63 @@ def test_which_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert load_config(there / "run.yaml", (), Path("ds.json")).training.max_grad_norm == 3.0
     with pytest.raises(ConfigError, match=r"gone\.json\n      no such file"):
         load_config(None, (), Path("gone.json"))
+
+
+# Sections that DeepSpeed reads key by key, without a schema of its own that one could ask.
+READ_BY_HAND = ("activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler", "torch_autocast")
+
+
+class Recorder(dict[str, Any]):
+    """A configuration that notes every key DeepSpeed asks it for."""
+
+    def __init__(self, asked: set[str], path: str = "", **values: Any) -> None:
+        super().__init__(**values)
+        self.asked, self.path = asked, path
+
+    def _note(self, key: str) -> None:
+        self.asked.add(self.path + key)
+
+    def __contains__(self, key: object) -> bool:
+        self._note(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self._note(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._note(key)
+        return super().get(key, default)
+
+    def keys(self) -> Any:
+        return self
+
+    def __copy__(self) -> "Recorder":
+        return self
+
+
+@pytest.fixture(scope="module")
+def asked() -> set[str]:
+    """Every key that DeepSpeed's parser looks up outside its pydantic models."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    names: set[str] = set()
+    blocks = {block: Recorder(names, f"{block}.") for block in READ_BY_HAND}
+    optimizer = Recorder(names, "optimizer.", type="AdamW", params={})
+    timers = Recorder(names, "timers.")
+    DeepSpeedConfig(
+        Recorder(names, train_micro_batch_size_per_gpu=1, optimizer=optimizer, timers=timers, scheduler={}, **blocks)
+    )
+    return names
+
+
+def test_every_key_that_deepspeed_reads_is_listed(asked: set[str]) -> None:
+    known = KEYS | {key[:end] for key in KEYS for end in range(len(key)) if key[end] == "."}
+    assert {key for key in asked if key not in known} == set()
+    assert len(asked) > 60, "the recorder missed most of them"
+
+
+def test_the_snapshot_is_of_the_installed_deepspeed() -> None:
+    script = runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "dev" / "deepspeed_keys.py"))
+    assert json.loads(script["SNAPSHOT"].read_text()) == script["snapshot"]()
+    assert len(script["snapshot"]()["blocks"]) == 13

@@ -120,6 +120,9 @@ infra.fsdp_cpu_offload=true infra.offload_optimizer=cpu
 training.num_train_steps=10 training.lr_scheduler_type=WarmupLR
 training.num_train_steps=10 training.lr_scheduler_type=constant
 training.warmup_steps=0 training.lr_scheduler_type=cosine
+training.lr_scheduler_type=linear training.min_lr_ratio=0.0
+training.lr_scheduler_type=constant training.min_lr_ratio=1.0
+training.lr_scheduler_type=wsd training.min_lr_ratio=0.1
 data.dataset_name=org/corpus data.data_files=part-0.parquet
 data.mixture=[{weight: 1,dataset_name: builtin},{weight: 2,dataset_name: random}]
 data.eval_fraction=0 training.eval_samples=0
@@ -183,11 +186,6 @@ def test_a_configuration_built_in_python_is_checked_too() -> None:
 )
 def test_the_engines_that_a_configuration_leaves_the_choice_of(settings: dict[str, Any], engines: str) -> None:
     assert " ".join(row.name for row in engine_candidates(load(settings))) == engines
-
-
-def test_an_end_that_the_schedule_has_is_taken() -> None:
-    for schedule, end in (("linear", 0.0), ("constant", 1.0), ("wsd", 0.1)):
-        load({"training.lr_scheduler_type": schedule, "training.min_lr_ratio": end})
 
 
 def test_written_numbers_are_refused_where_schedule_or_optimizer_ignores_them() -> None:
