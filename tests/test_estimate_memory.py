@@ -1,7 +1,5 @@
 """`python -m ds_encdec.estimate_memory`: what it prints, what it answers as JSON, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

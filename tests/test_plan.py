@@ -1,7 +1,5 @@
 """`ds-encdec plan`: what a run takes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`--profile`: which steps it looks into, and what it makes of what it sees. Whole runs: tests/launch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

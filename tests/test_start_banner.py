@@ -1,7 +1,5 @@
 """What a run says of itself before its first step, which must be what `plan` and the estimate said before it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

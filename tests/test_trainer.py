@@ -1,7 +1,5 @@
 """The plan of a step; the loop and its saves, with an engine without a model: which are believed, which end a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -1,7 +1,5 @@
 """One process that trains under both engines: each run, and a refused start, leaves the libraries as it found them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How a run comes by its micro-batch size, and how ranks agree on what their probes have found."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import signal

@@ -1,7 +1,5 @@
 """The scripts of scripts/bench, each in a form so small that it shows only that it still runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """One way to make the jobs whose memory these tests estimate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ds_encdec.config.schema import FullConfig, load_config

@@ -1,7 +1,5 @@
 """The formulas of activations against traces of the model, and the tracking of real steps against the allocator."""
 
-from __future__ import annotations
-
 import json
 from itertools import accumulate
 

@@ -1,7 +1,5 @@
 """Functions for any model: reported memory, the textbook's estimate, and the batch size that really fits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory of both engines by hand: published figures, and what test_memory_ranks.py does not measure."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

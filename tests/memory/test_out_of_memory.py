@@ -1,7 +1,5 @@
 """The message when memory runs out, for jobs on GPUs and on CPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 from operator import attrgetter
 from pathlib import Path

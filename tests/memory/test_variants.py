@@ -1,7 +1,5 @@
 """Rows of the table, changes to a job, the recommendation, and the nearest settings that fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Decay groups by module and name, and the steps of Newton and Schulz against torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Schedules against DeepSpeed's classes, against written-out values, and for their shape."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

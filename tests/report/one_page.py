@@ -1,7 +1,5 @@
 """A page as a reader meets it: its elements, texts and tables, parsed."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 

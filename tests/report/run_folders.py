@@ -1,7 +1,5 @@
 """Folders of runs that never ran, with everything that can happen to one: written in a moment, the same every time."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

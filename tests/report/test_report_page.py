@@ -1,8 +1,6 @@
 """The page of one run: everything is on it, nothing leaves it, and it says what it could not read. Pages of several:
 laid over each other, or the phases of a pipeline behind each other."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
