@@ -185,7 +185,7 @@ def _load(options: argparse.Namespace, overrides: Sequence[str], log: Callable[[
 
     loaded = read_config(options.config, overrides, options.deepspeed_config)
     config = loaded.valid()
-    for note in loaded.translated:
+    for note in loaded.notes():
         log(note)
     return config
 

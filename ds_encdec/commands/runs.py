@@ -45,7 +45,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         from ds_encdec.memory.job import frozen_in_vain  # rarely needed
 
         loaded.add(frozen_in_vain(loaded.config))
-    config, notes = loaded.valid(), list(loaded.translated)
+    config, notes = loaded.valid(), loaded.notes()
     ranks = config.infra.num_gpus
     if hostfile is None and (wrong := unevenness(config, ranks)):
         notes.append(f"warning: infra.num_gpus={ranks}, and {wrong}")

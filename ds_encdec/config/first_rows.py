@@ -69,9 +69,27 @@ def _absent_columns(
         )
 
 
+def trained_and_evaluated_on(data: DataConfig) -> Iterator[str]:
+    """Yield a warning for each field that names files for evaluation which are also trained on, with the first one."""
+    trained = {file for source in data.sources_by_path().values() for file in _files(source)}
+    for field, source in _only_evaluated(data):
+        if both := sorted(trained.intersection(_files(source))):
+            why = "it is also trained on, so its figures do not show how the model does on other texts"
+            yield f"warning: {field}: {both[0]}: {why}"
+
+
+def _files(source: Source) -> list[str]:
+    is_local = local_kind(source.dataset_name) is not None
+    return [os.path.realpath(file) for pattern in source.data_files or () for file in named_files(pattern) if is_local]
+
+
 def _sources(data: DataConfig) -> Iterator[tuple[str, Source]]:
     """Yield the sources that are trained or evaluated on, each with the field that names its files."""
     yield from ((f"{at}.data_files", source) for at, source in data.sources_by_path().items())
+    yield from _only_evaluated(data)
+
+
+def _only_evaluated(data: DataConfig) -> Iterator[tuple[str, Source]]:
     sets = [(f"data.eval_sets.{name}.eval_files", data.of_eval_set(name), "validation") for name in data.eval_sets]
     for field, section, split in [("data.eval_files", data, "validation"), ("data.test_files", data, "test"), *sets]:
         if (own := section.own_split(split)) is not None:

@@ -16,6 +16,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.data_sections import DataConfig, MixtureSource, Source  # noqa: F401  also importable from here
+from ds_encdec.config.first_rows import trained_and_evaluated_on
 from ds_encdec.config.hostfile import read_hosts, read_variables
 from ds_encdec.config.rules import find_conflicts
 from ds_encdec.config.section_base import Mark, Section  # noqa: F401
@@ -168,6 +169,10 @@ class Loaded:
         """Return the configuration. Raises ConfigError that lists every problem."""
         raise_if_any(self.problems)
         return self.config
+
+    def notes(self) -> list[str]:
+        """Return notes on how words were read, and warnings. Raises ConfigError if the configuration is not valid."""
+        return [*self.translated, *trained_and_evaluated_on(self.valid().data)]
 
 
 def read_config(

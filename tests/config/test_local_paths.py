@@ -167,3 +167,15 @@ def test_variables_for_other_hosts_that_deepspeed_cannot_read(
     assert [f"{tmp_path}/.deepspeed_env:{line}: " in shown for line in (1, 2, 3, 4)] == [False, True, False, True]
     (tmp_path / ".deepspeed_env").write_text("HF_HOME=/data\n")
     assert cli.main(validate) == 0
+
+
+def test_files_that_are_trained_and_evaluated_on_are_warned_of(tmp_path: Path, capsys: Output) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text('{"instruction": "a", "input": "", "output": "b"}\n')
+    (tmp_path / "link.json").symlink_to(tmp_path / "b.json")
+    files = [f"infra.output_dir={tmp_path}/run", "data.dataset_name=json", f"data.data_files={tmp_path}/b.json"]
+    for name, is_warned in {"link": True, "a": False}.items():
+        options = [*files, f"data.eval_files={tmp_path}/{name}.json"]
+        assert cli.main(["validate", "--config", "quickstart_sft.yaml", *options]) == 0
+        shown = capsys.readouterr().out
+        assert (f"warning: data.eval_files: {tmp_path.resolve()}/b.json: it is also trained on" in shown) is is_warned
