@@ -1,6 +1,6 @@
 """Two real ranks, with their data workers, that are asked to stop: one checkpoint, exit code 75, nothing lost."""
 
-import time
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -88,16 +88,20 @@ def test_signals_after_the_last_step_change_nothing(runs: ForkedRuns, tmp_path: 
 
 
 def test_a_stop_file_ends_the_run_once(runs: ForkedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunFolder(str(tmp_path / "run"))
+    run, is_over = RunFolder(str(tmp_path / "run")), threading.Event()
 
     def ask() -> None:
         while not (run.metrics.exists() and run.metrics.read_text().count("\n") > 2):
-            time.sleep(0.1)
+            if is_over.wait(0.1):
+                return
         assert "saves" in run.ask_to_stop()
 
     with ThreadPoolExecutor(1) as beside:
         asked = beside.submit(ask)
-        result = runs.run(arguments(run.root, "fsdp"), ranks=2)
+        try:
+            result = runs.run(arguments(run.root, "fsdp"), ranks=2)
+        finally:
+            is_over.set()
         asked.result()
     assert_preempted(result, run.root)
     assert "ds-encdec stop" in run.read_status()["reason"]
