@@ -137,9 +137,8 @@ class ShardedEngine(ABC):
         self.device = context.device
         self._undo = context.undo.enter_context(ExitStack())
         if config.training.torch_compile is True:
-            self._undo.enter_context(
-                torch._dynamo.config.patch(recompile_limit=max(torch._dynamo.config.recompile_limit, GRAPHS))
-            )
+            limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+            self._undo.enter_context(torch._dynamo.config.patch(recompile_limit=limit))
         self._context, self._training, self._infra = context, config.training, config.infra
         self._collectives = context.collectives
         self._lora = config.model.lora
