@@ -44,7 +44,7 @@ from ds_encdec.data.loader import count_rows
 from ds_encdec.data.sources import local_files
 from ds_encdec.data.sources.local_files import INDEXED_BYTES, JsonLines
 from ds_encdec.data.sources.sources import BadRow
-from ds_encdec.data.sources.tables import open_hub_data
+from ds_encdec.data.sources.tables import _record, open_hub_data
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -162,8 +162,9 @@ def test_parquet_files_without_rows_are_passed_over(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({}), tmp_path / "a.parquet")  # which have no columns, either
     config = DataConfig(dataset_name="parquet", data_files=str(tmp_path / "*.parquet"))
     assert "a.parquet: none of the files has a row" in next(unusable_rows(config, ModelConfig())).message
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["x"]}), tmp_path / "b.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([0.1], "f4")}), tmp_path / "b.parquet")
     assert not list(unusable_rows(config, ModelConfig()))
+    assert _record(pyarrow.parquet.read_table(tmp_path / "b.parquet"), 0) == {"text": 0.1}
 
 
 def test_bytes_that_are_no_text_are_bad_rows(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from functools import cache, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ds_encdec.base.foreign_places import check
 from ds_encdec.base.types import DataError
 from ds_encdec.config.schema import DataConfig, MixtureSource
@@ -130,7 +132,21 @@ class ParquetFiles:
 
 
 def _record(table: Any, row: int) -> dict[str, Any]:
-    return {name: column[row].as_py() for name, column in zip(table.column_names, table.columns, strict=True)}
+    columns = zip(table.column_names, table.columns, strict=True)
+    return {name: _shortest(column[row].as_py(), str(column.type)) for name, column in columns}
+
+
+def _shortest(value: Any, kind: str | None) -> Any:
+    """Return the value of a column, a narrow float as its shortest number: 0.1, and not 0.10000000149011612."""
+    narrow = {"float": np.float32, "float32": np.float32, "halffloat": np.float16, "float16": np.float16}.get(
+        kind or ""
+    )
+    return float(str(narrow(value))) if narrow and isinstance(value, float | np.floating) else value
+
+
+def _shortest_in(record: Mapping[str, Any], features: Mapping[str, Any] | None) -> dict[str, Any]:
+    kinds = {name: getattr(feature, "dtype", None) for name, feature in (features or {}).items()}
+    return {name: _shortest(value, kinds.get(name)) for name, value in record.items()}
 
 
 def open_hub_data(
@@ -236,7 +252,7 @@ class HubTable:
 
     def document(self, index: int) -> Row:
         key = self.key(index)
-        return row_document(key, lambda: self._table[index], self._column, key)
+        return row_document(key, lambda: _shortest_in(self._table[index], self._table.features), self._column, key)
 
 
 class HubStream:
@@ -264,7 +280,7 @@ class HubStream:
             key = f"{self._name}:{unit}:{row}"
             if wanted is None or wanted(key):
                 no_shifted(self._kind, self._name, record)
-                yield row_document(key, partial(dict, record), self._column, key)
+                yield row_document(key, partial(_shortest_in, record, self._stream.features), self._column, key)
 
     def _records(self, unit: int, first_row: int) -> Iterator[dict[str, Any]]:
         shard = self._stream.shard(num_shards=self.num_units, index=unit)
