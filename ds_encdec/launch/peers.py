@@ -100,9 +100,9 @@ class Peers:
 
         if found := awaited(self._search_seconds, look):
             return found
-        return LostRankError(
-            f"the connection between the ranks broke: one on another machine is gone, or the network failed ({error})"
-        )
+        elsewhere = any(peer not in self._here for peer in self._all)
+        gone = "one on another machine is gone" if elsewhere else "no rank is known to be gone"
+        return LostRankError(f"the connection between the ranks broke: {gone}, or the network failed ({error})")
 
     def _recorded_end(self) -> DsEncDecError | None:
         status = self._run.read_status()

@@ -69,6 +69,17 @@ def test_the_same_model_elsewhere_is_the_same(
     resume.refuse_other_model(checkpoint, run_config(exported(checkpoint)))
 
 
+def test_states_of_another_optimizer_are_warned_of(
+    checkpoint: Checkpoint, source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for optimizer, arguments in (("adamw", {}), ("muon", {}), ("theirs:Lion", {"momentum": 0.9})):
+        training = run_config(source).training.model_copy(update={"optimizer": optimizer, "optimizer_args": arguments})
+        resume._warn_of_another_optimizer(checkpoint, training)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "training.optimizer=adamw, but this run has muon: states of the same names are kept" in first
+    assert "this run has theirs:Lion {'momentum': 0.9}" in second
+
+
 def exported(checkpoint: Checkpoint) -> Path:
     model, out = saved_model(run_config(""), checkpoint.path), Path("exported")
     weights = saved_weights(open_saved_state(checkpoint.path, verified=True))
