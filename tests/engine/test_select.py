@@ -69,7 +69,6 @@ OFFLOADED = {"offload_params": "cpu", "offload_optimizer": "none"}
         (configured(distributed_type="fsdp"), "fsdp"),
         (configured(distributed_type="auto"), "deepspeed"),
         (configured(distributed_type="auto", sharding_stage="zero2_hybrid"), "fsdp"),
-        (configured({"activation_checkpointing": "selective"}, distributed_type="auto"), "fsdp"),
     ],
 )
 def test_the_engine_of_a_configuration(config: FullConfig, engine: str) -> None:

@@ -1,7 +1,11 @@
-"""Shards of flat tensors, their Adam states, the loss scale of float16, and the copies of saves in host memory."""
+"""Shards of flat tensors, their Adam states, the loss scale of float16, the copies of saves in host memory; and the
+gates of DeepSpeed's steps, on stand-ins that ask for the norm elsewhere, as another release may."""
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +18,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from torch import Tensor, nn
 
 from ds_encdec.config.schema import TrainingConfig
+from ds_encdec.engine.deepspeed.gates import Bf16Gate, ReplicatedGate, StepGate, ZeroGate
 from ds_encdec.engine.deepspeed.private import loss_scaler_state, optimizer_state, set_loss_scaler_state
 from ds_encdec.engine.protocol import Piece, own_parts
 from ds_encdec.engine.sharded_engine import Shard, StagingArea, set_step
@@ -141,3 +146,48 @@ def test_copies_go_on_in_pageable_memory_where_none_can_be_locked(
     (warning,) = caplog.messages
     assert "pageable memory" in warning
     assert "CUDA error: out of memory" in warning
+
+
+class Optimizer:
+    """Has the methods of a ZeRO optimizer, of which its steps use none."""
+
+    loss_scale, clip_grad, overflow = 1.0, 1.0, False
+
+    def nothing(self, *_: Any) -> None: ...
+
+    scaled_global_norm = unscale_and_clip_grads = check_overflow = update_offload_overflow_tracker = nothing
+
+
+def engine(applied: bool = True) -> Any:
+    optimizer = Optimizer()
+    return SimpleNamespace(
+        optimizer=optimizer,
+        device=torch.device("cpu"),
+        step=lambda: None,
+        was_step_applied=lambda: applied,
+        clip_fp32_gradients=None,
+        module=torch.nn.Linear(1, 1),
+    )
+
+
+STAGE_2 = partial(ZeroGate, method="scaled_global_norm", parameters="params_in_partition")
+
+
+@pytest.mark.parametrize("gate", [STAGE_2, Bf16Gate])
+def test_a_step_that_was_applied_without_its_norm_is_an_error(gate: Callable[..., StepGate]) -> None:
+    with ExitStack() as undo:
+        with pytest.raises(RuntimeError, match=r"deepspeed \d.* does not read the gradient norm"):
+            gate(engine(), undo).step(veto=lambda norm: True)
+        applied, norm = gate(engine(applied=False), undo).step(None)
+    assert (applied, float(norm)) == (False, float("inf"))
+
+
+def test_gates_are_taken_out_again() -> None:
+    with ExitStack() as undo:
+        opened = engine()
+        STAGE_2(opened, undo)
+        ReplicatedGate(opened, undo)
+        assert vars(opened.optimizer)
+        assert opened.clip_fp32_gradients
+    assert vars(opened.optimizer) == {}
+    assert opened.clip_fp32_gradients is None
