@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ds_encdec.base.types import ConfigError
@@ -185,6 +185,12 @@ def test_budgets_follow_the_ratio_and_hold_the_longest_example() -> None:
     budgets=st.builds(Budgets, st.integers(100, 300), st.integers(60, 300), st.integers(1, 12)),
     pool=st.integers(1, 40),
     max_wait=st.integers(2, 6),
+)
+@example(  # best fit alone would let one wait for a fifth batch
+    pairs=[(22, 5), (3, 40), (43, 7), (4, 38), (30, 14), (12, 17), (9, 38), (4, 40), (17, 27)],
+    budgets=Budgets(50, 50, 4),
+    pool=6,
+    max_wait=4,
 )
 def test_nobody_waits_too_long_and_nothing_is_lost(
     pairs: list[tuple[int, int]], budgets: Budgets, pool: int, max_wait: int
