@@ -34,20 +34,27 @@ def readable_errors(entry: MixtureSource, name: str) -> Iterator[None]:
     except DsEncDecError:
         raise
     except Exception as error:
-        way_out = (
-            "Check dataset_config and dataset_split. In a folder, files with train, dev, valid or test in their names "
-            "are read as those splits; loose files are read by data.dataset_name=text (json, csv, parquet) "
-            "data.data_files='FOLDER/**'"
-            if is_folder
-            else "Check dataset_config and dataset_split, or eval_split and test_split"
-            if isinstance(error, ValueError)  # an unknown configuration or split; the message lists the known ones
-            else "It is not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet"
-            if isinstance(error, FileNotFoundError)
-            else "The hub cannot be reached, and the data set is not in the local cache. Without a network use local "
-            "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`"
-            if is_of_network(error)
-            else "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"
+        ways_out = (
+            (
+                is_folder,
+                "Check dataset_config and dataset_split. In a folder, files with train, dev, valid or test in their "
+                "names are read as those splits; loose files are read by data.dataset_name=text (json, csv, parquet) "
+                "data.data_files='FOLDER/**'",
+            ),
+            # An unknown configuration or split; the message lists the known ones.
+            (isinstance(error, ValueError), "Check dataset_config and dataset_split, or eval_split and test_split"),
+            (
+                isinstance(error, FileNotFoundError),
+                "It is not on the hub, or needs `hf auth login`. Local files are read by text, json, csv or parquet",
+            ),
+            (
+                is_of_network(error),
+                "The hub cannot be reached, and the data set is not in the local cache. Without a network use local "
+                "files (text, json, csv, parquet), a folder that save_to_disk wrote, or `builtin`",
+            ),
+            (True, "Check data.dataset_name, or read its files by data.dataset_name=json (csv, parquet, text)"),
         )
+        way_out = next(way_out for applies, way_out in ways_out if applies)
         raise DataError(f"data.dataset_name={name}: `datasets` cannot open it ({_reason(error)}). {way_out}") from error
 
 

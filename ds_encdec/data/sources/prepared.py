@@ -92,13 +92,10 @@ class PreparedSource:
         self.identity: dict[str, Any] = {**index["identity"], **kind}
         files: Sequence[str] = ()
         with suppress(DataError):  # the files may be missing on this machine
-            files = (
-                expand_files(entry.data_files or ())
-                if local_kind(entry.dataset_name) is not None
-                else folder_files(entry)
-                if os.path.isdir(entry.dataset_name)
-                else ()
-            )
+            if local_kind(entry.dataset_name) is not None:
+                files = expand_files(entry.data_files or ())
+            elif os.path.isdir(entry.dataset_name):
+                files = folder_files(entry)
         if files and "files" in self.identity:
             _require_made_from(self._folder, self.identity["files"], file_digests(files))
 
