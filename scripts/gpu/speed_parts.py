@@ -25,6 +25,7 @@ from ds_encdec.base.types import Batch
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.engine.select import resolve_engine
+from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import init_process_group, shutdown
 from ds_encdec.launch.world import discover
 from ds_encdec.memory.estimate import estimate
@@ -264,6 +265,7 @@ def memory(kit: Kit) -> None:
     bench.MODELS["wide"] = _WIDE
     world = discover(os.environ)
     init_process_group(world, kit.device, timedelta(minutes=2), "deepspeed")
+    collectives = HostCollectives()
     if kit.device.type == "cuda":
         # cuBLAS' workspaces, 32 MiB a thread on Hopper, stay with torch's allocator. They are no row's.
         some = torch.ones(64, 64, device=kit.device, dtype=torch.bfloat16, requires_grad=True)
@@ -276,7 +278,7 @@ def memory(kit: Kit) -> None:
     for number, sharding in enumerate(shardings):
         for checkpointing, model in zip(("none", "full"), models[:: 1 - 2 * (number % 2)], strict=not kit.dry_run):
             row = bench.Row(*sharding, "bf16", checkpointing, model, 1 if kit.dry_run else 8, 2)
-            found = bench.measure(row, world, kit.device)
+            found = bench.measure(row, RunContext(world, kit.device, row.engine, collectives))
             sizes = {f"{name}_mib": found[name] / 2**20 for name in ("estimated", "measured")}
             facts = {name: found[name] for name in ("ratio", "moment", "phases", "peak")}
             kit.row(found["row"], ok=found["within"], **sizes, **facts)

@@ -72,7 +72,7 @@ def short_engine(source: WeightSource | None = weights, **overrides: Any) -> Any
 def train_step(
     engine: Any, step: int, accumulation: int = ACCUMULATION, veto: Veto | None = None, poison: bool = False
 ) -> dict[str, Any]:
-    """One optimizer step on the lanes of this rank. `poison` makes one rank's loss NaN."""
+    """One optimizer step on the lanes of this rank. `poison` makes one rank's loss infinite."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     lanes = lane_batches(step, world_size, accumulation)
     target_tokens = sum(batch.target_tokens for batch in lanes)

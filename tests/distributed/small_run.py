@@ -125,14 +125,14 @@ def lane_batches(
 def train_on(
     engine: Any, mine: Sequence[Batch], target_tokens: int, veto: Veto | None = None, poison: bool = False
 ) -> tuple[float, StepResult]:
-    """One optimizer step of an engine, or of the oracle, on the lanes of a rank; the sum of their losses, NaN with
-    `poison`."""
+    """One optimizer step of an engine, or of the oracle, on the lanes of a rank; the sum of their losses, which
+    `poison` makes infinite for the engine, with the gradients that they have."""
     total = 0.0
     for index, batch in enumerate(mine):
         loss = engine.forward(batch)
         total += float(loss.total.detach())
         if poison:
-            loss = LossSum(loss.total * float("nan"), loss.by_denoiser, loss.tokens_by_denoiser)
+            loss = LossSum(loss.total + float("inf"), loss.by_denoiser, loss.tokens_by_denoiser)
         engine.backward(loss, target_tokens=target_tokens, last=index == len(mine) - 1)
     return total, engine.step(veto)
 
