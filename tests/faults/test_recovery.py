@@ -186,3 +186,4 @@ def test_a_killed_fine_tuning_goes_on_alike_on_another_number_of_ranks(runs: For
     for name in ("whole", "cut"):
         *_, last = (line for line in metrics(tmp_path / name) if "train/loss" in line)
         assert (last["data/bad_rows"], last["data/long_rows"]) == (1, 1)
+        assert last["train/epoch"] == 2  # of all ranks the lowest, and not a sum
