@@ -15,7 +15,7 @@ libraries=(transformers peft datasets huggingface_hub tokenizers)
 tests=(
     tests/model/test_{ordinary_form,packed_form,source,trained}.py
     tests/config/test_{load,rules,words,error_report,deepspeed_json,batch_settings,shipped_configs}.py
-    tests/data/test_{local_formats,rows,sources,hub_reading,sft}.py
+    tests/data/test_{local_formats,sources,hub_reading,sft}.py
     tests/tokenizer tests/evaluate/test_{generation,text_metrics}.py
     tests/checkpoint/test_{export,adapters}.py tests/test_tested_versions.py
 )
