@@ -130,7 +130,7 @@ def require_same_data(fingerprint: Mapping[str, Any], collectives: HostCollectiv
     if least == -most:
         return
     digests = collectives.gather(own)
-    # The first of the ranks with the same data tells it.
+    # Of the ranks with the same data, the first sends its description.
     of_ranks = collectives.gather((socket.gethostname(), mine if digests.index(own) == collectives.rank else None))
     lines = differences(
         {rank: of_ranks[digests.index(found)][1] for rank, found in enumerate(digests)},

@@ -1,7 +1,7 @@
 """Shared by the benches: contenders that take turns, so that a busy machine slows them alike, and tables of medians.
 
 A contender is a command, started once for each rank, that measures itself: `Turns.after_step` behind each of its
-steps. It waits in there until it is told to take some more. So all contenders are built and warm before the first
+steps. It waits in there until the next turn. So all contenders are built and warm before the first
 turn counts, and only one of them computes at a time.
 """
 
@@ -80,7 +80,7 @@ class Contender:
             ]
 
     def take(self, steps: int) -> list[dict[str, Any]]:
-        """Let it take so many steps; returns what each rank measured. Raises RuntimeError with the end of its log."""
+        """Let it take `steps` steps and return what each rank measured. Raises RuntimeError with the end of its log."""
         for process in self._processes:
             with suppress(BrokenPipeError):  # it has ended, as its answer shows
                 print(steps, file=process.stdin, flush=True)

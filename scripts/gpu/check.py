@@ -1,7 +1,7 @@
 """Runs the parts of the GPU kit, each in a process of its own, and writes what they found to gpu.json and gpu.txt.
 
 A part that fails, hangs or ends its process is reported, and the others go on. Parts that measure time run alone; the
-others side by side. The files are written anew after each part, so a run that is cut short leaves what it had.
+others side by side. The files are rewritten after each part, so a run that is cut short leaves what it had.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ PARTS: tuple[Part, ...] = (
     Part("frozen", "frozen_parts:frozen", 90),
     *_SPEED[4:],
 )
-"""In the order in which they begin: what tells most comes first."""
+"""In the order in which they begin: the most informative first."""
 
 
 class Running(NamedTuple):

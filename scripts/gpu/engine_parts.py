@@ -102,7 +102,7 @@ def _train(
     run_training(training_config(kit, name, dtype, folder, saves=saves, **training), resume=resume and str(resume))
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     losses = {line["data_step"]: line["train/loss"] for line in lines if "train/loss" in line}
-    return {step: loss for step, loss in losses.items() if isinstance(loss, float)}  # a skipped one's is none
+    return {step: loss for step, loss in losses.items() if isinstance(loss, float)}  # a skipped step has no loss
 
 
 def training_config(
