@@ -199,6 +199,7 @@ _ROWS: tuple[tuple[str, Use, str, str], ...] = (
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_input_embed_layer _no_split_modules"),
     ("transformers:PreTrainedModel", "override", "model/encoder.py", "_supports_sdpa"),
     ("transformers:GenerationMixin", "override", "model/modeling.py", "_valid_auto_compile_criteria"),
+    ("transformers:GenerationMixin", "override", "model/modeling.py", "_update_model_kwargs_for_generation"),
     ("transformers.masking_utils", "hide", "model/modeling.py", "create_masks_for_generate"),
     ("transformers:EncoderDecoderCache", "read", "model/modeling.py", "is_updated cross_attention_cache"),
     ("transformers:EncoderDecoderCache", "read", "model/modeling.py", "self_attention_cache"),

@@ -41,10 +41,11 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         loaded.check_hosts(hostfile)
     if looks_here:
         look_here(loaded)
-    if loaded.checked.is_sound and loaded.config.training.freeze:
-        from ds_encdec.memory.job import frozen_in_vain  # rarely needed
+    model = {"cross_attention", "encoder_positions", "encoder_layers", "decoder_layers"}
+    if loaded.checked.is_sound and (loaded.config.training.freeze or model & loaded.config.model.model_fields_set):
+        from ds_encdec.memory.job import impossible_model  # rarely needed
 
-        loaded.add(frozen_in_vain(loaded.config))
+        loaded.add(impossible_model(loaded.config))
     config, notes = loaded.valid(), loaded.notes()
     ranks = config.infra.num_gpus
     if hostfile is None and (wrong := unevenness(config, ranks)):

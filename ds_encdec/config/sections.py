@@ -17,6 +17,21 @@ from ds_encdec.registry.engines import DistributedType
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def _layers(value: Any) -> Any:
+    """Read a choice of a source's layers. Raises ValueError for a list that is not ascending, or another text."""
+    if isinstance(value, str) and not value.startswith("top "):
+        value = words(value)
+    if isinstance(value, list | tuple):
+        value = tuple(int(one) if isinstance(one, str) and one.isdecimal() else one for one in value)
+        if not value or not all(isinstance(one, int) and one >= 0 for one in value) or list(value) != sorted({*value}):
+            raise ValueError("needed are a number of layers, `top N`, or layers of the source in their order, from 0")
+    return value
+
+
+# A number of layers, evenly spread over the source's; "top N"; or the source's layers themselves, counted from 0.
+LayerChoice = Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^top [1-9]\d*$")] | tuple[int, ...] | None
+
+
 class ArchitectureConfig(Section):
     """A Qwen3 architecture written out in the YAML: weights are drawn at random instead of copied."""
 
@@ -75,6 +90,19 @@ class ModelConfig(Section):
     init-model` or an export. None with `architecture`."""
     architecture: ArchitectureConfig | None = None
     """Train from scratch with these sizes."""
+    cross_attention: Literal["aligned", "renormed", "final"] | None = None
+    """What a decoder layer reads of the encoder: `aligned` the states at its own height, `renormed` the last ones, both
+    through its own input norm; `final` the last ones through the encoder's norm (T5Gemma 2). None: a stored
+    encoder-decoder's own, otherwise `aligned` (docs/model.md)."""
+    encoder_positions: Literal["prefix", "unrotated"] | None = None
+    """Positions of the encoder's keys: `prefix` rotates them, and the decoder's go on behind the input; `unrotated`
+    counts the decoder's from 0. None: a stored encoder-decoder's own, otherwise `unrotated` with `final`, else
+    `prefix`."""
+    encoder_layers: Annotated[LayerChoice, BeforeValidator(_layers)] = None
+    """Source layers that the encoder copies: a number, evenly spread; `top 8`; or a list, counted from 0. None: all
+    that the decoder reads."""
+    decoder_layers: Annotated[LayerChoice, BeforeValidator(_layers)] = None
+    """Source layers that the decoder copies, as in `encoder_layers`; None: all."""
     lora: LoraConfig | None = None
     """Train adapters of low rank and freeze everything else (docs/lora.md)."""
     tokenizer_name_or_path: Annotated[str | None, Mark.TOKENS] = None

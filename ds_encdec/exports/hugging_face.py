@@ -21,8 +21,19 @@ from ds_encdec.config.schema import TrainingConfig, load_saved
 from ds_encdec.exports.adapters import trained_weights
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.model import attention, attention_kernels, configuration, encoder, loss, loss_kernel, modeling, precision
+from ds_encdec.model import (
+    attention,
+    attention_kernels,
+    configuration,
+    cross_attention,
+    encoder,
+    loss,
+    loss_kernel,
+    modeling,
+    precision,
+)
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
+from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import architecture
 from ds_encdec.model.weights import write_safetensors_folder
@@ -30,7 +41,7 @@ from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 
 logger = logging.getLogger(__name__)
 
-ENCODER_REMOTE_CODE = (configuration, precision, attention_kernels, attention, encoder)
+ENCODER_REMOTE_CODE = (cross_attention, configuration, precision, attention_kernels, attention, encoder)
 # Modules copied into the folder. They import each other relatively, and nothing else of ds_encdec.
 REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss_kernel, loss, modeling)
 
@@ -164,7 +175,7 @@ def _export_mean(
     data = saved.read_json("trainer.json").get("data")
     forms = data.get("input_forms") if isinstance(data, dict) else None  # not every checkpoint records them
     export_hf(
-        mean,
+        _of_encoder(mean, config) if encoder_only else mean,
         Qwen3EncoderConfig.of(config) if encoder_only else config,
         pretrained_tokenizer(str(newest / "model"), field=field),
         out,
@@ -179,6 +190,14 @@ def _export_mean(
         longest_text=run.data.max_encoder_length,
         replace=replace,
     )
+
+
+def _of_encoder(weights: WeightSource, config: Qwen3Seq2SeqConfig) -> WeightSource:
+    """Return the weights of the encoder alone, whose final norm is the one that its last states are read through: its
+    own, or that of the last decoder layer."""
+    read = f"decoder.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
+    names = {"encoder.norm.weight": read} if form_of(config).has_own_norm else {}
+    return lambda name, rows=slice(None), /: weights(names.get(name, name), rows)
 
 
 def average_last_checkpoints(run: RunFolder, *, last: int) -> None:

@@ -18,6 +18,7 @@ from ds_encdec.config.stored_model import COUNTS, OF_OUR_OWN, read_stored_model
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
+from ds_encdec.model.depth import form_fields, require_stored_form
 from ds_encdec.model.parameter_count import (
     EMBEDDING_ROWS_MULTIPLE,
     ModelSizes,
@@ -46,11 +47,12 @@ class Sizes:
     head_dim: int
     intermediate_size: int
     tie_word_embeddings: bool
+    cross_attention: str = "final"
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
         """Return the sizes of any object that has them."""
-        values: dict[str, Any] = {field.name: getattr(sizes, field.name, None) for field in fields(cls)}
+        values: dict[str, Any] = {field.name: getattr(sizes, field.name, field.default) for field in fields(cls)}
         return cls(**values | {"num_encoder_layers": num_encoder_layers(sizes)})
 
 
@@ -257,7 +259,7 @@ def disk_shortage(folder: Path, committed: int, config: FullConfig, job: Job) ->
 
 QWEN3_ROWS = 151_936
 _BOTH = ("", "-Base")
-# Sizes of encoder-decoders made from Qwen3, by hub id, from the config.json on https://huggingface.co/Qwen/<name>.
+# Sizes of Qwen3's decoders by hub id, from the config.json on https://huggingface.co/Qwen/<name>.
 PUBLISHED = {
     f"Qwen/Qwen3-{name}{suffix}": Sizes(QWEN3_ROWS, hidden, layers, layers, heads, 8, 128, inner, tied)
     for name, suffixes, hidden, layers, heads, inner, tied in (
@@ -274,48 +276,72 @@ PUBLISHED = {
 
 def run_sizes(config: FullConfig) -> Sizes:
     """Return the sizes of a run's model, sentinels included. Raises ConfigError if unknown, or refused by a run."""
+    return _formed(config, _source_sizes(config))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The sizes of what a model is made from; `stored`: the config.json of an encoder-decoder, which keeps its form."""
+
+    sizes: Sizes
+    stored: dict[str, Any] | None = None
+
+
+def _source_sizes(config: FullConfig) -> _Source:
     section = config.model
     if section.architecture is not None:
-        return Sizes.of(section.architecture)  # its rows are fixed: a run refuses a tokenizer that needs more
+        return _Source(Sizes.of(section.architecture))  # its rows are fixed: a run refuses a tokenizer with more
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
     folder = Path(name).expanduser()
-    sizes = (
-        _stored_sizes(folder / "config.json")
-        if folder.is_dir()
-        else PUBLISHED.get(name) or _stored_sizes(_cached_config(name))
-    )
-    if sizes.vocab_size != QWEN3_ROWS:
-        return sizes  # other tokenizers are not read: their rows are assumed to suffice
+    if not folder.is_dir() and name in PUBLISHED:
+        source = _Source(PUBLISHED[name])
+    else:
+        source = _stored_sizes((folder if folder.is_dir() else _cached_config(name)) / "config.json")
+    if source.sizes.vocab_size != QWEN3_ROWS:
+        return source  # other tokenizers are not read: their rows are assumed to suffice
     # Qwen3's embedding grows if sentinels and mode tokens do not fit.
     ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
-    return replace(sizes, vocab_size=max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE))
+    rows = max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE)
+    return replace(source, sizes=replace(source.sizes, vocab_size=rows))
 
 
-def frozen_in_vain(config: FullConfig) -> Iterator[Conflict]:
-    """Yield a problem if a pattern of `training.freeze` matches nothing, for a model whose sizes are known here."""
-    sizes = None
+def _formed(config: FullConfig, source: _Source) -> Sizes:
+    if source.stored is not None:
+        require_stored_form(config.model, source.stored)
+        return source.sizes
+    made = form_fields(config.model, source.sizes.num_hidden_layers)
+    return replace(source.sizes, **{name: value for name, value in made.items() if hasattr(source.sizes, name)})
+
+
+def impossible_model(config: FullConfig) -> Iterator[Conflict]:
+    """Yield a problem if the model, whose sizes are known here, cannot be made, or a pattern of `training.freeze`
+    matches nothing."""
+    source = None
     with suppress(ConfigError, RuntimeError):  # the model is not here: a run will check it
-        sizes = run_sizes(config) if config.training.freeze else None
+        source = _source_sizes(config)
     try:
-        if sizes:
-            trained_shapes(config, sizes)
+        if source:
+            trained_shapes(config, _formed(config, source))
     except ConfigError as error:
-        yield Conflict(("training.freeze",), str(error).removeprefix("training.freeze: "))
+        field, _, message = str(error).partition(" ")
+        yield Conflict((field.removesuffix(":"),), message)
 
 
-def _stored_sizes(file: Path) -> Sizes:
+def _stored_sizes(file: Path) -> _Source:
     try:
         stored = read_stored_model(file)
     except CheckpointError as error:
         raise ConfigError(f"model.model_name_or_path: {error}") from error
-    own = stored.get("num_encoder_layers") if stored["model_type"] == OF_OUR_OWN else None
-    return Sizes(
+    is_ours = stored["model_type"] == OF_OUR_OWN
+    sizes = Sizes(
         **{key: stored[key] for key in COUNTS},
-        num_encoder_layers=own or stored["num_hidden_layers"],
+        num_encoder_layers=stored.get("num_encoder_layers", stored["num_hidden_layers"]),
         head_dim=stored["head_dim"],
         tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),
+        cross_attention=stored.get("cross_attention", "final"),
     )
+    return _Source(sizes, stored if is_ours else None)
 
 
 def _cached_config(name: str) -> Path:
@@ -324,7 +350,7 @@ def _cached_config(name: str) -> Path:
 
     with suppress(HFValidationError):  # no name of a repository
         if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
-            return Path(found)
+            return Path(found).parent
     meant = closest(name, PUBLISHED)
     raise ConfigError(
         f"model.model_name_or_path: {name} is not a local folder, not in the Hugging Face cache, and not one of the "

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.attention_kernels import Segments
+from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.encoder import Qwen3Layer
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
@@ -60,6 +61,7 @@ def apply_activation_checkpointing(
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
     chosen: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, **chosen)
+    stays = not form_of(model.config).is_aligned
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
@@ -69,15 +71,15 @@ def apply_activation_checkpointing(
             if compile_layers:
                 forward = compiled(forward, random=random)
             if offload:
-                forward = offloaded(forward, layer)
+                forward = offloaded(forward, layer, stays=stays)
             layer.forward = forward  # type: ignore[method-assign]
 
 
 def _recomputed(forward: Forward, recomputing: Callable[..., Any]) -> Forward:
-    """Return `forward` saving `hidden_states` alone; its other inputs (encoder output, rotary tables) exist anyway."""
+    """Return `forward` saving its states alone; its other inputs (rotary tables, boundaries) exist anyway."""
 
-    def recomputed_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
-        return recomputing(lambda states: forward(states, *shared, **options), hidden_states)
+    def recomputed_forward(*states: Tensor, **options: Any) -> Tensor:
+        return recomputing(lambda *again: forward(*again, **options), *states)
 
     return recomputed_forward
 
@@ -124,15 +126,16 @@ class _Saved:
     tensor: Tensor | None = None
 
 
-def offloaded(forward: Forward, layer: nn.Module) -> Forward:
+def offloaded(forward: Forward, layer: nn.Module, *, stays: bool = True) -> Forward:
     """Return `forward` of `layer`, with all that autograd saves inside it kept on the host, except parameters and
-    tensors that layers share (the encoder's output, rotary tables, boundaries)."""
+    tensors that layers share (rotary tables, boundaries, and the encoder's states if these are one tensor: `stays`)."""
 
-    def offloading_forward(hidden_states: Tensor, *shared: Any, **options: Any) -> Tensor:
-        staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors((shared, options))}
+    def offloading_forward(hidden_states: Tensor, *encoder_states: Tensor, **options: Any) -> Tensor:
+        shared = (options, encoder_states if stays else ())
+        staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors(shared)}
         seen: dict[Any, tuple[Tensor, _Saved]] = {}
         with torch.autograd.graph.saved_tensors_hooks(partial(_pack, seen, staying, layer), _unpack):
-            output = forward(hidden_states, *shared, **options)
+            output = forward(hidden_states, *encoder_states, **options)
         seen.clear()  # the graph keeps the hooks
         return output
 

@@ -88,6 +88,13 @@ class PackedLayout:
         """Attend within each document. q: [Te, heads, D]; returns the same shape."""
         return self.kernel.attend(q, k, v, self.encoder, False, self.dropout)
 
+    def continued_positions(self) -> Tensor:
+        """Return decoder positions that go on behind the encoder's of the same document, int64 [Td]."""
+        ends = self.merged.query_cu_seqlens[1:].contiguous()
+        rows = torch.arange(len(self.decoder_positions), device=ends.device)
+        document = torch.searchsorted(ends, rows, right=True)
+        return self.decoder_positions + self.encoder.query_cu_seqlens.diff()[document]
+
     def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
         """Map [Te, ...] and [Td, ...] to [Te + Td, ...], each document's rows together."""
         return _Permuted.apply(torch.cat([encoder, decoder]), self.merge_index, self.split_index)
@@ -114,10 +121,11 @@ class _Permuted(torch.autograd.Function):
 class PaddedLayout:
     """An ordinary batch: [batch, length] and masks. `encoder_mask`: bool [B, 1, Le, Le] or None (nothing masked);
     `merged_mask`: bool [B, 1, Lq, Le + Lk], True where a query may look; Lk counts cached and new decoder tokens, Lq
-    the new ones. Positions: int64 [1, Le], [1 or B, Lq]."""
+    the new ones. Positions: int64 [1 or B, Le], [1 or B, Lq]; `encoder_tokens`: real ones, int64 [1 or B, 1]."""
 
     encoder_positions: Tensor
     decoder_positions: Tensor
+    encoder_tokens: Tensor
     encoder_mask: Tensor | None
     merged_mask: Tensor
 
@@ -133,28 +141,31 @@ class PaddedLayout:
         device: torch.device,
     ) -> "PaddedLayout":
         """Derive both masks from Hugging Face's, `encoder_valid` [B, encoder_length] and `decoder_valid` [B, past and
-        new length]. A position always sees itself, so that no softmax row is empty; decoder positions count real
-        tokens, so that left padding does not shift them. Raises ValueError for other shapes."""
+        new length]. A position always sees itself, so that no softmax row is empty; positions count real tokens, so
+        that left padding does not shift them. Raises ValueError for other shapes."""
         _check_mask("attention_mask", encoder_valid, encoder_length)
         _check_mask("decoder_attention_mask", decoder_valid, past_length + decoder_length)
         queries = torch.arange(past_length, past_length + decoder_length, device=device)
         keys = torch.arange(past_length + decoder_length, device=device)
-        encoder_mask = None
+        encoder_mask, encoder_positions = None, torch.arange(encoder_length, device=device)[None]
+        encoder_tokens = torch.full((1, 1), encoder_length, device=device)
         if encoder_valid is not None:
+            encoder_positions, encoder_tokens = _counted(encoder_valid), encoder_valid.long().sum(-1, keepdim=True)
             encoder_mask = encoder_valid.bool()[:, None, None] | torch.eye(
                 encoder_length, dtype=torch.bool, device=device
             )
         decoder_positions = queries[None]
         causal = (keys <= queries[:, None])[None, None]
         if decoder_valid is not None:
-            decoder_positions = (decoder_valid.long().cumsum(-1) - 1).clamp_min(0)[:, past_length:]
+            decoder_positions = _counted(decoder_valid)[:, past_length:]
             causal = (causal & decoder_valid.bool()[:, None, None, :]) | (keys == queries[:, None])
         encoder_columns = causal.new_ones(1, encoder_length) if encoder_valid is None else encoder_valid.bool()
         batch = max(len(causal), len(encoder_columns))
         encoder_columns = encoder_columns[:, None, None].expand(batch, 1, decoder_length, -1)
         return cls(
-            encoder_positions=torch.arange(encoder_length, device=device)[None],
+            encoder_positions=encoder_positions,
             decoder_positions=decoder_positions,
+            encoder_tokens=encoder_tokens,
             encoder_mask=encoder_mask,
             merged_mask=torch.cat([encoder_columns, causal.expand(batch, -1, -1, -1)], dim=-1),
         )
@@ -162,6 +173,10 @@ class PaddedLayout:
     def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend within each row. q: [B, Le, heads, D]; returns the same shape."""
         return masked_attention(q, k, v, self.encoder_mask)
+
+    def continued_positions(self) -> Tensor:
+        """Return decoder positions that go on behind the encoder's real tokens, int64 [1 or B, Lq]."""
+        return self.decoder_positions + self.encoder_tokens
 
     def merged_rows(self, encoder: Tensor, decoder: Tensor) -> Tensor:
         """Map [B, Le, ...] and [B, Lk, ...] to [B, Le + Lk, ...], without unwritten rows of a static cache."""
@@ -176,6 +191,10 @@ class PaddedLayout:
 
 
 Layout = PackedLayout | PaddedLayout
+
+
+def _counted(valid: Tensor) -> Tensor:
+    return (valid.long().cumsum(-1) - 1).clamp_min(0)
 
 
 def _check_mask(name: str, mask: Tensor | None, length: int) -> None:

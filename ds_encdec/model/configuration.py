@@ -4,6 +4,8 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
+from .cross_attention import FORMS, POSITIONS, CrossAttention
+
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
     "hidden_size": 1024,
@@ -21,6 +23,9 @@ _DEFAULTS: dict[str, Any] = {
     "pad_token_id": 151643,
     "eos_token_id": 151645,
     "decoder_start_token_id": 151643,
+    "cross_attention": "final",
+    "encoder_positions": "unrotated",
+    "encoder_heights": None,
     "loss_chunk_tokens": 1024,
     "use_flash_attention": True,
 }
@@ -29,10 +34,13 @@ _DEFAULTS: dict[str, Any] = {
 class Qwen3Seq2SeqConfig(PretrainedConfig):
     """Sizes of a Qwen3 layer, the number of layers on either side, and the task's token ids; lengths are in tokens.
     `num_hidden_layers` counts decoder layers (generation and its cache use that name), `num_encoder_layers` encoder
-    layers, by default as many; both sides share every other size. As in Qwen3, `head_dim` is independent of the other
-    sizes. `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …; `mode_token_ids` those of the optional
-    tokens that name a denoiser, in the order R1, R2, X1, X2, S. `loss_chunk_tokens`: positions whose logits exist at
-    one time in the packed training form. `use_flash_attention`: allow variable-length flash kernels there on CUDA."""
+    layers, by default all that the decoder reads; both sides share every other size. `cross_attention` and
+    `encoder_positions` are names in cross_attention.py. `encoder_heights`, of the aligned form: for each decoder layer,
+    behind how many encoder layers it reads their states; ascending, and the last one is all of them. As in Qwen3,
+    `head_dim` is independent of the other sizes. `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …;
+    `mode_token_ids` those of the optional tokens that name a denoiser, in the order R1, R2, X1, X2, S.
+    `loss_chunk_tokens`: positions whose logits exist at one time in the packed training form. `use_flash_attention`:
+    allow variable-length flash kernels there on CUDA."""
 
     model_type = "qwen3_seq2seq"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # the Trainer adds a list to it
@@ -46,6 +54,7 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
             raise ValueError(f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({key_heads})")
         if head_dim % 2:
             raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
+        form = _check_form(fields)
         for name in ("rope_parameters", "rope_scaling"):
             rope = kwargs.get(name) or {}
             if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
@@ -55,12 +64,32 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
         default = {"rope_type": "default", "rope_theta": kwargs.get("rope_theta") or 1e6}
         self.rope_parameters = fields.pop("rope_parameters", None) or default
         if fields.get("num_encoder_layers") is None:
-            fields["num_encoder_layers"] = fields["num_hidden_layers"]
+            fields["num_encoder_layers"] = form.last_height(fields["num_hidden_layers"])
+        if form.is_aligned:
+            fields["encoder_heights"] = _check_heights(fields)
         for name in ("sentinel_token_ids", "mode_token_ids"):
             fields[name] = list(fields.get(name) or [])
         # Constants of the architecture: an older file cannot turn them off. Hugging Face picks a loss by class name; an
         # unknown name would get the causal one, which shifts the labels a second time.
         super().__init__(**fields | {"is_encoder_decoder": True, "loss_type": "ForMaskedLM"})
+
+
+def _check_form(fields: dict[str, Any]) -> CrossAttention:
+    for name, known in (("cross_attention", FORMS), ("encoder_positions", POSITIONS)):
+        if fields[name] not in known:
+            raise ValueError(f"{name} is {fields[name]!r}, which this code does not know: {', '.join(known)}")
+    return FORMS[fields["cross_attention"]]
+
+
+def _check_heights(fields: dict[str, Any]) -> list[int]:
+    layers, decoders = fields["num_encoder_layers"], fields["num_hidden_layers"]
+    heights = list(range(decoders)) if fields["encoder_heights"] is None else list(fields["encoder_heights"])
+    if len(heights) != decoders or heights != sorted(heights) or heights[0] < 0 or heights[-1] != layers:
+        raise ValueError(
+            f"encoder_heights is {heights}: needed are {decoders} ascending numbers from 0, the last of them "
+            f"num_encoder_layers ({layers})"
+        )
+    return heights
 
 
 class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
@@ -75,7 +104,7 @@ class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
 
     @classmethod
     def of(cls, config: Qwen3Seq2SeqConfig) -> "Qwen3EncoderConfig":
-        """Return the configuration of the encoder of `config`."""
-        others = ("model_type", "num_encoder_layers")
+        """Return the configuration of the encoder of `config`, which alone has a final norm in any form."""
+        others = ("model_type", "num_encoder_layers", "cross_attention", "encoder_positions", "encoder_heights")
         fields = {name: value for name, value in config.to_dict().items() if name not in others}
         return cls(**fields | {"num_hidden_layers": config.num_encoder_layers})

@@ -2,7 +2,8 @@
 Only a module's own forward pass reads its weights, and each module is called equally often for any packed batch: ZeRO-3
 gathers by module."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -15,6 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 from .attention import Layout, PaddedLayout
 from .attention_kernels import AttentionKernel  # noqa: F401 - transformers 5.3 copies only modules imported here
 from .configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
+from .cross_attention import form_of
 from .precision import Linear, projected
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, [..., tokens, 1, head_dim / 2], in the dtype of the states
@@ -125,10 +127,12 @@ class Qwen3Layer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
         """Map [..., tokens, hidden], beside [..., Te, hidden] in a decoder's layer, to the shape of the first."""
-        hidden_states = self._added(
-            hidden_states, self.self_attn, self.input_layernorm(hidden_states), *encoder_states, **shared
-        )
+        normed = self.input_layernorm(hidden_states)
+        hidden_states = self._added(hidden_states, self.self_attn, normed, *self._read(*encoder_states), **shared)
         return self._added(hidden_states, self.mlp, self.post_attention_layernorm(hidden_states))
+
+    def _read(self, *encoder_states: Tensor) -> tuple[Tensor, ...]:
+        return encoder_states
 
     def _added(self, stream: Tensor, part: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
         if self.residual_dropout and self.training:
@@ -145,38 +149,49 @@ class Qwen3EncoderLayer(Qwen3Layer):
 class Qwen3Stack(nn.Module):
     """Layers and the final norm."""
 
-    def __init__(self, config: Qwen3Seq2SeqConfig, layer: type[Qwen3Layer], num_layers: int) -> None:
+    def __init__(self, config: Qwen3Seq2SeqConfig, layer: type[Qwen3Layer], num_layers: int, *, normed: bool) -> None:
         super().__init__()
         self.config = config
         self.layers = nn.ModuleList(layer(config, index) for index in range(num_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if normed else nn.Identity()
 
-    def _run(
-        self, hidden_states: Tensor, *encoder_states: Tensor, positions: Tensor, kept: States, **shared: Any
-    ) -> Tensor:
-        # `kept` gets the input of each layer, and the normed states of the last.
+    def _states(
+        self, hidden_states: Tensor, read: Iterable[tuple[Tensor, ...]], *, positions: Tensor, **shared: Any
+    ) -> Iterator[Tensor]:
+        # What each layer starts from, and the normed states of the last. A layer runs when its output is taken.
         rotary = rotary_tables(positions, self.config, hidden_states.dtype)
-        for layer in self.layers:
-            if kept is not None:
-                kept.append(hidden_states)
+        for layer, encoder_states in zip(self.layers, read, strict=False):
+            yield hidden_states
             hidden_states = layer(hidden_states, *encoder_states, rotary=rotary, **shared)
         hidden_states = self.norm(hidden_states)
-        if kept is not None:
-            kept.append(hidden_states)
-        return hidden_states
+        yield hidden_states
 
 
 class Qwen3Encoder(Qwen3Stack):
-    """Encoder layers and the final norm."""
+    """Encoder layers, and the final norm unless decoder layers read through their own."""
 
     main_input_name = "input_ids"  # read by generate()
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__(config, Qwen3EncoderLayer, config.num_encoder_layers)
+        normed = not form_of(config).has_own_norm
+        super().__init__(config, Qwen3EncoderLayer, config.num_encoder_layers, normed=normed)
+
+    def states(self, inputs_embeds: Tensor, *, layout: Layout) -> Iterator[Tensor]:
+        """Yield the states [..., Te, hidden] at each height, behind 0, 1, … layers, from embeddings [..., Te, hidden].
+        A layer runs when the states behind it are taken."""
+        return self._states(inputs_embeds, repeat(()), positions=layout.encoder_positions, layout=layout)
 
     def forward(self, inputs_embeds: Tensor, *, layout: Layout, kept: States = None) -> Tensor:
-        """Map embeddings [..., Te, hidden] to states [..., Te, hidden]."""
-        return self._run(inputs_embeds, positions=layout.encoder_positions, kept=kept, layout=layout)
+        """Map embeddings [..., Te, hidden] to states [..., Te, hidden]. `kept` gets the states at each height."""
+        return last_of(self.states(inputs_embeds, layout=layout), kept)
+
+
+def last_of(states: Iterable[Tensor], kept: States) -> Tensor:
+    """Return the last of `states`; append all to `kept`."""
+    for state in states:
+        if kept is not None:
+            kept.append(state)
+    return state
 
 
 def embedded(embedding: nn.Embedding, ids: Tensor | None, embeds: Tensor | None, side: str = "") -> Tensor:
@@ -204,13 +219,14 @@ class EmbeddedEncoder(nn.Module):
         return_dict: bool | None = None,
     ) -> BaseModelOutput:
         """Return the states of input_ids, int64 [B, Le], or inputs_embeds, [B, Le, hidden]. attention_mask: [B, Le] or
-        None. `output_hidden_states`: add the embeddings and the states behind each layer, the last ones normed.
-        Attention weights are refused. There is no `**kwargs`: with it, generate() would pass all that it has."""
+        None. `output_hidden_states`: add the embeddings and the states behind each layer, the last ones normed; an
+        aligned decoder always gets them. Attention weights are refused. There is no `**kwargs`: with it, generate()
+        would pass all that it has."""
         if output_attentions:
             raise NotImplementedError(NO_ATTENTIONS)
         embeds = embedded(self.shared, input_ids, inputs_embeds)
         layout = PaddedLayout.build(encoder_length=embeds.shape[1], encoder_valid=attention_mask, device=embeds.device)
-        kept: States = [] if output_hidden_states else None
+        kept: States = [] if output_hidden_states or form_of(self.encoder.config).is_aligned else None
         states = self.encoder(embeds, layout=layout, kept=kept)
         return BaseModelOutput(states, None if kept is None else tuple(kept))
 

@@ -1,12 +1,14 @@
 """`Qwen3ForSeq2SeqLM`: an encoder-decoder whose every weight has a place in a Qwen3 checkpoint. The decoder's layers
 have parameters like the encoder's (encoder.py). Their attention takes its queries from the decoder and its keys and
-values, through the layer's own projections, from the encoder's output *and* the decoder's states, under one softmax
-(merged attention, T5Gemma 2, arXiv 2512.14856). Decoder queries and keys are rotated (RoPE); keys from the encoder are
-normalised but not rotated. Two call forms have equal logits: packed flat buffers (`packing=PackedLayout`, training) and
-Hugging Face's ordinary [batch, length] with masks (`generate`, `from_pretrained`)."""
+values, through the layer's own projections, from the encoder's states *and* the decoder's, under one softmax (merged
+attention, T5Gemma 2, arXiv 2512.14856). Which states of the encoder a layer reads, and how, is the model's form of
+cross-attention (cross_attention.py). Two call forms have equal logits: packed flat buffers (`packing=PackedLayout`,
+training) and Hugging Face's ordinary [batch, length] with masks (`generate`, `from_pretrained`)."""
 
 import inspect
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput, ModelOutput, Seq2SeqL
 from .attention import Layout, PackedLayout, PaddedLayout
 from .attention_kernels import KernelQuery, choose_kernel
 from .configuration import Qwen3Seq2SeqConfig
+from .cross_attention import form_of
 from .encoder import (
     EmbeddedEncoder,
     Qwen3Attention,
@@ -28,7 +31,9 @@ from .encoder import (
     Rotary,
     States,
     embedded,
+    last_of,
     refuse_unknown,
+    rotary_tables,
 )
 from .loss import OwnLoss, linear_cross_entropy
 from .loss_kernel import IGNORE_INDEX
@@ -39,7 +44,7 @@ Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation
 
 
 class Qwen3MergedAttention(Qwen3Attention):
-    """Attention of decoder queries over encoder output and decoder states, under one softmax."""
+    """Attention of decoder queries over encoder and decoder states, under one softmax."""
 
     def forward(
         self,
@@ -47,22 +52,23 @@ class Qwen3MergedAttention(Qwen3Attention):
         encoder_states: Tensor,
         *,
         rotary: Rotary,
+        encoder_rotary: Rotary | None,
         layout: Layout,
         generated: Cache = None,
         added_to: Tensor | None = None,
     ) -> Tensor:
-        """Map [..., Td, hidden] and [..., Te, hidden] to [..., Td, hidden], plus `added_to`."""
+        """Map [..., Td, hidden] and [..., Te, hidden] to [..., Td, hidden], plus `added_to`. `encoder_rotary`: None for
+        keys from the encoder that are not rotated."""
         queries = self.queries(hidden_states, rotary)
         decoder = self.keys_values(hidden_states, rotary)
         if generated is None:
-            encoder = self.keys_values(encoder_states, None)
+            encoder = self.keys_values(encoder_states, encoder_rotary)
         else:
             decoder = self._cached(generated.self_attention_cache, decoder)
             # The encoder's are computed at the first step of a generation, and cached for the others.
             is_cached = generated.is_updated.get(self.layer_idx, False)
-            encoder = self._cached(
-                generated.cross_attention_cache, None if is_cached else self.keys_values(encoder_states, None)
-            )
+            new = None if is_cached else self.keys_values(encoder_states, encoder_rotary)
+            encoder = self._cached(generated.cross_attention_cache, new)
             generated.is_updated[self.layer_idx] = True
         keys, values = map(layout.merged_rows, encoder, decoder)
         return self.output(layout.attend_merged(queries, keys, values), added_to)
@@ -83,31 +89,51 @@ class Qwen3DecoderLayer(Qwen3Layer):
 
     attention = Qwen3MergedAttention
 
+    def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.norms_encoder = form_of(config).has_own_norm
+
+    def _read(self, *encoder_states: Tensor) -> tuple[Tensor, ...]:
+        return tuple(map(self.input_layernorm, encoder_states)) if self.norms_encoder else encoder_states
+
 
 class Qwen3Decoder(Qwen3Stack):
     """Decoder layers and the final norm."""
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
-        super().__init__(config, Qwen3DecoderLayer, config.num_hidden_layers)
+        super().__init__(config, Qwen3DecoderLayer, config.num_hidden_layers, normed=True)
 
     def forward(
         self,
         inputs_embeds: Tensor,
-        encoder_states: Tensor,
+        encoder_states: Iterable[Tensor],
         *,
         layout: Layout,
         generated: Cache = None,
         kept: States = None,
     ) -> Tensor:
-        """Map embeddings [..., Td, hidden] and encoder states [..., Te, hidden] to [..., Td, hidden] states."""
-        return self._run(
+        """Map embeddings [..., Td, hidden] to states [..., Td, hidden]. `encoder_states`, [..., Te, hidden] at each
+        height, are taken as layers need them: an encoder that makes them then runs in step with the decoder, and of the
+        gradients of its states, in the backward pass, only one exists at a time."""
+        goes_on, dtype = self.config.encoder_positions == "prefix", inputs_embeds.dtype
+        positions = layout.continued_positions() if goes_on else layout.decoder_positions
+        states = self._states(
             inputs_embeds,
-            encoder_states,
-            positions=layout.decoder_positions,
-            kept=kept,
+            self._at_heights(iter(encoder_states)),
+            positions=positions,
+            encoder_rotary=rotary_tables(layout.encoder_positions, self.config, dtype) if goes_on else None,
             layout=layout,
             generated=generated,  # not by transformers' name: before 5.24 its checkpointed layers drop it in training
         )
+        return last_of(states, kept)
+
+    def _at_heights(self, states: Iterator[Tensor]) -> Iterator[tuple[Tensor]]:
+        taken = -1
+        for height in self.config.encoder_heights or [self.config.num_encoder_layers] * len(self.layers):
+            while taken < height:
+                state = next(states)
+                taken += 1
+            yield (state,)
 
 
 class LanguageModelHead(Linear):
@@ -213,7 +239,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         if encoder_outputs is None:
             encoder_outputs = self.get_encoder()(input_ids, attention_mask, inputs_embeds, **requested)
         encoded = BaseModelOutput(*encoder_outputs) if isinstance(encoder_outputs, tuple) else encoder_outputs
-        encoder_states = encoded.last_hidden_state
+        encoder_states, kept_states = encoded.last_hidden_state, self._encoder_states(encoded, generated)
         if decoder_input_ids is None and decoder_inputs_embeds is None:
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
         decoder_embeds = embedded(self.shared, decoder_input_ids, decoder_inputs_embeds, "decoder_")
@@ -226,7 +252,7 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             device=encoder_states.device,
         )
         kept: States = [] if requested["output_hidden_states"] else None
-        hidden_states = self.decoder(decoder_embeds, encoder_states, layout=layout, generated=generated, kept=kept)
+        hidden_states = self.decoder(decoder_embeds, kept_states, layout=layout, generated=generated, kept=kept)
         logits = self.lm_head(hidden_states)
         output = Seq2SeqLMOutput(
             loss=None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **for_loss),
@@ -234,9 +260,31 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
             **{_CACHE: generated},
             decoder_hidden_states=None if kept is None else tuple(kept),
             encoder_last_hidden_state=encoder_states,
-            encoder_hidden_states=encoded.hidden_states,
+            encoder_hidden_states=encoded.hidden_states if requested["output_hidden_states"] else None,
         )
         return self._answer(output, return_dict)
+
+    def _encoder_states(self, encoded: BaseModelOutput, generated: Cache) -> Iterable[Tensor]:
+        # The encoder's states at each height; where the decoder reads the last or the cache, the last stand for all.
+        last, states = encoded.last_hidden_state, encoded.hidden_states
+        if not form_of(self.config).is_aligned or (generated is not None and generated.is_updated.get(0)):
+            return repeat(last)
+        if states is None or len(states) != self.config.num_encoder_layers + 1:
+            raise ValueError(
+                "encoder_outputs needs hidden_states, which the decoder's layers read: give what get_encoder() returns"
+            )
+        beams = len(last) // max(1, len(states[0]))  # `generate` repeats tensors, but no tuples of them
+        return states if beams == 1 else (state.repeat_interleave(beams, dim=0) for state in states)
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        # After the first step the cache has all that is read of the encoder's states.
+        updated = super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+        encoded = updated.get("encoder_outputs")
+        if encoded is not None and updated.get("past_key_values", updated.get("cache")) is not None:
+            updated["encoder_outputs"] = BaseModelOutput(last_hidden_state=encoded.last_hidden_state)
+        return updated
 
     def _cache_of_call(self, past_key_values: object, cache: object, use_cache: bool) -> Cache:
         caches = [one for one in (past_key_values, cache) if one is not None]
@@ -275,7 +323,8 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         kernel, _ = choose_kernel(wanted, flash=self.config.use_flash_attention)
         packing = replace(packing, kernel=kernel, dropout=dropout)
         encoder_embeds, decoder_embeds = embeds.split([len(input_ids), len(decoder_input_ids)])
-        hidden_states = self.decoder(decoder_embeds, self.encoder(encoder_embeds, layout=packing), layout=packing)
+        states = self.encoder.states(encoder_embeds, layout=packing)
+        hidden_states = self.decoder(decoder_embeds, states, layout=packing)
         return PackedLossOutput(*self.lm_head(hidden_states, labels, self.config.loss_chunk_tokens))
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor | None) -> Tensor:

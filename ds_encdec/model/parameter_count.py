@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.sections import LoraConfig, Sections
+from ds_encdec.model.cross_attention import form_of
 
 # peft's name of the one adapter, which is part of the names of modules, and not of the files it saves.
 ADAPTER = "default"
@@ -23,7 +24,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 class ModelSizes(Protocol):
-    """The sizes behind the parameters; without `num_encoder_layers`, both sides have equally many layers."""
+    """The sizes behind the parameters. `num_encoder_layers` and `cross_attention` may be missing: then both sides have
+    equally many layers, and the form is `final`."""
 
     vocab_size: int
     hidden_size: int
@@ -61,7 +63,8 @@ def parameter_shapes(sizes: ModelSizes) -> Shapes:
     for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
         for layer in range(layers):
             shapes |= {f"{side}.layers.{layer}.{name}": shape for name, shape in of_layer.items()}
-        shapes[f"{side}.norm.weight"] = (hidden,)
+        if side == "decoder" or not form_of(sizes).has_own_norm:
+            shapes[f"{side}.norm.weight"] = (hidden,)
     return shapes if sizes.tie_word_embeddings else shapes | {"lm_head.weight": shapes["shared.weight"]}
 
 
@@ -90,7 +93,7 @@ def forward_flops(sizes: ModelSizes, encoder_lengths: Sequence[int], decoder_len
     merged_pairs = sum(d * e + d * (d + 1) // 2 for e, d in zip(encoder_lengths, decoder_lengths, strict=True))
     pair = 2 * sizes.num_attention_heads * sizes.head_dim  # the score of query and key, and the value that it weighs
     encoder_layer = layer_weights * encoder_tokens + pair * encoder_pairs
-    # Every decoder layer also projects the encoder's output to its own keys and values.
+    # Every decoder layer also projects encoder states to its own keys and values.
     decoder_layer = layer_weights * decoder_tokens + 2 * key_weights * encoder_tokens + pair * merged_pairs
     head = sizes.hidden_size * sizes.vocab_size * decoder_tokens
     return 2 * (num_encoder_layers(sizes) * encoder_layer + sizes.num_hidden_layers * decoder_layer + head)

@@ -17,6 +17,8 @@ from ds_encdec.config.stored_model import (
     untrained_rows,
 )
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.cross_attention import form_of
+from ds_encdec.model.depth import depth_of, form_fields, require_stored_form
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
 from ds_encdec.tokenizer.sentinels import Vocabulary
@@ -43,7 +45,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
             raise ConfigError(f"model.architecture.vocab_size is {sizes.vocab_size}, but {wrong}")
         rope = {"rope_type": "default", "rope_theta": sizes.rope_theta}
         try:
-            config = _config(section, sizes.model_dump(exclude={"rope_theta"}) | {"rope_parameters": rope}, vocabulary)
+            fields = sizes.model_dump(exclude={"rope_theta"}) | {"rope_parameters": rope}
+            config = _config(section, fields | form_fields(section, sizes.num_hidden_layers), vocabulary)
         except ValueError as error:
             raise ConfigError(f"model.architecture: {error}") from error
         origin = f"random weights (seed {seed}), {count_parameters(config):,} parameters"
@@ -56,7 +59,9 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
             "hidden_act": stored.get("hidden_act", "silu"),
             "tie_word_embeddings": stored.get("tie_word_embeddings", False),
         }
+        fields |= form_fields(section, stored["num_hidden_layers"])
     else:
+        require_stored_form(section, stored)
         known = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
         if section.lora is not None and not known.issuperset((*vocabulary.sentinel_ids, *vocabulary.mode_token_ids)):
             # Their rows would be drawn and never trained, and peft, on the base as it is, would give other
@@ -70,7 +75,8 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         config = _config(section, fields, vocabulary)
     except ValueError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from error
-    return ModelSource(config, _weights_in(folder, stored, config, seed), f"{origin} in {section.model_name_or_path}")
+    weights = _weights_in(section, folder, stored, config, seed)
+    return ModelSource(config, weights, f"{origin} in {section.model_name_or_path}")
 
 
 @dataclass(frozen=True)
@@ -99,15 +105,18 @@ def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> B
         drawn["initializer_range"] = config.initializer_range
         return Base(random_weights(config, seed), None, drawn)
     folder = model_folder(section.model_name_or_path, MODEL_FILES, field="model.model_name_or_path")
-    return Base(_weights_in(folder, read_stored_model(folder / "config.json"), config, seed), folder, drawn)
+    return Base(_weights_in(section, folder, read_stored_model(folder / "config.json"), config, seed), folder, drawn)
 
 
-def _weights_in(folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
-    of_qwen3 = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
+def _weights_in(
+    section: ModelConfig, folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int
+) -> WeightSource:
+    is_decoder = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
+    depth = depth_of(section, stored["num_hidden_layers"], form_of(config)) if is_decoder else None
     added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
-    if not of_qwen3:
+    if not is_decoder:
         added_ids -= {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
-    return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, of_qwen3=of_qwen3)
+    return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, depth=depth)
 
 
 @cache

@@ -1,8 +1,9 @@
 """Weights of the encoder-decoder: random, from the folder of a decoder-only Qwen3, or from one of our own. Random
 weights have a generator for each parameter, keyed by (seed, name): they do not depend on ranks, the order of
-construction, or the device. Encoder and decoder layers both copy a Qwen3's layers and final norm, and share its
-embedding, whose new rows (sentinels, mode tokens, rows beyond its size) are drawn from the normal distribution of the
-trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole model is in memory."""
+construction, or the device. Encoder and decoder layers both copy a Qwen3's layers, their norms its final norm, and they
+share its embedding, whose new rows (sentinels, mode tokens, rows beyond its size) are drawn from the normal
+distribution of the trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole
+model is in memory."""
 
 import hashlib
 import json
@@ -21,6 +22,7 @@ from torch import Tensor
 from ds_encdec.base.types import CheckpointError, WeightSource
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.depth import Depth
 from ds_encdec.model.parameter_count import parameter_shapes
 
 VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")  # parameters with one row for each token id
@@ -63,12 +65,12 @@ def stored_weights(
     *,
     stored_rows: int,
     seed: int,
-    of_qwen3: bool = False,
+    depth: Depth | None = None,
 ) -> WeightSource:
     """Return the parameters of `config`'s model from `folder`, in the dtype stored there. `stored_rows`: rows of the
     stored embedding (and of an untied head). Rows from there to `vocab_size`, and `added_ids`, are drawn with the mean
-    and standard deviation of the trained ones. `of_qwen3`: the folder is a decoder-only model's. Checks names and
-    shapes of all tensors now (CheckpointError), and reads each tensor when it is used."""
+    and standard deviation of the trained ones. `depth`: the layers to take of a decoder-only model's folder. Checks
+    names and shapes of all tensors now (CheckpointError), and reads each tensor when it is used."""
     source = SafetensorsFolder(folder)
     # The trained rows are those below all new ones.
     total_rows = max(stored_rows, config.vocab_size)
@@ -80,8 +82,12 @@ def stored_weights(
     }
 
     def name_of(name: str) -> str:
-        qwen3 = re.sub(r"^(encoder|decoder)\.", "model.", name.replace("shared.", "model.embed_tokens."))
-        return qwen3 if of_qwen3 else name
+        if depth is None:
+            return name
+        side, _, rest = name.replace("shared.", "shared.embed_tokens.").partition(".")
+        layers = {"encoder": depth.encoder, "decoder": depth.decoder}.get(side, ())
+        numbered = re.sub(r"^layers\.(\d+)", lambda found: f"layers.{layers[int(found[1])]}", rest)
+        return name if side == "lm_head" else f"model.{numbered}"
 
     source.check({name_of(name): shape for name, shape in shapes.items()})
 

@@ -168,15 +168,19 @@ def test_the_decoder_alone_has_the_published_parameters() -> None:
     published |= {"14B": 14_768_307_200, "32B": 32_762_123_264}
     for name, parameters in published.items():
         sizes = PUBLISHED[f"Qwen/Qwen3-{name}"]
-        assert sizes_of(Path("Qwen", f"Qwen3-{name}")) == sizes
+        assert sizes_of(Path("Qwen", f"Qwen3-{name}"), "model.cross_attention=final") == sizes
         alone = count_parameters(dataclasses.replace(sizes, num_encoder_layers=0)) - sizes.hidden_size  # its last norm
         assert alone == parameters
 
 
 def test_a_folder_gives_both_sides_its_layers_or_each_its_own(tmp_path: Path) -> None:
-    sizes = sizes_of(write_model(tmp_path, SMALL))
-    assert (sizes.num_encoder_layers, sizes.num_hidden_layers, sizes.vocab_size) == (3, 3, 1024)
-    assert sizes.tie_word_embeddings
+    write_model(tmp_path, SMALL)
+    for overrides, expected in (((), (2, 3)), (("model.cross_attention=renormed",), (3, 3))):
+        sizes = sizes_of(tmp_path, *overrides)
+        assert (sizes.num_encoder_layers, sizes.num_hidden_layers, sizes.vocab_size) == (*expected, 1024)
+        assert sizes.tie_word_embeddings
+    sizes = sizes_of(tmp_path, "model.encoder_layers=1", "model.decoder_layers=[0, 2]")
+    assert (sizes.num_encoder_layers, sizes.num_hidden_layers, sizes.cross_attention) == (1, 2, "aligned")
     sizes = sizes_of(write_model(tmp_path, SMALL | {"model_type": "qwen3_seq2seq", "num_encoder_layers": 1}))
     assert (sizes.num_encoder_layers, sizes.num_hidden_layers) == (1, 3)
 
@@ -221,10 +225,9 @@ def test_adapters_by_hand() -> None:
     mlp = 3 * (1024 + 3072)
     config = load_config(None, ["model.lora={r: 8}"])
     job = make_job(config, run_sizes(config), "deepspeed", world_size=8, ranks_per_node=8)
-    assert job.trainable_parameters == 8 * 56 * (attention + mlp) == 10_092_544
-    assert job.parameters == 1_036_517_376 + 10_092_544
+    assert job.trainable_parameters == 8 * 55 * (attention + mlp) == 9_912_320
     # Of adapters alone: a checkpoint names their base.
-    assert checkpoint_bytes(job) == 12 * 10_092_544
+    assert checkpoint_bytes(job) == 12 * 9_912_320
 
 
 def test_matrices_that_muon_steps_have_one_moment() -> None:
@@ -233,7 +236,7 @@ def test_matrices_that_muon_steps_have_one_moment() -> None:
         make_job(config, run_sizes(config), "fsdp", world_size=8, ranks_per_node=8)
         for config in (load_config(None, given[:2]), load_config(None, given))
     )
-    matrices = 56 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
+    matrices = 55 * (2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072)
     assert sum(prod(shape) for _, shape in muon.stepped_matrices) == matrices
     assert checkpoint_bytes(adamw) - checkpoint_bytes(muon) == 4 * matrices
     assert fsdp_memory(adamw).resting.optimizer - fsdp_memory(muon).resting.optimizer == 4 * matrices / 8

@@ -194,7 +194,7 @@ def qwen3_and_ours(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
             if "norm" in name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1)
     qwen3.save_pretrained(tmp_path)
-    source = resolve(tmp_path, vocabulary((95, 96)))
+    source = resolve(tmp_path, vocabulary((95, 96)), cross_attention="final")
     ours = Qwen3ForSeq2SeqLM(source.config).eval()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():

@@ -280,8 +280,8 @@ def test_a_source_gives_a_folder_with_its_weights_twice_and_sentinels(tmp_path: 
     assert made.endswith(f", {number:,} parameters, 6 sentinels (ids 3 to 8)")
     assert pretrained_tokenizer(str(tmp_path / "out"), field="test").encode("word <extra_id_5>") == [2, 8]
     assert torch.equal(model.shared.weight[:3].float(), original.model.embed_tokens.weight[:3].bfloat16().float())
-    theirs = original.model.layers[1].state_dict()
-    for ours in (model.encoder.layers[1].state_dict(), model.decoder.layers[1].state_dict()):
+    theirs = original.model.layers[0].state_dict()
+    for ours in (model.encoder.layers[0].state_dict(), model.decoder.layers[0].state_dict()):
         assert all(torch.equal(ours[name].float(), tensor.bfloat16().float()) for name, tensor in theirs.items())
 
 

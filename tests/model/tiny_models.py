@@ -64,8 +64,8 @@ def vocabulary(sentinels: Iterable[int] = range(90, 94), size: int = VOCAB) -> V
     return Vocabulary(tuple(sentinels), eos_id=1, pad_id=0, mode_token_ids=(), vocab_size=size)
 
 
-def resolve(folder: Path, known: Vocabulary | None = None, seed: int = 0) -> ModelSource:
-    return resolve_model(ModelConfig(model_name_or_path=str(folder)), known or vocabulary(), seed)
+def resolve(folder: Path, known: Vocabulary | None = None, seed: int = 0, **section: Any) -> ModelSource:
+    return resolve_model(ModelConfig(model_name_or_path=str(folder), **section), known or vocabulary(), seed)
 
 
 def loss_inputs(

@@ -1,0 +1,84 @@
+"""The form of a new model: how its decoder reads the encoder, and which layers of a source either side copies. No
+torch: runs and memory estimates agree on it."""
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_encdec.base.types import ConfigError
+from ds_encdec.config.sections import LayerChoice, ModelConfig
+from ds_encdec.model.cross_attention import FORMS, CrossAttention
+
+NEW_FORM = "aligned"  # where `model.cross_attention` is not set
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The source's layers, counted from 0, that `encoder` and `decoder` layers are copied from, both ascending."""
+
+    encoder: tuple[int, ...]
+    decoder: tuple[int, ...]
+
+    @property
+    def heights(self) -> list[int]:
+        """Return how many encoder layers run before each decoder layer reads, in the aligned form: those below the one
+        that it was copied from."""
+        return [bisect_left(self.encoder, layer) for layer in self.decoder]
+
+
+def depth_of(section: ModelConfig, num_layers: int, form: CrossAttention) -> Depth:
+    """Return the layers that `section` takes of a source with `num_layers`. Raises ConfigError if it has too few."""
+    has = f"the source has {num_layers} layers"
+    decoder = _taken(section.decoder_layers, num_layers, "model.decoder_layers", has)
+    if not form.is_aligned:
+        return Depth(_taken(section.encoder_layers, num_layers, "model.encoder_layers", has), decoder)
+    why = f"aligned decoder layers, up to layer {decoder[-1]} of the source, read only the {decoder[-1]} below that one"
+    return Depth(_taken(section.encoder_layers, decoder[-1], "model.encoder_layers", why), decoder)
+
+
+def _taken(choice: LayerChoice, num_layers: int, field: str, why: str) -> tuple[int, ...]:
+    if choice is None:
+        return tuple(range(num_layers))
+    if isinstance(choice, tuple):
+        if choice[-1] >= num_layers:
+            raise ConfigError(f"{field} is {list(choice)}, but {why}: name layers from 0 to {num_layers - 1}")
+        return choice
+    number = int(str(choice).removeprefix("top "))
+    if number > num_layers:
+        raise ConfigError(f"{field} is {choice!r}, but {why}: take at most {num_layers}")
+    if isinstance(choice, str):
+        return tuple(range(num_layers - number, num_layers))
+    # Evenly spread, the first and the last one among them; one alone is the last.
+    last = num_layers - 1
+    return tuple(round(index * last / (number - 1)) for index in range(number)) if number > 1 else (last,)
+
+
+def form_fields(section: ModelConfig, num_layers: int) -> dict[str, Any]:
+    """Return the fields of a new model's configuration that say how its decoder reads the encoder, and the number of
+    layers on either side, from a source with `num_layers`. Raises ConfigError if it has too few."""
+    name = section.cross_attention or NEW_FORM
+    depth = depth_of(section, num_layers, form := FORMS[name])
+    return {
+        "cross_attention": name,
+        "encoder_positions": section.encoder_positions or form.positions,
+        "encoder_heights": depth.heights if form.is_aligned else None,
+        "num_encoder_layers": len(depth.encoder),
+        "num_hidden_layers": len(depth.decoder),
+    }
+
+
+def require_stored_form(section: ModelConfig, stored: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `section` wants another form or depth than an encoder-decoder with the `stored` fields."""
+    own = {
+        "cross_attention": stored.get("cross_attention", "final"),
+        "encoder_positions": stored.get("encoder_positions", "unrotated"),
+        "encoder_layers": stored.get("num_encoder_layers", stored["num_hidden_layers"]),
+        "decoder_layers": stored["num_hidden_layers"],
+    }
+    for name, found in own.items():
+        if (wanted := getattr(section, name)) not in (None, found):
+            raise ConfigError(
+                f"model.{name} is {wanted!r}, but {section.model_name_or_path} is an encoder-decoder made with "
+                f"{found!r}, which it keeps: leave the setting out, or start from a decoder"
+            )
