@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.registry.denoisers import DENOISERS
+from ds_encdec.registry.families import FAMILIES, OF_OUR_OWN, OWN, ROPE_KINDS, unknown_family
 
 if TYPE_CHECKING:  # `--help` does not wait for pydantic
     from ds_encdec.config.sections import Sections
@@ -22,8 +23,6 @@ MODEL_FILES = ("*.json", "*.safetensors")
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 # Optional tokens that name the denoiser of an example, in the order of `DENOISERS`.
 MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
-DECODER_ONLY = "qwen3"
-OF_OUR_OWN = "qwen3_seq2seq"
 COUNTS = (  # the sizes that every `config.json` has: whole numbers above 0
     "hidden_size",
     "intermediate_size",
@@ -61,9 +60,10 @@ def model_folder(name_or_path: str, files: Sequence[str], *, field: str) -> Path
 
 
 def read_stored_model(file: Path) -> dict[str, Any]:
-    """Return the fields of the `config.json` of a decoder-only Qwen3, or of an encoder-decoder made here. Fields that
-    may be missing or written in two ways are normalized: `num_key_value_heads`, `head_dim`, and `rope_parameters` with
-    its `rope_theta`. Raises CheckpointError for an unreadable file, another model, and unsupported features."""
+    """Return the fields of the `config.json` of a decoder that has a row in `FAMILIES`, or of an encoder-decoder made
+    here, and our own fields of its layers (`LAYER`). Fields that may be missing or written in two ways are normalized:
+    the family's defaults, `num_key_value_heads`, `head_dim`, and `rope_parameters` with its `rope_theta`. Raises
+    CheckpointError for an unreadable file, another model, and unsupported features."""
     try:
         stored: dict[str, Any] = read_json(file)
         if not isinstance(stored, dict):
@@ -72,46 +72,53 @@ def read_stored_model(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file.parent} has no {file.name}: it is not a Hugging Face model folder") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} is not readable as JSON: {error}") from error
-    if (found := stored.get("model_type")) not in (DECODER_ONLY, OF_OUR_OWN):
-        raise CheckpointError(
-            f"{file}: model_type is {found!r}; needed is {DECODER_ONLY!r} (a dense decoder-only Qwen3) or "
-            f"{OF_OUR_OWN!r} (an encoder-decoder made here)"
-        )
+    family = OWN if stored.get("model_type") == OF_OUR_OWN else FAMILIES.get(str(stored.get("model_type")))
+    if family is None:
+        raise CheckpointError(f"{file}: {unknown_family(stored)}")
     if how := stored.get("quantization_config") or stored.get("compression_config"):
         method = how.get("quant_method") if isinstance(how, dict) else None
         raise CheckpointError(
             f"{file}: the weights are quantized ({method or 'quantization_config'}), which is not trained here: take "
             "the unquantized folder"
         )
+    stored = {**family.defaults, **stored}
     if stored.get("num_key_value_heads", 0) is None:
         stored["num_key_value_heads"] = stored.get("num_attention_heads")
-    stored.setdefault("head_dim", 128)  # as transformers' Qwen3, whatever the hidden size
+    if stored.get("head_dim") is None and "head_dim" not in family.defaults:
+        hidden, heads = stored.get("hidden_size"), stored.get("num_attention_heads")
+        stored["head_dim"] = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
     if wrong := [
         name
         for name in (*COUNTS, "head_dim")
         if not isinstance(number := stored.get(name), int) or isinstance(number, bool) or number < 1
     ]:
         raise CheckpointError(f"{file} lacks {', '.join(wrong)} (whole numbers above 0)")
-    if (kinds := stored.get("layer_types")) is not None:
-        slides = not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    else:
-        first = stored.get("max_window_layers", 28)
-        slides = (
-            bool(stored.get("use_sliding_window"))
-            and stored.get("sliding_window", 4096) is not None
-            and not (isinstance(first, int) and first >= stored["num_hidden_layers"])
-        )
-    features = {
-        "attention_bias": stored.get("attention_bias"),
-        "use_sliding_window (layers that attend over a window)": slides,
-    }
-    if any(features.values()):
-        raise CheckpointError(f"{file}: not supported: {', '.join(name for name, used in features.items() if used)}")
     try:
-        rope = {"rope_parameters": _rope(stored)}
+        if window := _window(stored):
+            raise ValueError(f"not supported: {window}")
+        rope = {"rope_parameters": _rope(stored, family.rope_theta)}
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
-    return {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")} | rope
+    others = {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")}
+    return others | family.layer_of(stored) | rope
+
+
+def _window(stored: Mapping[str, Any]) -> str | None:
+    """Return the field by which layers attend over a window that is shorter than the model's texts, else None."""
+    if (kinds := stored.get("layer_types")) is not None:
+        others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
+        return f"layer_types has {others[0]!r}" if others else None
+    window, first = stored.get("sliding_window"), stored.get("max_window_layers", 0)
+    if not stored.get("use_sliding_window", True) or not isinstance(window, int):
+        return None
+    if isinstance(first, int) and first >= stored["num_hidden_layers"]:
+        return None
+    if window >= stored.get("max_position_embeddings", inf):
+        return None
+    return (
+        f"sliding_window = {window}, over which its layers attend. If no text is longer, set it to null: the results "
+        "are the same"
+    )
 
 
 def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool) -> str:
@@ -124,21 +131,22 @@ def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool
     )
 
 
-def _rope(stored: dict[str, Any]) -> dict[str, Any]:
-    """Return the rotary embedding, of type default, with its base `rope_theta`. Raises ValueError for any other, and if
-    bases disagree: transformers 5 takes the first of `rope_scaling` (the older name), `rope_parameters` and the base
-    beside them, but one is left over from an edit, and nobody can see which."""
+def _rope(stored: Mapping[str, Any], default_base: float | None) -> dict[str, Any]:
+    """Return the rotary embedding with its base `rope_theta`. `dynamic` becomes `default`, which it equals up to
+    `max_position_embeddings`; beyond, it depends on the longest text of a batch. Raises ValueError for unknown kinds,
+    and if bases disagree: transformers 5 takes the first of `rope_scaling` (the older name), `rope_parameters` and the
+    base beside them, but one is left over from an edit, and nobody can see which."""
     bases: dict[str, Any] = {"rope_theta": stored.get("rope_theta")}
+    blocks: dict[str, dict[str, Any]] = {}
     for name in ("rope_parameters", "rope_scaling"):
         if not (rope := stored.get(name)):
             continue
         if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
             raise ValueError(f"not supported: {name} = {rope!r}, which is not one block for all layers")
-        for kind in (rope.get("rope_type", "default"), rope.get("type", "default")):
-            if kind != "default":
-                raise ValueError(f"not supported: rope type {kind!r} ({name})")
-        bases[f"{name}.rope_theta"] = rope.get("rope_theta")
+        blocks[name], bases[f"{name}.rope_theta"] = rope, rope.get("rope_theta")
     known = {name: base for name, base in bases.items() if base is not None}
+    if not known and default_base is not None:
+        known["rope_theta"] = default_base
     for name, base in known.items():
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < inf:
             raise ValueError(f"{name} is {base!r}: needed is a number above 0")
@@ -147,7 +155,18 @@ def _rope(stored: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{named}: keep the one that the model was trained with")
     if not known:
         raise ValueError("it lacks rope_theta: write the base that the model was trained with, as its publisher has it")
-    return {"rope_type": "default", "rope_theta": next(iter(known.values()))}
+    name, block = list(blocks.items())[-1] if blocks else ("rope_parameters", {})
+    kind = block.get("rope_type", block.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"not supported: rope type {kind!r} ({name}); known are {', '.join(ROPE_KINDS)}")
+    if (share := block.get("partial_rotary_factor", stored.get("partial_rotary_factor"))) not in (None, 1):
+        raise ValueError(f"not supported: partial_rotary_factor = {share!r}, rotation of a part of each head")
+    if lacks := [field for field in ROPE_KINDS[kind] if not isinstance(block.get(field), int | float)]:
+        raise ValueError(f"{name} of the type {kind} lacks {', '.join(lacks)} (numbers)")
+    if kind in ("default", "dynamic"):
+        return {"rope_type": "default", "rope_theta": next(iter(known.values()))}
+    others = {name: value for name, value in block.items() if name not in ("type", "partial_rotary_factor")}
+    return {**others, "rope_type": kind, "rope_theta": next(iter(known.values()))}
 
 
 def sentinel(index: int) -> str:

@@ -14,7 +14,7 @@ from ds_encdec.base.types import CheckpointError, ConfigError, is_hidden_matrix
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.config.settings import Conflict, closest
 from ds_encdec.config.shares import micro_batches_per_step
-from ds_encdec.config.stored_model import COUNTS, OF_OUR_OWN, read_stored_model
+from ds_encdec.config.stored_model import COUNTS, read_stored_model
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
@@ -27,6 +27,7 @@ from ds_encdec.model.parameter_count import (
     trained_shapes,
 )
 from ds_encdec.registry.engines import ENGINES, EngineName
+from ds_encdec.registry.families import FAMILIES, LAYER, OF_OUR_OWN
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
@@ -36,7 +37,8 @@ QWEN3_IDS = 151_669  # Ids of Qwen3's tokenizer before sentinels are added (toke
 
 @dataclass
 class Sizes:
-    """Sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` counts rows."""
+    """Sizes of an encoder-decoder; see `config.schema.ArchitectureConfig`. `vocab_size` counts rows; the last fields
+    are those of `registry.families.LAYER`."""
 
     vocab_size: int
     hidden_size: int
@@ -48,6 +50,11 @@ class Sizes:
     intermediate_size: int
     tie_word_embeddings: bool
     cross_attention: str = "final"
+    qk_norm: str = "head"
+    norm_position: str = "before"
+    attention_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
@@ -335,7 +342,7 @@ def _stored_sizes(file: Path) -> _Source:
         raise ConfigError(f"model.model_name_or_path: {error}") from error
     is_ours = stored["model_type"] == OF_OUR_OWN
     sizes = Sizes(
-        **{key: stored[key] for key in COUNTS},
+        **{field.name: stored[field.name] for field in fields(Sizes) if field.name in (*COUNTS, *LAYER)},
         num_encoder_layers=stored.get("num_encoder_layers", stored["num_hidden_layers"]),
         head_dim=stored["head_dim"],
         tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),
@@ -351,10 +358,10 @@ def _cached_config(name: str) -> Path:
     with suppress(HFValidationError):  # no name of a repository
         if isinstance(found := try_to_load_from_cache(name, "config.json"), str):
             return Path(found).parent
-    meant = closest(name, PUBLISHED)
+    meant = f" Did you mean {closest(name, PUBLISHED)}?" if closest(name, PUBLISHED) else ""
     raise ConfigError(
         f"model.model_name_or_path: {name} is not a local folder, not in the Hugging Face cache, and not one of the "
-        f"models whose sizes are known here ({', '.join(PUBLISHED)}); nothing is downloaded for an estimate. "
-        f"Only Qwen3 decoders can be used.{f' Did you mean {meant}?' if meant else ''} Give a folder with its "
-        "config.json, or its sizes: model.architecture.hidden_size=… and model.tokenizer_name_or_path=builtin"
+        f"models whose sizes are known here ({', '.join(PUBLISHED)}); nothing is downloaded for an estimate.{meant} "
+        f"Give a folder with the config.json of a {' or '.join(row.title for row in FAMILIES.values())}, or its sizes: "
+        "model.architecture.hidden_size=… and model.tokenizer_name_or_path=builtin"
     )

@@ -28,11 +28,18 @@ _DEFAULTS: dict[str, Any] = {
     "encoder_heights": None,
     "loss_chunk_tokens": 1024,
     "use_flash_attention": True,
+    "qk_norm": "head",
+    "norm_position": "before",
+    "attention_bias": False,
+    "attention_output_bias": False,
+    "mlp_bias": False,
+    "unrotated_layers": {},
 }
+ROPE_KINDS = ("default", "linear", "yarn", "llama3")
 
 
 class Qwen3Seq2SeqConfig(PretrainedConfig):
-    """Sizes of a Qwen3 layer, the number of layers on either side, and the task's token ids; lengths are in tokens.
+    """Sizes and form of a layer, the number of layers on either side, and the task's token ids; lengths are in tokens.
     `num_hidden_layers` counts decoder layers (generation and its cache use that name), `num_encoder_layers` encoder
     layers, by default all that the decoder reads; both sides share every other size. `cross_attention` and
     `encoder_positions` are names in cross_attention.py. `encoder_heights`, of the aligned form: for each decoder layer,
@@ -40,7 +47,12 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
     `head_dim` is independent of the other sizes. `sentinel_token_ids` are the ids of `<extra_id_0>`, `<extra_id_1>`, …;
     `mode_token_ids` those of the optional tokens that name a denoiser, in the order R1, R2, X1, X2, S.
     `loss_chunk_tokens`: positions whose logits exist at one time in the packed training form. `use_flash_attention`:
-    allow variable-length flash kernels there on CUDA."""
+    allow variable-length flash kernels there on CUDA.
+
+    A layer is Qwen3's unless its fields differ. `qk_norm`: RMSNorm on each query and key head ("head"), over all heads
+    at once ("all"), or "none". `norm_position`: of the norms, "before" attention and MLP, or "after" them.
+    `attention_bias` is that of queries, keys and values. `unrotated_layers`: by side, the layers that do not rotate
+    queries and keys. `rope_parameters`: of a kind in `ROPE_KINDS`."""
 
     model_type = "qwen3_seq2seq"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # the Trainer adds a list to it
@@ -55,14 +67,20 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
         if head_dim % 2:
             raise ValueError(f"head_dim ({head_dim}) must be even: rotary embeddings turn pairs")
         form = _check_form(fields)
-        for name in ("rope_parameters", "rope_scaling"):
-            rope = kwargs.get(name) or {}
-            if (kind := rope.get("rope_type", rope.get("type", "default"))) != "default":
-                raise ValueError(f"{name} has the rope type {kind!r}, which this model does not compute: remove it")
-        # Set here, since Hugging Face looks for the rotary parameters before it sets fields, and drops `use_cache`.
+        scaled, rope = fields.pop("rope_scaling", None), fields.pop("rope_parameters", None)
+        base = (rope or {}).get("rope_theta") or kwargs.get("rope_theta") or 1e6
+        rope = {"rope_theta": base, **(scaled or rope or {})}  # the older name precedes
+        rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+        if (kind := rope["rope_type"]) not in ROPE_KINDS:
+            raise ValueError(
+                f"{'rope_scaling' if scaled else 'rope_parameters'} has the rope type {kind!r}, which this model does "
+                f"not compute: remove it, or take one of {', '.join(ROPE_KINDS)}"
+            )
+        if kind in ("yarn", "llama3"):
+            rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+        # Set here, since Hugging Face checks the rotary parameters before it sets fields, and drops `use_cache`.
         self.use_cache = fields.pop("use_cache")
-        default = {"rope_type": "default", "rope_theta": kwargs.get("rope_theta") or 1e6}
-        self.rope_parameters = fields.pop("rope_parameters", None) or default
+        self.rope_parameters, self.max_position_embeddings = rope, fields["max_position_embeddings"]
         if fields.get("num_encoder_layers") is None:
             fields["num_encoder_layers"] = form.last_height(fields["num_hidden_layers"])
         if form.is_aligned:

@@ -2,7 +2,7 @@
 torch: runs and memory estimates agree on it."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,9 +54,10 @@ def _taken(choice: LayerChoice, num_layers: int, field: str, why: str) -> tuple[
     return tuple(round(index * last / (number - 1)) for index in range(number)) if number > 1 else (last,)
 
 
-def form_fields(section: ModelConfig, num_layers: int) -> dict[str, Any]:
-    """Return the fields of a new model's configuration that say how its decoder reads the encoder, and the number of
-    layers on either side, from a source with `num_layers`. Raises ConfigError if it has too few."""
+def form_fields(section: ModelConfig, num_layers: int, unrotated: Collection[int] = ()) -> dict[str, Any]:
+    """Return the fields of a new model's configuration that say how its decoder reads the encoder, the number of layers
+    on either side and which do not rotate, from a source with `num_layers`, of which the layers `unrotated` do not.
+    Raises ConfigError if it has too few."""
     name = section.cross_attention or NEW_FORM
     depth = depth_of(section, num_layers, form := FORMS[name])
     return {
@@ -65,6 +66,11 @@ def form_fields(section: ModelConfig, num_layers: int) -> dict[str, Any]:
         "encoder_heights": depth.heights if form.is_aligned else None,
         "num_encoder_layers": len(depth.encoder),
         "num_hidden_layers": len(depth.decoder),
+        "unrotated_layers": {
+            side: [index for index, layer in enumerate(layers) if layer in unrotated]
+            for side, layers in (("encoder", depth.encoder), ("decoder", depth.decoder))
+            if unrotated
+        },
     }
 
 

@@ -4,6 +4,7 @@ gathers by module."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput, ModelOutput
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .attention import Layout, PaddedLayout
 from .attention_kernels import AttentionKernel  # noqa: F401 - transformers 5.3 copies only modules imported here
@@ -35,11 +37,22 @@ def refuse_unknown(module: nn.Module, given: Mapping[str, Any], known: Collectio
 
 
 def rotary_tables(positions: Tensor, config: Qwen3Seq2SeqConfig, dtype: torch.dtype) -> Rotary:
-    """Return cosines and sines of Qwen3's rotary embedding (base `rope_theta`) for positions, int64 [..., tokens].
-    Computed in float32 on each call: a buffer of frequencies would be rounded when a model is cast to bfloat16."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
-    angles = positions[..., None, None].float() * config.rope_parameters["rope_theta"] ** -exponents
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    """Return cosines and sines of the rotary embedding of `config` for positions, int64 [..., tokens]. Computed in
+    float32 on each call: a buffer of frequencies would be rounded when a model is cast to bfloat16."""
+    rope, scale = config.rope_parameters, 1.0
+    if rope["rope_type"] == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=positions.device) / config.head_dim
+        frequencies = rope["rope_theta"] ** -exponents
+    else:
+        # By transformers' function: what versions 4 and 5 read of a configuration.
+        read = {"rope_parameters": rope, "rope_scaling": rope, "rope_theta": rope["rope_theta"]}
+        sizes = ("head_dim", "hidden_size", "num_attention_heads", "max_position_embeddings")
+        read |= {name: getattr(config, name) for name in sizes} | {"standardize_rope_params": lambda: None}
+        with positions.device:  # made there, it is not copied there, for which the device would be waited for
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](SimpleNamespace(**read), positions.device)
+    angles = positions[..., None, None].float() * frequencies
+    cos, sin = angles.cos(), angles.sin()
+    return (cos.to(dtype), sin.to(dtype)) if scale == 1.0 else ((cos * scale).to(dtype), (sin * scale).to(dtype))
 
 
 def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
@@ -52,7 +65,11 @@ def _rotated(x: Tensor, rotary: Rotary) -> Tensor:
 
 
 class Qwen3Attention(nn.Module):
-    """The projections of Qwen3's attention: grouped-query, with RMSNorm on each query and key head."""
+    """The projections of attention: grouped-query, with RMSNorm on queries and keys as `qk_norm` has it."""
+
+    side = "encoder"
+    q_norm: nn.RMSNorm | None
+    k_norm: nn.RMSNorm | None
 
     def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
         super().__init__()
@@ -60,25 +77,35 @@ class Qwen3Attention(nn.Module):
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(config.hidden_size, query_size)
-        self.k_proj = Linear(config.hidden_size, key_size)
-        self.v_proj = Linear(config.hidden_size, key_size)
-        self.o_proj = Linear(query_size, config.hidden_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.rotates = layer_idx not in config.unrotated_layers.get(self.side, ())
+        self.q_proj = Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.v_proj = Linear(config.hidden_size, key_size, bias=config.attention_bias)
+        self.o_proj = Linear(query_size, config.hidden_size, bias=config.attention_output_bias)
+        normed = {"head": (config.head_dim, config.head_dim), "all": (query_size, key_size), "none": (0, 0)}
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(size, eps=config.rms_norm_eps) if size else None for size in normed[config.qk_norm]
+        )
 
     def queries(self, hidden_states: Tensor, rotary: Rotary) -> Tensor:
-        """Return rotated queries, [..., tokens, heads, head_dim]."""
-        return _rotated(self.q_norm(self._heads(self.q_proj(hidden_states))), rotary)
+        """Return queries, rotated if the layer rotates, [..., tokens, heads, head_dim]."""
+        queries = self._normed(self.q_norm, self.q_proj(hidden_states))
+        return _rotated(queries, rotary) if self.rotates else queries
 
     def keys_values(self, hidden_states: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
         """Return keys, rotated by `rotary` if any, and values, [..., tokens, key_value_heads, head_dim]."""
-        keys = self.k_norm(self._heads(self.k_proj(hidden_states)))
-        return keys if rotary is None else _rotated(keys, rotary), self._heads(self.v_proj(hidden_states))
+        keys = self._normed(self.k_norm, self.k_proj(hidden_states))
+        keys = _rotated(keys, rotary) if self.rotates and rotary is not None else keys
+        return keys, self._heads(self.v_proj(hidden_states))
 
     def output(self, attended: Tensor, added_to: Tensor | None) -> Tensor:
         """Project [..., tokens, heads, head_dim] back to [..., tokens, hidden], plus `added_to`."""
         return projected(self.o_proj, attended.flatten(-2), added_to)
+
+    def _normed(self, norm: nn.RMSNorm | None, x: Tensor) -> Tensor:
+        if norm is None:
+            return self._heads(x)
+        return norm(self._heads(x)) if norm.normalized_shape[0] == self.head_dim else self._heads(norm(x))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim))
@@ -100,9 +127,9 @@ class Qwen3MLP(nn.Module):
 
     def __init__(self, config: Qwen3Seq2SeqConfig) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: Tensor, added_to: Tensor | None = None) -> Tensor:
@@ -112,8 +139,9 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3Layer(GradientCheckpointingLayer):
-    """Qwen3's pre-norm layer around either attention. `residual_dropout`, a setting of a run and in no `config.json`,
-    is the share of the outputs of attention and MLP that training mode sets to zero."""
+    """A layer with norms before attention and MLP, or after them, around either attention. `residual_dropout`, a
+    setting of a run and in no `config.json`, is the share of the outputs of attention and MLP that training mode sets
+    to zero."""
 
     attention: type[Qwen3Attention]
     residual_dropout = 0.0
@@ -122,22 +150,27 @@ class Qwen3Layer(GradientCheckpointingLayer):
         super().__init__()
         self.self_attn = self.attention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norms = {"before": (True, True, False, False), "after": (False, False, True, True)}[config.norm_position]
+        self.input_layernorm, self.post_attention_layernorm, self.attention_output_norm, self.mlp_output_norm = (
+            nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps) if exists else nn.Identity() for exists in norms
+        )
 
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
         """Map [..., tokens, hidden], beside [..., Te, hidden] in a decoder's layer, to the shape of the first."""
-        normed = self.input_layernorm(hidden_states)
-        hidden_states = self._added(hidden_states, self.self_attn, normed, *self._read(*encoder_states), **shared)
-        return self._added(hidden_states, self.mlp, self.post_attention_layernorm(hidden_states))
+        normed, norms = self.input_layernorm(hidden_states), (self.attention_output_norm, self.mlp_output_norm)
+        read = self._read(*encoder_states)
+        hidden_states = self._added(hidden_states, self.self_attn, norms[0], normed, *read, **shared)
+        return self._added(hidden_states, self.mlp, norms[1], self.post_attention_layernorm(hidden_states))
 
     def _read(self, *encoder_states: Tensor) -> tuple[Tensor, ...]:
         return encoder_states
 
-    def _added(self, stream: Tensor, part: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
-        if self.residual_dropout and self.training:
-            return stream + nn.functional.dropout(part(*inputs, **shared), self.residual_dropout)
-        return part(*inputs, **shared, added_to=stream)  # its last matrix product adds the two
+    def _added(self, stream: Tensor, part: nn.Module, norm: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
+        drops = self.residual_dropout and self.training
+        if not drops and isinstance(norm, nn.Identity):
+            return part(*inputs, **shared, added_to=stream)  # its last matrix product adds the two
+        added = norm(part(*inputs, **shared))
+        return stream + (nn.functional.dropout(added, self.residual_dropout) if drops else added)
 
 
 class Qwen3EncoderLayer(Qwen3Layer):

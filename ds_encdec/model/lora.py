@@ -114,9 +114,9 @@ class QuantizedLinear(nn.Module):
     weight: nn.Parameter
     quant_state: Any
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features, self.out_features, self.bias = in_features, out_features, bias
 
     def unpacked(self) -> Tensor:
         """Return the matrix in the compute dtype."""
@@ -128,14 +128,14 @@ class QuantizedLinear(nn.Module):
         """Map [..., in_features] to [..., out_features]."""
         from bitsandbytes import matmul_4bit
 
-        return matmul_4bit(x, self.weight.t(), quant_state=self.quant_state)
+        return matmul_4bit(x, self.weight.t(), quant_state=self.quant_state, bias=self.bias)
 
 
 def detach_frozen(model: nn.Module) -> None:
     """Replace all frozen matrices of the layers by empty `QuantizedLinear`s."""
     for name, module in list(model.named_modules()):
         if type(module) is Linear and not module.weight.requires_grad:
-            model.set_submodule(name, QuantizedLinear(module.in_features, module.out_features))
+            model.set_submodule(name, QuantizedLinear(module.in_features, module.out_features, module.bias))
 
 
 def quantized_matrices(model: nn.Module) -> dict[str, QuantizedLinear]:

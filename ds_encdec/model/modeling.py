@@ -46,6 +46,8 @@ Cache: TypeAlias = EncoderDecoderCache | None  # keys and values of a generation
 class Qwen3MergedAttention(Qwen3Attention):
     """Attention of decoder queries over encoder and decoder states, under one softmax."""
 
+    side = "decoder"
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -14,6 +14,7 @@ from typing import Protocol
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.sections import LoraConfig, Sections
 from ds_encdec.model.cross_attention import form_of
+from ds_encdec.registry.families import LAYER
 
 # peft's name of the one adapter, which is part of the names of modules, and not of the files it saves.
 ADAPTER = "default"
@@ -25,7 +26,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 class ModelSizes(Protocol):
     """The sizes behind the parameters. `num_encoder_layers` and `cross_attention` may be missing: then both sides have
-    equally many layers, and the form is `final`."""
+    equally many layers, and the form is `final`; without fields of `registry.families.LAYER` layers are Qwen3's."""
 
     vocab_size: int
     hidden_size: int
@@ -44,21 +45,7 @@ def num_encoder_layers(sizes: ModelSizes) -> int:
 
 def parameter_shapes(sizes: ModelSizes) -> Shapes:
     """Return all parameters' shapes by canonical name, in the order of `named_parameters()`, without a tied head."""
-    hidden, inner = sizes.hidden_size, sizes.intermediate_size
-    query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
-    of_layer: Shapes = {
-        "self_attn.q_proj.weight": (query, hidden),
-        "self_attn.k_proj.weight": (key, hidden),
-        "self_attn.v_proj.weight": (key, hidden),
-        "self_attn.o_proj.weight": (hidden, query),
-        "self_attn.q_norm.weight": (sizes.head_dim,),
-        "self_attn.k_norm.weight": (sizes.head_dim,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-    }
+    hidden, of_layer = sizes.hidden_size, _layer_shapes(sizes)
     shapes: Shapes = {"shared.weight": (sizes.vocab_size, hidden)}
     for side, layers in (("encoder", num_encoder_layers(sizes)), ("decoder", sizes.num_hidden_layers)):
         for layer in range(layers):
@@ -66,6 +53,31 @@ def parameter_shapes(sizes: ModelSizes) -> Shapes:
         if side == "decoder" or not form_of(sizes).has_own_norm:
             shapes[f"{side}.norm.weight"] = (hidden,)
     return shapes if sizes.tie_word_embeddings else shapes | {"lm_head.weight": shapes["shared.weight"]}
+
+
+def _layer_shapes(sizes: ModelSizes) -> Shapes:
+    form = {name: getattr(sizes, name, value) for name, value in LAYER.items()}
+    hidden, inner = sizes.hidden_size, sizes.intermediate_size
+    query, key = sizes.num_attention_heads * sizes.head_dim, sizes.num_key_value_heads * sizes.head_dim
+    shapes: Shapes = {}
+
+    def product(name: str, rows: int, columns: int, bias: str) -> None:
+        shapes[f"{name}_proj.weight"] = (rows, columns)
+        if form[bias]:
+            shapes[f"{name}_proj.bias"] = (rows,)
+
+    product("self_attn.q", query, hidden, "attention_bias")
+    product("self_attn.k", key, hidden, "attention_bias")
+    product("self_attn.v", key, hidden, "attention_bias")
+    product("self_attn.o", hidden, query, "attention_output_bias")
+    if form["qk_norm"] != "none":
+        normed = {"head": (sizes.head_dim, sizes.head_dim), "all": (query, key)}[form["qk_norm"]]
+        shapes |= {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", normed, strict=True)}
+    product("mlp.gate", inner, hidden, "mlp_bias")
+    product("mlp.up", inner, hidden, "mlp_bias")
+    product("mlp.down", hidden, inner, "mlp_bias")
+    before, after = ("input_layernorm", "post_attention_layernorm"), ("attention_output_norm", "mlp_output_norm")
+    return shapes | {f"{name}.weight": (hidden,) for name in (before if form["norm_position"] == "before" else after)}
 
 
 def count_parameters(sizes: ModelSizes) -> int:
@@ -111,18 +123,23 @@ def is_adapter(name: str) -> bool:
 
 def has_adapter(name: str, lora: LoraConfig) -> bool:
     """Return whether the parameter `name` is a matrix that has an adapter."""
-    return name.startswith(("encoder.layers.", "decoder.layers.")) and name.split(".")[-2] in lora.target_modules
+    *place, module, kind = name.split(".")
+    return place[1:2] == ["layers"] and module in lora.target_modules and kind == "weight"
 
 
 def model_shapes(sizes: ModelSizes, lora: LoraConfig | None) -> Shapes:
     """Return all parameters' shapes, with adapters, by canonical name in the order of `named_parameters()`."""
     shapes: Shapes = {}
+    adapters: Shapes = {}  # of the matrix before, whose bias may stand between
     for name, shape in parameter_shapes(sizes).items():
+        if not name.endswith(".bias"):
+            shapes |= adapters
+            adapters = {}
         shapes[name] = shape
         if lora is not None and has_adapter(name, lora):
             module, (rows, columns) = name.removesuffix(".weight"), shape
-            shapes |= {module + LORA_A: (lora.r, columns), module + LORA_B: (rows, lora.r)}
-    return shapes
+            adapters = {module + LORA_A: (lora.r, columns), module + LORA_B: (rows, lora.r)}
+    return shapes | adapters
 
 
 def trained_shapes(config: Sections, sizes: ModelSizes) -> Shapes:

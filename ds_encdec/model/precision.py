@@ -36,19 +36,21 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 class Linear(nn.Linear):
-    """Computes `nn.Linear` without bias in `product_dtype`; inputs, weight and result keep their dtype."""
+    """Computes `nn.Linear` in `product_dtype`; inputs, parameters and result keep their dtype."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor, added_to: Tensor | None = None) -> Tensor:
-        """Map [..., in_features] to [..., out_features], plus `added_to` [tokens, out_features] in one product."""
+        """Map [..., in_features] to [..., out_features], plus `added_to` [tokens, out_features] in one product, for
+        which there must be no bias."""
         if added_to is not None:
             return torch.addmm(added_to, x, self.weight.T)
         dtype = product_dtype(x)
         if dtype == x.dtype:
             return super().forward(x)
-        return nn.functional.linear(x.to(dtype), self.weight.to(dtype)).to(x.dtype)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return nn.functional.linear(x.to(dtype), self.weight.to(dtype), bias).to(x.dtype)
 
 
 def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:
@@ -58,6 +60,7 @@ def projected(linear: nn.Module, x: Tensor, added_to: Tensor | None) -> Tensor:
     if (
         torch.compiler.is_compiling()
         and isinstance(linear, Linear)
+        and linear.bias is None
         and x.dim() == 2
         and product_dtype(x) == x.dtype == added_to.dtype
     ):

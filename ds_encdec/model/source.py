@@ -1,4 +1,4 @@
-"""The model that a run starts from: random weights, a decoder-only Qwen3, or an encoder-decoder of our own."""
+"""The model that a run starts from: random weights, a decoder of a known family, or an encoder-decoder of our own."""
 
 import hashlib
 from dataclasses import dataclass
@@ -21,10 +21,15 @@ from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.depth import depth_of, form_fields, require_stored_form
 from ds_encdec.model.parameter_count import EMBEDDING_ROWS_MULTIPLE, count_parameters, parameter_shapes
 from ds_encdec.model.weights import random_weights, stored_weights
+from ds_encdec.registry.families import FAMILIES, LAYER
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
-# Fields of a Qwen3 that ours has, too.
-_COPIED = (*COUNTS, "max_position_embeddings", "initializer_range", "rms_norm_eps", "head_dim", "rope_parameters")
+# Fields of a decoder that ours has, too.
+_COPIED = (
+    *COUNTS,
+    *LAYER,
+    *("head_dim", "hidden_act", "initializer_range", "max_position_embeddings", "rms_norm_eps", "rope_parameters"),
+)
 
 
 @dataclass(frozen=True)
@@ -53,13 +58,11 @@ def resolve_model(section: ModelConfig, vocabulary: Vocabulary, seed: int) -> Mo
         return ModelSource(config, random_weights(config, seed), origin)
     folder = model_folder(str(section.model_name_or_path), MODEL_FILES, field="model.model_name_or_path")
     stored = read_stored_model(folder / "config.json")
-    if stored["model_type"] != Qwen3Seq2SeqConfig.model_type:
-        origin = "encoder and decoder from the decoder-only Qwen3"
-        fields = {name: stored[name] for name in _COPIED if name in stored} | {
-            "hidden_act": stored.get("hidden_act", "silu"),
-            "tie_word_embeddings": stored.get("tie_word_embeddings", False),
-        }
-        fields |= form_fields(section, stored["num_hidden_layers"])
+    if family := FAMILIES.get(stored["model_type"]):
+        origin = f"encoder and decoder from the decoder-only {family.title}"
+        fields = {name: stored[name] for name in _COPIED if name in stored}
+        fields["tie_word_embeddings"] = stored.get("tie_word_embeddings", False)
+        fields |= form_fields(section, stored["num_hidden_layers"], stored["unrotated_layers"])
     else:
         require_stored_form(section, stored)
         known = {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
@@ -111,12 +114,13 @@ def base_model(section: ModelConfig, config: Qwen3Seq2SeqConfig, seed: int) -> B
 def _weights_in(
     section: ModelConfig, folder: Path, stored: dict[str, Any], config: Qwen3Seq2SeqConfig, seed: int
 ) -> WeightSource:
-    is_decoder = stored["model_type"] != Qwen3Seq2SeqConfig.model_type
-    depth = depth_of(section, stored["num_hidden_layers"], form_of(config)) if is_decoder else None
-    added_ids = {*config.sentinel_token_ids, *config.mode_token_ids}
-    if not is_decoder:
+    family, added_ids = FAMILIES.get(stored["model_type"]), {*config.sentinel_token_ids, *config.mode_token_ids}
+    origin = None
+    if family is not None:
+        origin = family, depth_of(section, stored["num_hidden_layers"], form_of(config))
+    else:
         added_ids -= {*stored.get("sentinel_token_ids", ()), *stored.get("mode_token_ids", ())}
-    return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, depth=depth)
+    return stored_weights(folder, config, added_ids, stored_rows=stored["vocab_size"], seed=seed, origin=origin)
 
 
 @cache

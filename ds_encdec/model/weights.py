@@ -1,9 +1,8 @@
-"""Weights of the encoder-decoder: random, from the folder of a decoder-only Qwen3, or from one of our own. Random
-weights have a generator for each parameter, keyed by (seed, name): they do not depend on ranks, the order of
-construction, or the device. Encoder and decoder layers both copy a Qwen3's layers, their norms its final norm, and they
-share its embedding, whose new rows (sentinels, mode tokens, rows beyond its size) are drawn from the normal
-distribution of the trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole
-model is in memory."""
+"""Weights of the encoder-decoder: random, from the folder of a decoder, or from one of our own. Random weights have a
+generator for each parameter, keyed by (seed, name): they do not depend on ranks, the order of construction, or the
+device. Encoder and decoder layers both copy a decoder's layers, their norms its final norm, and they share its
+embedding, whose new rows (sentinels, mode tokens, rows beyond its size) are drawn from the normal distribution of the
+trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole model is in memory."""
 
 import hashlib
 import json
@@ -24,6 +23,7 @@ from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.depth import Depth
 from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.registry.families import Family
 
 VOCABULARY_PARAMETERS = ("shared.weight", "lm_head.weight")  # parameters with one row for each token id
 _STATISTICS_ROWS = 2048  # rows of the embedding read and converted to float64 at one time
@@ -44,13 +44,13 @@ def keyed_generator(seed: int, name: str) -> torch.Generator:
 
 
 def random_weights(config: Qwen3Seq2SeqConfig, seed: int) -> WeightSource:
-    """Return Qwen3's initialisation: norms 1, matrices N(0, `initializer_range`); float32."""
+    """Return Qwen3's initialisation: norms 1, biases 0, matrices N(0, `initializer_range`); float32."""
     shapes = parameter_shapes(config)
 
     def weights(name: str, rows: slice = slice(None), /) -> Tensor:
         shape = shapes[name]
         if len(shape) == 1:
-            return torch.ones(shape)[rows]
+            return torch.full(shape, 0.0 if name.endswith(".bias") else 1.0)[rows]
         # A generator cannot start in the middle: the whole is drawn, and only its rows are kept.
         drawn = torch.empty(shape).normal_(0.0, config.initializer_range, generator=keyed_generator(seed, name))
         return drawn if rows == slice(None) else drawn[rows].clone()
@@ -65,12 +65,13 @@ def stored_weights(
     *,
     stored_rows: int,
     seed: int,
-    depth: Depth | None = None,
+    origin: tuple[Family, Depth] | None = None,
 ) -> WeightSource:
     """Return the parameters of `config`'s model from `folder`, in the dtype stored there. `stored_rows`: rows of the
     stored embedding (and of an untied head). Rows from there to `vocab_size`, and `added_ids`, are drawn with the mean
-    and standard deviation of the trained ones. `depth`: the layers to take of a decoder-only model's folder. Checks
-    names and shapes of all tensors now (CheckpointError), and reads each tensor when it is used."""
+    and standard deviation of the trained ones. `origin`: the family of the decoder in the folder, and the layers to
+    take of it; None: the folder is one of our own. Checks names and shapes of all tensors now (CheckpointError), and
+    reads each tensor when it is used."""
     source = SafetensorsFolder(folder)
     # The trained rows are those below all new ones.
     total_rows = max(stored_rows, config.vocab_size)
@@ -81,18 +82,29 @@ def stored_weights(
         for name, shape in parameter_shapes(config).items()
     }
 
-    def name_of(name: str) -> str:
-        if depth is None:
-            return name
-        side, _, rest = name.replace("shared.", "shared.embed_tokens.").partition(".")
+    def place(name: str) -> tuple[str, int]:
+        if origin is None:
+            return name, 0
+        (family, depth), side = origin, name.partition(".")[0]
+        theirs, first_row = family.place(name, shapes)
         layers = {"encoder": depth.encoder, "decoder": depth.decoder}.get(side, ())
-        numbered = re.sub(r"^layers\.(\d+)", lambda found: f"layers.{layers[int(found[1])]}", rest)
-        return name if side == "lm_head" else f"model.{numbered}"
+        return re.sub(r"(?<=^model\.layers\.)\d+", lambda number: str(layers[int(number[0])]), theirs), first_row
 
-    source.check({name_of(name): shape for name, shape in shapes.items()})
+    places = {name: place(name) for name in shapes}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, (stored_name, first) in places.items():
+        rows = max(first + shapes[name][0], *expected.get(stored_name, (0,))[:1])
+        expected[stored_name] = (rows, *shapes[name][1:])
+    source.check(expected)
+    if origin is not None:
+        source.refuse_others(expected, "model.layers.")
 
     def stored(name: str, rows: slice = slice(None), /) -> Tensor:
-        return source.tensor(name_of(name), rows)
+        stored_name, first = places[name]
+        if expected[stored_name] == shapes[name]:
+            return source.tensor(stored_name, rows)
+        start, stop, _ = rows.indices(shapes[name][0])
+        return source.tensor(stored_name, slice(first + start, first + max(start, stop)))
 
     def extended(name: str, rows: slice = slice(None), /) -> Tensor:
         if name not in VOCABULARY_PARAMETERS or not len(new_rows):
@@ -171,6 +183,16 @@ class SafetensorsFolder:
                         raise CheckpointError(
                             f"{where}: {name} has shape {shape}, but config.json describes {shapes[name]}."
                         )
+
+    def refuse_others(self, known: Collection[str], part: str) -> None:
+        """Raise CheckpointError for weights in `part` of the model of a kind that no name in `known` has: a model with
+        them computes something else. Counts of layers may differ."""
+        kinds = {re.sub(r"\d+", "*", name) for name in known}
+        for name in sorted(self._file_of):
+            if name.startswith(part) and name.endswith((".weight", ".bias")) and re.sub(r"\d+", "*", name) not in kinds:
+                raise CheckpointError(
+                    f"{self._folder} has {name}, for which the layers that its config.json describes have no place."
+                )
 
     def _open(self, name: str) -> Any:
         # Opened for each tensor: an open file stays mapped, and all pages read count as our memory.

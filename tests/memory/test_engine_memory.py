@@ -210,7 +210,7 @@ def test_the_local_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (None, r"no config\.json"),
         ("{", "not readable as JSON"),
-        (json.dumps(SMALL | {"model_type": "llama"}), "model_type is 'llama'"),
+        (json.dumps(SMALL | {"model_type": "bloom"}), "model_type is 'bloom'"),
     ],
 )
 def test_other_folders_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
