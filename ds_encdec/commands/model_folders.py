@@ -1,4 +1,4 @@
-"""Make a model folder, ready for training, from a decoder-only Qwen3 (`ds-encdec init-model`)."""
+"""Make a model folder, ready for training, from a decoder (`ds-encdec init-model`)."""
 
 from pathlib import Path
 

@@ -86,8 +86,8 @@ class ModelConfig(Section):
     """Which model is trained, and from what it starts."""
 
     model_name_or_path: str | None = "Qwen/Qwen3-0.6B"
-    """Hub id or folder of a decoder-only Qwen3 (converted on the fly) or of an encoder-decoder made by `ds-encdec
-    init-model` or an export. None with `architecture`."""
+    """Hub id or folder of a decoder of a family in docs/model.md (converted on the fly) or of an encoder-decoder made
+    by `ds-encdec init-model` or an export. None with `architecture`."""
     architecture: ArchitectureConfig | None = None
     """Train from scratch with these sizes."""
     cross_attention: Literal["aligned", "renormed", "final"] | None = None

@@ -36,7 +36,7 @@ def is_ours(folder: Path) -> bool:
     kind = stored.get("model_type") if isinstance(stored, dict) else None
     if kind is None or not stored.get("is_encoder_decoder"):
         raise CheckpointError(
-            f"--model: {folder} is a {kind}, which is no encoder-decoder; ds-encdec init-model makes one of a Qwen3"
+            f"--model: {folder} is a {kind}, which is no encoder-decoder; ds-encdec init-model makes one of a decoder"
         )
     return bool(kind == "qwen3_seq2seq")
 
