@@ -17,6 +17,7 @@ from ds_encdec.data.lane import LanePipeline
 from ds_encdec.data.survey import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.source import architecture
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
@@ -24,6 +25,7 @@ from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_NAME = "model.tokenizer_name_or_path"
+_FORM, _DEPTH = ("cross_attention", "encoder_positions"), ("encoder_layers", "decoder_layers")
 # The counters of data, which a rollback does not take back.
 _OF_DATA = ("data_step", "epoch", "total_tokens_seen", "target_tokens_seen", "bad_rows", "long_rows")
 
@@ -46,7 +48,8 @@ def with_steps(
 def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
     """Raise CheckpointError if `config` trains another model or tokenizer than `checkpoint`; reads the small files
     only. A moved folder is still the same model, since the weights come from the checkpoint."""
-    theirs, ours = _model_settings(load_saved(checkpoint.path / "config.yaml")), _model_settings(config)
+    config, saved = (of_its_form(one, checkpoint) for one in (config, load_saved(checkpoint.path / "config.yaml")))
+    theirs, ours = _model_settings(saved), _model_settings(config)
     differing = _differences(theirs, ours)
     if not differing:
         return
@@ -63,6 +66,18 @@ def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
         f"{checkpoint.path} was made with another model or tokenizer:{listed(differing)}\n"
         "Give the checkpoint's values, or start a new run from its export."
     )
+
+
+def of_its_form(config: FullConfig, checkpoint: Checkpoint) -> FullConfig:
+    """Return `config` with the form of cross-attention and the depth of the model in `checkpoint` where it sets none: a
+    new model would get today's defaults."""
+    theirs, stored = (
+        load_saved(checkpoint.path / "config.yaml").model,
+        Qwen3Seq2SeqConfig.from_pretrained(checkpoint.path / "model"),
+    )
+    form = {name: getattr(stored, name) for name in _FORM} | {name: getattr(theirs, name) for name in _DEPTH}
+    unset = {name: value for name, value in form.items() if getattr(config.model, name) is None}
+    return config.model_copy(update={"model": config.model.model_copy(update=unset)})
 
 
 def restored_state(
@@ -164,6 +179,7 @@ def _model_settings(config: FullConfig) -> dict[str, Any]:
     return {
         "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
         "training.freeze": config.training.freeze,
+        **{f"model.{name}": getattr(section, name) for name in (*_FORM, *_DEPTH)},
         MODEL_NAME: section.model_name_or_path,
         _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
         "model.num_sentinel_tokens": section.num_sentinel_tokens,

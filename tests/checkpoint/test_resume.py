@@ -1,5 +1,6 @@
 """Checkpoints that a run takes and refuses: models by what they are, not by their names."""
 
+import json
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from saved_checkpoints import random_state, save_checkpoint, tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -30,8 +32,8 @@ def qwen3_folder(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def run_config(model: Path | str, *, sentinels: int = 4, mode_tokens: bool = False) -> FullConfig:
-    section = {"model_name_or_path": str(model), "num_sentinel_tokens": sentinels}
+def run_config(model: Path | str, *, sentinels: int = 4, mode_tokens: bool = False, **form: Any) -> FullConfig:
+    section = {"model_name_or_path": str(model), "num_sentinel_tokens": sentinels} | form
     return FullConfig.model_validate({"model": section, "data": {"use_mode_tokens": mode_tokens}})
 
 
@@ -48,11 +50,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path, source: Path) -> Checkpoint:
-    model = new_model(run_config(source))
-    path = save_checkpoint(tmp_path / "checkpoints", 3, random_state(model.config, 0), model.config)
-    model.tokenizer.save_pretrained(path / "model")
-    run_config(source).to_yaml(path / "config.yaml")
-    return Checkpoint(path, read_manifest(path))
+    return saved(tmp_path / "checkpoints", run_config(source))
 
 
 def test_the_same_model_elsewhere_is_the_same(
@@ -67,6 +65,50 @@ def test_the_same_model_elsewhere_is_the_same(
     resume.refuse_other_model(checkpoint, run_config(source))  # gone, but nobody needs it
     # An encoder-decoder with these sizes and tokenizer, such as its own export, is the same model as well.
     resume.refuse_other_model(checkpoint, run_config(exported(checkpoint)))
+
+
+def saved(folder: Path, config: FullConfig) -> Checkpoint:
+    """A checkpoint of the run `config`."""
+    made = new_model(config)
+    path = save_checkpoint(folder, 3, random_state(made.config, 0), made.config)
+    made.tokenizer.save_pretrained(path / "model")
+    config.to_yaml(path / "config.yaml")
+    return Checkpoint(path, read_manifest(path))
+
+
+def test_a_run_that_began_before_there_were_forms_goes_on_with_its_own(tmp_path: Path, source: Path) -> None:
+    began = saved(tmp_path / "old", run_config(source, cross_attention="final"))
+    file = began.path / "model" / "config.json"
+    stored = json.loads(file.read_text())
+    for name in ("cross_attention", "encoder_positions", "encoder_heights"):
+        del stored[name]
+    file.write_text(json.dumps(stored))
+    settings = yaml.safe_load((began.path / "config.yaml").read_text())
+    for name in ("cross_attention", "encoder_positions", "encoder_layers", "decoder_layers"):
+        settings["model"].pop(name, None)
+    (began.path / "config.yaml").write_text(yaml.safe_dump(settings))
+    moved = source.rename(tmp_path / "moved")
+    for name in (source, moved):
+        for form in ({}, {"cross_attention": "final"}, {"encoder_positions": "unrotated"}):
+            config = run_config(name, **form)
+            resume.refuse_other_model(began, config)
+            assert resume.of_its_form(config, began).model.cross_attention == "final"
+            assert saved_model(config, began.path).config.cross_attention == "final"
+    assert "\n  model.cross_attention is 'final' there and 'aligned' here\nGive the checkpoint's values" in refused(
+        began, run_config(source, cross_attention="aligned")
+    )
+    assert "encoder_positions is 'unrotated' there" in refused(began, run_config(moved, encoder_positions="prefix"))
+
+
+def test_a_run_goes_on_with_its_depth(tmp_path: Path, source: Path) -> None:
+    began = saved(tmp_path / "shallow", run_config(source, decoder_layers="top 1", lora={"r": 2}))
+    for form in ({}, {"decoder_layers": "top 1"}):
+        config = run_config(source, lora={"r": 2}, **form)
+        resume.refuse_other_model(began, config)
+        assert resume.of_its_form(config, began).model.decoder_layers == "top 1"
+    assert "model.decoder_layers is 'top 1' there and 2 here" in refused(
+        began, run_config(source, decoder_layers=2, lora={"r": 2})
+    )
 
 
 def test_states_of_another_optimizer_are_warned_of(
