@@ -1,6 +1,7 @@
 """Generate by the model's own `generate()` with its cache, for many inputs in batches of similar length or for one text
 (`ds-encdec generate`); and score given targets by the loss on them."""
 
+import logging
 import os
 import re
 import sys
@@ -33,8 +34,11 @@ from ds_encdec.data.randomness import keyed_generator
 from ds_encdec.evaluate.models import open_model
 from ds_encdec.launch.process_group import choose_device
 from ds_encdec.launch.world import discover
+from ds_encdec.model.depth import beyond_positions
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.tokenizer.load import pretrained_tokenizer
+
+logger = logging.getLogger(__name__)
 
 TokenIds = Sequence[int] | np.ndarray
 # The most logits of a batch, unless one row by itself has more: 512 MiB in float32, and as much for their softmax.
@@ -76,6 +80,14 @@ def generate(
         for number, ids in zip(batch, generate_batch(model, encoder_ids, batch, settings), strict=True):
             generated[number] = ids
     return generated
+
+
+def warn_of_length(model: PreTrainedModel, encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> None:
+    """Warn if a model of ours has fewer positions than the longest input and an output may take."""
+    longest = max(map(len, encoder_ids), default=0)
+    is_ours = isinstance(getattr(model.config, "encoder_positions", None), str)
+    if is_ours and (problem := beyond_positions(model.config, longest, settings.max_new_tokens)):
+        logger.warning(problem)
 
 
 @torch.no_grad()
@@ -213,6 +225,7 @@ def generate_text(
         has_spans = _SENTINEL.search(text) is not None
         modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
         encoder_ids.insert(0, next(token for row, token in modes if (row.mean_span is not None) == has_spans))
+    warn_of_length(model, [encoder_ids], settings)
     streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
     target = text_of(tokenizer, generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0])
     if stream and (raw or continues):

@@ -88,3 +88,16 @@ def require_stored_form(section: ModelConfig, stored: Mapping[str, Any]) -> None
                 f"model.{name} is {wanted!r}, but {section.model_name_or_path} is an encoder-decoder made with "
                 f"{found!r}, which it keeps: leave the setting out, or start from a decoder"
             )
+
+
+def beyond_positions(config: Any, encoder_tokens: int, decoder_tokens: int) -> str | None:
+    """Return a sentence if examples of these lengths have more positions than a model of this configuration has."""
+    goes_on = config.encoder_positions == "prefix"
+    needed = encoder_tokens + decoder_tokens if goes_on else max(encoder_tokens, decoder_tokens)
+    if needed <= (most := config.max_position_embeddings):
+        return None
+    how = "one behind the other" if goes_on else "each"
+    return (
+        f"Inputs of {encoder_tokens:,} and outputs of {decoder_tokens:,} tokens, {how}, take {needed:,} positions, but "
+        f"the model is declared for {most:,} (max_position_embeddings): what is beyond may be poor."
+    )

@@ -38,10 +38,11 @@ from ds_encdec.launch.world import World, discover
 from ds_encdec.memory.expected import ExpectedMemory, estimate_run, out_of_memory_explained
 from ds_encdec.memory.gpus import grow_segments
 from ds_encdec.memory.job import Job, disk_shortage
+from ds_encdec.model.depth import beyond_positions
 from ds_encdec.training.absent import require_here
 from ds_encdec.training.auto_batch.resolve import job_here, resolve_batch_size, resolve_checkpointing
 from ds_encdec.training.profiling import StepProfiler
-from ds_encdec.training.resume import load_engine, refuse_other_model, restored_state, with_steps
+from ds_encdec.training.resume import load_engine, of_its_form, refuse_other_model, restored_state, with_steps
 from ds_encdec.training.run import Run, begin_recording, checkpoint_files, start_banner
 from ds_encdec.training.run_model import new_model, saved_model
 from ds_encdec.training.step_plan import is_over
@@ -288,6 +289,7 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     collectives, config = context.collectives, request.config
     checkpoint = _find(config, context, folder, request.resume)
     saved = checkpoint.read_json("trainer.json") if checkpoint else None
+    config = of_its_form(config, checkpoint) if checkpoint else config
     # Once on each machine, since copies may differ; rank 0 writes its hashes into checkpoints.
     hashes = context.world.is_main or context.world.local_rank == 0
     model = collectives.rank_zero_first(
@@ -303,6 +305,9 @@ def _plan(request: _Request, context: RunContext, folder: RunFolder) -> Run:
     commits = collectives.on_rank_zero(
         lambda: resolve_commits(config.data, saved["data"]["dataset_commits"] if saved else None)
     )
+    lengths = config.data.max_encoder_length, config.data.max_decoder_length
+    if context.world.is_main and (problem := beyond_positions(model.config, *lengths)):
+        logger.warning("data.max_encoder_length, data.max_decoder_length: %s", problem)
     config = resolve_checkpointing(config, context, model.config, checkpoint)
     config = resolve_batch_size(config, context, request.stop, model.config, checkpoint)
     lanes = plan_lanes(config, context.world.world_size, saved["num_lanes"] if saved else None)

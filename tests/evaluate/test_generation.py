@@ -10,17 +10,18 @@ import torch
 from tiny_models import tiny_model
 
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches, score_targets
+from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches, score_targets, warn_of_length
 from ds_encdec.model.attention import PackedLayout
+from ds_encdec.model.cross_attention import FORMS
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 LENGTHS = [5, 0, 17, 1, 9, 17, 3, 12]
 ONE_BY_ONE = 1
 
 
-@pytest.fixture(scope="module")
-def model() -> Qwen3ForSeq2SeqLM:
-    return tiny_model()
+@pytest.fixture(scope="module", params=["final", "aligned"])
+def model(request: pytest.FixtureRequest) -> Qwen3ForSeq2SeqLM:
+    return tiny_model(cross_attention=request.param, encoder_positions=FORMS[request.param].positions)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def ended(model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray]) -> int:
     [
         GenerationSettings(),
         GenerationSettings(num_beams=3, repetition_penalty=1.3),
-        GenerationSettings(temperature=1.5, top_p=0.9, top_k=40, seed=3),
+        GenerationSettings(temperature=1.5, top_p=0.9, top_k=40, seed=5),
     ],
 )
 def test_each_input_gets_in_any_batch_what_it_gets_alone(
@@ -73,6 +74,17 @@ def test_a_stop_is_seen_between_batches(model: Qwen3ForSeq2SeqLM, inputs: list[n
     (first, second, *_) = (number for (number,) in plan_batches(inputs, settings))
     expected = [ids if number in (first, second) else [] for number, ids in enumerate(whole)]
     assert generate(model, inputs, settings, lambda: next(asked)) == expected != whole
+
+
+def test_inputs_and_outputs_beyond_the_models_positions_are_warned_of(
+    model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray], caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = model.config.encoder_positions == "prefix"
+    model.config.max_position_embeddings, longest = 30, max(LENGTHS)
+    for most in (30 - longest * goes_on, 31 - longest * goes_on):
+        warn_of_length(model, inputs, GenerationSettings(max_new_tokens=most))
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert f"tokens, {'one behind the other' if goes_on else 'each'}, take 31 positions, but the model is" in told
 
 
 def test_batches_hold_at_most_so_many_tokens_with_the_new_ones() -> None:
