@@ -174,17 +174,18 @@ def _export_mean(
     run = load_saved(newest / "config.yaml")
     data = saved.read_json("trainer.json").get("data")
     forms = data.get("input_forms") if isinstance(data, dict) else None  # not every checkpoint records them
+    made = Qwen3EncoderConfig.of(config) if encoder_only else config
     export_hf(
         _of_encoder(mean, config) if encoder_only else mean,
-        Qwen3EncoderConfig.of(config) if encoder_only else config,
+        made,
         pretrained_tokenizer(str(newest / "model"), field=field),
         out,
         dtype=dtype,
         card=model_card(
             run,
+            made,
             saved.training_state(),
             described,
-            encoder_only=encoder_only,
             forms=forms if isinstance(forms, list) else (),
         ),
         longest_text=run.data.max_encoder_length,

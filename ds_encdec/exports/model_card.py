@@ -12,7 +12,8 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from ds_encdec.base.foreign_places import range_of
 from ds_encdec.base.types import TrainingState
 from ds_encdec.config.schema import DataConfig, FullConfig
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
+from ds_encdec.model.cross_attention import FORMS, POSITIONS
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.objectives import CHAT, template_parts
@@ -27,11 +28,24 @@ def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
     return {"Objective": "supervised fine-tuning (`data.objective: sft`)", **templates, **conversations}
 
 
+def _cross_attention(made: Qwen3Seq2SeqConfig) -> dict[str, str]:
+    name, positions = made.cross_attention, made.encoder_positions
+    words = f"each decoder layer reads {FORMS[name].words}; {POSITIONS[positions]}"
+    return {"Cross-attention": f"`{name}`, `{positions}`: {words}"}
+
+
 def model_card(
-    config: FullConfig, state: TrainingState, weights: str, *, encoder_only: bool = False, forms: Sequence[str] = ()
+    config: FullConfig,
+    made: Qwen3Seq2SeqConfig,
+    state: TrainingState,
+    weights: str,
+    *,
+    forms: Sequence[str] = (),
 ) -> str:
-    """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder, or of its encoder.
-    `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`, `CHAT`)."""
+    """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder or, as `made` says, of
+    its encoder. `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`,
+    `CHAT`)."""
+    encoder_only = isinstance(made, Qwen3EncoderConfig)
     model, data, training = config.model, config.data, config.training
     names = [
         f"`{one.dataset_name}`" + (f" ({one.dataset_config})" if one.dataset_config else "")
@@ -45,6 +59,7 @@ def model_card(
     rows = {
         "Started from": f"`{model.model_name_or_path}`" if model.architecture is None else "random weights",
         "Weights": weights,
+        **({} if encoder_only else _cross_attention(made)),
         **trained,
         "Optimizer steps": f"{state.global_step:,} of {training.num_train_steps:,}",
         "Encoder tokens seen": f"{state.encoder_tokens_seen:,}",
@@ -65,7 +80,8 @@ def model_card(
 
 def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
     """Return the card of an initialised, untrained model. `description`: the origin of its weights."""
-    return _card({"Weights": description, "Parameters": f"{count_parameters(config):,}", "Training": "none yet"}, None)
+    rows = {"Weights": description, **_cross_attention(config), "Parameters": f"{count_parameters(config):,}"}
+    return _card(rows | {"Training": "none yet"}, None)
 
 
 def _card(

@@ -10,11 +10,12 @@ class CrossAttention:
     """One form. `is_aligned`: a decoder layer reads the encoder's states at its own height, such as entered the layer
     that it was copied from; otherwise all layers read the encoder's last states. `has_own_norm`: it reads them through
     its own input norm, as it reads its own states, and the encoder has no final norm; otherwise through that one.
-    `positions`: the default of `encoder_positions`."""
+    `positions`: the default of `encoder_positions`. `words`: what a decoder layer reads."""
 
     is_aligned: bool
     has_own_norm: bool
     positions: str
+    words: str
 
     def last_height(self, num_layers: int) -> int:
         """Return the most encoder layers that `num_layers` decoder layers read: no layer above gets a gradient."""
@@ -22,13 +23,29 @@ class CrossAttention:
 
 
 FORMS = {
-    "aligned": CrossAttention(is_aligned=True, has_own_norm=True, positions="prefix"),
-    "renormed": CrossAttention(is_aligned=False, has_own_norm=True, positions="prefix"),
-    "final": CrossAttention(is_aligned=False, has_own_norm=False, positions="unrotated"),  # T5Gemma 2's
+    "aligned": CrossAttention(
+        is_aligned=True,
+        has_own_norm=True,
+        positions="prefix",
+        words="the encoder's states at its own height, through its own input norm",
+    ),
+    "renormed": CrossAttention(
+        is_aligned=False,
+        has_own_norm=True,
+        positions="prefix",
+        words="the encoder's last states, through its own input norm",
+    ),
+    "final": CrossAttention(  # T5Gemma 2's
+        is_aligned=False,
+        has_own_norm=False,
+        positions="unrotated",
+        words="the encoder's last states, through the encoder's final norm",
+    ),
 }
-# `prefix`: the encoder's keys are rotated, and the decoder's positions go on behind the input, as in one text.
-# `unrotated`: only the decoder's keys are rotated, from position 0.
-POSITIONS = ("prefix", "unrotated")
+POSITIONS = {  # and what they mean for what a decoder layer reads
+    "prefix": "positions go on from the input to the output, as in one text",
+    "unrotated": "the input's keys are not rotated, and positions of the output begin at 0",
+}
 
 
 def form_of(sizes: Any) -> CrossAttention:

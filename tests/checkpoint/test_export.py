@@ -25,7 +25,7 @@ from ds_encdec.evaluate.generation import fill_sentinels, generate_text
 from ds_encdec.exports.hugging_face import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.model import modeling
-from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.weights import random_weights
@@ -85,7 +85,7 @@ model.prepare_inputs_for_generation = prepare_inputs
 tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
 ids = tokenizer("hello <extra_id_2> world", return_tensors="pt").input_ids
 logits = model(input_ids=ids, decoder_input_ids=ids).logits
-generated = model.generate(input_ids=ids, max_new_tokens=6, num_beams=2)
+generated, greedy = (model.generate(input_ids=ids, max_new_tokens=6, num_beams=beams) for beams in (2, 1))
 words_only = {"max_new_tokens": 6, "num_beams": 1, "suppress_tokens": [0, 1, *range(4, 24)]}
 if transformers.__version__ < "5":
     write = pipeline("text2text-generation", folder, trust_remote_code=True)
@@ -93,13 +93,19 @@ if transformers.__version__ < "5":
 else:
     written = tokenizer.decode(model.generate(input_ids=ids, **words_only)[0], skip_special_tokens=True)
 report = {
-    "ids": ids.tolist(), "logits": logits.double().tolist(), "generated": generated.tolist(), "dtype": str(model.dtype),
-    "tied": model.lm_head.weight is model.shared.weight, "eos": model.generation_config.eos_token_id,
+    "ids": ids.tolist(), "logits": logits.double().tolist(), "generated": generated.tolist(), "greedy": greedy.tolist(),
+    "dtype": str(model.dtype), "tied": model.lm_head.weight is model.shared.weight,
+    "eos": model.generation_config.eos_token_id,
     "module": type(model).__module__.partition(".")[0], "version": transformers.__version__,
     "written": written, "handed": sorted(handed), "names": list(inspect.signature(model.forward).parameters),
 }
 """
-GENERATING = ("tied", "untied")
+FORMED: dict[str, dict[str, Any]] = {
+    "aligned": {"cross_attention": "aligned", "encoder_positions": "prefix", "encoder_heights": [1, 3]},
+    "renormed": {"cross_attention": "renormed", "encoder_positions": "prefix"},
+    "final": {},
+}
+GENERATING = ("tied", "untied", "renormed")
 EMBEDDINGS = """
 from transformers import pipeline
 report = {
@@ -129,12 +135,13 @@ def card_code(folder: Path, number: int = 0) -> str:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("exports")
-    export(root / "tied", config(tie_word_embeddings=True))
+    export(root / "tied", config(tie_word_embeddings=True, **FORMED["aligned"]))
     export(root / "untied", config(tie_word_embeddings=False), max_shard_bytes=20_000)
-    checkpoint = save_checkpoint(root, 7, random_state(config(), seed=3), config())
-    for encoder_only in (False, True):
-        out = root / ("encoder" if encoder_only else "whole")
-        export_checkpoint(checkpoint, out, dtype=torch.float32, encoder_only=encoder_only)
+    export(root / "renormed", config(**FORMED["renormed"]))
+    for form, changes in FORMED.items():
+        checkpoint = save_checkpoint(root / f"of {form}", 7, random_state(config(**changes), seed=3), config(**changes))
+        for kind in ("whole", "encoder"):
+            export_checkpoint(checkpoint, root / f"{kind}-{form}", dtype=torch.float32, encoder_only=kind == "encoder")
     return root
 
 
@@ -146,11 +153,11 @@ def fresh(root: Path) -> dict[str, Any]:
 def reports(root: Path, site: str | None = None) -> dict[str, Any]:
     programs = {
         **dict.fromkeys(GENERATING, GENERATION),
-        "whole": card_code(root / "whole") + "report = None",
-        "encoder": card_code(root / "encoder", 1) + EMBEDDINGS,
+        "whole-aligned": card_code(root / "whole-aligned") + "report = None",
+        **{f"encoder-{form}": card_code(root / f"encoder-{form}", 1) + EMBEDDINGS for form in FORMED},
     }
     if site is None:
-        programs["encoder sentences"] = card_code(root / "encoder") + SENTENCES
+        programs["encoder-aligned sentences"] = card_code(root / "encoder-aligned") + SENTENCES
     run_all = (
         f"import json\nreports = {{}}\nfor name, program in {programs!r}.items():\n"
         f"    scope = {{'folder': f'{root}/' + name.partition(' ')[0]}}\n"
@@ -166,10 +173,9 @@ def _assert_known(report: dict[str, Any]) -> None:
     assert handed - {*report["names"]} <= {"cache_position"}
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any], tied: bool) -> None:
-    out = root / ("tied" if tied else "untied")
-    report = fresh[out.name]
+@pytest.mark.parametrize("name", GENERATING)
+def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any], name: str) -> None:
+    out, report, tied = root / name, fresh[name], name != "untied"
     assert report["ids"] == [[2, 6, 3]]
     assert report["tied"] == tied
     assert len(report["written"].split()) == 6
@@ -179,7 +185,8 @@ def test_loads_and_generates_without_ds_encdec(root: Path, fresh: dict[str, Any]
     ours = Qwen3ForSeq2SeqLM.from_pretrained(out).eval()
     ids = torch.tensor(report["ids"])
     torch.testing.assert_close(torch.tensor(report["logits"]), ours(input_ids=ids, decoder_input_ids=ids).logits)
-    assert report["generated"] == ours.generate(ids, max_new_tokens=6, num_beams=2).tolist()
+    for found, beams in (("generated", 2), ("greedy", 1)):
+        assert report[found] == ours.generate(ids, max_new_tokens=6, num_beams=beams).tolist()
     assert len(list(out.glob("*.safetensors"))) == (1 if tied else 11)
 
 
@@ -248,23 +255,25 @@ def test_a_checkpoint_is_exported_without_deepspeed(tmp_path: Path) -> None:
         assert (out / "generation_config.json").exists()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMED)
 def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
-    root: Path, fresh: dict[str, Any]
+    root: Path, fresh: dict[str, Any], form: str
 ) -> None:
-    report = fresh["encoder"]
-    assert {name.partition(".")[0] for name in load_file(root / "encoder" / "model.safetensors")} == {
-        "shared",
-        "encoder",
-    }
+    """Its states are those that the last decoder layer reads."""
+    report, folder = fresh[f"encoder-{form}"], root / f"encoder-{form}"
+    assert {name.partition(".")[0] for name in load_file(folder / "model.safetensors")} == {"shared", "encoder"}
     for name in ("generation_config.json", "modeling.py", "loss.py"):
-        assert not (root / "encoder" / name).exists()
+        assert not (folder / name).exists()
     assert report["model"] == "Qwen3EncoderModel"
     assert report["module"] == "transformers_modules"
-    encoder = Qwen3ForSeq2SeqLM.from_pretrained(root / "whole").eval().get_encoder()
-    assert report["parameters"] == [name for name, _ in encoder.named_parameters()]
+    whole = Qwen3ForSeq2SeqLM.from_pretrained(root / f"whole-{form}").eval()
+    encoder = whole.get_encoder()
+    names = [name for name, _ in encoder.named_parameters() if name != "encoder.norm.weight"]
+    assert report["parameters"] == [*names, "encoder.norm.weight"]
     ids, mask = torch.tensor(report["ids"]), torch.tensor(report["mask"])
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    states = encoder(ids, mask).last_hidden_state
+    (states,) = whole.decoder.layers[-1]._read(encoder(ids, mask).last_hidden_state)
     assert torch.equal(torch.tensor(report["states"]), states)
     torch.testing.assert_close(torch.tensor(report["pipeline"]), states[:1])
     means = torch.stack([states[0].mean(0), states[1, 0]])
@@ -272,12 +281,12 @@ def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
 
 
 def test_sentence_transformers_gives_the_same_embeddings(root: Path, fresh: dict[str, Any]) -> None:
-    report, expected = fresh["encoder sentences"], torch.tensor(fresh["encoder"]["embeddings"])
+    report, expected = fresh["encoder-aligned sentences"], torch.tensor(fresh["encoder-aligned"]["embeddings"])
     torch.testing.assert_close(torch.tensor(report["embeddings"]), expected)
     torch.testing.assert_close(torch.tensor(report["similarity"]), expected @ expected.T)
     assert [round(row[index], 5) for index, row in enumerate(report["similarity"])] == [1.0, 1.0]
     assert report["longest"] == FullConfig().data.max_encoder_length < 5000
-    model = Qwen3EncoderModel.from_pretrained(root / "encoder").eval()
+    model = Qwen3EncoderModel.from_pretrained(root / "encoder-aligned").eval()
     mean = model(torch.full((1, report["longest"]), 3)).last_hidden_state[0].mean(0)
     torch.testing.assert_close(torch.tensor(report["cut"]), mean / mean.norm(), rtol=1e-3, atol=1e-4)
 
@@ -310,19 +319,20 @@ FINE_TUNING = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "encoder_only"),
+    ("settings", "form"),
     [
-        pytest.param({}, False, id="pre-trained"),
-        pytest.param({"model": LOCAL, "data": {"mixture": MIXTURE}}, True, id="encoder of a mixture"),
-        pytest.param({"data": FINE_TUNING}, False, id="fine-tuned"),
+        pytest.param({}, {"cross_attention": "aligned", "encoder_positions": "prefix"}, id="pre-trained"),
+        pytest.param({"model": LOCAL, "data": {"mixture": MIXTURE}}, None, id="encoder of a mixture"),
+        pytest.param({"data": FINE_TUNING}, {}, id="fine-tuned"),
     ],
 )
 def test_the_card_has_the_runs_facts(
-    settings: dict[str, Any], encoder_only: bool, golden: Callable[[object], None]
+    settings: dict[str, Any], form: dict[str, str] | None, golden: Callable[[object], None]
 ) -> None:
     state = TrainingState(global_step=1200, total_tokens_seen=11_000_000, target_tokens_seen=6_000_000)
     config = FullConfig.model_validate(settings)
-    card = model_card(config, state, "checkpoint `step-00001200`", encoder_only=encoder_only)
+    made: Qwen3Seq2SeqConfig = Qwen3EncoderConfig() if form is None else Qwen3Seq2SeqConfig(**form)
+    card = model_card(config, made, state, "checkpoint `step-00001200`")
     assert yaml.safe_load(card.split("---\n")[1])["tags"][-1] == "qwen3"
     golden(re.sub(r"\(written under [^)]*\)", "(written under VERSIONS)", card))
 
@@ -331,7 +341,9 @@ def test_a_card_says_what_the_card_of_a_local_base_says(tmp_path: Path) -> None:
     base = ModelCardData(license="other", license_name="ours", language=["en", "de"], base_model="Qwen/Qwen3-0.6B")
     (tmp_path / "README.md").write_text(f"---\n{base.to_yaml()}\n---\n")
     config = FullConfig.model_validate({"model": {"model_name_or_path": str(tmp_path)}})
-    header = yaml.safe_load(model_card(config, TrainingState(global_step=1), "x").split("---\n")[1])
+    header = yaml.safe_load(
+        model_card(config, Qwen3Seq2SeqConfig(), TrainingState(global_step=1), "x").split("---\n")[1]
+    )
     assert {name: header[name] for name in ("language", "license", "license_name", "base_model")} == base.to_dict()
 
 
@@ -360,7 +372,8 @@ def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
     trained = FullConfig.model_validate({"data": {"objective": "sft"}})
     note = "The text is the user's turn in the model's chat template (--raw: it is all).\n"
     for forms, read in (([CHAT, TEMPLATES], "hello"), ([CHAT], "hello <extra_id_0> world")):
-        (out / "README.md").write_text(model_card(trained, TrainingState(global_step=1), "x", forms=forms))
+        card = model_card(trained, Qwen3Seq2SeqConfig(), TrainingState(global_step=1), "x", forms=forms)
+        (out / "README.md").write_text(card)
         assert generate(out, "hello", max_new_tokens=4) == written[read]
         assert capsys.readouterr().err == note * (forms == [CHAT])
 
