@@ -35,7 +35,7 @@ pytestmark = pytest.mark.distributed
 NAMES = [name for name, _, _ in CHECKS]
 LOOKS = {name: function for name, function, _ in CHECKS}
 WITHOUT_ENGINE = CHECKS[: NAMES.index("gradient_norm") + 1]
-SIZES = {"vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES = {"vocab_size": 1024, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 64}
 SHORT = ("data.max_encoder_length=64", "data.max_decoder_length=64")
 ON_CPU = ("data.preprocessing_num_workers=0", "training.bf16=false", "infra.device=cpu", *SHORT)
@@ -95,7 +95,11 @@ def without_attention_in_the_decoder(name: str, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("change", "finds", "goes_on"),
     [
-        (lambda name, weight: weight * torch.nan if name == "encoder.norm.weight" else weight, "forward", False),
+        (
+            lambda name, weight: weight * torch.nan if name == "encoder.layers.0.input_layernorm.weight" else weight,
+            "forward",
+            False,
+        ),
         (without_attention_in_the_decoder, "gradients_reach_both_sides", True),
         (lambda name, weight: weight * 30 if name == "shared.weight" else weight, "initial_loss", True),
     ],

@@ -21,6 +21,7 @@ from small_run import (
     SHORT_ACCUMULATION,
     SHORT_MODEL,
     lane_batches,
+    model_of,
     random_batch,
     run_config,
     train_on,
@@ -136,7 +137,8 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
 def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
     """Train, and evaluate before and after. `graphs`: of compiled layers, how many there are after each step."""
     counters.clear()
-    engine = make_engine(run_config(**overrides))
+    config = run_config(**overrides)
+    engine = make_engine(config, model=model_of(config))
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = engine.evaluate(held_out)
     graphs, trained = [], []

@@ -12,6 +12,7 @@ from ds_encdec.base.types import IGNORE_INDEX, Batch, LossSum, StepResult
 from ds_encdec.config.schema import FullConfig, InfraConfig
 from ds_encdec.engine.protocol import Veto
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.cross_attention import FORMS
 from ds_encdec.model.lora import merged_weights
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import is_adapter
@@ -27,7 +28,9 @@ REGULARIZED = {"residual_dropout": 0.1, "attention_dropout": 0.2, "label_smoothi
 OWN_OPTIMIZER = {"optimizer": "small_run:Momentum", "optimizer_args": {"beta": 0.8}}
 
 
-def small_model(**changed: Any) -> Qwen3Seq2SeqConfig:
+def small_model(form: str = "aligned", **changed: Any) -> Qwen3Seq2SeqConfig:
+    """In the aligned form the first decoder layer reads embeddings, and another one all that the encoder makes."""
+    layers = changed.get("num_hidden_layers", 2)
     fields: dict[str, Any] = {
         "vocab_size": 96,
         "hidden_size": 32,
@@ -40,17 +43,22 @@ def small_model(**changed: Any) -> Qwen3Seq2SeqConfig:
         "pad_token_id": 0,
         "eos_token_id": 1,
         "decoder_start_token_id": 0,
+        "cross_attention": form,
+        "encoder_positions": FORMS[form].positions,
+        "num_encoder_layers": layers,
+        "encoder_heights": [0, layers][-layers:] if form == "aligned" else None,
     }
     return Qwen3Seq2SeqConfig(**fields | changed)
 
 
-MODEL = small_model()
+MODELS = {form: small_model(form) for form in FORMS}
+MODEL = MODELS["aligned"]
 SHORT_MODEL = small_model(num_hidden_layers=1)  # for runs whose subject is not the layers: going on, loading, refusing
 
 
 def run_config(**overrides: Any) -> FullConfig:
-    """A small float32 run. `overrides`: fields of `training` and `infra`, and of `model` `lora`, by name."""
-    lora = overrides.pop("lora", None)
+    """A small float32 run. `overrides`: fields of `training` and `infra`, and two of `model`, by name."""
+    model = {name: overrides.pop(name, None) for name in ("lora", "cross_attention")}
     training: dict[str, Any] = {
         "bf16": False,
         "learning_rate": 1e-2,
@@ -68,7 +76,11 @@ def run_config(**overrides: Any) -> FullConfig:
         infra["deepspeed_extra"] = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     for name, value in overrides.items():
         (infra if name in InfraConfig.model_fields else training)[name] = value
-    return FullConfig.model_validate({"model": {"lora": lora}, "training": training, "infra": infra})
+    return FullConfig.model_validate({"model": model, "training": training, "infra": infra})
+
+
+def model_of(config: FullConfig) -> Qwen3Seq2SeqConfig:
+    return MODELS[config.model.cross_attention or "aligned"]
 
 
 def generating_weights(saved: Mapping[str, Tensor], **overrides: Any) -> dict[str, Tensor]:
@@ -93,7 +105,8 @@ FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}  
 @functools.cache
 def _weights() -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(7)
-    shapes = {name: parameter.shape for name, parameter in Qwen3ForSeq2SeqLM(MODEL).named_parameters()}
+    # The one form with all parameters.
+    shapes = {name: parameter.shape for name, parameter in Qwen3ForSeq2SeqLM(MODELS["final"]).named_parameters()}
     return {
         name: torch.randn(shape, generator=draw) * 0.15 + (1.0 if len(shape) == 1 else 0.0)
         for name, shape in shapes.items()
@@ -110,11 +123,18 @@ def lane_batches(
 ) -> list[Batch]:
     """The micro-batches of an optimizer step, lane by lane; rank r takes lanes r, r + world size, ….
 
-    They differ in target tokens, and the one of the step and lane `empty` has none.
+    They differ in target tokens, and the one of the step and lane `empty` has none; in the lane after it no input has a
+    token.
     """
+    step_of, lane_of = empty
     return [
         dataclasses.replace(
-            random_batch(1000 * step + lane, MODEL.vocab_size, examples=0 if (step, lane) == empty else None),
+            random_batch(
+                1000 * step + lane,
+                MODEL.vocab_size,
+                examples=0 if (step, lane) == empty else None,
+                has_inputs=(step, lane) != (step_of, lane_of + 1),
+            ),
             lane=lane,
             number=step,
         )
@@ -142,7 +162,7 @@ DECODER_TOKENS = 40
 MAX_EXAMPLES = 6
 
 
-def random_batch(seed: int, vocab_size: int, examples: int | None = None) -> Batch:
+def random_batch(seed: int, vocab_size: int, examples: int | None = None, *, has_inputs: bool = True) -> Batch:
     """A micro-batch of `examples` (default: 1 to 4, by the seed) documents, padded to the fixed budgets."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -150,7 +170,7 @@ def random_batch(seed: int, vocab_size: int, examples: int | None = None) -> Bat
         return torch.randint(low, high, (count,), generator=draw).tolist()
 
     count = integers(1, 5, 1)[0] if examples is None else examples
-    encoder_lengths = integers(1, ENCODER_TOKENS // 4 + 1, count)
+    encoder_lengths = [length * has_inputs for length in integers(1, ENCODER_TOKENS // 4 + 1, count)]
     decoder_lengths = integers(1, DECODER_TOKENS // 4 + 1, count)
     denoisers = integers(0, len(DENOISERS), count)
     targets = torch.randint(0, vocab_size, (sum(decoder_lengths),), generator=draw)

@@ -15,7 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
-from small_run import MODEL, REGULARIZED, lane_batches, random_batch, run_config, train_on, weights
+from small_run import MODEL, REGULARIZED, lane_batches, model_of, random_batch, run_config, train_on, weights
 from torch import nn
 
 from ds_encdec.base.types import Batch, LossSum, StepResult, WeightSource
@@ -157,14 +157,24 @@ class TorchOracle:
         pass
 
 
-ORACLE_FIELDS = "optimizer", "optimizer_args", "lr_scheduler_type", "wsd_decay_fraction", "lora", "freeze", *REGULARIZED
+ORACLE_FIELDS = (
+    "optimizer",
+    "optimizer_args",
+    "lr_scheduler_type",
+    "wsd_decay_fraction",
+    "lora",
+    "cross_attention",
+    "freeze",
+    *REGULARIZED,
+)
 
 
 @functools.cache
 def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
     settings = json.loads(given)
     steps = settings.pop("steps")
-    oracle = TorchOracle(run_config(distributed_type="ddp", sharding_stage="zero0", **settings), MODEL, weights)
+    config = run_config(distributed_type="ddp", sharding_stage="zero0", **settings)
+    oracle = TorchOracle(config, model_of(config), weights)
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = float(oracle.evaluate(held_out).total)
     trained = []
@@ -179,6 +189,7 @@ def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
         "eval": [before, float(after.total)],
         "after": after,
         "weights": {name: p.detach() for name, p in oracle.named.items()},
+        "parameters": list(parameter_shapes(model_of(config))),
     }
 
 
@@ -211,12 +222,12 @@ def assert_weights_of(found: dict[str, Any], oracle: dict[str, Any]) -> None:
     for name, expected in oracle["weights"].items():
         # Adam divides by tiny second moments: 1e-7 in a gradient is more in a weight.
         torch.testing.assert_close(found["weights"][name], expected, rtol=0, atol=1e-4, msg=name)
+    assert list(found["merged"]) == oracle["parameters"]
     assert_merged(found["merged"], found["weights"])
 
 
 def assert_merged(merged: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
     """The `merged` parameters are the trained ones, with 8 (alpha 32, rank 4) times the product of each adapter."""
-    assert list(merged) == list(parameter_shapes(MODEL))
     for name, found in merged.items():
         a, b = (weights.get(name.replace(".weight", f".lora_{half}.weight")) for half in "AB")
         expected = weights[name] if a is None or b is None else weights[name] + 8 * b @ a
