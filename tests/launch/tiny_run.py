@@ -20,7 +20,7 @@ BIN = Path(sys.executable).parent
 TINY = {
     "model.architecture.vocab_size": 1024,
     "model.architecture.hidden_size": 32,
-    "model.architecture.num_hidden_layers": 1,
+    "model.architecture.num_hidden_layers": 2,  # of which the encoder has one
     "model.architecture.num_attention_heads": 2,
     "model.architecture.num_key_value_heads": 1,
     "model.architecture.head_dim": 16,

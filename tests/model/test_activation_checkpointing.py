@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import pack, tiny_model
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_encdec.model import activation_checkpointing
@@ -16,6 +17,7 @@ from ds_encdec.model.activation_checkpointing import (
     _unpack,
     apply_activation_checkpointing,
 )
+from ds_encdec.model.cross_attention import FORMS
 from ds_encdec.model.encoder import Qwen3MLP
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
@@ -26,6 +28,7 @@ MODES = [
     {"mode": "selective"},
     {"mode": "selective", "offload": True},
 ]
+FORMED = {form: {"cross_attention": form, "encoder_positions": row.positions} for form, row in FORMS.items()}
 
 
 def step(model: Qwen3ForSeq2SeqLM, dropout: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
@@ -39,11 +42,12 @@ def step(model: Qwen3ForSeq2SeqLM, dropout: float = 0.0) -> tuple[Tensor, dict[s
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("options", MODES, ids=str)
-def test_loss_and_gradients_are_bit_identical(options: dict[str, Any], dropout: float) -> None:
-    expected_loss, expected = step(tiny_model(num_hidden_layers=3), dropout)
-    model = tiny_model(num_hidden_layers=3)
+def test_loss_and_gradients_are_bit_identical(options: dict[str, Any], dropout: float, form: str) -> None:
+    expected_loss, expected = step(tiny_model(num_hidden_layers=3, **FORMED[form]), dropout)
+    model = tiny_model(num_hidden_layers=3, **FORMED[form])
     names = [name for name, _ in model.named_modules()]
     apply_activation_checkpointing(model, **options, random=bool(dropout))
     assert [name for name, _ in model.named_modules()] == names
@@ -128,6 +132,19 @@ def test_the_device_keeps_nothing_of_a_layer_but_what_all_layers_share(packed: P
     assert shared <= {one.untyped_storage().data_ptr() for one in found}  # boundaries, too, which kernels of GPUs save
     staying = {one.untyped_storage().data_ptr() for _, one in packed if isinstance(one, Tensor) and one.numel()}
     assert staying & {one.untyped_storage().data_ptr() for one in model.parameters()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_the_encoders_states_leave_the_device_if_each_layer_reads_its_own(mode: Any, form: str) -> None:
+    model = tiny_model(num_hidden_layers=3, **FORMED[form]).train()
+    apply_activation_checkpointing(model, mode, offload=True)
+    read: list[StorageWeakRef] = []
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda _, given: read.append(StorageWeakRef(given[1].untyped_storage())))
+    loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss  # whose graph lives
+    assert [one.expired() for one in read] == [form == "aligned"] * 3
+    loss.backward()
 
 
 def test_a_copy_stays_on_the_device_until_its_last_use() -> None:

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from ds_encdec.model import attention_kernels, modeling
 from ds_encdec.model.activation_checkpointing import apply_activation_checkpointing
+from ds_encdec.model.cross_attention import FORMS
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 TOKENS = (16, 17)
@@ -39,8 +40,8 @@ def step(model: Qwen3ForSeq2SeqLM, batch: Packed) -> tuple[Tensor, dict[str, Ten
     return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-def three_layers(dropout: float = 0.0) -> Qwen3ForSeq2SeqLM:
-    model = tiny_model(num_hidden_layers=3).train()
+def some_layers(dropout: float, form: str) -> Qwen3ForSeq2SeqLM:
+    model = tiny_model(num_hidden_layers=4, cross_attention=form, encoder_positions=FORMS[form].positions).train()
     for layer in (*model.encoder.layers, *model.decoder.layers):
         layer.residual_dropout = dropout
     return model
@@ -62,8 +63,10 @@ def _not_generated(monkeypatch: pytest.MonkeyPatch, lengths: object) -> None:
     monkeypatch.setattr(torch, "compile", lambda forward, options=None: capture(forward))
 
 
-def assert_same_steps(mode: str, dropout: float = 0.0, *, breaks: bool = False) -> Qwen3ForSeq2SeqLM:
-    model, compiled = three_layers(dropout), three_layers(dropout)
+def assert_same_steps(
+    mode: str, dropout: float = 0.0, *, form: str = "final", breaks: bool = False
+) -> Qwen3ForSeq2SeqLM:
+    model, compiled = some_layers(dropout, form), some_layers(dropout, form)
     apply_activation_checkpointing(compiled, mode, compile_layers=True, random=bool(dropout))  # type: ignore[arg-type]
     for batch in batches():
         expected_loss, expected = step(model, batch)
@@ -78,8 +81,9 @@ def assert_same_steps(mode: str, dropout: float = 0.0, *, breaks: bool = False) 
 
 
 @pytest.mark.usefixtures("_not_generated")
-def test_one_graph_of_each_kind_serves_all_documents(lengths: list[tuple[int, int]]) -> None:
-    compiled = assert_same_steps("full")
+@pytest.mark.parametrize("form", FORMS)
+def test_one_graph_of_each_kind_serves_all_documents(lengths: list[tuple[int, int]], form: str) -> None:
+    compiled = assert_same_steps("full", form=form)
     assert len(set(lengths)) > 4
     with torch.no_grad():
         for batch in batches():
@@ -90,7 +94,7 @@ def test_one_graph_of_each_kind_serves_all_documents(lengths: list[tuple[int, in
 
 @pytest.mark.usefixtures("lengths")
 def test_what_inductor_makes_of_layers_gives_the_same_numbers() -> None:
-    assert_same_steps("selective", 0.2)
+    assert_same_steps("selective", 0.2, form="aligned")
 
 
 @pytest.mark.usefixtures("_not_generated")
