@@ -87,6 +87,7 @@ inspect-data trainning.x=1: 2
 export nowhere tests --adapter: 5
 export nowhere out --adapter --encoder-only: 2
 init-model --from ./nowhere --out out: 5
+init-model --from Qwen/Qwen3-0.6B --out out model.decoder_layers=29: 2
 sanity-check --model nowhere: 5
 report nowhere: 2
 prepare nowhere.yaml: 2

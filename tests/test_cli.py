@@ -75,6 +75,7 @@ NOT_FOR_HELP = NOT_FOR_MISTAKES | {"pydantic", "yaml", "importlib.metadata", "to
             {"torch", "transformers", "deepspeed"},
             marks=pytest.mark.skipif(has_gpu(), reason="this machine has a GPU"),
         ),
+        (f"{QUICKSTART} model.decoder_layers=99", 2, {"torch", "transformers", "deepspeed"}),
         (f"{QUICKSTART} --resume nowhere", 5, {"torch", "transformers", "deepspeed"}),
         (f"{QUICKSTART} data.dataset_name=text data.data_files=nothing*", 4, {"torch", "transformers", "deepspeed"}),
     ],

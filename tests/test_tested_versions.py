@@ -35,6 +35,6 @@ def test_doctor_and_a_card_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = CHECKS["packages"](host)
     assert isinstance(answer, tuple)
     assert answer[0] == "not tested with torch 9.9 (tested: >=1,<2)"
-    card = untrained_model_card("nowhere", Qwen3Seq2SeqConfig())
+    card = untrained_model_card("nowhere", Qwen3Seq2SeqConfig(), {})
     assert f"transformers {range_of('transformers')} or 4.57 (written under " in card
     assert f"and {transformers.__version__})" in card

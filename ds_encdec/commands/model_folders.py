@@ -1,31 +1,77 @@
 """Make a model folder, ready for training, from a decoder (`ds-encdec init-model`)."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from ds_encdec.base.quantities import count
+from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder, read_stored_model
+from ds_encdec.config.stored_model import MODEL_FILES, OF_OUR_OWN, TOKENIZER_FILES, model_folder, read_stored_model
+from ds_encdec.evaluate.conversion import measure_conversion, read_passages
 from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.exports.model_card import untrained_model_card
+from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.cross_attention import form_of
+from ds_encdec.model.depth import depth_of
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.source import resolve_model
 from ds_encdec.tokenizer.load import load_tokenizer
 
 
-def init_model(source: str, out: Path, num_sentinel_tokens: int = 100, *, seed: int = 42) -> str:
-    """Write the folder `out` with the weights of `source` (a folder or hub id) on both sides and new sentinel rows, and
-    return the line to print. Tensors are copied one at a time. Raises CheckpointError for a source or `out` that cannot
-    be used."""
-    section = ModelConfig(model_name_or_path=source, num_sentinel_tokens=num_sentinel_tokens)
+def init_model(section: ModelConfig, out: Path, *, seed: int = 42, text: Path | None = None) -> Iterator[str]:
+    """Write the folder `out` with the model of `section`, the weights of its source on both sides and new sentinel
+    rows, and yield the lines to print: what was made, and with `text` what the conversion costs on it. Tensors are
+    copied one at a time. Raises ConfigError for a `text` that is too short, CheckpointError for a source or `out` that
+    cannot be used."""
+    source = str(section.model_name_or_path)
     folder = model_folder(source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     stored = read_stored_model(folder / "config.json")
     here = section.model_copy(update={"model_name_or_path": str(folder)})
     tokenizer, vocabulary = load_tokenizer(here, builtin_texts=tuple, mode_tokens=False)
+    is_decoder = stored["model_type"] != OF_OUR_OWN
+    if text is not None and not is_decoder:
+        raise ConfigError(f"--check: {source} is an encoder-decoder already: give --from the decoder that it began as")
+    passages = [] if text is None else read_passages(text, tokenizer)
     model = resolve_model(section, vocabulary, seed)
     dtypes = {"float32": torch.float32, "float16": torch.float16}
     dtype = dtypes.get(str(stored.get("dtype") or stored.get("torch_dtype")), torch.bfloat16)
-    card = untrained_model_card(model.description, model.config)
+    facts = _facts(section, stored, model.config) | {"dtype": str(dtype).removeprefix("torch.")}
+    card = untrained_model_card(model.description, model.config, facts)
     export_hf(model.weights, model.config, tokenizer, out, dtype=dtype, card=card)
-    ids, what = vocabulary.sentinel_ids, f"{model.description}, {count_parameters(model.config):,} parameters"
-    return f"{out}: {what}, {len(ids)} sentinels (ids {ids[0]} to {ids[-1]})"
+    yield f"{out}: an encoder-decoder"
+    yield from (f"  {name:16}  {fact}" for name, fact in facts.items())
+    if text is not None:
+        yield from measure_conversion(folder, out, passages)
+
+
+def _facts(section: ModelConfig, stored: dict[str, Any], config: Qwen3Seq2SeqConfig) -> dict[str, str]:
+    """Return what was made of the model with the fields `stored`, in words."""
+    encoder, decoder = str(config.num_encoder_layers), str(config.num_hidden_layers)
+    if stored["model_type"] != OF_OUR_OWN:
+        depth = depth_of(section, stored["num_hidden_layers"], form_of(config))
+        encoder, decoder = map(_copies, (depth.encoder, depth.decoder))
+    heights, ids = config.encoder_heights or [], config.sentinel_token_ids
+    is_plain = heights == list(range(len(heights)))  # each decoder layer reads at its own number
+    layers = count(stored["num_hidden_layers"], "layer")
+    return {
+        "source": f"{section.model_name_or_path} ({stored['model_type']}, {layers})",
+        "cross-attention": f"{config.cross_attention}, positions {config.encoder_positions}",
+        "encoder layers": encoder,
+        "decoder layers": decoder,
+        **({} if is_plain else {"they read behind": f"{', '.join(map(str, heights))} encoder layers"}),
+        "parameters": f"{count_parameters(config):,}",
+        "embedding": f"{config.vocab_size:,} rows, {config.vocab_size - stored['vocab_size']:,} of them added",
+        "sentinels": f"{len(ids)} (ids {ids[0]} to {ids[-1]})",
+    }
+
+
+def _copies(layers: Sequence[int]) -> str:
+    return f"{len(layers)}, copies of {_listed(layers)}" if layers else "0"
+
+
+def _listed(layers: Sequence[int]) -> str:
+    is_row = len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1))
+    return f"{layers[0]} to {layers[-1]}" if is_row else ", ".join(map(str, layers))

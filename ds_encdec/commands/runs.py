@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from ds_encdec.config.schema import editor_schema, read_config
+    from ds_encdec.config.schema import Mark, editor_schema, marked, read_config
     from ds_encdec.config.settings import show
     from ds_encdec.config.shares import unevenness
     from ds_encdec.training.absent import look_here
@@ -41,8 +41,8 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         loaded.check_hosts(hostfile)
     if looks_here:
         look_here(loaded)
-    model = {"cross_attention", "encoder_positions", "encoder_layers", "decoder_layers"}
-    if loaded.checked.is_sound and (loaded.config.training.freeze or model & loaded.config.model.model_fields_set):
+    is_chosen = any(field in loaded.settings for field in ("training.freeze", *marked(Mark.FORM)))
+    if loaded.checked.is_sound and is_chosen:
         from ds_encdec.memory.job import impossible_model  # rarely needed
 
         loaded.add(impossible_model(loaded.config))
@@ -57,14 +57,26 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     print(*notes, f"{named}: no problems found", sep="\n")
 
 
-def _init_model(options: argparse.Namespace, _: Sequence[str]) -> None:
+def _init_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.checkpoint.folder import refuse_existing
+    from ds_encdec.config.schema import Mark, marked, read_config
+    from ds_encdec.config.words.rewording import given_fields
+    from ds_encdec.memory.job import require_possible_model
 
+    given = [f"model.model_name_or_path={json.dumps(options.source)}"]
+    given.append(f"model.num_sentinel_tokens={options.num_sentinel_tokens}")
+    config = read_config(None, [*given, *overrides]).valid()
+    if unread := sorted(given_fields(overrides).difference(known := marked(Mark.FORM))):
+        raise ConfigError(f"{unread[0]}: init-model reads no such setting, only {', '.join(known)}")
+    if options.check is not None and not options.check.is_file():
+        raise ConfigError(f"--check: there is no file {options.check}")
+    require_possible_model(config)
     model_folder(options.source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     refuse_existing(options.out)
     from ds_encdec.commands.model_folders import init_model
 
-    print(init_model(options.source, options.out, options.num_sentinel_tokens, seed=options.seed))
+    for line in init_model(config.model, options.out, seed=options.seed, text=options.check):
+        print(line, flush=True)
 
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -259,7 +271,7 @@ VERBS = {
     "init-model": Verb(
         _init_model,
         "make an encoder-decoder from a decoder's checkpoint",
-        "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start",
+        "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start decoder_layers=7",
         {
             "--from": value(
                 "decoder to start from (docs/model.md)",
@@ -270,7 +282,9 @@ VERBS = {
             "--out": value("folder to write; must not exist", Path, required=True, metavar="DIR"),
             "--num-sentinel-tokens": value("sentinel tokens to add (default 100)", COUNT, default=100),
             "--seed": value("seed of the sentinel rows (default 42)", int, default=42),
+            "--check": value("measure on this text what the conversion alone costs", Path, metavar="TEXT"),
         },
+        takes_settings=True,
     ),
     "inspect-data": Verb(
         _inspect_data,

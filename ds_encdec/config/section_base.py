@@ -20,6 +20,7 @@ class Mark(Enum):
     TEXTS = "where it differs, two runs are evaluated on different texts"
     EXAMPLES = "where it differs, two runs are evaluated on different examples of the same texts"
     MIXTURE = "where it differs, the losses of two runs are of different mixtures of denoisers"
+    FORM = "how a decoder is converted: an encoder-decoder that is stored keeps its own"
     UNTRAINED = "may change in the middle of a phase: it does not decide what the phase learns"
     TUNABLE = (
         "may change in the middle of a phase, such as after a divergence, although the phase then learns otherwise"

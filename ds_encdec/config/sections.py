@@ -1,5 +1,6 @@
 """The sections about the model, the machines, alerts and phases; all sections together, and their fields by path."""
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Annotated, Any, Literal, get_args
@@ -18,14 +19,23 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 
 def _layers(value: Any) -> Any:
-    """Read a choice of a source's layers. Raises ValueError for a list that is not ascending, or another text."""
+    """Read a choice of a source's layers. Raises ValueError for a list that is not ascending, or anything else."""
     if isinstance(value, str) and not value.startswith("top "):
-        value = words(value)
-    if isinstance(value, list | tuple):
-        value = tuple(int(one) if isinstance(one, str) and one.isdecimal() else one for one in value)
-        if not value or not all(isinstance(one, int) and one >= 0 for one in value) or list(value) != sorted({*value}):
-            raise ValueError("needed are a number of layers, `top N`, or layers of the source in their order, from 0")
+        value = words(value) if "," in value else _number(value)
+    if isinstance(value, tuple):
+        value = tuple(map(_number, value))
+        is_known = value and all(type(one) is int and one >= 0 for one in value) and list(value) == sorted({*value})
+    elif isinstance(value, str):
+        is_known = re.fullmatch(r"top [1-9]\d*", value)
+    else:
+        is_known = value is None or (type(value) is int and value > 0)
+    if not is_known:
+        raise ValueError("needed are a number of layers, `top N`, or layers of the source in their order, from 0")
     return value
+
+
+def _number(value: Any) -> Any:
+    return int(value) if isinstance(value, str) and value.isdecimal() else value
 
 
 # A number of layers, evenly spread over the source's; "top N"; or the source's layers themselves, counted from 0.
@@ -90,18 +100,18 @@ class ModelConfig(Section):
     by `ds-encdec init-model` or an export. None with `architecture`."""
     architecture: ArchitectureConfig | None = None
     """Train from scratch with these sizes."""
-    cross_attention: Literal["aligned", "renormed", "final"] | None = None
+    cross_attention: Annotated[Literal["aligned", "renormed", "final"] | None, Mark.FORM] = None
     """What a decoder layer reads of the encoder: `aligned` the states at its own height, `renormed` the last ones, both
     through its own input norm; `final` the last ones through the encoder's norm (T5Gemma 2). None: a stored
     encoder-decoder's own, otherwise `aligned` (docs/model.md)."""
-    encoder_positions: Literal["prefix", "unrotated"] | None = None
+    encoder_positions: Annotated[Literal["prefix", "unrotated"] | None, Mark.FORM] = None
     """Positions of the encoder's keys: `prefix` rotates them, and the decoder's go on behind the input; `unrotated`
     counts the decoder's from 0. None: a stored encoder-decoder's own, otherwise `unrotated` with `final`, else
     `prefix`."""
-    encoder_layers: Annotated[LayerChoice, BeforeValidator(_layers)] = None
+    encoder_layers: Annotated[LayerChoice, BeforeValidator(_layers), Mark.FORM] = None
     """Source layers that the encoder copies: a number, evenly spread; `top 8`; or a list, counted from 0. None: all
     that the decoder reads."""
-    decoder_layers: Annotated[LayerChoice, BeforeValidator(_layers)] = None
+    decoder_layers: Annotated[LayerChoice, BeforeValidator(_layers), Mark.FORM] = None
     """Source layers that the decoder copies, as in `encoder_layers`; None: all."""
     lora: LoraConfig | None = None
     """Train adapters of low rank and freeze everything else (docs/lora.md)."""

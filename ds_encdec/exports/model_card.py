@@ -14,7 +14,6 @@ from ds_encdec.base.types import TrainingState
 from ds_encdec.config.schema import DataConfig, FullConfig
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import FORMS, POSITIONS
-from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.objectives import CHAT, template_parts
 
@@ -78,10 +77,10 @@ def model_card(
     return _card(rows, config, encoder_only, is_chat=[*forms] == [CHAT])
 
 
-def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig) -> str:
-    """Return the card of an initialised, untrained model. `description`: the origin of its weights."""
-    rows = {"Weights": description, **_cross_attention(config), "Parameters": f"{count_parameters(config):,}"}
-    return _card(rows | {"Training": "none yet"}, None)
+def untrained_model_card(description: str, config: Qwen3Seq2SeqConfig, facts: Mapping[str, str]) -> str:
+    """Return the card of an initialised, untrained model. `description`: the origin of its weights; `facts`: rows."""
+    rows = {name.capitalize(): fact for name, fact in facts.items()} | _cross_attention(config)
+    return _card({"Weights": description, **rows, "Training": "none yet"}, None)
 
 
 def _card(

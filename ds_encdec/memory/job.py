@@ -321,15 +321,20 @@ def _formed(config: FullConfig, source: _Source) -> Sizes:
     return replace(source.sizes, **{name: value for name, value in made.items() if hasattr(source.sizes, name)})
 
 
-def impossible_model(config: FullConfig) -> Iterator[Conflict]:
-    """Yield a problem if the model, whose sizes are known here, cannot be made, or a pattern of `training.freeze`
-    matches nothing."""
+def require_possible_model(config: FullConfig) -> None:
+    """Raise ConfigError if the model cannot be made, or a pattern of `training.freeze` matches nothing; if its sizes
+    are not known here, a run will raise it."""
     source = None
-    with suppress(ConfigError, RuntimeError):  # the model is not here: a run will check it
+    with suppress(ConfigError, RuntimeError):
         source = _source_sizes(config)
+    if source is not None:
+        trained_shapes(config, _formed(config, source))
+
+
+def impossible_model(config: FullConfig) -> Iterator[Conflict]:
+    """Yield the problem that `require_possible_model` raises."""
     try:
-        if source:
-            trained_shapes(config, _formed(config, source))
+        require_possible_model(config)
     except ConfigError as error:
         field, _, message = str(error).partition(" ")
         yield Conflict((field.removesuffix(":"),), message)

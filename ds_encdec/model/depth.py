@@ -8,6 +8,7 @@ from typing import Any
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.sections import LayerChoice, ModelConfig
+from ds_encdec.config.settings import show
 from ds_encdec.model.cross_attention import FORMS, CrossAttention
 
 NEW_FORM = "aligned"  # where `model.cross_attention` is not set
@@ -46,7 +47,7 @@ def _taken(choice: LayerChoice, num_layers: int, field: str, why: str) -> tuple[
         return choice
     number = int(str(choice).removeprefix("top "))
     if number > num_layers:
-        raise ConfigError(f"{field} is {choice!r}, but {why}: take at most {num_layers}")
+        raise ConfigError(f"{field} is {show(choice)}, but {why}: take at most {num_layers}")
     if isinstance(choice, str):
         return tuple(range(num_layers - number, num_layers))
     # Evenly spread, the first and the last one among them; one alone is the last.
@@ -85,8 +86,8 @@ def require_stored_form(section: ModelConfig, stored: Mapping[str, Any]) -> None
     for name, found in own.items():
         if (wanted := getattr(section, name)) not in (None, found):
             raise ConfigError(
-                f"model.{name} is {wanted!r}, but {section.model_name_or_path} is an encoder-decoder made with "
-                f"{found!r}, which it keeps: leave the setting out, or start from a decoder"
+                f"model.{name} is {show(wanted)}, but {section.model_name_or_path} is an encoder-decoder made with "
+                f"{show(found)}, which it keeps: leave the setting out, or start from a decoder"
             )
 
 

@@ -27,6 +27,7 @@ from ds_encdec.config.stored_model import (
 )
 from ds_encdec.config.training_sections import CROSS_ENTROPY, LOSS_FIGURES, Schedule, Tracker
 from ds_encdec.config.validation import mention_all
+from ds_encdec.memory.job import require_possible_model
 from ds_encdec.registry.optimizers import OPTIMIZERS
 from ds_encdec.registry.source_kinds import local_kind
 from ds_encdec.registry.text_metrics import FIGURES, TEXT_METRICS, not_installed
@@ -50,13 +51,15 @@ def require_here(config: FullConfig, *, new: bool) -> None:
 
 
 def refuse_absent(config: FullConfig) -> None:
-    """Raise CheckpointError for a missing model folder, DataError for a missing data file, of a new run."""
+    """Raise CheckpointError for a missing model folder, DataError for a missing data file, ConfigError for a model that
+    cannot be made, of a new run."""
     for conflict in (*_absent_folders(config), *_absent_files(config)):
         field = conflict.fields[0]
         if field.startswith("model."):
             raise CheckpointError(f"{field}: {conflict.message}")
         if field.startswith("data.") and field != "data.test_files":  # which training does not read
             raise DataError(f"{field}: {conflict.message}")
+    require_possible_model(config)
 
 
 def _absent_files(config: FullConfig) -> Iterator[Conflict]:

@@ -1,4 +1,4 @@
-"""Weights from every source, and the errors of sources that have none; and `ds-encdec init-model`, in little memory."""
+"""Weights from every source, and the errors of sources that have none."""
 
 import json
 import weakref
@@ -9,20 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, qwen3_folder, resolve, tiny_config, tiny_model, vocabulary
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen3ForCausalLM
+from transformers import AutoConfig
 
 from ds_encdec.base.types import CheckpointError, ConfigError
-from ds_encdec.commands.model_folders import init_model
 from ds_encdec.config.schema import ArchitectureConfig, ModelConfig, load_config
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.memory.job import run_sizes
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.model.source import resolve_model
 from ds_encdec.model.weights import random_weights, write_safetensors_folder
-from ds_encdec.tokenizer.load import pretrained_tokenizer
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -255,31 +251,6 @@ def test_a_rotation_that_an_export_does_not_compute_is_refused(
     with pytest.raises(ValueError, match=message):
         Qwen3Seq2SeqConfig.from_pretrained(tmp_path)
     assert Qwen3Seq2SeqConfig(rope_theta=5e5).rope_parameters["rope_theta"] == 5e5
-
-
-def with_tokenizer(folder: Path) -> Path:
-    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "word": 2}, unk_token="<pad>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
-    return folder
-
-
-def test_a_source_gives_a_folder_with_its_weights_twice_and_sentinels(tmp_path: Path) -> None:
-    qwen3_folder(source := tmp_path / "source", vocab_size=50, eos_token_id=1, bos_token_id=0)
-    with pytest.raises(CheckpointError, match="no tokenizer"):
-        init_model(str(source), tmp_path / "out", 6)
-    made = init_model(str(with_tokenizer(source)), tmp_path / "out", 6)
-    with pytest.raises(CheckpointError, match="exists and is not empty"):
-        init_model(str(source), tmp_path / "out", 6)
-    original, model = Qwen3ForCausalLM.from_pretrained(source), Qwen3ForSeq2SeqLM.from_pretrained(tmp_path / "out")
-    assert model.config.sentinel_token_ids == list(range(3, 9))
-    number = sum(parameter.numel() for parameter in model.parameters())
-    assert made.endswith(f", {number:,} parameters, 6 sentinels (ids 3 to 8)")
-    assert pretrained_tokenizer(str(tmp_path / "out"), field="test").encode("word <extra_id_5>") == [2, 8]
-    assert torch.equal(model.shared.weight[:3].float(), original.model.embed_tokens.weight[:3].bfloat16().float())
-    theirs = original.model.layers[0].state_dict()
-    for ours in (model.encoder.layers[0].state_dict(), model.decoder.layers[0].state_dict()):
-        assert all(torch.equal(ours[name].float(), tensor.bfloat16().float()) for name, tensor in theirs.items())
 
 
 def test_tensors_are_written_in_turn(tmp_path: Path) -> None:

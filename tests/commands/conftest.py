@@ -1,0 +1,6 @@
+"""The tests of verbs use the tiny models of the model's tests."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
