@@ -9,7 +9,7 @@ import torch
 from ds_encdec.base.quantities import count
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import ModelConfig
-from ds_encdec.config.stored_model import MODEL_FILES, OF_OUR_OWN, TOKENIZER_FILES, model_folder, read_stored_model
+from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder, read_stored_model
 from ds_encdec.evaluate.conversion import measure_conversion, read_passages
 from ds_encdec.exports.hugging_face import export_hf
 from ds_encdec.exports.model_card import untrained_model_card
@@ -18,6 +18,7 @@ from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.depth import depth_of
 from ds_encdec.model.parameter_count import count_parameters
 from ds_encdec.model.source import resolve_model
+from ds_encdec.registry.families import FAMILIES, OWN
 from ds_encdec.tokenizer.load import load_tokenizer
 
 
@@ -31,8 +32,7 @@ def init_model(section: ModelConfig, out: Path, *, seed: int = 42, text: Path | 
     stored = read_stored_model(folder / "config.json")
     here = section.model_copy(update={"model_name_or_path": str(folder)})
     tokenizer, vocabulary = load_tokenizer(here, builtin_texts=tuple, mode_tokens=False)
-    is_decoder = stored["model_type"] != OF_OUR_OWN
-    if text is not None and not is_decoder:
+    if text is not None and stored["model_type"] not in FAMILIES:
         raise ConfigError(f"--check: {source} is an encoder-decoder already: give --from the decoder that it began as")
     passages = [] if text is None else read_passages(text, tokenizer)
     model = resolve_model(section, vocabulary, seed)
@@ -50,14 +50,14 @@ def init_model(section: ModelConfig, out: Path, *, seed: int = 42, text: Path | 
 def _facts(section: ModelConfig, stored: dict[str, Any], config: Qwen3Seq2SeqConfig) -> dict[str, str]:
     """Return what was made of the model with the fields `stored`, in words."""
     encoder, decoder = str(config.num_encoder_layers), str(config.num_hidden_layers)
-    if stored["model_type"] != OF_OUR_OWN:
+    family = FAMILIES.get(stored["model_type"], OWN)
+    if family is not OWN:
         depth = depth_of(section, stored["num_hidden_layers"], form_of(config))
         encoder, decoder = map(_copies, (depth.encoder, depth.decoder))
     heights, ids = config.encoder_heights or [], config.sentinel_token_ids
     is_plain = heights == list(range(len(heights)))  # each decoder layer reads at its own number
-    layers = count(stored["num_hidden_layers"], "layer")
     return {
-        "source": f"{section.model_name_or_path} ({stored['model_type']}, {layers})",
+        "source": f"{section.model_name_or_path} ({family.title}, {count(stored['num_hidden_layers'], 'layer')})",
         "cross-attention": f"{config.cross_attention}, positions {config.encoder_positions}",
         "encoder layers": encoder,
         "decoder layers": decoder,
