@@ -67,7 +67,11 @@ def without(packages: Sequence[str], code: str, *arguments: Path, cwd: Path, sit
 
 def export(out: Path, model_config: Qwen3Seq2SeqConfig, **options: Any) -> None:
     defaults: dict[str, Any] = {"dtype": torch.float32, "card": "a card"}
-    weights = random_weights(model_config, seed=0)
+    drawn = random_weights(model_config, seed=0)
+
+    def weights(name: str, rows: slice = slice(None), /) -> torch.Tensor:
+        return drawn(name, rows) + (0.5 if name.endswith(".bias") else 0.0)
+
     export_hf(weights, model_config, tokenizer(), out, **{**defaults, **options})
 
 
@@ -105,7 +109,30 @@ FORMED: dict[str, dict[str, Any]] = {
     "renormed": {"cross_attention": "renormed", "encoder_positions": "prefix"},
     "final": {},
 }
-GENERATING = ("tied", "untied", "renormed")
+OTHER_LAYERS: dict[str, dict[str, Any]] = {
+    "biased": {
+        "qk_norm": "none",
+        "attention_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "unrotated_layers": {"encoder": [1], "decoder": [0]},
+        "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4},
+        "max_position_embeddings": 8,
+    },
+    "normed behind": {
+        "qk_norm": "all",
+        "norm_position": "after",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "rope_theta": 1e4,
+        },
+    },
+}
+GENERATING = ("tied", "untied", "renormed", *OTHER_LAYERS)
 EMBEDDINGS = """
 from transformers import pipeline
 report = {
@@ -138,6 +165,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export(root / "tied", config(tie_word_embeddings=True, **FORMED["aligned"]))
     export(root / "untied", config(tie_word_embeddings=False), max_shard_bytes=20_000)
     export(root / "renormed", config(**FORMED["renormed"]))
+    for name, changes in OTHER_LAYERS.items():
+        export(root / name, config(initializer_range=0.2, **changes))
     for form, changes in FORMED.items():
         checkpoint = save_checkpoint(root / f"of {form}", 7, random_state(config(**changes), seed=3), config(**changes))
         for kind in ("whole", "encoder"):
@@ -160,7 +189,7 @@ def reports(root: Path, site: str | None = None) -> dict[str, Any]:
         programs["encoder-aligned sentences"] = card_code(root / "encoder-aligned") + SENTENCES
     run_all = (
         f"import json\nreports = {{}}\nfor name, program in {programs!r}.items():\n"
-        f"    scope = {{'folder': f'{root}/' + name.partition(' ')[0]}}\n"
+        f"    scope = {{'folder': f'{root}/' + name.removesuffix(' sentences')}}\n"
         "    exec(program, scope)\n    reports[name] = scope['report']\nprint(json.dumps(reports))"
     )
     found: dict[str, Any] = json.loads(without(["ds_encdec", "deepspeed"], run_all, cwd=root, site=site))
