@@ -43,7 +43,7 @@ def fingerprint(config: FullConfig, pipeline: LanePipeline, own_evaluation: Sequ
         "training.seed": pipeline.seed,
         "training.per_device_train_batch_size": config.training.micro_batch_size,
         "tokenizer": digest(maker.tokenize(Document("probe", _PROBE)).tolist()),
-        "special tokens": digest([ids.sentinel_ids, ids.eos_id, ids.pad_id, ids.mode_token_ids]),
+        "special tokens": digest([ids.sentinel_ids, ids.eos_id, ids.pad_id, ids.mode_token_ids, *ids.beginning()]),
         "sources": source_facts(pipeline.sources),
         "mixture weights": {opened.number: opened.weight for opened in pipeline.sources},
         **maker.facts(),

@@ -56,10 +56,10 @@ class LaneLoader:
             self._start()
         taken = [next(self._running[lane]) for lane in self.lanes]
         self._records = {lane: record for lane, (_, record) in zip(self.lanes, taken, strict=True)}
-        budgets, pad_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.pad_id
+        budgets, start_id = self._pipeline.budgets, self._pipeline.maker.vocabulary.start_id
         return [
             dataclasses.replace(
-                collate(examples, budgets, pad_id, pin_memory=self._pin_memory),
+                collate(examples, budgets, start_id, pin_memory=self._pin_memory),
                 lane=record["lane"],
                 number=record["batches"],
             )
@@ -83,9 +83,9 @@ class LaneLoader:
         """Return this rank's share of batches that all ranks have; empty ones make the shares equally long."""
         batches = list(packed)
         batches += [[]] * (-len(batches) % self._world_size)
-        pad_id = self._pipeline.maker.vocabulary.pad_id
+        start_id = self._pipeline.maker.vocabulary.start_id
         return [
-            collate(examples, budgets, pad_id, pin_memory=self._pin_memory)
+            collate(examples, budgets, start_id, pin_memory=self._pin_memory)
             for examples in batches[self._rank :: self._world_size]
         ]
 
@@ -129,9 +129,9 @@ def count_rows(records: Iterable[Mapping[str, Any]]) -> RowCounts:
     )
 
 
-def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_memory: bool = False) -> Batch:
+def collate(examples: Sequence[Example], budgets: Budgets, start_id: int, *, pin_memory: bool = False) -> Batch:
     """Concatenate examples into one micro-batch, with boundaries, padded at the end to the budgets; see `Batch`. The
-    decoder's input is each target shifted right behind `pad_id`, as in T5. Raises ValueError beyond the budgets."""
+    decoder's input is each target shifted right behind `start_id`, as in T5. Raises ValueError beyond the budgets."""
     if len(examples) > budgets.max_examples:
         raise ValueError(f"{len(examples)} examples in a micro-batch of at most {budgets.max_examples}")
     encoder_lengths = tuple(len(example.encoder_ids) for example in examples)
@@ -140,8 +140,8 @@ def collate(examples: Sequence[Example], budgets: Budgets, pad_id: int, *, pin_m
     decoder = partial(_padded, size=budgets.decoder_tokens)
     numbers = {name: number for number, name in enumerate(TASKS)}
     batch = Batch(
-        encoder_ids=encoder([example.encoder_ids for example in examples], fill=pad_id),
-        decoder_input_ids=decoder([np.insert(one.decoder_ids[:-1], 0, pad_id) for one in examples], fill=pad_id),
+        encoder_ids=encoder([example.encoder_ids for example in examples], fill=start_id),
+        decoder_input_ids=decoder([np.insert(one.decoder_ids[:-1], 0, start_id) for one in examples], fill=start_id),
         labels=decoder([example.decoder_ids for example in examples], fill=IGNORE_INDEX),
         encoder_positions=encoder([np.arange(length) for length in encoder_lengths]),
         decoder_positions=decoder([np.arange(length) for length in decoder_lengths]),

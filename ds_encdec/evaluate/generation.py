@@ -37,6 +37,7 @@ from ds_encdec.launch.world import discover
 from ds_encdec.model.depth import beyond_positions
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.tokenizer.load import pretrained_tokenizer
+from ds_encdec.tokenizer.sentinels import added_bos
 
 logger = logging.getLogger(__name__)
 
@@ -225,9 +226,15 @@ def generate_text(
         has_spans = _SENTINEL.search(text) is not None
         modes = zip(DENOISERS.values(), model.config.mode_token_ids, strict=False)
         encoder_ids.insert(0, next(token for row, token in modes if (row.mean_span is not None) == has_spans))
+    bos = added_bos(tokenizer)
+    if bos is not None and encoder_ids[:1] != [bos]:
+        encoder_ids.insert(0, bos)
     warn_of_length(model, [encoder_ids], settings)
     streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
-    target = text_of(tokenizer, generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0])
+    generated = generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0]
+    # A tokenizer of words with their blanks drops the first blank of a text: a continuation's is wanted.
+    before = encoder_ids if continues else []
+    target = text_of(tokenizer, [*before, *generated])[len(text_of(tokenizer, before)) :]
     if stream and (raw or continues):
         return None
     if raw:

@@ -144,7 +144,7 @@ def _config(section: ModelConfig, fields: dict[str, Any], vocabulary: Vocabulary
         | {
             "vocab_size": rows,
             "pad_token_id": vocabulary.pad_id,
-            "decoder_start_token_id": vocabulary.pad_id,
+            "decoder_start_token_id": vocabulary.start_id,
             "eos_token_id": vocabulary.eos_id,
             "sentinel_token_ids": list(vocabulary.sentinel_ids),
             "mode_token_ids": list(vocabulary.mode_token_ids),

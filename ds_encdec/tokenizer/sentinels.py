@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.stored_model import MODE_TOKENS as MODE_TOKENS
 from ds_encdec.config.stored_model import sentinel as sentinel
+from ds_encdec.registry.denoisers import DENOISERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,9 +20,26 @@ class Vocabulary:
 
     sentinel_ids: tuple[int, ...]  # item i is `<extra_id_i>`
     eos_id: int  # ends a target
-    pad_id: int  # also starts the decoder, as in T5; it may be `eos_id`, since padding is known by length
+    pad_id: int  # it may be `eos_id`, since padding is known by length
     mode_token_ids: tuple[int, ...]  # in the order of `DENOISERS`, or empty
     vocab_size: int  # one past the largest id, added tokens included; an embedding may have more rows
+    bos_id: int | None = None  # begins every text of a tokenizer that adds it by itself; None: this one does not
+
+    @property
+    def start_id(self) -> int:
+        """Return the id that starts the decoder: the padding's, as in T5, but for a tokenizer with `bos_id`."""
+        return self.pad_id if self.bos_id is None else self.bos_id
+
+    def beginning(self, denoiser: str | None = None) -> list[int]:
+        """Return the ids before an encoder's text: `bos_id`, and the mode token of `denoiser`, if there are any."""
+        mode = [] if denoiser is None else self.mode_token_ids[list(DENOISERS).index(denoiser) :][:1]
+        return [*([] if self.bos_id is None else [self.bos_id]), *mode]
+
+
+def added_bos(tokenizer: PreTrainedTokenizerFast) -> int | None:
+    """Return the token that `tokenizer` puts before each text by itself, as Llama's do, else None."""
+    first = tokenizer.encode("", add_special_tokens=True)[:1]
+    return first[0] if first and first[0] == tokenizer.bos_token_id else None
 
 
 def add_sentinels(tokenizer: PreTrainedTokenizerFast, num_sentinels: int, *, mode_tokens: bool) -> Vocabulary:
@@ -51,4 +69,5 @@ def add_sentinels(tokenizer: PreTrainedTokenizerFast, num_sentinels: int, *, mod
         pad_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         mode_token_ids=tuple(ids[token] for token in MODE_TOKENS) if mode_tokens else (),
         vocab_size=max(ids.values()) + 1,
+        bos_id=added_bos(tokenizer),
     )

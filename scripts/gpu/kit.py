@@ -148,7 +148,7 @@ def web_like_batches(config: FullConfig, vocab_size: int, count: int) -> tuple[l
         max_wait_batches=config.data.packing_max_wait_batches,
     )
     waiting = arrivals()
-    return [collate(packer.pack(waiting), budgets, pad_id=0) for _ in range(count)], ratio
+    return [collate(packer.pack(waiting), budgets, start_id=0) for _ in range(count)], ratio
 
 
 def make_engine(kit: Kit, config: FullConfig, accumulation: int) -> tuple[Engine, Qwen3Seq2SeqConfig]:

@@ -77,7 +77,7 @@ class Chunker:
         """Return the chunker of a run; the configuration's rules have checked its weights."""
         bounds = LengthBounds(
             max_raw_tokens=data.max_seq_length,
-            max_encoder_tokens=data.max_encoder_length - bool(vocabulary.mode_token_ids),
+            max_encoder_tokens=data.max_encoder_length - len(vocabulary.beginning("S")),
             max_decoder_tokens=data.max_decoder_length,
             num_sentinels=len(vocabulary.sentinel_ids),
         )
@@ -104,7 +104,7 @@ class Chunker:
         """Return the encoder and decoder tokens of a chunk of `length` tokens, without denoising it."""
         lengths = DENOISERS[denoiser].lengths(length)
         lacks_eos = not (lengths.spans or document_ends)
-        return lengths.encoder_tokens + bool(self.vocabulary.mode_token_ids), lengths.decoder_tokens - lacks_eos
+        return lengths.encoder_tokens + len(self.vocabulary.beginning(denoiser)), lengths.decoder_tokens - lacks_eos
 
     def example(self, chunk: Chunk, tokens: np.ndarray, document: str) -> Example:
         """Denoise one chunk of `tokens` (int32, the whole document). Call it once per chunk: it draws from its rng."""
@@ -197,7 +197,7 @@ def max_raw_length(denoiser: str, bounds: LengthBounds) -> int:
     if longest <= MIN_RAW_TOKENS:
         raise ConfigError(
             f"denoiser {denoiser} cannot work on {longest + 1} tokens within {bounds.max_encoder_tokens} encoder "
-            f"tokens (mode token aside) and {bounds.max_decoder_tokens} decoder tokens: raise "
+            f"tokens (BOS and mode token aside) and {bounds.max_decoder_tokens} decoder tokens: raise "
             "data.max_encoder_length or data.max_decoder_length"
         )
     return longest
@@ -207,16 +207,15 @@ def denoise(
     tokens: np.ndarray, denoiser: str, vocabulary: Vocabulary, rng: np.random.Generator, *, document_ends: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Corrupt `tokens` (int32 [n], n >= 2) into (encoder_ids, decoder_ids), int32 each. The caller keeps `n` within
-    `max_raw_length`, and sentinels out of `tokens`. A mode token is the encoder's first."""
+    `max_raw_length`, and sentinels out of `tokens`. The encoder's begin as `vocabulary.beginning` has it."""
     lengths = DENOISERS[denoiser].lengths(len(tokens))
     if DENOISERS[denoiser].mean_span is not None:
         encoder_ids, decoder_ids = _corrupt_spans(tokens, lengths, vocabulary, rng)
     else:
         ending = np.array([vocabulary.eos_id] if document_ends else [], dtype=np.int32)
         encoder_ids, decoder_ids = np.split(np.concatenate([tokens, ending]), [lengths.encoder_tokens])
-    if vocabulary.mode_token_ids:
-        mode = vocabulary.mode_token_ids[list(DENOISERS).index(denoiser)]
-        encoder_ids = np.concatenate([[mode], encoder_ids], dtype=np.int32)
+    if beginning := vocabulary.beginning(denoiser):
+        encoder_ids = np.concatenate([beginning, encoder_ids], dtype=np.int32)
     return encoder_ids, decoder_ids
 
 
@@ -267,7 +266,7 @@ def _random_partition(total: int, parts: int, rng: np.random.Generator) -> np.nd
 
 def reconstruct(encoder_ids: np.ndarray, decoder_ids: np.ndarray, vocabulary: Vocabulary) -> np.ndarray:
     """Invert `denoise`: return the original tokens, int32 [n]. Raises ValueError if the sentinels differ."""
-    encoder_ids = encoder_ids[1:] if vocabulary.mode_token_ids else encoder_ids
+    encoder_ids = encoder_ids[len(vocabulary.beginning("S")) :]
     decoder_ids = decoder_ids[:-1] if decoder_ids[-1] == vocabulary.eos_id else decoder_ids
     if not len(decoder_ids) or decoder_ids[0] != vocabulary.sentinel_ids[0]:
         return np.concatenate([encoder_ids, decoder_ids])

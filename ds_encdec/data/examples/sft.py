@@ -140,7 +140,7 @@ class PairMaker(ExampleMaker):
         if broken := next(filter(None, map(not_unicode, chain.from_iterable(texts))), None):
             return BadRow(document.key, f"{document.key}: {broken}")
         eos = self.vocabulary.eos_id
-        pairs = [(self._encode(source), self._encode(target)) for source, target in texts]
+        pairs = [(self._begun(self._encode(source)), self._encode(target)) for source, target in texts]
         return [
             (source, target if len(target) and target[-1] == eos else np.append(target, np.int32(eos)))
             for source, target in pairs
@@ -194,6 +194,11 @@ class PairMaker(ExampleMaker):
             elif piece:
                 ids.append(self.tokenize.encode(self._broken.sub(lambda match: match[0].replace(_MARK, "", 1), piece)))
         return np.concatenate(ids)
+
+    def _begun(self, ids: np.ndarray) -> np.ndarray:
+        """Return the ids of an input with BOS before them where texts begin with it; a chat template may write one."""
+        beginning = np.array(self.vocabulary.beginning(), dtype=np.int32)
+        return ids if np.array_equal(ids[: len(beginning)], beginning) else np.concatenate([beginning, ids])
 
     def _break(self, value: Any) -> Any:
         if isinstance(value, str):

@@ -138,7 +138,7 @@ def prepared_folder(data: DataConfig) -> Path:
 def made_from(data: DataConfig, entry: Source, maker: ExampleMaker, seed: int) -> dict[str, Any]:
     """Return the JSON-able facts that decide a source's rows and token ids; those that are fields have their names."""
     objective, vocabulary = OBJECTIVES[data.objective], maker.vocabulary
-    specials = [vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.mode_token_ids]
+    specials = [vocabulary.sentinel_ids, vocabulary.eos_id, vocabulary.mode_token_ids, *vocabulary.beginning()]
     facts: dict[str, Any] = {
         "data.objective": data.objective,
         "the format of prepared data": _FORMAT,

@@ -146,7 +146,7 @@ def full_batch(config: FullConfig, micro_batch_size: int, vocab_size: int) -> Ba
         for tokens, longest in sides
     )
     task = next(iter(OBJECTIVES[data.objective].tasks))
-    return collate([Example(*ids, task, "") for ids in zip(encoder_ids, decoder_ids, strict=True)], budgets, pad_id=0)
+    return collate([Example(*ids, task, "") for ids in zip(encoder_ids, decoder_ids, strict=True)], budgets, start_id=0)
 
 
 def zero_weights(sizes: ModelSizes) -> WeightSource:
