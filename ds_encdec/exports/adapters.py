@@ -12,12 +12,13 @@ from ds_encdec.checkpoint.folder import Checkpoint, refuse_existing, written_who
 from ds_encdec.checkpoint.manifest import DamagedCheckpointError, read_manifest
 from ds_encdec.checkpoint.saved_state import saved_weights
 from ds_encdec.checkpoint.zero_state import open_saved_state
-from ds_encdec.config.schema import FullConfig, Mark, ModelConfig, load_saved, marked
+from ds_encdec.config.schema import FullConfig, ModelConfig, load_saved
 from ds_encdec.config.sections import LoraConfig as LoraSection
 from ds_encdec.config.settings import show
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.exports.model_card import hub_id
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.depth import form_settings
 from ds_encdec.model.lora import merged_weights, peft_fields
 from ds_encdec.model.parameter_count import is_adapter
 from ds_encdec.model.source import Base, base_model
@@ -124,8 +125,9 @@ def _card(checkpoint: Path, config: FullConfig, lora: LoraSection, base: str | N
     step = Checkpoint(checkpoint, read_manifest(checkpoint)).training_state().global_step
     # An id on the hub, or a folder's path; None for random weights.
     place = base or (record["name_or_path"] if record["revision"] else record["folder"])
-    chosen = {path: getattr(config.model, path.partition(".")[2]) for path in marked(Mark.FORM)}
-    form = "".join(f" '{path}={show(value)}'" for path, value in chosen.items() if value is not None)
+    made = Qwen3Seq2SeqConfig.from_pretrained(checkpoint / "model")
+    chosen = form_settings(config.model, made).items()
+    form = "".join(f" 'model.{name}={show(value)}'" for name, value in chosen if value is not None)
     return f"""---
 library_name: peft
 {f"base_model: {place}" if hub_id(place) else "tags: [lora]"}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ds_encdec.base.types import ConfigError
-from ds_encdec.config.sections import LayerChoice, ModelConfig
+from ds_encdec.config.section_base import Mark
+from ds_encdec.config.sections import LayerChoice, ModelConfig, marked
 from ds_encdec.config.settings import show
 from ds_encdec.model.cross_attention import FORMS, CrossAttention
 
@@ -73,6 +74,13 @@ def form_fields(section: ModelConfig, num_layers: int, unrotated: Collection[int
             if unrotated
         },
     }
+
+
+def form_settings(section: ModelConfig, made: Any) -> dict[str, Any]:
+    """Return the settings (`Mark.FORM`) that give the form and the depth of `made`, the configuration of a model that
+    `section` began. Which layers it copied, `section` alone knows."""
+    names = [path.partition(".")[2] for path in marked(Mark.FORM)]
+    return {name: getattr(made, name, getattr(section, name)) for name in names}
 
 
 def require_stored_form(section: ModelConfig, stored: Mapping[str, Any]) -> None:

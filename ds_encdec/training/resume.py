@@ -18,6 +18,7 @@ from ds_encdec.data.survey import steps_of_epochs, with_steps_of_epochs
 from ds_encdec.engine.protocol import Engine
 from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.depth import form_settings
 from ds_encdec.model.source import architecture
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
@@ -25,7 +26,6 @@ from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 logger = logging.getLogger(__name__)
 
 _TOKENIZER_NAME = "model.tokenizer_name_or_path"
-_FORM, _DEPTH = ("cross_attention", "encoder_positions"), ("encoder_layers", "decoder_layers")
 # The counters of data, which a rollback does not take back.
 _OF_DATA = ("data_step", "epoch", "total_tokens_seen", "target_tokens_seen", "bad_rows", "long_rows")
 
@@ -71,11 +71,8 @@ def refuse_other_model(checkpoint: Checkpoint, config: FullConfig) -> None:
 def of_its_form(config: FullConfig, checkpoint: Checkpoint) -> FullConfig:
     """Return `config` with the form of cross-attention and the depth of the model in `checkpoint` where it sets none: a
     new model would get today's defaults."""
-    theirs, stored = (
-        load_saved(checkpoint.path / "config.yaml").model,
-        Qwen3Seq2SeqConfig.from_pretrained(checkpoint.path / "model"),
-    )
-    form = {name: getattr(stored, name) for name in _FORM} | {name: getattr(theirs, name) for name in _DEPTH}
+    made = Qwen3Seq2SeqConfig.from_pretrained(checkpoint.path / "model")
+    form = form_settings(load_saved(checkpoint.path / "config.yaml").model, made)
     unset = {name: value for name, value in form.items() if getattr(config.model, name) is None}
     return config.model_copy(update={"model": config.model.model_copy(update=unset)})
 
@@ -179,7 +176,7 @@ def _model_settings(config: FullConfig) -> dict[str, Any]:
     return {
         "model.lora": section.lora and section.lora.model_dump(exclude={"lora_dropout"}),
         "training.freeze": config.training.freeze,
-        **{f"model.{name}": getattr(section, name) for name in (*_FORM, *_DEPTH)},
+        **{f"model.{name}": value for name, value in form_settings(section, section).items()},
         MODEL_NAME: section.model_name_or_path,
         _TOKENIZER_NAME: section.tokenizer_name_or_path or section.model_name_or_path,
         "model.num_sentinel_tokens": section.num_sentinel_tokens,

@@ -25,6 +25,11 @@ from ds_encdec.tokenizer.sentinels import add_sentinels
 
 WORDS = {"<pad>": 0, "<eos>": 1, "hello": 2, "world": 3}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
+FORMED: dict[str, dict[str, Any]] = {
+    "aligned": {"cross_attention": "aligned", "encoder_positions": "prefix", "encoder_heights": [1, 3]},
+    "renormed": {"cross_attention": "renormed", "encoder_positions": "prefix", "encoder_heights": None},
+    "final": {"cross_attention": "final", "encoder_positions": "unrotated", "encoder_heights": None},
+}
 State = dict[str, dict[str, Tensor]]
 """Kind → canonical name → full tensor."""
 
@@ -44,6 +49,7 @@ def config(**changes: Any) -> Qwen3Seq2SeqConfig:
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_encoder_layers": 3,
+        **FORMED["aligned"],
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 12,

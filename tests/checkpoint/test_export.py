@@ -14,7 +14,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCardData
 from safetensors.torch import load_file
-from saved_checkpoints import config, random_state, save_checkpoint, tokenizer
+from saved_checkpoints import FORMED, config, random_state, save_checkpoint, tokenizer
 from transformers import AutoTokenizer
 from transformers.dynamic_module_utils import get_relative_imports
 
@@ -104,11 +104,6 @@ report = {
     "written": written, "handed": sorted(handed), "names": list(inspect.signature(model.forward).parameters),
 }
 """
-FORMED: dict[str, dict[str, Any]] = {
-    "aligned": {"cross_attention": "aligned", "encoder_positions": "prefix", "encoder_heights": [1, 3]},
-    "renormed": {"cross_attention": "renormed", "encoder_positions": "prefix"},
-    "final": {},
-}
 OTHER_LAYERS: dict[str, dict[str, Any]] = {
     "biased": {
         "qk_norm": "none",
@@ -162,8 +157,8 @@ def card_code(folder: Path, number: int = 0) -> str:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("exports")
-    export(root / "tied", config(tie_word_embeddings=True, **FORMED["aligned"]))
-    export(root / "untied", config(tie_word_embeddings=False), max_shard_bytes=20_000)
+    export(root / "tied", config(tie_word_embeddings=True))
+    export(root / "untied", config(tie_word_embeddings=False, **FORMED["final"]), max_shard_bytes=20_000)
     export(root / "renormed", config(**FORMED["renormed"]))
     for name, changes in OTHER_LAYERS.items():
         export(root / name, config(initializer_range=0.2, **changes))

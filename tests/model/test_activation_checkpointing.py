@@ -71,6 +71,22 @@ def test_the_layers_asked_for_recompute(options: dict[str, Any], recomputed: int
     assert len(calls) == 6 + recomputed
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_modules_are_called_in_the_same_order_for_any_documents(form: str) -> None:
+    """Also where there are none, or no inputs: ZeRO-3 gathers by module, and ranks wait for each other."""
+    orders = []
+    for lengths in (((5, 0, 7), (4, 6, 3)), ((), ()), ((0, 0), (3, 4))):
+        model, calls = tiny_model(num_hidden_layers=3, **FORMED[form]).train(), list[str]()
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name, calls=calls: calls.append(name))
+            module.register_full_backward_hook(lambda *_, name=name, calls=calls: calls.append(f"backward {name}"))
+        apply_activation_checkpointing(model, "full")
+        model(**pack(*lengths, 16, 17).inputs).loss.backward()
+        orders.append(calls)
+    assert orders[0] == orders[1] == orders[2]
+    assert orders[0].count("decoder.layers.1.self_attn.k_proj") == 4  # of both sides, and again
+
+
 class Executed(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
