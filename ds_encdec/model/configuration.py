@@ -83,8 +83,7 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
         self.rope_parameters, self.max_position_embeddings = rope, fields["max_position_embeddings"]
         if fields.get("num_encoder_layers") is None:
             fields["num_encoder_layers"] = form.last_height(fields["num_hidden_layers"])
-        if form.is_aligned:
-            fields["encoder_heights"] = _check_heights(fields)
+        fields["encoder_heights"] = _check_heights(fields) if form.is_aligned else None
         for name in ("sentinel_token_ids", "mode_token_ids"):
             fields[name] = list(fields.get(name) or [])
         # Constants of the architecture: an older file cannot turn them off. Hugging Face picks a loss by class name; an

@@ -83,7 +83,7 @@ def test_what_a_killed_export_left_is_cleared(tmp_path: Path) -> None:
 
 
 def test_different_models_are_both_named(tmp_path: Path) -> None:
-    other = config(num_encoder_layers=2)
+    other = config(cross_attention="renormed")
     save_checkpoint(tmp_path / "checkpoints", 100, random_state(config(), 0), config())
     save_checkpoint(tmp_path / "checkpoints", 200, random_state(other, 0), other)
     with pytest.raises(CheckpointError, match="step-00000100, step-00000200 are of different models"):
