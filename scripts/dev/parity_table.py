@@ -27,12 +27,12 @@ INTRODUCTION = """# Parity of the engines
 
 ## Losses against plain torch
 
-The same tiny model, seed and micro-batches under every engine and on 1, 2 and 4 ranks, against plain torch in one
-process (float32, `torch.optim.AdamW`, no sharding): the largest difference of a step's loss (nats per target token)
-over {steps} optimizer steps of {lanes} micro-batches with unequal target tokens, one of them empty, clipping active
-in every step, `WarmupDecayLR`. The oracle's loss falls from {first:.2f} to {last:.2f}; with LoRA (rank 4, no dropout;
-the oracle's adapters are peft's own) to {lora_last:.2f}, with Muon (`torch.optim.Muon`, orthogonalizing in float32) to
-{muon_last:.2f}.
+The same tiny model (cross-attention `aligned`, `prefix`), seed and micro-batches under every engine and on 1, 2 and 4
+ranks, against plain torch in one process (float32, `torch.optim.AdamW`, no sharding): the largest difference of a
+step's loss (nats per target token) over {steps} optimizer steps of {lanes} micro-batches with unequal target tokens,
+one of them empty and one without input tokens, clipping active in every step, `WarmupDecayLR`. The oracle's loss falls
+from {first:.2f} to {last:.2f}; with LoRA (rank 4, no dropout; the oracle's adapters are peft's own) to {lora_last:.2f},
+with Muon (`torch.optim.Muon`, orthogonalizing in float32) to {muon_last:.2f}.
 
 In float32 the bound is 1e-5. In bf16 it is {bf16_bound:g}: products have 8 bits there, and no engine's are better than
 another's. `_hybrid` shards over half of the ranks.
