@@ -83,7 +83,8 @@ def test_the_merged_model_is_what_peft_loads_onto_the_base(run: Path, checkpoint
     assert torch.equal(adapted.generate(input_ids=ids, max_new_tokens=3), merged.generate(ids, max_new_tokens=3))
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert f'from_pretrained("{base_of(run)}", trust_remote_code=True)' in card
-    assert "--seed\n7 --out FOLDER model.cross_attention=aligned model.encoder_positions=prefix`." in card
+    form = """'model.cross_attention="aligned"' 'model.encoder_positions="prefix"'`."""
+    assert f"--seed\n7 --out FOLDER {form}" in card
     assert "base_model: " not in card  # which names one of the hub
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "adapter" / name).read_text() == (tmp_path / "merged" / name).read_text()

@@ -56,7 +56,8 @@ def test_tokens_or_steps_whichever_comes_first() -> None:
 
 def test_a_phase_is_laid_over_the_configuration() -> None:
     where = ("infra.wandb_run_name=run", "infra.output_dir=/o", "infra.upload_to=s3://bucket/run/")
-    planned = plan(VALIDATION, "phases.validation.num_train_steps=90", *where)
+    form = ("model.cross_attention=final", "model.decoder_layers=[0, 1]")  # the export's own by then
+    planned = plan(VALIDATION, "phases.validation.num_train_steps=90", *where, *form)
     training, infra, model = planned.config.training, planned.config.infra, planned.config.model
     assert (training.num_train_steps, training.eval_steps, training.save_steps) == (90, 90, 90)
     assert (training.logging_steps, training.warmup_steps, training.seed) == (10, 9, 43)
@@ -64,6 +65,7 @@ def test_a_phase_is_laid_over_the_configuration() -> None:
     assert (infra.wandb_run_name, infra.upload_to) == ("run-validation", "s3://bucket/run/phases/validation")
     assert model.model_name_or_path == "/o/phases/sanity_check/export/final"
     assert (model.architecture, model.tokenizer_name_or_path, model.num_sentinel_tokens) == (None, None, 32)
+    assert (model.cross_attention, model.decoder_layers) == (None, None)
     assert plan(SANITY).config.model == load_config(QUICKSTART).model
     assert planned.config.data.num_lanes == 4
     assert FullConfig.model_validate(planned.config.model_dump()) == planned.config  # as strict as any other

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.rules import find_conflicts
-from ds_encdec.config.schema import FullConfig, PhaseOverrides, PhasesConfig, TrainingConfig
+from ds_encdec.config.schema import FullConfig, Mark, PhaseOverrides, PhasesConfig, TrainingConfig, marked
 from ds_encdec.config.shares import global_batch_size, is_auto, micro_batches_per_step
 from ds_encdec.config.training_rules import ROLLBACK_FIELDS
 
@@ -162,6 +162,7 @@ def plan_phase(config: FullConfig, phase: TrainingPhase, max_steps: int | None =
             "model_name_or_path": str(phase_folder(config, before) / "export" / "final"),
             "architecture": None,
             "tokenizer_name_or_path": None,
+            **{path.partition(".")[2]: None for path in marked(Mark.FORM)},  # it is of the first one's form
         },
         # None if the run finds its micro-batch size, and so its lanes, when it starts.
         "data": {"num_lanes": None if is_auto(config) else micro_batches_per_step(config, infra.num_gpus)},
