@@ -17,14 +17,15 @@ from dataclasses import replace
 from functools import cache
 from math import ceil, prod
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from ds_encdec.base.quantities import GIB
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.memory.breakdown import Breakdown, EngineMemory, Estimate
 from ds_encdec.memory.fsdp import fsdp_memory
-from ds_encdec.memory.job import Job, with_micro_batch
+from ds_encdec.memory.job import Job, Side, with_micro_batch
 from ds_encdec.memory.zero import zero_memory
+from ds_encdec.model.cross_attention import form_of
 from ds_encdec.registry.engines import ByEngine
 
 # Driver, kernels and cuBLAS workspaces of a process on its GPU. Assumed, on the high side.
@@ -34,7 +35,6 @@ FRAGMENTATION = 0.03  # Share of allocated memory that the caching allocator hol
 # A rank's process without tensors. Measured on CPUs (torch 2.13, DeepSpeed 0.19): 0.36-0.41 GiB; assumed with CUDA.
 RANK_PROCESS_BYTES = {"cuda": 3.0 * GIB, "cpu": 0.45 * GIB}
 DATA_WORKER_BYTES = 0.3 * GIB  # Resident memory of a data worker
-Side = Literal["encoder", "decoder"]
 TABLE = Path(__file__).with_name("activations.json")
 _FLOAT32 = 4
 _HEAD_WEIGHT = "H*V"  # Product for the gradient of the output layer's weight
@@ -53,9 +53,9 @@ def estimate(job: Job) -> Estimate:
         nccl = NCCL_BYTES * engine.communicators * (job.world_size > 1)
         framework = CUDA_CONTEXT_BYTES + nccl + FRAGMENTATION * peak.total
         process += RANK_PROCESS_BYTES["cuda"]
-    kept = sum(layer.kept for layer in MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).layers())
     # Half more if pinned. Assumed.
-    offloaded = kept * (1.5 if job.device == "cuda" else 1.0) * training.activation_offload
+    copied = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).kept_on_host()
+    offloaded = copied * (1.5 if job.device == "cuda" else 1.0) * training.activation_offload
     host = engine.host._replace(activations=offloaded, process=process)
     return Estimate(peak + Breakdown(framework=framework), moment, host)
 
@@ -70,7 +70,7 @@ _MEMORY: ByEngine[Callable[[Job], EngineMemory]] = ByEngine(deepspeed=zero_memor
 
 def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]]:
     """Yield each moment that may be the worst of a step, with its bytes except for the framework's share."""
-    resting, embedding, training, sizes = engine.resting, job.model.of("shared."), job.config.training, job.sizes
+    resting, embedding, training = engine.resting, job.model.of("shared."), job.config.training
     batch = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs)
     # What is offloaded comes back for one layer's work at a time.
     layers = [layer._replace(kept=layer.kept * (not training.activation_offload)) for layer in batch.layers()]
@@ -94,17 +94,25 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
         # There are no earlier gradients.
         sized = with_micro_batch(replace(job, gradient_accumulation_steps=1), training.per_device_eval_batch_size)
         yield "evaluation", resting + engine_memory(sized).forward + MicroBatch(sized).at_worst("evaluation")
-    if training.eval_generate_samples:  # with a whole copy of the model, and a cache of keys and values
-        settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
-        row = settings.num_beams * (job.longest_document[0] + settings.max_new_tokens)
-        tokens = max(row, min(ceil(training.eval_generate_samples / job.world_size) * row, settings.batch_tokens))
-        cache_numbers = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim * tokens
-        yield (
-            "generation",
-            resting
-            + Breakdown(weights=job.compute_bytes * job.parameters, activations=job.compute_bytes * cache_numbers),
-        )
+    if training.eval_generate_samples:
+        yield "generation", resting + _generation(job)
     yield "building of the engine", engine.build
+
+
+def _generation(job: Job) -> Breakdown:
+    """Return the bytes of generating in an evaluation: a whole copy of the model, and caches of keys and values.
+
+    Until its first step is over an aligned model keeps the encoder's states at all heights, for any number of beams.
+    """
+    training, sizes, length = job.config.training, job.sizes, job.longest_document[0]
+    settings = GenerationSettings(training.generation_max_new_tokens, training.generation_num_beams)
+    row = settings.num_beams * (length + settings.max_new_tokens)
+    tokens = max(row, min(ceil(training.eval_generate_samples / job.world_size) * row, settings.batch_tokens))
+    inputs = tokens * length / (length + settings.max_new_tokens)
+    cached = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim
+    states = sizes.hidden_size * (sizes.num_encoder_layers + 1) * form_of(sizes).is_aligned / settings.num_beams
+    numbers = max(cached * tokens, (cached + states) * inputs)
+    return Breakdown(weights=job.compute_bytes * job.parameters, activations=job.compute_bytes * numbers)
 
 
 class Layer(NamedTuple):
@@ -144,7 +152,7 @@ class MicroBatch:
             "K": sizes.num_key_value_heads * sizes.head_dim,
             "r": 0 if lora is None else lora.r,
         }
-        self._encoder_output = job.encoder_tokens * sizes.hidden_size * job.compute_bytes
+        self._encoder_states = job.encoder_tokens * sizes.hidden_size * job.compute_bytes
         training, mode = job.config.training, job.config.training.recomputation
         self._mode = "full" if mode == "every_n" else mode
         self._interval = {"none": 0, "every_n": training.activation_checkpointing_every_n}.get(mode, 1)
@@ -152,32 +160,43 @@ class MicroBatch:
         adapters = "" if lora is None else " lora dropout" if lora.lora_dropout else " lora"
         self._kind = f"{job.device} {numbers}{' emulated' * (job.emulates_bf16 and training.bf16)}{adapters}"
         self._keeps_inputs = keeps_inputs and lora is not None
+        self._has_frozen_encoder = not (job.model.of("encoder.").trained or job.model.of("shared.").trained)
         self._is_head_trained = ("shared" if sizes.tie_word_embeddings else "lm_head") + ".weight" in job.model.trained
 
     def at_worst(self, part: str) -> Breakdown:
         """Return the bytes beyond kept ones: in `loss`, the backward pass of `head` or `embedding`, or `evaluation`."""
         is_counted = self._is_head_trained and (part != "embedding" or self._job.sizes.tie_word_embeddings)
-        worst = self._worst(_formulas(self._kind, self._mode)[part], "" if is_counted else _HEAD_WEIGHT)
+        formulas = self._formulas("none" if part == "evaluation" else self._mode)[part]
+        worst = self._worst(formulas, "" if is_counted else _HEAD_WEIGHT)
         return worst + Breakdown(activations=-self._unread() if part in ("loss", "head") else 0.0)
 
     def layers(self) -> Iterator[Layer]:
         """Yield all layers in the order of the forward pass."""
         sizes, model, make = self._job.sizes, self._job.model, cache(self._layer)  # most layers are alike
-        counts: dict[Side, int] = {"encoder": sizes.num_encoder_layers, "decoder": sizes.num_hidden_layers}
-        is_reached = "shared.weight" in model.trained  # the backward pass ends at the first layer with trained ones
-        for side, count in counts.items():
-            for index in range(count):
-                name = f"{side} layer {index}"
-                is_reached = is_reached or bool(model.layers[name].trained)
+        # The backward pass of a stack ends at its first layer with trained parameters; the decoder's reads the encoder.
+        is_reached: dict[Side, bool] = dict.fromkeys(("encoder", "decoder"), "shared.weight" in model.trained)
+        read = {height - 1 for height in sizes.heights if form_of(sizes).has_own_norm}
+        for side, index in sizes.layers:
+            name = f"{side} layer {index}"
+            for reached in {side, "decoder"}:
+                is_reached[reached] = is_reached[reached] or bool(model.layers[name].trained)
+            if is_reached[side]:
                 recomputes = self._interval > 0 and index % self._interval == 0
-                of_layer = make(side, recomputes, is_last=index == count - 1) if is_reached else (0.0, Breakdown())
-                yield Layer(name, *of_layer)
+                yield Layer(name, *make(side, recomputes, is_last=(side, index) == sizes.layers[-1]))
+            else:  # its forward pass alone; norms of decoder layers keep the states of a frozen encoder
+                kept = self._encoder_states * (side == "encoder" and index in read)
+                yield Layer(name, kept, self.at_worst("evaluation"))
+
+    def kept_on_host(self) -> float:
+        """Return the bytes that layers keep if these leave the device: aligned states for a layer of either stack."""
+        again = self._encoder_states * self._job.sizes.num_hidden_layers * form_of(self._job.sizes).is_aligned
+        return sum(layer.kept for layer in self.layers()) + again
 
     def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> tuple[float, Breakdown]:
-        job, formulas = self._job, _formulas(self._kind, self._mode if recomputes else "none")
+        job, formulas = self._job, self._formulas(self._mode if recomputes else "none")
         # A tied head's gradient waits beside all layers; an untied one's is one of the engine's.
         without = "" if self._is_head_trained and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
-        at_work: list[str] = formulas[f"last {side}" if is_last else side]
+        at_work: list[str] = formulas["last decoder" if is_last else side]
         kept, working = self._value(formulas["kept"][side]), self._worst(at_work, without)
         tokens, training = self._symbols[side[0].upper()], job.config.training
         of_mask = (1 if job.device == "cuda" else job.compute_bytes) * (training.residual_dropout > 0)
@@ -189,9 +208,9 @@ class MicroBatch:
             of_frozen = _FLOAT32 * (tokens * wide + inputs * job.sizes.hidden_size)
         elif self._keeps_inputs and self._kind.endswith("dropout"):
             of_frozen = job.compute_bytes * tokens * (2 * job.sizes.hidden_size + wide)
-        # Nor does any layer wait for the gradient of an encoder's output whose norm keeps nothing.
-        unread = self._unread() if side == "decoder" else 0.0
-        unread += self._encoder_output * (unread > 0)
+        # Beside a frozen encoder no gradient of its states waits for another layer's.
+        waiting = self._encoder_states * (self._has_frozen_encoder and not is_last)
+        unread = (self._unread() + waiting) * (side == "decoder")
         kept += 0 if recomputes else masks + of_frozen
         working += Breakdown(activations=masks - unread)
         if not job.uses_flash and (job.device == "cuda" or training.attention_dropout):
@@ -203,9 +222,9 @@ class MicroBatch:
 
     def _unread(self) -> float:
         """Return the bytes that the encoder's last norm does not keep if it and the embedding are frozen."""
-        model, head = self._job.model, _formulas(self._kind, self._mode)["head"][0]
-        kept = self._value(head) - self._value(head, "E*H") - self._encoder_output
-        return 0.0 if model.of("encoder.").trained or model.of("shared.").trained else kept
+        head = self._formulas(self._mode)["head"][0]
+        kept = self._value(head) - self._value(head, "E*H") - 2 * self._encoder_states  # of the embedding and the norm
+        return max(kept, 0.0) * self._has_frozen_encoder
 
     def _scores(self, side: Side) -> tuple[float, float]:
         """Return the bytes that attention without a flash kernel keeps, and those of its backward pass.
@@ -225,6 +244,9 @@ class MicroBatch:
             of_score = dtype + (1 + dtype) * (job.config.training.attention_dropout > 0)
             kept = tokens / queries * keys * heads * (queries * of_score + 2 * job.sizes.head_dim * dtype)
         return kept, 3 * heads * queries * keys * _FLOAT32 + (tokens + 2 * all_keys) * symbols["Q"] * dtype
+
+    def _formulas(self, mode: str) -> dict[str, Any]:
+        return formulas_of(self._job.sizes.cross_attention, self._kind, mode)
 
     def _worst(self, formulas: list[str], without: str) -> Breakdown:
         return max(
@@ -246,8 +268,10 @@ class MicroBatch:
 
 
 @cache
-def _formulas(kind: str, mode: str) -> dict[str, Any]:
-    return dict(json.loads(TABLE.read_text())[kind][mode])
+def formulas_of(form: str, kind: str, mode: str) -> dict[str, Any]:
+    """Return the formulas of activations.json, by part of the pass: those of the first form, unless `form` has own."""
+    table = json.loads(TABLE.read_text())
+    return {part: formulas for each in (next(iter(table)), form) for part, formulas in table[each][kind][mode].items()}
 
 
 @cache

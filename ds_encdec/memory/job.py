@@ -32,6 +32,7 @@ from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
 
+Side = Literal["encoder", "decoder"]
 QWEN3_IDS = 151_669  # Ids of Qwen3's tokenizer before sentinels are added (tokenizer/sentinels.py)
 
 
@@ -55,6 +56,23 @@ class Sizes:
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    encoder_heights: list[int] | None = None  # as in model/configuration.py
+
+    @property
+    def layers(self) -> list[tuple[Side, int]]:
+        """Stack and place of all layers in the order of the forward pass: an encoder layer runs when the first decoder
+        layer reads the states behind it."""
+        order: list[tuple[Side, int]] = []
+        done = 0
+        for index, height in enumerate(self.heights):
+            order += [*(("encoder", below) for below in range(done, height)), ("decoder", index)]
+            done = height
+        return order
+
+    @property
+    def heights(self) -> list[int]:
+        """The number of encoder layers behind which each decoder layer reads."""
+        return self.encoder_heights or [self.num_encoder_layers] * self.num_hidden_layers
 
     @classmethod
     def of(cls, sizes: ModelSizes) -> Self:
@@ -73,7 +91,7 @@ class Parameters:
 
     @cached_property
     def layers(self) -> Mapping[str, Count]:
-        """Number of parameters by layer, with names such as `encoder layer 0`, in the order of the forward pass."""
+        """Number of parameters by layer, with names such as `encoder layer 0`, stack by stack."""
         places = (name.split(".")[:3] for name in self.shapes if ".layers." in name)
         return {f"{stack} layer {index}": self.of(f"{stack}.layers.{index}.") for stack, _, index in map(tuple, places)}
 
@@ -352,6 +370,7 @@ def _stored_sizes(file: Path) -> _Source:
         head_dim=stored["head_dim"],
         tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),
         cross_attention=stored.get("cross_attention", "final"),
+        encoder_heights=stored.get("encoder_heights"),
     )
     return _Source(sizes, stored if is_ours else None)
 

@@ -157,10 +157,16 @@ class Qwen3Layer(GradientCheckpointingLayer):
 
     def forward(self, hidden_states: Tensor, *encoder_states: Tensor, **shared: Any) -> Tensor:
         """Map [..., tokens, hidden], beside [..., Te, hidden] in a decoder's layer, to the shape of the first."""
-        normed, norms = self.input_layernorm(hidden_states), (self.attention_output_norm, self.mlp_output_norm)
-        read = self._read(*encoder_states)
-        hidden_states = self._added(hidden_states, self.self_attn, norms[0], normed, *read, **shared)
-        return self._added(hidden_states, self.mlp, norms[1], self.post_attention_layernorm(hidden_states))
+        # Normed states have no name here: without gradients nothing keeps them while the MLP runs.
+        hidden_states = self._added(
+            hidden_states,
+            self.self_attn,
+            self.attention_output_norm,
+            self.input_layernorm(hidden_states),
+            *self._read(*encoder_states),
+            **shared,
+        )
+        return self._added(hidden_states, self.mlp, self.mlp_output_norm, self.post_attention_layernorm(hidden_states))
 
     def _read(self, *encoder_states: Tensor) -> tuple[Tensor, ...]:
         return encoder_states

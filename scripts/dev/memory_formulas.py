@@ -1,10 +1,10 @@
 """Writes ds_encdec/memory/activations.json, the formulas of activations, from traces; --check only compares.
 
-A model of three encoder and three decoder layers is traced once (pass_trace.py) for each kind of numbers and each mode
-of activation checkpointing, without adapters and with. Its sizes have no common factors, so the bytes of every storage
-are the product of one set of sizes only: `2*D*Q` is a tensor of decoder tokens times the width of the queries in 16
-bits. What is held at a moment is a sum of such products, and what one layer more adds is the difference between two
-layers.
+A model of three decoder layers, and the encoder layers that these read, is traced once (pass_trace.py) for each form of
+cross-attention, kind of numbers and mode of activation checkpointing, without adapters and with. Its sizes have no
+common factors, so the bytes of every storage are the product of one set of sizes only: `2*D*Q` is a tensor of decoder
+tokens times the width of the queries in 16 bits. What is held at a moment is a sum of such products, and what one layer
+more adds is the difference between its end and that of the layer before it.
 
 Of each part of the pass the file has all moments that may be its worst: those that are so for one of many sizes.
 """
@@ -27,16 +27,17 @@ from pass_trace import watched_pass
 from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.estimate import TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
+from ds_encdec.model.cross_attention import FORMS
 
 KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
 """Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
 ADAPTERS = ("", " lora", " lora dropout")
 """Suffixes of a kind: the whole model is trained, or adapters of all projections, without or with dropout."""
 MODES = ("none", "full", "selective")  # of activation checkpointing; `every_n` mixes layers of `full` and `none`
-LAYERS = 3
-"""Layers of each stack: the one in the middle has the same before and behind it as any other.
+LAYERS, MIDDLE = 3, 1
+"""Decoder layers, and the layer of either stack whose bytes are any layer's: it neither begins nor ends the pass.
 
-Nothing waits for a later layer beside the last one: no gradient of the encoder's output yet."""
+Only the last decoder layer differs: no gradient of the encoder's states waits beside it yet."""
 HEADS, KEY_HEADS, HEAD_DIM = 31 * 37, 31, 2 * 41
 TOKENS = {"E": 10_007, "D": 43 * 101, "C": 101, "": 1}
 """Symbols as in memory/estimate.py; a chunk of the loss divides the decoder's tokens.
@@ -70,13 +71,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if the file is not what traces give")
     check = parser.parse_args().check
     # float16 is DeepSpeed's, and selective checkpointing FSDP2's.
-    table = {
-        f"{kind}{adapters}": {
-            mode: formulas(f"{kind}{adapters}", mode) for mode in MODES if (kind, mode) != ("cuda fp16", "selective")
-        }
-        for kind in KINDS
-        for adapters in ADAPTERS
-    }
+    table: dict[str, Any] = {form: {} for form in FORMS}
+    for form, (kind, adapters) in itertools.product(FORMS, itertools.product(KINDS, ADAPTERS)):
+        name, modes = f"{kind}{adapters}", [mode for mode in MODES if (kind, mode) != ("cuda fp16", "selective")]
+        table[form][name] = {mode: own_parts(table, form, name, mode) for mode in modes}
     text = json.dumps(table, indent=1) + "\n"
     if check:
         return int(TABLE.read_text() != text)
@@ -84,35 +82,45 @@ def main() -> int:
     return 0
 
 
-def formulas(kind: str, mode: str) -> dict[str, Any]:
+def own_parts(table: dict[str, Any], form: str, kind: str, mode: str) -> dict[str, Any]:
+    """The parts of `formulas` in which a form differs from the first one, whose parts are in `table`."""
+    first = table[next(iter(FORMS))].get(kind, {}).get(mode, {})
+    return {part: found for part, found in formulas(form, kind, mode).items() if found != first.get(part)}
+
+
+def formulas(form: str, kind: str, mode: str) -> dict[str, Any]:
     """The bytes held in the parts of a pass, in terms of the symbols."""
-    job = _job(kind, mode)
+    job = _job(form, kind, mode)
     parts: dict[str, list[Formula]] = {}
     ends: dict[str, Formula] = {}
     for part, held in _walk(job, backward=True):
         parts.setdefault(part, []).append(held)
         ends[part] = held
-    kept = {side: _kept(ends, side) for side in ("encoder", "decoder")}
-    encoder, decoder = (_times(LAYERS, kept[side]) for side in ("encoder", "decoder"))
+    passed = [part for part in ends if part.startswith("forward pass, ")]
+    kept = {side: _kept(ends, passed, side) for side in ("encoder", "decoder")}
 
-    def worst(name: str, below: Formula) -> list[str]:
-        return _worst([_minus(held, below) for held in parts[name]])
+    def worst(part: str) -> list[str]:
+        """The worst moments of `part`, without what layers before it keep: one of the backward pass has freed more."""
+        name = part.replace("backward", "forward")
+        before = passed[: passed.index(name)] if name in passed else []
+        below = _plus(*(kept[side] for each in before for side in kept if f"{side}.layers" in each))
+        return _worst([_minus(held, below) for held in parts.get(part, [])])
 
-    found: dict[str, Any] = {"kept": {side: _text(formula) for side, formula in kept.items()}}
-    all_kept = _plus(encoder, decoder)
-    found["loss"] = worst("forward pass, lm_head", all_kept)
-    found["head"] = worst("backward pass, lm_head", all_kept)
-    for side, before in (("encoder", Counter()), ("decoder", encoder)):
-        last, middle, below = *(f"backward pass, {side}.layers.{index}" for index in (2, 1)), _plus(before, kept[side])
-        found[f"last {side}"] = worst(last, _plus(below, kept[side]))
-        found[side] = worst(middle, below)
-    # Beside adapters the embedding is frozen, and has no backward pass.
-    found["embedding"] = worst("backward pass, shared", Counter()) if "backward pass, shared" in parts else []
-    found["evaluation"] = _worst([held for _, held in _walk(job, backward=False)])
-    return found
+    return {
+        "kept": {side: _text(formula) for side, formula in kept.items()},
+        "loss": worst("forward pass, lm_head"),
+        "head": worst("backward pass, lm_head"),
+        "encoder": worst(f"backward pass, encoder.layers.{MIDDLE}"),
+        "last decoder": worst(f"backward pass, decoder.layers.{LAYERS - 1}"),
+        "decoder": worst(f"backward pass, decoder.layers.{MIDDLE}"),
+        # Beside adapters the embedding is frozen, and has no backward pass.
+        "embedding": worst("backward pass, shared"),
+        # Without a backward pass no mode recomputes anything.
+        **({"evaluation": _worst([held for _, held in _walk(job, backward=False)])} if mode == MODES[0] else {}),
+    }
 
 
-def _job(name: str, mode: str) -> Job:
+def _job(form: str, name: str, mode: str) -> Job:
     kind, _, adapters = name.partition(" lora")
     device, numbers = kind.split(" ", 1)
     lora = {"r": WIDTHS["r"], "lora_dropout": 0.1 if adapters else 0.0} if "lora" in name else None
@@ -139,12 +147,14 @@ def _job(name: str, mode: str) -> Job:
         vocab_size=WIDTHS["V"],
         hidden_size=WIDTHS["H"],
         num_hidden_layers=LAYERS,
-        num_encoder_layers=LAYERS,
+        num_encoder_layers=FORMS[form].last_height(LAYERS),
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_HEADS,
         head_dim=HEAD_DIM,
         intermediate_size=WIDTHS["I"],
         tie_word_embeddings=True,
+        cross_attention=form,
+        encoder_heights=list(range(LAYERS)) if FORMS[form].is_aligned else None,
     )
     job = make_job(config, sizes, "fsdp", world_size=1, ranks_per_node=1, emulates_bf16=numbers.endswith("emulated"))
     return dataclasses.replace(job, device=device, encoder_tokens=TOKENS["E"], decoder_tokens=TOKENS["D"])
@@ -195,13 +205,16 @@ def _joined(*names: str) -> str:
 _KNOWN = list(_known())
 
 
-def _kept(ends: dict[str, Formula], side: str) -> Formula:
-    """The bytes that the middle layer adds in the forward pass."""
-    return _minus(*(ends[f"forward pass, {side}.layers.{index}"] for index in (1, 0)))
+def _kept(ends: dict[str, Formula], passed: list[str], side: str) -> Formula:
+    """The bytes that the middle layer adds in the forward pass, whose parts are `passed`."""
+    at = passed.index(f"forward pass, {side}.layers.{MIDDLE}")
+    return _minus(*(ends[passed[index]] for index in (at, at - 1)))
 
 
 def _worst(moments: list[Formula]) -> list[str]:
     """The moments that are the worst for some of the sizes, in the order in which they come."""
+    if not moments:
+        return []
     distinct = [Counter(dict(items)) for items in dict.fromkeys(tuple(sorted(moment.items())) for moment in moments)]
     products = sorted(set().union(*distinct))
     values = np.array([[_value(product, sizes) for product in products] for sizes in _SAMPLES])
