@@ -51,12 +51,12 @@ class Sizes:
     intermediate_size: int
     tie_word_embeddings: bool
     cross_attention: str = "final"
+    encoder_heights: list[int] | None = None  # as in model/configuration.py
     qk_norm: str = "head"
     norm_position: str = "before"
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    encoder_heights: list[int] | None = None  # as in model/configuration.py
 
     @property
     def layers(self) -> list[tuple[Side, int]]:
