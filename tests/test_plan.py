@@ -13,7 +13,7 @@ from ds_encdec.memory.estimate import estimate
 from ds_encdec.memory.job import checkpoint_bytes_per_parameter, run_sizes
 from ds_encdec.memory.question import planned_job
 
-PARAMETERS = 1_036_517_376
+PARAMETERS = 1_020_785_408
 TOKENS_PER_STEP = 8 * 8 * 4 * (4096 + 2048)
 
 

@@ -9,7 +9,7 @@ from ds_encdec.registry.engines import EngineName
 
 QWEN3_0_6B = PUBLISHED["Qwen/Qwen3-0.6B"]
 PARAMETERS = 1_036_517_376
-"""Of the default model, whose encoder and decoder are both Qwen3-0.6B."""
+"""Of the form `final`, whose encoder and decoder are both Qwen3-0.6B."""
 ENCODER = 440_467_456
 EMBEDDING = 151_936 * 1024
 

@@ -112,10 +112,25 @@ def test_names_and_shapes_are_the_models(changes: dict[str, int]) -> None:
     assert count_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_flops_equal_what_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"num_encoder_layers": 3},
+        {"num_encoder_layers": 3, "cross_attention": "renormed", "encoder_positions": "prefix"},
+        {"num_encoder_layers": 1, "cross_attention": "aligned", "encoder_positions": "prefix"},
+        {
+            "num_encoder_layers": 3,
+            "num_hidden_layers": 4,
+            "cross_attention": "aligned",
+            "encoder_heights": [0, 2, 2, 3],
+        },
+    ],
+    ids=str,
+)
+def test_flops_equal_what_torch_counts(layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_kernels, "_JOINED_SCORES", 0)  # each document by itself: none of its scores is masked
     encoder_lengths, decoder_lengths = (5, 0, 7), (4, 6, 3)
-    model = tiny_model(num_encoder_layers=3).train()
+    model = tiny_model(**layers).train()
     batch = pack(encoder_lengths, decoder_lengths, 12, 13)  # no padding
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         output = model(**batch.inputs)
