@@ -79,7 +79,7 @@ def test_a_folder_that_is_deleted_ends_the_run(runs: ForkedRuns, tmp_path: Path)
 def test_a_disk_that_cannot_hold_the_checkpoints_is_told_at_the_start(runs: ForkedRuns, tmp_path: Path) -> None:
     endless = {"training__num_train_steps": 10**9, "training__save_steps": 1, "training__save_total_limit": "null"}
     refuses = arguments(tmp_path, **endless, infra__require_disk_space="true")
-    problem = "has up to 1,000,000,000 checkpoints of 617.5 KB at a time (training.save_total_limit=None"
+    problem = "has up to 1,000,000,000 checkpoints of 728.8 KB at a time (training.save_total_limit=None"
     assert problem in runs.run(refuses, ranks=2).ended_with(5).output
     assert status(tmp_path)["exit_code"] == 5
 
