@@ -18,7 +18,7 @@ from ds_encdec.config.schema import FullConfig, load_config
 
 pytestmark = [pytest.mark.distributed]
 
-PARAMETERS = 51_456
+PARAMETERS = 60_736
 """Of the tiny run's model."""
 STEPS = QUIET | {
     "data__num_lanes": 4,  # two micro-batches a step on each of two ranks
@@ -85,9 +85,9 @@ def test_what_accelerators_try_before_their_first_step_changes_nothing(
         names = [f"mem/{category}_bytes" for category in ("weights", "master_weights", "gradients", "optimizer")]
         first, second, *later = [line for line in metrics(tmp_path / name) if "train/loss" in line]
         assert not {*names} & set().union(first, *later)
-        # Norms are not sharded under ZeRO-3, and shards are padded.
+        # The smallest parameters are not sharded under ZeRO-3, and shards are padded.
         held = (weights, 4 / 2, 4 / 2, 8 / 2)
-        assert [second.get(one, 0) / PARAMETERS for one in names] == pytest.approx(held, rel=0.1, abs=0.01)
+        assert [second.get(one, 0) / PARAMETERS for one in names] == pytest.approx(held, rel=0.15, abs=0.01)
     assert lines[0] == lines[1]
     for rank in range(2):
         staged = re.findall(rf"rank {rank} stages (\d+) bytes after (\d+) data steps", finished.output)
