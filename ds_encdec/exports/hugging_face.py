@@ -194,9 +194,9 @@ def _export_mean(
 
 
 def _of_encoder(weights: WeightSource, config: Qwen3Seq2SeqConfig) -> WeightSource:
-    """Return the weights of the encoder alone, whose final norm is the one that its last states are read through: its
-    own, or that of the last decoder layer."""
-    if not form_of(config).has_own_norm:
+    """Return the weights of the encoder alone, whose final norm, if any, is the one that its last states are read
+    through: its own, or that of the last decoder layer."""
+    if not form_of(config).has_own_norm or config.norm_position != "before":
         return weights
     read = f"decoder.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
     return lambda name, rows=slice(None), /: weights(read if name == "encoder.norm.weight" else str(name), rows)

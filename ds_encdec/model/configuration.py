@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from transformers import PretrainedConfig
 
-from .cross_attention import FORMS, POSITIONS, CrossAttention
+from .cross_attention import FORMS, POSITIONS, CrossAttention, form_of
 
 _DEFAULTS: dict[str, Any] = {
     "vocab_size": 151936,
@@ -121,7 +121,10 @@ class Qwen3EncoderConfig(Qwen3Seq2SeqConfig):
 
     @classmethod
     def of(cls, config: Qwen3Seq2SeqConfig) -> "Qwen3EncoderConfig":
-        """Return the configuration of the encoder of `config`, which alone has a final norm in any form."""
+        """Return the configuration of the encoder of `config`. It has a final norm unless decoder layers, without an
+        input norm, read its states as they are."""
         others = ("model_type", "num_encoder_layers", "cross_attention", "encoder_positions", "encoder_heights")
         fields = {name: value for name, value in config.to_dict().items() if name not in others}
-        return cls(**fields | {"num_hidden_layers": config.num_encoder_layers})
+        is_raw = form_of(config).has_own_norm and config.norm_position != "before"
+        form = {"cross_attention": "renormed" if is_raw else "final"}
+        return cls(**fields | form | {"num_hidden_layers": config.num_encoder_layers})
