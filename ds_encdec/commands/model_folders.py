@@ -44,7 +44,7 @@ def init_model(section: ModelConfig, out: Path, *, seed: int = 42, text: Path | 
     yield f"{out}: an encoder-decoder"
     yield from (f"  {name:16}  {fact}" for name, fact in facts.items())
     if text is not None:
-        yield from measure_conversion(folder, out, passages)
+        yield from measure_conversion(folder, out, passages, vocabulary.beginning())
 
 
 def _facts(section: ModelConfig, stored: dict[str, Any], config: Qwen3Seq2SeqConfig) -> dict[str, str]:

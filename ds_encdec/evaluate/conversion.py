@@ -3,7 +3,7 @@ encoder-decoder made from it. Both predict the last three quarters of each passa
 denoiser S. The decoder is transformers' own class, so that whatever ours computes otherwise shows as well."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import stdev
 
@@ -34,12 +34,12 @@ def read_passages(text: Path, tokenizer: PreTrainedTokenizerFast) -> list[list[i
 
 
 @torch.no_grad()
-def measure_conversion(source: Path, made: Path, passages: list[list[int]]) -> Iterator[str]:
+def measure_conversion(source: Path, made: Path, passages: list[list[int]], beginning: Sequence[int]) -> Iterator[str]:
     """Yield a table, line by line, of the mean losses on `passages` of the decoder in `source` and of the
-    encoder-decoder in `made`, with its input and without. Models are loaded in turn, in float32 on a CPU. Raises
-    CheckpointError."""
+    encoder-decoder in `made`, with its input and without. `beginning`: the tokens that each input begins with. Models
+    are loaded in turn, in float32 on a CPU. Raises CheckpointError."""
     device = choose_device("auto", discover(os.environ))
-    kept = [passage[: len(passage) // 4] for passage in passages]
+    kept = [[*beginning, *passage[: len(passage) // 4]] for passage in passages]
     targets = [passage[len(passage) // 4 :] for passage in passages]
     tokens = sum(map(len, targets))
     yield f"nats a token over {tokens:,} tokens of {len(passages)} passages, each behind its first quarter:"

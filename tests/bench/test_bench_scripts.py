@@ -13,6 +13,10 @@ from packaging.version import Version
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "bench"
 TINY = {"hidden": 32, "layers": 1, "vocab": 1024, "encoder_length": 32, "decoder_length": 16, "median_tokens": 12}
 
+# Sizes of a model without blanks, for the command line.
+SPECIAL = '"pad_token_id":0,"eos_token_id":1,"decoder_start_token_id":0'
+SMALL = f'{{"hidden_size":32,"num_hidden_layers":4,"vocab_size":1000,{SPECIAL}}}'
+
 
 def rows(script: str, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     """Run a script; returns the rows of its JSON."""
@@ -43,6 +47,7 @@ def test_contenders_do_equal_work(tmp_path: Path) -> None:
         ("save.py", "--engine fsdp --hidden 128 --layers 1 --vocab 512 --repeats 1", "quiet step"),
         ("data.py", "--micro-batches 2 --rounds 1 --max-length 256", "ours"),
         ("packing.py", "--batches 5", "4 x (4096 + 2048)"),
+        ("depth.py", f"--size {SMALL} --decoder-layers 4 1 --rounds 1 --new-tokens 2 --input-tokens 8", "3 + 4"),
     ],
 )
 def test_figures_of_one_process(script: str, arguments: str, first: str, tmp_path: Path) -> None:
