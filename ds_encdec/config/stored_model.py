@@ -111,9 +111,8 @@ def _window(stored: Mapping[str, Any]) -> str | None:
     window, first = stored.get("sliding_window"), stored.get("max_window_layers", 0)
     if not stored.get("use_sliding_window", True) or not isinstance(window, int):
         return None
-    if isinstance(first, int) and first >= stored["num_hidden_layers"]:
-        return None
-    if window >= stored.get("max_position_embeddings", inf):
+    longest = stored.get("max_position_embeddings", inf)
+    if (isinstance(first, int) and first >= stored["num_hidden_layers"]) or window >= longest:
         return None
     return (
         f"sliding_window = {window}, over which its layers attend. If no text is longer, set it to null: the results "

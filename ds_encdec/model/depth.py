@@ -69,9 +69,8 @@ def form_fields(section: ModelConfig, num_layers: int, unrotated: Collection[int
         "num_encoder_layers": len(depth.encoder),
         "num_hidden_layers": len(depth.decoder),
         "unrotated_layers": {
-            side: [index for index, layer in enumerate(layers) if layer in unrotated]
-            for side, layers in (("encoder", depth.encoder), ("decoder", depth.decoder))
-            if unrotated
+            side: [index for index, layer in enumerate(getattr(depth, side)) if layer in unrotated]
+            for side in (("encoder", "decoder") if unrotated else ())
         },
     }
 

@@ -96,13 +96,14 @@ def merged_weights(base: WeightSource, adapters: WeightSource, lora: LoraConfig)
 
 def merged_in_turn(parameters: Iterable[tuple[str, Tensor]], lora: LoraConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield `parameters`, each valid until the next, with every adapter merged into the matrix before it."""
-    waiting: list[tuple[str, Tensor]] = []  # a matrix, and the first half of its adapter
+    waiting: list[tuple[str, Tensor]] = []  # a matrix, perhaps its bias, and the first half of its adapter
     for name, parameter in parameters:
         if name.endswith(LORA_B):
-            (matrix, weight), (_, a) = waiting
+            (matrix, weight), *bias, (_, a) = waiting
             waiting.clear()
             yield matrix, merged(weight, a, parameter, lora).to(weight.dtype)
-        elif has_adapter(name, lora) or name.endswith(LORA_A):
+            yield from bias
+        elif waiting or has_adapter(name, lora):
             waiting.append((name, parameter.clone()))
         else:
             yield name, parameter
@@ -116,6 +117,7 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None) -> None:
         super().__init__()
+        self.register_parameter("weight", None)  # first, as in a `Linear`
         self.in_features, self.out_features, self.bias = in_features, out_features, bias
 
     def unpacked(self) -> Tensor:

@@ -18,13 +18,8 @@ LAYER: dict[str, Any] = {
     "unrotated_layers": {},
 }
 # Kinds of rotary embeddings, and the numbers that each needs beside the base.
-ROPE_KINDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-}
+ROPE_KINDS: dict[str, tuple[str, ...]] = {"default": (), **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))}
+ROPE_KINDS["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +29,9 @@ class Family:
     `title`: its name in texts. `layer`: what its layers have other than `LAYER`. `reads`: the fields of `LAYER` that
     its own `config.json` decides. `defaults`: the values of transformers' class for fields that a `config.json` may
     lack; without one, `head_dim` is hidden_size / num_attention_heads. `rope_theta`: the default base of its rotary
-    embedding; None: a file must have it. `skips_rotation`: where `no_rope_layers` has a 0. `renamed`: our part of a
-    tensor's name → the family's. `fused`: the family's part → ours that it stacks.
+    embedding; None: a file must have it. `unrotated_every`: where `no_rope_layers` is missing, one layer in so
+    many does not rotate; 0: all do. `renamed`: our part of a tensor's name → the family's. `fused`: the family's part →
+    ours that it stacks.
     """
 
     title: str
@@ -43,18 +39,17 @@ class Family:
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
-    skips_rotation: bool = False
+    unrotated_every: int = 0
     renamed: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def layer_of(self, stored: Mapping[str, Any]) -> dict[str, Any]:
         """Return the facts of `LAYER` of the model whose `config.json` has the fields `stored`, defaults included."""
         read = {name: stored[name] for name in self.reads if stored.get(name) is not None}
-        if self.skips_rotation:
+        if self.unrotated_every:
             rotates = stored.get("no_rope_layers")  # for each layer 1 if it rotates, or 0
-            every = stored["no_rope_layer_interval"]
-            layers = range(stored["num_hidden_layers"])
-            read["unrotated_layers"] = [n for n in layers if not (rotates[n] if rotates else (n + 1) % every)]
+            every, layers = stored.get("no_rope_layer_interval", self.unrotated_every), stored["num_hidden_layers"]
+            read["unrotated_layers"] = [n for n in range(layers) if not (rotates[n] if rotates else (n + 1) % every)]
         if "attention_bias" in read and "attention_output_bias" not in self.reads:
             read["attention_output_bias"] = read["attention_bias"]  # one field for all four
         return {**LAYER, **self.layer, **read}
@@ -75,6 +70,7 @@ class Family:
 
 
 _QWEN = {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+_MISTRAL = {"max_position_embeddings": 131_072, "sliding_window": 4096}
 _LLAMA = {"max_position_embeddings": 2048, "num_key_value_heads": None}
 
 # The rows by `model_type`.
@@ -84,24 +80,14 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(
         "Llama", layer={"qk_norm": "none"}, reads=("attention_bias", "mlp_bias"), defaults=_LLAMA, rope_theta=1e4
     ),
-    "mistral": Family(
-        "Mistral",
-        layer={"qk_norm": "none"},
-        defaults={"max_position_embeddings": 131_072, "sliding_window": 4096},
-        rope_theta=1e4,
-    ),
+    "mistral": Family("Mistral", layer={"qk_norm": "none"}, defaults=_MISTRAL, rope_theta=1e4),
     "smollm3": Family(
         "SmolLM3",
         layer={"qk_norm": "none"},
         reads=("attention_bias", "mlp_bias"),
-        skips_rotation=True,
-        defaults={
-            "max_position_embeddings": 32768,
-            "no_rope_layer_interval": 4,
-            "tie_word_embeddings": True,
-            "use_sliding_window": False,
-        },
+        defaults={"max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False},
         rope_theta=2e6,
+        unrotated_every=4,
     ),
     "olmo2": Family(
         "OLMo 2",
@@ -129,10 +115,7 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_interme
 # Why models of a `model_type` that begins with the key have no row.
 _OTHERS = {
     "gemma": "whose norms (1 + weight), scaled embedding, soft caps and windows no layer here has",
-    "t5gemma": "which is an encoder-decoder already",
     "phi": "whose LayerNorms and partial rotation no layer here has",
-    "qwen3_": "whose layers are not Qwen3's",
-    "qwen2_": "whose layers are not Qwen2's",
 }
 
 

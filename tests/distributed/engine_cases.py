@@ -134,11 +134,11 @@ def full_state(engine: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def trajectory(steps: int, **overrides: Any) -> dict[str, Any]:
+def trajectory(steps: int, layers: str | None = None, **overrides: Any) -> dict[str, Any]:
     """Train, and evaluate before and after. `graphs`: of compiled layers, how many there are after each step."""
     counters.clear()
     config = run_config(**overrides)
-    engine = make_engine(config, model=model_of(config))
+    engine = make_engine(config, model=model_of(config, layers))
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = engine.evaluate(held_out)
     graphs, trained = [], []

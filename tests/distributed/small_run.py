@@ -14,8 +14,7 @@ from ds_encdec.engine.protocol import Veto
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import FORMS
 from ds_encdec.model.lora import merged_weights
-from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import is_adapter
+from ds_encdec.model.parameter_count import is_adapter, parameter_shapes
 from ds_encdec.registry.denoisers import DENOISERS
 
 ACCUMULATION = 3  # a first micro-batch, a last one, and one that is neither
@@ -51,7 +50,16 @@ def small_model(form: str = "aligned", **changed: Any) -> Qwen3Seq2SeqConfig:
     return Qwen3Seq2SeqConfig(**fields | changed)
 
 
-MODELS = {form: small_model(form) for form in FORMS}
+BIASED: dict[str, Any] = {
+    "qk_norm": "none",
+    "attention_bias": True,
+    "attention_output_bias": True,
+    "mlp_bias": True,
+    "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 16},
+    "max_position_embeddings": 64,
+}
+"""What layers of Llama's kind have other than Qwen3's. All rotate: without, a bias of keys has no gradient."""
+MODELS = {form: small_model(form) for form in FORMS} | {"biased": small_model(**BIASED)}
 MODEL = MODELS["aligned"]
 SHORT_MODEL = small_model(num_hidden_layers=1)  # for runs whose subject is not the layers: going on, loading, refusing
 
@@ -79,8 +87,8 @@ def run_config(**overrides: Any) -> FullConfig:
     return FullConfig.model_validate({"model": model, "training": training, "infra": infra})
 
 
-def model_of(config: FullConfig) -> Qwen3Seq2SeqConfig:
-    return MODELS[config.model.cross_attention or "aligned"]
+def model_of(config: FullConfig, layers: str | None = None) -> Qwen3Seq2SeqConfig:
+    return MODELS[layers or config.model.cross_attention or "aligned"]
 
 
 def generating_weights(saved: Mapping[str, Tensor], **overrides: Any) -> dict[str, Tensor]:
@@ -105,10 +113,10 @@ FREEZE: dict[str, Any] = {"freeze": ("encoder.*", "shared.weight", "*.mlp.*")}  
 @functools.cache
 def _weights() -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(7)
-    # The one form with all parameters.
-    shapes = {name: parameter.shape for name, parameter in Qwen3ForSeq2SeqLM(MODELS["final"]).named_parameters()}
+    # The one form with all parameters, and then biases.
+    shapes = parameter_shapes(MODELS["final"]) | parameter_shapes(MODELS["biased"])
     return {
-        name: torch.randn(shape, generator=draw) * 0.15 + (1.0 if len(shape) == 1 else 0.0)
+        name: torch.randn(shape, generator=draw) * 0.15 + (1.0 if name.endswith("norm.weight") else 0.0)
         for name, shape in shapes.items()
     }
 

@@ -164,6 +164,7 @@ ORACLE_FIELDS = (
     "wsd_decay_fraction",
     "lora",
     "cross_attention",
+    "layers",
     "freeze",
     *REGULARIZED,
 )
@@ -172,9 +173,9 @@ ORACLE_FIELDS = (
 @functools.cache
 def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
     settings = json.loads(given)
-    steps = settings.pop("steps")
+    steps, layers = settings.pop("steps"), settings.pop("layers", None)
     config = run_config(distributed_type="ddp", sharding_stage="zero0", **settings)
-    oracle = TorchOracle(config, model_of(config), weights)
+    oracle = TorchOracle(config, model_of(config, layers), weights)
     held_out = random_batch(10_000, MODEL.vocab_size)
     before = float(oracle.evaluate(held_out).total)
     trained = []
@@ -189,7 +190,7 @@ def _oracle_trajectory(world_size: int, given: str) -> dict[str, Any]:
         "eval": [before, float(after.total)],
         "after": after,
         "weights": {name: p.detach() for name, p in oracle.named.items()},
-        "parameters": list(parameter_shapes(model_of(config))),
+        "parameters": list(parameter_shapes(model_of(config, layers))),
     }
 
 
@@ -229,7 +230,7 @@ def assert_weights_of(found: dict[str, Any], oracle: dict[str, Any]) -> None:
 def assert_merged(merged: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
     """The `merged` parameters are the trained ones, with 8 (alpha 32, rank 4) times the product of each adapter."""
     for name, found in merged.items():
-        a, b = (weights.get(name.replace(".weight", f".lora_{half}.weight")) for half in "AB")
+        a, b = (weights.get(f"{name.removesuffix('.weight')}.lora_{half}.weight") for half in "AB")
         expected = weights[name] if a is None or b is None else weights[name] + 8 * b @ a
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=name)
         assert (a is not None) == (not torch.equal(found, weights[name])), name

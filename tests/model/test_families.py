@@ -15,11 +15,14 @@ from ds_encdec.base.types import CheckpointError, ConfigError
 from ds_encdec.config.schema import load_config
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.memory.job import run_sizes
+from ds_encdec.model import precision
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.configuration import _DEFAULTS, Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import rotary_tables
+from ds_encdec.model.lora import choose_trained
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
-from ds_encdec.model.parameter_count import parameter_shapes
+from ds_encdec.model.parameter_count import canonical_name, model_shapes, parameter_shapes
+from ds_encdec.model.weights import random_weights
 from ds_encdec.registry.families import FAMILIES, LAYER
 
 OF_LENGTH = {"max_position_embeddings": 64, "initializer_range": 0.2, "pad_token_id": 0}
@@ -225,3 +228,28 @@ def test_an_older_config_of_our_own_is_a_qwen3s() -> None:
     assert {name: _DEFAULTS[name] for name in LAYER} == LAYER
     config = Qwen3Seq2SeqConfig(**{name: value for name, value in tiny_config().to_dict().items() if name not in LAYER})
     assert {name: getattr(config, name) for name in LAYER} == LAYER
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("emulated", [True, False])
+def test_a_bias_is_added_once_in_every_product(monkeypatch: pytest.MonkeyPatch, emulated: bool) -> None:
+    monkeypatch.setattr(precision, "_EMULATED_ON_CPU", frozenset([torch.bfloat16] if emulated else []))
+    linear = precision.Linear(8, 6, bias=True).bfloat16()
+    x, stream = torch.randn(5, 8).bfloat16(), torch.randn(5, 6).bfloat16()
+    exact = F.linear(x.double(), linear.weight.double(), linear.bias.double())
+    torch.testing.assert_close(linear(x).double(), exact, rtol=1e-2, atol=1e-2)
+    compiled = torch.compile(precision.projected, backend="eager")
+    for projected in (precision.projected, compiled):
+        torch.testing.assert_close(projected(linear, x, stream).double(), stream.double() + exact, rtol=1e-2, atol=2e-2)
+        torch.testing.assert_close(projected(linear, x, None), linear(x), rtol=0, atol=0)
+
+
+def test_adapters_stand_behind_their_matrix_and_its_bias() -> None:
+    config = load_config(None, ["model.model_name_or_path=nowhere", "model.lora={}"])
+    sizes = tiny_config(qk_norm="none", attention_bias=True, mlp_bias=True)
+    model = Qwen3ForSeq2SeqLM(sizes)
+    choose_trained(model, config)
+    shapes = {canonical_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    assert list(shapes.items()) == list(model_shapes(sizes, config.model.lora).items())
+    weights = random_weights(sizes, 0)
+    assert not weights("encoder.layers.0.mlp.up_proj.bias").any()
