@@ -39,6 +39,7 @@ from ds_encdec.launch.world import discover
 from ds_encdec.memory.estimate import estimate
 from ds_encdec.model import precision
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.cross_attention import FORMS
 from ds_encdec.training.auto_batch.probe import full_batch, zero_weights
 from ds_encdec.training.auto_batch.resolve import job_here
 
@@ -78,7 +79,7 @@ CHECKPOINTING = {"deepspeed": ("none", "full", "every_n"), "fsdp": ("none", "ful
 class Row:
     """A run to measure. `micro_batch`: in sequences of at most 256 encoder and 128 decoder tokens.
 
-    `trained`: all of the model, or a word of `TRAINED`.
+    `trained`: all of the model, or a word of `TRAINED`. `form`: of cross-attention.
     """
 
     engine: Any
@@ -91,24 +92,25 @@ class Row:
     micro_batch: int
     accumulation: int
     trained: str = "all"
+    form: str = "aligned"
 
     def __str__(self) -> str:
         offload = "" if self.offload_optimizer == "none" else "+opt" if self.offload_params == "none" else "+opt+par"
         return (
             f"{self.engine} {self.stage}{offload} {self.dtype} {self.checkpointing} {self.model} "
-            f"b{self.micro_batch} acc{self.accumulation}{f' {self.trained}' * (self.trained != 'all')}"
+            f"b{self.micro_batch} acc{self.accumulation} {self.form}{f' {self.trained}' * (self.trained != 'all')}"
         )
 
 
 QUICK = [
     Row("deepspeed", "zero0", "none", "none", "bf16", "none", "small", 8, 1),
-    Row("deepspeed", "zero1", "cpu", "none", "bf16", "none", "small", 1, 2),
+    Row("deepspeed", "zero1", "cpu", "none", "bf16", "none", "small", 1, 2, form="renormed"),
     Row("deepspeed", "zero3", "cpu", "none", "bf16", "every_n", "small", 1, 2),
     Row("fsdp", "zero0", "none", "none", "fp32", "every_n", "small", 1, 2),
-    Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1),
-    Row("fsdp", "zero3", "none", "none", "bf16", "selective", "small", 8, 1),
+    Row("fsdp", "zero2", "none", "none", "fp32", "none", "small", 1, 1, form="final"),
+    Row("fsdp", "zero3", "none", "none", "bf16", "selective", "small", 8, 1, form="renormed"),
     Row("deepspeed", "zero2", "none", "none", "bf16", "none", "small", 8, 1, "lora"),
-    Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 8, 2, "lora"),
+    Row("deepspeed", "zero3", "none", "none", "fp32", "full", "small", 8, 2, "lora", form="final"),
     Row("fsdp", "zero3", "none", "none", "bf16", "full", "small", 8, 1, "lora"),
 ]
 
@@ -150,6 +152,7 @@ def main() -> None:
 
 def grid() -> list[Row]:
     """Every sharding with both dtypes, with and without accumulation; the other settings take turns."""
+    forms = itertools.cycle(FORMS)
     others = itertools.cycle(itertools.product(range(3), MODELS, MICRO_BATCHES))
     rows = []
     for sharding in SHARDINGS:
@@ -157,17 +160,19 @@ def grid() -> list[Row]:
         next(others)
         for dtype, accumulation in itertools.product(("bf16", "fp32"), (1, 2)):
             mode, model, micro_batch = next(others)
-            rows.append(Row(*sharding, dtype, CHECKPOINTING[sharding[0]][mode], model, micro_batch, accumulation))
+            settings = dtype, CHECKPOINTING[sharding[0]][mode], model, micro_batch, accumulation
+            rows.append(Row(*sharding, *settings, form=next(forms)))
     return rows
 
 
 def trained_grid() -> list[Row]:
     """Runs that do not train all of the model, under every sharding; the other settings take turns."""
+    forms = itertools.cycle(FORMS)
     others = itertools.cycle(itertools.product(("bf16", "fp32"), ("none", "full"), MICRO_BATCHES, (1, 2)))
     rows = []
     for trained, sharding in itertools.product((name for name in TRAINED if name != "nf4"), SHARDINGS):
         dtype, mode, micro_batch, accumulation = next(others)
-        rows.append(Row(*sharding, dtype, mode, "small", micro_batch, accumulation, trained))
+        rows.append(Row(*sharding, dtype, mode, "small", micro_batch, accumulation, trained, next(forms)))
     packed = itertools.product(("bf16", "fp32"), MODELS, (("none", 8), ("full", 1)))
     return rows + [
         Row("fsdp", "zero0", "none", "none", dtype, mode, model, micro_batch, 1, "nf4")
@@ -258,6 +263,7 @@ def _configuration(row: Row, device: torch.device) -> tuple[FullConfig, Qwen3Seq
     model_config = Qwen3Seq2SeqConfig(
         **sizes, num_attention_heads=sizes["hidden_size"] // 32, num_key_value_heads=sizes["hidden_size"] // 64,
         head_dim=32, loss_chunk_tokens=64, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+        cross_attention=row.form, encoder_positions=FORMS[row.form].positions,
     )  # fmt: skip
     model = {"loss_chunk_tokens": 64, **other.get("model", {})}
     sections = {"model": model, "data": data, "training": training | other.get("training", {}), "infra": infra}
@@ -266,7 +272,7 @@ def _configuration(row: Row, device: torch.device) -> tuple[FullConfig, Qwen3Seq
 
 def _print_row(result: dict[str, Any]) -> None:
     print(
-        f"{' ' if result['within'] else '*'} {result['row']:<52} estimated {result['estimated'] / MIB:8.2f} MiB  "
+        f"{' ' if result['within'] else '*'} {result['row']:<60} estimated {result['estimated'] / MIB:8.2f} MiB  "
         f"measured {result['measured'] / MIB:8.2f} MiB  ratio {result['ratio']:6.3f}   {result['moment']}"
     )
     print(f"      estimated {_mib(result['peak'] | {'framework': 0})}; host {_mib(result['host'])}")
