@@ -1,7 +1,8 @@
-"""The text of the study of quality, from this machine: docstrings and documentation, and code with its docstrings.
+"""The text of the study of quality, from this machine: prose of documentation and docstrings, and two tasks made of it.
 
-Files are divided by a hash of their path among four roles: `source`, `ul2`, `eval` and `task`. So no arm is trained on
-text that the source or the evaluation has, and code of a task has its docstrings in no other role.
+Files are divided by a hash of their path among four roles, so that no arm trains on text of the source or of the
+evaluation. `docstring`: a function's code, and its docstring's first sentence. `lookup`: lines `name = value` and one
+of the names, and its value, which nobody can know without the input.
 """
 
 from __future__ import annotations
@@ -15,62 +16,81 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerFast
 
 from ds_encdec.data.sources.builtin_corpus import builtin_documents
-from ds_encdec.tokenizer.load import builtin_tokenizer
 
 ROLES = {"source": 0.6, "ul2": 0.22, "eval": 0.03, "task": 0.15}
-SPARE_ROWS = 40  # of the vocabulary: sentinels, which the source never sees
-TOKENIZER_TEXTS = 2000
 _TEXT = re.compile(r"(\.rst|\.md|\.txt|README|METADATA|NEWS|changelog)(\.gz)?$")
-_FOLDERS = ("stdlib", "purelib")
-_MORE_FOLDERS = ("/usr/lib/python3", "/usr/share/doc")
-_CHARACTERS = (400, 4000)  # of a document: longer texts are cut
-_CODE, _SENTENCE = (60, 500), (20, 120)  # characters
+_FOLDERS = (*map(sysconfig.get_path, ("stdlib", "purelib")), "/usr/lib/python3", "/usr/share/doc")
+_TEXT_CHARACTERS, _CODE, _SENTENCE = (400, 4000), (60, 500), (20, 120)  # longer texts are cut
+
+Pair = tuple[list[int], list[int]]
+TASKS = ("docstring", "lookup")
+TASK_BATCH = 16  # examples
+_LINES, _VALUE_WORDS = 8, 2  # of a list to look up in
+_MOST_TOKENS = (200, 50)  # of an input and of an answer
 
 
-@dataclass
 class _Found:
     """What has been read so far, each text once."""
 
-    texts: dict[str, list[str]] = field(default_factory=lambda: {role: [] for role in ROLES})
-    pairs: list[dict[str, str]] = field(default_factory=list)
-    seen: set[bytes] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.texts: dict[str, list[str]] = {role: [] for role in ROLES}
+        self.pairs: list[dict[str, str]] = []
+        self._seen: set[bytes] = set()
 
     def is_new(self, text: str) -> bool:
         digest = hashlib.md5(re.sub(r"\W+", "", text[:300]).encode()).digest()
-        is_new = digest not in self.seen
-        self.seen.add(digest)
+        is_new = digest not in self._seen
+        self._seen.add(digest)
         return is_new
 
     def add(self, text: str, role: str) -> None:
-        least, most = _CHARACTERS
+        least, most = _TEXT_CHARACTERS
         for start in range(0, len(text), most):
             piece = text[start : start + most].strip()
             is_prose = sum(c.isalpha() or c.isspace() for c in piece) >= 0.75 * len(piece)
             if len(piece) >= least and is_prose and self.is_new(piece):
                 self.texts[role].append(piece)
 
+    def add_code(self, code: str, role: str) -> None:
+        docstrings = []
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(code)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                docstrings.append(text)
+                if role == "task" and isinstance(node, ast.FunctionDef) and len(node.body) > 1:
+                    self._add_pair(node, text)
+        self.add("\n\n".join(docstrings), role)
+
+    def _add_pair(self, node: ast.FunctionDef, docstring: str) -> None:
+        sentence = re.split(r"(?<=[.])\s|\n\n", docstring)[0].replace("\n", " ")
+        code = ast.unparse(ast.FunctionDef(node.name, node.args, node.body[1:], [], lineno=1))
+        fits = _SENTENCE[0] < len(sentence) < _SENTENCE[1] and _CODE[0] < len(code) < _CODE[1]
+        if fits and sentence.isascii() and self.is_new(sentence):
+            self.pairs.append({"input": code, "output": sentence})
+
 
 def make_texts(folder: Path, documents: int) -> None:
-    """Write `ROLE.jsonl` and `pairs.jsonl` to `folder`, once: at most `documents` texts, or for 0 the built-in ones."""
+    """Write `ROLE.jsonl` and `pairs.jsonl` to `folder`, once: at most `documents` texts, or for 0 the built-in ones,
+    which each Python installation has."""
     if (folder / "pairs.jsonl").exists():
         return
-    folder.mkdir(parents=True, exist_ok=True)
     found = _Found()
     if documents:
-        for path in sorted(_files(), key=lambda path: _share(str(path) + "order")):
+        for path in sorted(_files(), key=lambda path: _share(f"{path}order")):
             if sum(map(len, found.texts.values())) >= documents:
                 break
             _read(path, found)
     else:
         for document in builtin_documents():
             found.add(document.text, _role(document.key))
+    folder.mkdir(parents=True, exist_ok=True)
     for role, texts in found.texts.items():
         _write(folder / f"{role}.jsonl", ({"text": text} for text in texts))
     _write(folder / "pairs.jsonl", found.pairs)
@@ -81,21 +101,8 @@ def rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def make_tokenizer(folder: Path, texts: Path, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a tokenizer on the source's texts, or load it from `folder`."""
-    if not (folder / "tokenizer.json").exists():
-        corpus = [row["text"] for row in rows(texts / "source.jsonl")[:TOKENIZER_TEXTS]]
-        builtin_tokenizer(corpus, vocab_size - SPARE_ROWS).save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-def stream(path: Path, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """The ids of all texts of a file, int64, `<|endoftext|>` behind each; kept beside it."""
-    kept = path.with_suffix(".npy")
-    if not kept.exists():
-        ids = tokenizer([row["text"] for row in rows(path)])["input_ids"]
-        np.save(kept, np.concatenate([[*one, tokenizer.pad_token_id] for one in ids]).astype(np.int32))
-    return np.load(kept).astype(np.int64)
+def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _share(text: str) -> float:
@@ -103,15 +110,11 @@ def _share(text: str) -> float:
 
 
 def _role(key: str) -> str:
-    at = _share(key)
-    for role, share in ROLES.items():
-        if (at := at - share) < 0:
-            break
-    return role
+    return list(ROLES)[np.searchsorted(np.cumsum(list(ROLES.values()))[:-1], _share(key), side="right")]
 
 
 def _files() -> Iterator[Path]:
-    for root in {*map(sysconfig.get_path, _FOLDERS), *_MORE_FOLDERS}:
+    for root in {*_FOLDERS}:
         for folder, folders, names in os.walk(root):
             folders[:] = [name for name in folders if name not in ("test", "tests", "node_modules", "__pycache__")]
             yield from (Path(folder, name) for name in names)
@@ -122,7 +125,7 @@ def _read(path: Path, found: _Found) -> None:
     try:
         if path.suffix == ".py":
             if path.stat().st_size < 400_000:
-                _read_code(path.read_text("utf8"), _role(str(path)), found)
+                found.add_code(path.read_text("utf8"), _role(str(path)))
         elif _TEXT.search(path.name) and path.name not in ("top_level.txt", "RECORD"):
             content = path.read_bytes()[:2_000_000]
             found.add((gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf8"), _role(str(path)))
@@ -130,25 +133,42 @@ def _read(path: Path, found: _Found) -> None:
         return
 
 
-def _read_code(code: str, role: str, found: _Found) -> None:
-    docstrings = []
-    with warnings.catch_warnings(action="ignore"):
-        tree = ast.parse(code)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-            docstrings.append(text)
-            if role == "task" and isinstance(node, ast.FunctionDef) and len(node.body) > 1:
-                _add_pair(node, text, found)
-    found.add("\n\n".join(docstrings), role)
+def word_list(texts: Path) -> np.ndarray:
+    """The words of which `lookup` makes its lists."""
+    found = (re.findall(r"\b[a-z]{4,9}\b", row["text"]) for row in rows(texts / "task.jsonl")[:500])
+    return np.array(sorted({word for words in found for word in words}))
 
 
-def _add_pair(node: ast.FunctionDef, docstring: str, found: _Found) -> None:
-    sentence = re.split(r"(?<=[.])\s|\n\n", docstring)[0].replace("\n", " ")
-    code = ast.unparse(ast.FunctionDef(node.name, node.args, node.body[1:], [], lineno=1))
-    fits = _SENTENCE[0] < len(sentence) < _SENTENCE[1] and _CODE[0] < len(code) < _CODE[1]
-    if fits and sentence.isascii() and found.is_new(sentence):
-        found.pairs.append({"input": code, "output": sentence})
+class Task:
+    """The examples of a task, in micro-batches: the first `tests` to test on, all others to train on."""
 
+    def __init__(self, name: str, texts: Path, tokenizer: Any, eos_id: int, tests: int) -> None:
+        self._tokenizer, self._eos, self._tests = tokenizer, eos_id, tests
+        self._functions = rows(texts / "pairs.jsonl") if name == "docstring" else []
+        self._words = word_list(texts)
 
-def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    def test(self) -> Iterator[list[Pair]]:
+        """The examples to test on."""
+        for start in range(0, self._tests, TASK_BATCH):
+            yield [self._pair(number) for number in range(start, min(start + TASK_BATCH, self._tests))]
+
+    def train(self, seed: int) -> Iterator[list[Pair]]:
+        """Examples without end, in the order of this seed."""
+        rng = np.random.default_rng(seed)
+        while True:
+            yield [
+                self._pair(int(at)) for at in rng.integers(self._tests, len(self._functions) or 10**9, size=TASK_BATCH)
+            ]
+
+    def _pair(self, number: int) -> Pair:
+        given, target = self._functions[number].values() if self._functions else self._list(number)
+        ids, targets = (self._tokenizer(text)["input_ids"] for text in (given, target))
+        return ids[: _MOST_TOKENS[0]], [*targets[: _MOST_TOKENS[1]], self._eos]
+
+    def _list(self, number: int) -> tuple[str, str]:
+        rng = np.random.default_rng([number, 1])
+        names, *values = rng.choice(self._words, size=(1 + _VALUE_WORDS, _LINES), replace=False)
+        values = [" ".join(words) for words in zip(*values, strict=True)]
+        lines = [f"{name} = {value}\n" for name, value in zip(names, values, strict=True)]
+        asked = int(rng.integers(_LINES))
+        return f"{''.join(lines)}\n{names[asked]} =", f" {values[asked]}"

@@ -1,0 +1,128 @@
+"""The tables and the drawing of docs/quality.md, from what the runs have left; what is not done yet is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from quality_arms import ARMS, SOURCE, UNTRAINED, Losses, mixture
+from quality_runs import TOTAL, Results
+from quality_text import TASKS
+
+from ds_encdec.registry.denoisers import DENOISERS
+
+RESAMPLES = 1000
+KINDS = [*DENOISERS, "all"]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """A table in Markdown."""
+    yield from ("", f"| {' | '.join(head)} |", "|---" * len(head) + "|")
+    yield from (f"| {' | '.join(row)} |" for row in rows)
+
+
+def behind(some: Sequence[Losses], others: Sequence[Losses], kind: str = "all") -> str:
+    """How far `some` are behind `others`, seed by seed: the mean, its standard error over the examples (a paired
+    bootstrap), and the least and the most of the seeds."""
+    of_kind = [kind in ("all", list(DENOISERS)[number]) for number in some[0]["kinds"]]
+    examples, rng = np.flatnonzero(of_kind), np.random.default_rng(0)
+
+    def gaps(chosen: np.ndarray) -> list[float]:
+        return [mixture(one, chosen) - mixture(other, chosen) for one, other in zip(some, others, strict=True)]
+
+    found = gaps(examples)
+    error = np.std([np.mean(gaps(rng.choice(examples, len(examples)))) for _ in range(RESAMPLES)])
+    seeds = f" ({min(found):+.3f} to {max(found):+.3f})" if len(found) > 1 else ""
+    return f"{np.mean(found):+.3f} ± {error:.3f}{seeds}"
+
+
+def tables(results: Results) -> Iterator[str]:
+    """All tables, line by line."""
+    yield from step0(results)
+    yield from _learning(results, "ul2", "all", results.size.marks["ul2"])
+    yield from _denoisers(results)
+    yield from _learning(results, "S", "S", results.size.marks["S"])
+    for task in TASKS:
+        yield from _learning(results, task, "all", (0, *results.size.task_marks))
+    yield from _rates(results)
+    if total := results.result(TOTAL):
+        marks = ([f"{int(mark):,}", *_three(row)] for mark, row in total["marks"].items())
+        yield from table([f"{TOTAL}: tokens", *KINDS], marks)
+
+
+def step0(results: Results) -> Iterator[str]:
+    """What each form loses before any training."""
+    if done := results.result("step0"):
+        source = [results.losses(f"step0 {SOURCE}", 0)]
+        gaps = {name: behind([results.losses(f"step0 {name}", 0)], source) for name in UNTRAINED}
+        rows = ([name, *_three(row), gaps.get(name, "")] for name, row in done["marks"].items())
+        yield from table(["step 0", *KINDS, "behind the source"], rows)
+
+
+def _three(row: dict[str, float]) -> list[str]:
+    return [f"{row[kind]:.3f}" for kind in KINDS]
+
+
+def _seeds(results: Results, kind: str) -> dict[str, list[dict]]:
+    """The runs of each arm that all arms have done."""
+    runs = [[results.result(f"{kind} {arm} {seed}") for arm in ARMS] for seed in range(results.size.seeds)]
+    done = [row for row in runs if all(row)]
+    return {arm: [row[number] for row in done] for number, arm in enumerate(ARMS)} if done else {}
+
+
+def _learning(results: Results, name: str, kind: str, marks: Sequence[int]) -> Iterator[str]:
+    """Losses at each mark, the mean of the seeds, and how far each arm is behind `aligned` at the last one."""
+    done, facts = _seeds(results, name), ["exact", "input hidden"] if name in TASKS else []
+
+    def row(arm: str) -> Iterator[str]:
+        runs = done[arm]
+        yield from (arm, f"{runs[0]['rate']:g}")
+        yield from (f"{np.mean([run['marks'][str(mark)][kind] for run in runs]):.3f}" for mark in marks)
+        if facts:
+            yield f"{np.mean([run['marks'][str(marks[-1])]['exact'] for run in runs]):.1%}"
+            yield f"{np.mean([run['input hidden'] for run in runs]):.3f}"
+        here, best = (
+            [results.losses(f"{name} {one} {run['seed']}", marks[-1]) for run in runs] for one in (arm, "aligned")
+        )
+        yield behind(here, best, kind) if arm != "aligned" else ""
+
+    head = [f"{name}, {len(done.get('aligned', ()))} seeds", "rate", *(f"{mark:,}" for mark in marks)]
+    if done:
+        yield from table([*head, *facts, "behind aligned"], ([*row(arm)] for arm in ARMS))
+
+
+def _denoisers(results: Results) -> Iterator[str]:
+    mark = max(results.size.marks["ul2"])
+    if done := _seeds(results, "ul2"):
+        at = {arm: [run["marks"][str(mark)] for run in runs] for arm, runs in done.items()}
+        rows = ([arm, *_three({k: np.mean([row[k] for row in at[arm]]) for k in KINDS})] for arm in ARMS)
+        yield from table([f"ul2 at {mark:,}", *KINDS], rows)
+
+
+def _rates(results: Results) -> Iterator[str]:
+    rates = {arm: results.rates(arm) for arm in ARMS}
+    if all(all(found.values()) for found in rates.values()):
+        rows = ([arm, *(f"{rate:g}: {loss:.3f}" for rate, loss in found.items())] for arm, found in rates.items())
+        yield from table([f"rates at {results.size.rate_tokens:,}", "low", "middle", "high"], rows)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw the learning curves of arms from the source: UL2, and the share of exact answers of `lookup`."""
+    figure = Figure((8, 3), layout="constrained")
+    for axes, name, kind in zip(figure.subplots(1, 2), ("ul2", "lookup"), ("all", "exact"), strict=True):
+        for arm, runs in _seeds(results, name).items():
+            if name == "ul2" and ARMS[arm].is_random:
+                continue
+            marks = [int(mark) for mark in runs[0]["marks"]]
+            curves = np.array([[run["marks"][str(mark)][kind] for mark in marks] for run in runs])
+            if name == "ul2":
+                start = results.result("step0")["marks"][arm][kind]
+                marks, curves = [0, *marks], np.insert(curves, 0, start, axis=1)
+            (line,) = axes.plot(marks, curves.mean(axis=0), marker="o", markersize=3, label=arm)
+            axes.fill_between(marks, curves.min(axis=0), curves.max(axis=0), color=line.get_color(), alpha=0.2)
+        axes.set(xlabel=f"tokens of {name}", ylabel="nats a token" if kind == "all" else "exact answers")
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, metadata={"Date": None})
