@@ -61,7 +61,7 @@ def test_all_runs_are_done_once_and_a_long_one_goes_on(
     names = list(runs.all())
     assert names[0] == "step0"
     assert names[-1] == TOTAL
-    assert "| lookup, 1 seeds |" in "\n".join(quality.tables(runs))
+    assert "| lookup, seeds: 1 |" in "\n".join(quality.tables(runs))
     quality.draw(runs, tmp_path / "curves.svg")
     whole = runs.result(TOTAL)
     assert whole is not None
