@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,7 +72,8 @@ def table(options: argparse.Namespace) -> None:
 
 
 def measure_step0(options: argparse.Namespace) -> None:
-    study = Study(SIZES["gpu"], options.source, options.text, options.text, options.device)
+    size = replace(SIZES["cpu"], chunk=512, eval_examples=100)
+    study = Study(size, options.source, options.text, options.text, options.device)
     runs = Runs(options.folder, study)
     runs.untrained()
     print("\n".join(step0(runs)))
