@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -75,7 +76,8 @@ def main() -> int:
     for form, (kind, adapters) in itertools.product(FORMS, itertools.product(KINDS, ADAPTERS)):
         name, modes = f"{kind}{adapters}", [mode for mode in MODES if (kind, mode) != ("cuda fp16", "selective")]
         table[form][name] = {mode: own_parts(table, form, name, mode) for mode in modes}
-    text = json.dumps(table, indent=1) + "\n"
+    # A line for each part.
+    text = re.sub(r"\n(?: {5}(?=\S)| {4}(?=[]}]))", "", json.dumps(table, indent=1)) + "\n"
     if check:
         return int(TABLE.read_text() != text)
     TABLE.write_text(text)
