@@ -41,9 +41,9 @@ _FUSED: dict[str, Any] = {
     "realize_opcount_threshold": 400,
     "realize_acc_reads_threshold": 64,
 }
-# The most graphs of layers that torch makes: 4 for each pair of buffer sizes, for two kinds of layers, in training and
-# in evaluation.
-GRAPHS = 32
+# The most graphs of layers that torch makes: 4 for each pair of buffer sizes, for two kinds of layers, which may rotate
+# or not, in training and in evaluation.
+GRAPHS = 64
 
 
 def apply_activation_checkpointing(
