@@ -82,29 +82,7 @@ def stored_weights(
         for name, shape in parameter_shapes(config).items()
     }
 
-    def place(name: str) -> tuple[str, int]:
-        if origin is None:
-            return name, 0
-        (family, depth), side = origin, name.partition(".")[0]
-        theirs, first_row = family.place(name, shapes)
-        layers = {"encoder": depth.encoder, "decoder": depth.decoder}.get(side, ())
-        return re.sub(r"(?<=^model\.layers\.)\d+", lambda number: str(layers[int(number[0])]), theirs), first_row
-
-    places = {name: place(name) for name in shapes}
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, (stored_name, first) in places.items():
-        rows = max(first + shapes[name][0], *expected.get(stored_name, (0,))[:1])
-        expected[stored_name] = (rows, *shapes[name][1:])
-    source.check(expected)
-    if origin is not None:
-        source.refuse_others(expected, "model.layers.")
-
-    def stored(name: str, rows: slice = slice(None), /) -> Tensor:
-        stored_name, first = places[name]
-        if expected[stored_name] == shapes[name]:
-            return source.tensor(stored_name, rows)
-        start, stop, _ = rows.indices(shapes[name][0])
-        return source.tensor(stored_name, slice(first + start, first + max(start, stop)))
+    stored = _as_ours(source, shapes, origin)
 
     def extended(name: str, rows: slice = slice(None), /) -> Tensor:
         if name not in VOCABULARY_PARAMETERS or not len(new_rows):
@@ -200,6 +178,38 @@ class SafetensorsFolder:
             return safe_open(self._folder / name, framework="pt")
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / name} is damaged: {error}. Copy it again.") from error
+
+
+def _as_ours(
+    source: SafetensorsFolder, shapes: Mapping[str, tuple[int, ...]], origin: tuple[Family, Depth] | None
+) -> WeightSource:
+    """Return our parameters of these `shapes`, each from its place among the tensors of `source`."""
+
+    def place(name: str) -> tuple[str, int]:
+        if origin is None:
+            return name, 0
+        (family, depth), side = origin, name.partition(".")[0]
+        theirs, first_row = family.place(name, shapes)
+        layers = {"encoder": depth.encoder, "decoder": depth.decoder}.get(side, ())
+        return re.sub(r"(?<=^model\.layers\.)\d+", lambda number: str(layers[int(number[0])]), theirs), first_row
+
+    places = {name: place(name) for name in shapes}
+    expected: dict[str, tuple[int, ...]] = {}
+    for name, (stored_name, first) in places.items():
+        rows = max(first + shapes[name][0], *expected.get(stored_name, (0,))[:1])
+        expected[stored_name] = (rows, *shapes[name][1:])
+    source.check(expected)
+    if origin is not None:
+        source.refuse_others(expected, "model.layers.")
+
+    def stored(name: str, rows: slice = slice(None), /) -> Tensor:
+        stored_name, first = places[name]
+        if expected[stored_name] == shapes[name]:
+            return source.tensor(stored_name, rows)
+        start, stop, _ = rows.indices(shapes[name][0])
+        return source.tensor(stored_name, slice(first + start, first + max(start, stop)))
+
+    return stored
 
 
 def write_safetensors_folder(
