@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,31 +89,21 @@ def check(options: argparse.Namespace) -> None:
 def losses_of_conversion(study: Study, change: Callable[[torch.nn.Module], None] = lambda model: None) -> dict:
     """The losses of the source and of each form at step 0. `change` is done to each model first."""
     found = {}
-    for name in ("aligned", "renormed", "final"):
+    for name in ("final", "renormed", "aligned"):
         model = study.model(ARMS[name], seed=0)
         change(model)
-        found[name] = by_denoiser(evaluate(model, ARMS[name].view, study.evaluation))["all"]
-        if name == "aligned":
-            causal = evaluate(
-                model,
-                ARMS[name].view,
-                study.evaluation,
-                lambda batch, model=model: packed_losses(model, batch, is_causal=True).token_losses,
-            )
-            found[CAUSAL] = by_denoiser(causal)["all"]
-            found[SOURCE] = by_denoiser(study.source_losses(model))["all"]
-    return found
+        found[name] = evaluate(model, ARMS[name].view, study.evaluation)
+    causal = partial(packed_losses, model, is_causal=True)
+    found[CAUSAL] = evaluate(model, ARMS[name].view, study.evaluation, lambda batch: causal(batch).token_losses)
+    found[SOURCE] = study.source_losses(model)
+    return {name: by_denoiser(losses)["all"] for name, losses in found.items()}
 
 
 def problems(found: dict[str, float]) -> list[str]:
     """What is wrong with a conversion of which `losses_of_conversion` found this."""
     lost = {name: loss - found[SOURCE] for name, loss in found.items()}
-    bounds = {
-        CAUSAL: (-IDENTITY, IDENTITY),
-        "aligned": (-ALIGNED_LOSES, ALIGNED_LOSES),
-        "renormed": (OTHERS_LOSE, 10.0),
-        "final": (OTHERS_LOSE, 10.0),
-    }
+    bounds = {CAUSAL: (-IDENTITY, IDENTITY), "aligned": (-ALIGNED_LOSES, ALIGNED_LOSES)}
+    bounds |= dict.fromkeys(("renormed", "final"), (OTHERS_LOSE, 10.0))
     return [
         f"{name} is {lost[name]:+.4f} nats from the source: it must be within {least:+g} and {most:+g}"
         for name, (least, most) in bounds.items()

@@ -84,11 +84,11 @@ _CI = Size(
     **{"task_marks": (1000,), "task_examples": 16},
 )
 _GPU = Size(
-    **{"documents": 100_000, "vocab_size": 16_384, "hidden": 384, "layers": 24, "heads": (12, 4)},
-    **{"phases": (Phase(20_000_000, 64, 0.5, 0.2, 16), Phase(130_000_000, 512, 0.1, 0.2, 128)), "intermediate": 1024},
+    **{"documents": 40_000, "vocab_size": 16_384, "hidden": 384, "layers": 24, "heads": (12, 4)},
+    **{"phases": (Phase(10_000_000, 64, 0.5, 0.2, 16), Phase(70_000_000, 512, 0.1, 0.2, 128)), "intermediate": 1024},
     **{"source_rate": 0.004, "source_batch_tokens": 65_536, "copied_tokens": 256, "chunk": 512, "batch_examples": 32},
-    **{"eval_examples": 500, "rate_tokens": 500_000, "seeds": 1, "marks": {"ul2": (1_000_000, 4_000_000), "S": ()}},
-    **{"task_marks": (500_000,), "task_examples": 500},
+    **{"eval_examples": 500, "rate_tokens": 200_000, "seeds": 1, "marks": {"ul2": (500_000, 2_000_000), "S": ()}},
+    **{"task_marks": (100_000,), "task_examples": 500},
 )
 SIZES = {"ci": _CI, "cpu": Size(), "gpu": _GPU}
 
@@ -189,22 +189,13 @@ def _stream(path: Path, tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
 
 
 def _config(size: Size, pad_id: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads[0],
-        num_key_value_heads=size.heads[1],
-        head_dim=32,
-        intermediate_size=size.intermediate,
-        tie_word_embeddings=True,
-        max_position_embeddings=2048,
-        attn_implementation="eager",  # on a CPU the fused kernel's backward pass in bf16 takes half of a step
-        pad_token_id=pad_id,
-        eos_token_id=pad_id,
-        bos_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
+    layer = {"hidden_size": size.hidden, "intermediate_size": size.intermediate, "head_dim": 32}
+    layer |= {"num_attention_heads": size.heads[0], "num_key_value_heads": size.heads[1]}
+    ids = {"vocab_size": size.vocab_size, "pad_token_id": pad_id, "eos_token_id": pad_id, "bos_token_id": None}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}, "max_position_embeddings": 2048}
+    # On a CPU the fused kernel's backward pass in bf16 takes half of a step.
+    kernel = {"attn_implementation": "eager"}
+    return Qwen3Config(num_hidden_layers=size.layers, tie_word_embeddings=True, **layer, **ids, **rope, **kernel)
 
 
 def windows(train: np.ndarray, phase: Phase, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:

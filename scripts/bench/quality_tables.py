@@ -125,6 +125,7 @@ def draw(results: Results, path: Path) -> None:
             axes.fill_between(marks, curves.min(axis=0), curves.max(axis=0), color=line.get_color(), alpha=0.2)
         axes.set(xlabel=f"tokens of {name}", ylabel="nats a target token")
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=8)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "quality"}):
         figure.savefig(path, metadata={"Date": None})
