@@ -8,7 +8,17 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from tiny_models import SIZES, Packed, pack, qwen3_folder, resolve, tiny_config, tiny_model, vocabulary
+from tiny_models import (
+    SIZES,
+    filled,
+    pack,
+    qwen3_with_norms,
+    resolve,
+    tiny_config,
+    tiny_model,
+    token_losses_alone,
+    vocabulary,
+)
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM
@@ -34,19 +44,9 @@ def model(request: pytest.FixtureRequest) -> Qwen3ForSeq2SeqLM:
 
 def source_and_ours(folder: Path, dtype: torch.dtype, **section: Any) -> tuple[Qwen3ForCausalLM, Qwen3ForSeq2SeqLM]:
     """A Qwen3 of 4 layers, whose norms differ, and what is made of it, with the sentinels' rows given back."""
-    changes = {"num_hidden_layers": 4, "initializer_range": 0.2, "rope_parameters": {"rope_type": "default"}}
-    changes["rope_parameters"] |= {"rope_theta": 1e4}
-    qwen3 = qwen3_folder(folder, dtype=torch.float32, **changes).eval()
+    qwen3 = qwen3_with_norms(folder, num_hidden_layers=4)
+    ours = filled(resolve(folder, vocabulary((95, 96)), **section))
     with torch.no_grad():
-        for name, parameter in qwen3.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter), alpha=0.3)
-    qwen3.save_pretrained(folder)
-    source = resolve_model(ModelConfig(model_name_or_path=str(folder), **section), vocabulary((95, 96)), 0)
-    ours = Qwen3ForSeq2SeqLM(source.config).eval()
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            parameter.copy_(source.weights(name))
         ours.shared.weight.copy_(qwen3.model.embed_tokens.weight)
     return qwen3.to(dtype), ours.to(dtype)
 
@@ -102,14 +102,6 @@ def test_a_lost_norm_another_height_or_position_is_not_the_source(tmp_path: Path
         vars(ours.config).update(before)
     ours.decoder.layers[2].norms_encoder = False
     assert error() > 1e-3
-
-
-def token_losses_alone(model: Qwen3ForSeq2SeqLM, batch: Packed) -> Tensor:
-    losses = []
-    for encoder_ids, decoder_ids, labels in batch.documents:
-        logits = model(input_ids=encoder_ids[None], decoder_input_ids=decoder_ids[None]).logits[0]
-        losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
-    return torch.cat(losses)
 
 
 def test_losses_and_gradients_packed_equal_those_alone(model: Qwen3ForSeq2SeqLM) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import qwen3_folder, resolve, tiny_model, vocabulary
+from tiny_models import filled, qwen3_with_norms, resolve, tiny_model, vocabulary
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CompileConfig, Qwen3ForCausalLM
@@ -186,19 +186,8 @@ Pair = tuple[Qwen3ForCausalLM, Qwen3ForSeq2SeqLM]
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def qwen3_and_ours(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
-    changes = {"num_hidden_layers": 3, "initializer_range": 0.2, "tie_word_embeddings": request.param}
-    changes |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    qwen3 = qwen3_folder(tmp_path, dtype=torch.float32, **changes).eval()
-    with torch.no_grad():
-        for name, parameter in qwen3.named_parameters():
-            if "norm" in name:
-                parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    qwen3.save_pretrained(tmp_path)
-    source = resolve(tmp_path, vocabulary((95, 96)), cross_attention="final")
-    ours = Qwen3ForSeq2SeqLM(source.config).eval()
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            parameter.copy_(source.weights(name))
+    qwen3 = qwen3_with_norms(tmp_path, num_hidden_layers=3, tie_word_embeddings=request.param)
+    ours = filled(resolve(tmp_path, vocabulary((95, 96)), cross_attention="final"))
     assert (ours.lm_head.weight is ours.shared.weight) == request.param
     return qwen3, ours
 

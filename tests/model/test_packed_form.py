@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import Packed, pack, tiny_model
+from tiny_models import pack, tiny_model, token_losses_alone
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,15 +18,6 @@ LENGTHS = ((5, 0, 7), (4, 6, 3), 16, 17)  # encoder and decoder documents, sizes
 @pytest.fixture(params=[{}, {"tie_word_embeddings": False}, {"num_key_value_heads": 4}], ids=["gqa", "untied", "mha"])
 def model(request: pytest.FixtureRequest) -> Qwen3ForSeq2SeqLM:
     return tiny_model(**request.param)
-
-
-def token_losses_alone(model: Qwen3ForSeq2SeqLM, batch: Packed) -> Tensor:
-    """Each document by itself through the ordinary form; the losses by torch's own cross-entropy."""
-    losses = []
-    for encoder_ids, decoder_ids, labels in batch.documents:
-        logits = model(input_ids=encoder_ids[None], decoder_input_ids=decoder_ids[None]).logits[0]
-        losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
-    return torch.cat(losses)
 
 
 def gradients(model: Qwen3ForSeq2SeqLM) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ds_encdec.config.schema import ModelConfig
@@ -57,6 +58,27 @@ def qwen3_folder(
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, "tie_word_embeddings": True, **changes})).to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def qwen3_with_norms(folder: Path, **changes: Any) -> Qwen3ForCausalLM:
+    """Write a folder of a float32 Qwen3 whose attention is far from uniform and whose norms differ."""
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    model = qwen3_folder(folder, dtype=torch.float32, initializer_range=0.2, rope_parameters=rope, **changes).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+def filled(source: ModelSource) -> Qwen3ForSeq2SeqLM:
+    """The model of `source` with its weights."""
+    model = Qwen3ForSeq2SeqLM(source.config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(source.weights(name))
     return model
 
 
@@ -120,6 +142,15 @@ def pack(
         strict=True,
     )
     return Packed(inputs, list(parts))
+
+
+def token_losses_alone(model: Qwen3ForSeq2SeqLM, batch: Packed) -> Tensor:
+    """Each document by itself through the ordinary form; the losses by torch's own cross-entropy."""
+    losses = []
+    for encoder_ids, decoder_ids, labels in batch.documents:
+        logits = model(input_ids=encoder_ids[None], decoder_input_ids=decoder_ids[None]).logits[0]
+        losses.append(F.cross_entropy(logits.float(), labels, reduction="none"))
+    return torch.cat(losses)
 
 
 def _cu_seqlens(lengths: Sequence[int], max_documents: int) -> Tensor:
