@@ -100,7 +100,7 @@ def losses_of_conversion(study: Study, change: Callable[[torch.nn.Module], None]
 
 
 def problems(found: dict[str, float]) -> list[str]:
-    """What is wrong with a conversion of which `losses_of_conversion` found this."""
+    """Return what is wrong with a conversion of which `losses_of_conversion` found this."""
     lost = {name: loss - found[SOURCE] for name, loss in found.items()}
     bounds = {CAUSAL: (-IDENTITY, IDENTITY), "aligned": (-ALIGNED_LOSES, ALIGNED_LOSES)}
     bounds |= dict.fromkeys(("renormed", "final"), (OTHERS_LOSE, 10.0))

@@ -199,7 +199,7 @@ class CausalEncoder(PackedLayout):
     """A layout in which the encoder looks back alone, as the source does."""
 
     def attend_encoder(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As its parent's, under a causal mask."""
+        """Attend as the parent does, under a causal mask."""
         return self.kernel.attend(q, k, v, self.encoder, True, self.dropout)
 
 

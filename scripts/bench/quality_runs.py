@@ -33,7 +33,7 @@ MIXTURES = {"ul2": (), "S": ("data.ul2_task_weights=[0,0,0,0,1]",)}
 
 
 class Results:
-    """What has been measured in `folder`: `runs/NAME.json` and `losses/NAME.MARK.npz`."""
+    """Keeps what has been measured in `folder`: `runs/NAME.json` and `losses/NAME.MARK.npz`."""
 
     def __init__(self, folder: Path, size: Size) -> None:
         self.folder, self.size = folder, size

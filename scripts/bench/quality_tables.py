@@ -54,7 +54,7 @@ def tables(results: Results) -> Iterator[str]:
 
 
 def step0(results: Results) -> Iterator[str]:
-    """What each form loses before any training."""
+    """Yield the table of what each form loses before any training."""
     if done := results.result("step0"):
         source = [results.losses(f"step0 {SOURCE}", 0)]
         gaps = {name: behind([results.losses(f"step0 {name}", 0)], source) for name in UNTRAINED}

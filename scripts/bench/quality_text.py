@@ -36,7 +36,7 @@ _MOST_TOKENS = (200, 50)  # of an input and of an answer
 
 
 class _Found:
-    """What has been read so far, each text once."""
+    """Holds what has been read so far, each text once."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {role: [] for role in ROLES}
