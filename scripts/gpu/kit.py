@@ -28,12 +28,13 @@ from ds_encdec.launch.host_collectives import HostCollectives, RunContext
 from ds_encdec.launch.process_group import init_process_group
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.depth import form_fields
 from ds_encdec.model.parameter_count import parameter_shapes
 from ds_encdec.tokenizer.sentinels import Vocabulary
 
 QWEN = {"vocab_size": 151_936, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}  # fmt: skip
-"""Qwen3-0.6B's sizes: as an encoder-decoder 1.04 B parameters."""
+"""Qwen3-0.6B's sizes: as an encoder-decoder 1.02 B parameters."""
 TINY = {"vocab_size": 2048, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}  # fmt: skip
 SHORT = {"max_seq_length": 512, "max_encoder_length": 256, "max_decoder_length": 128}
@@ -100,7 +101,9 @@ def model_config(config: FullConfig) -> Qwen3Seq2SeqConfig:
     """The model of `run_config`, with the special tokens of `vocabulary`."""
     assert config.model.architecture is not None
     sizes = config.model.architecture.model_dump(exclude={"rope_theta"})
-    sizes |= {"loss_chunk_tokens": config.model.loss_chunk_tokens}
+    sizes |= form_fields(config.model, sizes["num_hidden_layers"]) | {
+        "loss_chunk_tokens": config.model.loss_chunk_tokens
+    }
     return Qwen3Seq2SeqConfig(**sizes, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
 
 

@@ -51,7 +51,7 @@ class Found:
         self.device = self.row("machine", "device").get("device", "no GPU")
         measured = [row for row in self.rows("speed") if not row["name"].startswith("profile of ")]
         self.speeds = sorted(measured, key=lambda row: -row["tokens_per_second"])
-        """The settings of the 1.04 B model, the fastest first."""
+        """The settings of the 1.02 B model, the fastest first."""
 
     def rows(self, *parts: str) -> list[Row]:
         """The rows of all parts whose names begin with one of these words, but for what was left out."""

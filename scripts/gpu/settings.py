@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class SpeedSetting:
-    """A run of the 1.04 B model on one GPU: its engine as settings of `infra`, and what its layers do."""
+    """A run of the 1.02 B model on one GPU: its engine as settings of `infra`, and what its layers do."""
 
     infra: dict[str, Any]
     compiled: bool = False

@@ -114,7 +114,7 @@ def speed_config(kit: Kit, setting: str) -> FullConfig:
 
 
 def speed(kit: Kit, setting: str) -> None:
-    """Tokens per second, MFU and memory of steps of the 1.04 B model, and a profile of one."""
+    """Tokens per second, MFU and memory of steps of the 1.02 B model, and a profile of one."""
     config = speed_config(kit, setting)
     accumulation = config.training.gradient_accumulation_steps
     batches, ratio = web_like_batches(config, kit.sizes["vocab_size"], 2 * accumulation)
