@@ -198,6 +198,8 @@ class MicroBatch:
         without = "" if self._is_head_trained and job.sizes.tie_word_embeddings else _HEAD_WEIGHT
         at_work: list[str] = formulas["last decoder" if is_last else side]
         kept, working = self._value(formulas["kept"][side]), self._worst(at_work, without)
+        whole, norms = self._formulas("none"), f"kept {job.sizes.qk_norm} {job.sizes.norm_position}"
+        fewer = self._value(whole["kept"][side]) - self._value(whole.get(norms, whole["kept"])[side])  # than Qwen3's
         tokens, training = self._symbols[side[0].upper()], job.config.training
         of_mask = (1 if job.device == "cuda" else job.compute_bytes) * (training.residual_dropout > 0)
         masks = 2 * tokens * job.sizes.hidden_size * of_mask
@@ -211,8 +213,8 @@ class MicroBatch:
         # Beside a frozen encoder no gradient of its states waits for another layer's.
         waiting = self._encoder_states * (self._has_frozen_encoder and not is_last)
         unread = (self._unread() + waiting) * (side == "decoder")
-        kept += 0 if recomputes else masks + of_frozen
-        working += Breakdown(activations=masks - unread)
+        kept += 0 if recomputes else masks + of_frozen - fewer
+        working += Breakdown(activations=masks - unread - fewer)
         if not job.uses_flash and (job.device == "cuda" or training.attention_dropout):
             scores, gradients = self._scores(side)
             kept += 0 if recomputes else scores
@@ -249,14 +251,11 @@ class MicroBatch:
         return formulas_of(self._job.sizes.cross_attention, self._kind, mode)
 
     def _worst(self, formulas: list[str], without: str) -> Breakdown:
-        return max(
-            (
-                Breakdown(activations=self._value(formula, without), logits=self._value(formula, without, logits=True))
-                for formula in formulas
-            ),
-            key=lambda moment: moment.total,
-            default=Breakdown(),
+        moments = (
+            Breakdown(activations=self._value(formula, without), logits=self._value(formula, without, logits=True))
+            for formula in formulas
         )
+        return max(moments, key=lambda moment: moment.total, default=Breakdown())
 
     def _value(self, formula: str, without: str = "", *, logits: bool = False) -> float:
         """Return the bytes of the terms with the vocabulary (`logits`), or of the others."""

@@ -27,10 +27,8 @@ _PRECISIONS = {
 }
 # Bytes of optimizer states per parameter. Adafactor's depend on the width.
 _OPTIMIZER_BYTES = {
-    "adam": 8.0,  # two float32 moments
-    "adamw": 8.0,
-    "adam8bit": 2.0 + 8 / 256,  # two moments of one byte, with a float32 scale per block of 256 (arXiv 2110.02861)
-    "adamw8bit": 2.0 + 8 / 256,
+    **dict.fromkeys(("adam", "adamw"), 8.0),  # two float32 moments
+    **dict.fromkeys(("adam8bit", "adamw8bit"), 2.0 + 8 / 256),  # of a byte; a float32 scale for 256 (arXiv 2110.02861)
     "lion": 4.0,  # one float32 momentum (arXiv 2302.06675)
     "sgd": 0.0,
     "sgd_momentum": 4.0,

@@ -29,18 +29,23 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.memory.estimate import TABLE
 from ds_encdec.memory.job import Job, Sizes, make_job
 from ds_encdec.model.cross_attention import FORMS
+from ds_encdec.registry.families import FAMILIES, LAYER
 
 KINDS = ("cuda bf16", "cuda fp16", "cuda fp32", "cpu bf16", "cpu fp32", "cpu bf16 emulated")
 """Devices and numbers; `emulated`: bfloat16 multiplied in float32 (model/precision.py)."""
 ADAPTERS = ("", " lora", " lora dropout")
 """Suffixes of a kind: the whole model is trained, or adapters of all projections, without or with dropout."""
 MODES = ("none", "full", "selective")  # of activation checkpointing; `every_n` mixes layers of `full` and `none`
+_KINDS_OF_NORMS = {(row["qk_norm"], row["norm_position"]) for row in (LAYER | {**f.layer} for f in FAMILIES.values())}
+OTHER_NORMS = sorted(_KINDS_OF_NORMS - {(LAYER["qk_norm"], LAYER["norm_position"])})
+"""Norms of queries and keys and of the layer in families unlike Qwen3. Traced is only what such a layer keeps: in its
+backward pass, too, it holds as much less."""
 LAYERS, MIDDLE = 3, 1
 """Decoder layers, and the layer of either stack whose bytes are any layer's: it neither begins nor ends the pass.
 
 Only the last decoder layer differs: no gradient of the encoder's states waits beside it yet."""
 HEADS, KEY_HEADS, HEAD_DIM = 31 * 37, 31, 2 * 41
-TOKENS = {"E": 10_007, "D": 43 * 101, "C": 101, "": 1}
+TOKENS = {"E": 10_007, "D": 9 * 509, "C": 509, "": 1}
 """Symbols as in memory/estimate.py; a chunk of the loss divides the decoder's tokens.
 
 Each chunk is traced; a byte for each token is not NEGLIGIBLE, and what a chunk has for each of its tokens is.
@@ -94,12 +99,10 @@ def formulas(form: str, kind: str, mode: str) -> dict[str, Any]:
     """The bytes held in the parts of a pass, in terms of the symbols."""
     job = _job(form, kind, mode)
     parts: dict[str, list[Formula]] = {}
-    ends: dict[str, Formula] = {}
     for part, held in _walk(job, backward=True):
         parts.setdefault(part, []).append(held)
-        ends[part] = held
-    passed = [part for part in ends if part.startswith("forward pass, ")]
-    kept = {side: _kept(ends, passed, side) for side in ("encoder", "decoder")}
+    passed = [part for part in parts if part.startswith("forward pass, ")]
+    kept = _kept({part: moments[-1] for part, moments in parts.items()})
 
     def worst(part: str) -> list[str]:
         """The worst moments of `part`, without what layers before it keep: one of the backward pass has freed more."""
@@ -109,7 +112,8 @@ def formulas(form: str, kind: str, mode: str) -> dict[str, Any]:
         return _worst([_minus(held, below) for held in parts.get(part, [])])
 
     return {
-        "kept": {side: _text(formula) for side, formula in kept.items()},
+        "kept": _texts(kept),
+        **(dict(_kept_by_others(job)) if mode == MODES[0] else {}),
         "loss": worst("forward pass, lm_head"),
         "head": worst("backward pass, lm_head"),
         "encoder": worst(f"backward pass, encoder.layers.{MIDDLE}"),
@@ -207,10 +211,13 @@ def _joined(*names: str) -> str:
 _KNOWN = list(_known())
 
 
-def _kept(ends: dict[str, Formula], passed: list[str], side: str) -> Formula:
-    """The bytes that the middle layer adds in the forward pass, whose parts are `passed`."""
-    at = passed.index(f"forward pass, {side}.layers.{MIDDLE}")
-    return _minus(*(ends[passed[index]] for index in (at, at - 1)))
+def _kept(ends: dict[str, Formula]) -> dict[str, Formula]:
+    """The bytes that the middle layer of each stack adds, of those held at the end of each part of a pass."""
+    parts, kept = list(ends), {}
+    for side in ("encoder", "decoder"):
+        at = parts.index(f"forward pass, {side}.layers.{MIDDLE}")
+        kept[side] = _minus(ends[parts[at]], ends[parts[at - 1]])
+    return kept
 
 
 def _worst(moments: list[Formula]) -> list[str]:
@@ -264,6 +271,18 @@ def _minus(formula: Formula, other: Formula) -> Formula:
 
 def _times(number: int, formula: Formula) -> Formula:
     return Counter({product: number * times for product, times in formula.items()})
+
+
+def _kept_by_others(job: Job) -> Iterator[tuple[str, dict[str, str]]]:
+    """What layers with `OTHER_NORMS` keep."""
+    for norms in OTHER_NORMS:
+        sizes = dataclasses.replace(job.sizes, **dict(zip(("qk_norm", "norm_position"), norms, strict=True)))
+        ends = dict(_walk(dataclasses.replace(job, sizes=sizes), backward=True))
+        yield f"kept {' '.join(norms)}", _texts(_kept(ends))
+
+
+def _texts(formulas: dict[str, Formula]) -> dict[str, str]:
+    return {name: _text(formula) for name, formula in formulas.items()}
 
 
 def _text(formula: Formula) -> str:
