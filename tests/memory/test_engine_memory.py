@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from jobs import EMBEDDING, ENCODER, PARAMETERS, QWEN3_0_6B, job_of
+from jobs import EMBEDDING, ENCODER, PARAMETERS, QWEN3_0_6B, job_of, small_sizes
 
 from ds_encdec.base.types import ConfigError
 from ds_encdec.config.schema import load_config
@@ -72,6 +72,20 @@ def test_an_output_layer_waits_for_the_gradient_after_it() -> None:
         behind = [Count(EMBEDDING + done, EMBEDDING + done) for done in (0, layer)]
         first, second = (backward(done, Count(layer, layer)).total for done in behind)
         assert first - second >= 2 * EMBEDDING
+
+
+@pytest.mark.parametrize(
+    ("device", "bucket", "reduces"),
+    [("cpu", 5_000_000, [False, False, True, False]), ("cuda", 50_000_000, [False, True, True, True])],
+)
+def test_a_bucket_is_reduced_when_a_gradient_fills_it_or_with_overlap_later(
+    device: str, bucket: int, reduces: list[bool]
+) -> None:
+    job = job_of("deepspeed", "zero2", sizes=small_sizes(256, 768), device=device)
+    layer = job.model.layers["encoder layer 0"]  # of 0.8 M, of which a matrix of the MLP has 0.2 M
+    before = (bucket + more for more in (-900_000, -400_000, -100_000, 100_000))
+    moments = [zero_memory(job).backward(Count(done, done), layer).communication for done in before]
+    assert [moment > moments[0] for moment in moments] == reduces
 
 
 def test_offloaded_states_on_the_host() -> None:
