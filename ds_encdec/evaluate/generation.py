@@ -230,10 +230,10 @@ def generate_text(
     if bos is not None and encoder_ids[:1] != [bos]:
         encoder_ids.insert(0, bos)
     warn_of_length(model, [encoder_ids], settings)
-    streamer = _Streamer(tokenizer, skip_prompt=True) if stream else None
-    generated = generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0]
     # A tokenizer of words with their blanks drops the first blank of a text: a continuation's is wanted.
     before = encoder_ids if continues else []
+    streamer = _Streamer(tokenizer, before) if stream else None
+    generated = generate_batch(model, [encoder_ids], [0], settings, streamer=streamer)[0]
     target = text_of(tokenizer, [*before, *generated])[len(text_of(tokenizer, before)) :]
     if stream and (raw or continues):
         return None
@@ -262,6 +262,10 @@ def readable(target: str, continues: bool) -> str:
 
 
 class _Streamer(TextStreamer):
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, before: list[int]) -> None:
+        super().__init__(tokenizer, skip_prompt=True)
+        self.token_cache, self.print_len = [*before], len(tokenizer.decode(before))  # as if printed
+
     def put(self, value: Tensor) -> None:
         if self.next_tokens_are_prompt or text_of(self.tokenizer, value.tolist()):
             super().put(value)

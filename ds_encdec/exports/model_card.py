@@ -98,7 +98,7 @@ def _card(
     header = ModelCardData(
         library_name="sentence-transformers" if encoder_only else "transformers",
         pipeline_tag="feature-extraction" if encoder_only else None,
-        tags=[*tags, objective, "qwen3"],
+        tags=[*tags, objective],
         **({} if config is None else _origin(config)),
     )
     loads_under = (

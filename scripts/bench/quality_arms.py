@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from quality_source import Size, Steps
+from quality_source import Size, Steps, muon
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
@@ -236,11 +236,14 @@ def evaluate(
     return {"sums": sums, "tokens": tokens, "kinds": kinds, "exact": exact.mean()}
 
 
-def adamw(model: torch.nn.Module) -> Steps:
-    """AdamW, with weight decay for matrices."""
+def stepper(model: Qwen3ForSeq2SeqLM, arm: Arm, path: Path | None = None) -> Steps:
+    """AdamW for a model that starts from the source, with weight decay for matrices; the source's own optimizers for
+    one that starts from random weights, where AdamW learns next to nothing in as many tokens."""
+    if arm.is_random:
+        return Steps(model, muon(model, model.shared.weight), path)
     parts = [[weight for weight in model.parameters() if (weight.ndim > 1) is is_wide] for is_wide in (True, False)]
     groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.01, 0.0), strict=True)]
-    return Steps(model, [torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.98), fused=True)])
+    return Steps(model, [torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.98), fused=True)], path)
 
 
 def train(

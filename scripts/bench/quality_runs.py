@@ -16,20 +16,21 @@ from quality_arms import (
     UNTRAINED,
     Losses,
     Study,
-    adamw,
     by_denoiser,
     evaluate,
+    stepper,
     train,
     without_input,
 )
-from quality_source import Size, Steps, muon
+from quality_source import Size
 from quality_text import TASKS, Task
 
-RANDOM_RATE = 4  # times the rates of arms from a source, for those from random weights
+RANDOM_RATE = 8  # times the rates of arms from a source, for those from random weights
+LONG_ARMS = [name for name, arm in ARMS.items() if not arm.is_random]
 TOTAL_ARM = "scratch aligned"
 TOTAL = f"total {TOTAL_ARM}"
 TOTAL_MARKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of all its tokens
-MIXTURES = {"ul2": (), "S": ("data.ul2_task_weights=[0,0,0,0,1]",)}
+MIXTURES = {"ul2": (), "long": (), "S": ("data.ul2_task_weights=[0,0,0,0,1]",)}
 
 
 class Results:
@@ -83,6 +84,8 @@ class Runs(Results):
                     yield self.tuned(task, arm, seed)
             for arm in ARMS if self.size.marks["S"] else ():
                 yield self.trained(f"S {arm} {seed}", arm, "S", seed, self.size.marks["S"], self.rate(arm))
+        for arm in LONG_ARMS if self.size.marks["long"] else ():
+            yield self.trained(f"long {arm} 0", arm, "long", 0, self.size.marks["long"], self.rate(arm))
         yield self.total()
 
     def untrained(self) -> str:
@@ -108,7 +111,7 @@ class Runs(Results):
                 at[mark] = self._kept(name, mark, evaluate(model, view, self._study.evaluation))
 
             batches = self._study.batches(seed, *MIXTURES[mixture])
-            steps = adamw(model)
+            steps = stepper(model, ARMS[arm])
             train(model, ARMS[arm], steps, lambda: rate * steps.warm_up(), batches, marks, at_mark)
             if name.startswith("ul2"):
                 torch.save(model.state_dict(), self.folder / "states" / f"{name}.pt")
@@ -133,7 +136,7 @@ class Runs(Results):
                 at[mark] = self._kept(name, mark, losses) | {"exact": float(losses["exact"])}
 
             batches, marks = map(study.collated, examples.train(seed)), (0, *self.size.task_marks)
-            rate, steps = self.rate(arm), adamw(model)
+            rate, steps = self.rate(arm), stepper(model, ARMS[arm])
             train(model, ARMS[arm], steps, lambda: rate * steps.warm_up(), batches, marks, at_mark)
             hidden = by_denoiser(evaluate(model, without_input, tests))["all"]
             return {"arm": arm, "task": task, "seed": seed, "rate": rate, "input hidden": hidden, "marks": at}
@@ -149,7 +152,7 @@ class Runs(Results):
         def measure() -> dict[str, Any]:
             arm, at = ARMS[TOTAL_ARM], json.loads(part.read_text()) if part.exists() else {}
             model = self._study.model(arm, 0)
-            steps = Steps(model, muon(model, model.shared.weight), self.folder / "states" / f"{TOTAL}.state.pt")
+            steps = stepper(model, arm, self.folder / "states" / f"{TOTAL}.state.pt")
 
             def at_mark(mark: int) -> None:
                 at[str(mark)] = self._kept(TOTAL, mark, evaluate(model, arm.view, self._study.evaluation))

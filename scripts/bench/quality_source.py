@@ -47,7 +47,7 @@ class Phase:
 @dataclass(frozen=True)
 class Size:
     """One size of the study. Tokens of arms count inputs and targets; an arm is evaluated at each of its marks.
-    `rates`: of arms that start from a source; from random weights they are four times as large."""
+    `rates`: of arms that start from a source; from random weights they are eight times as large."""
 
     documents: int = 14_000  # at most; 0: the built-in corpus
     vocab_size: int = 1024
@@ -66,7 +66,7 @@ class Size:
     rate_tokens: int = 50_000
     seeds: int = 3
     marks: dict[str, tuple[int, ...]] = field(
-        default_factory=lambda: {"ul2": (50_000, 100_000, 200_000), "S": (100_000,)}
+        default_factory=lambda: {"ul2": (50_000, 100_000, 200_000), "S": (100_000,), "long": (1_000_000,)}
     )
     task_marks: tuple[int, ...] = (20_000, 60_000)
     task_examples: int = 256  # to test on
@@ -80,14 +80,14 @@ class Size:
 _CI = Size(
     **{"documents": 0, "vocab_size": 512, "hidden": 48, "layers": 6, "heads": (2, 1), "intermediate": 128},
     **{"phases": (Phase(300_000, 64, 0.3, 0.2, 12),), "source_rate": 0.01, "copied_tokens": 32, "chunk": 128},
-    **{"eval_examples": 80, "rate_tokens": 1000, "seeds": 1, "marks": {"ul2": (2000,), "S": (1000,)}},
+    **{"eval_examples": 80, "rate_tokens": 1000, "seeds": 1, "marks": {"ul2": (2000,), "S": (1000,), "long": ()}},
     **{"task_marks": (1000,), "task_examples": 16},
 )
 _GPU = Size(
     **{"documents": 40_000, "vocab_size": 16_384, "hidden": 384, "layers": 24, "heads": (12, 4)},
     **{"phases": (Phase(10_000_000, 64, 0.5, 0.2, 16), Phase(70_000_000, 512, 0.1, 0.2, 128)), "intermediate": 1024},
     **{"source_rate": 0.004, "source_batch_tokens": 65_536, "copied_tokens": 256, "chunk": 512, "batch_examples": 32},
-    **{"eval_examples": 500, "rate_tokens": 200_000, "seeds": 1, "marks": {"ul2": (500_000, 2_000_000), "S": ()}},
+    **{"eval_examples": 500, "rate_tokens": 200_000, "seeds": 1, "marks": {"ul2": (500_000, 2_000_000), "S": (), "long": ()}},
     **{"task_marks": (100_000,), "task_examples": 500},
 )
 SIZES = {"ci": _CI, "cpu": Size(), "gpu": _GPU}

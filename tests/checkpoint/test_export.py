@@ -358,7 +358,7 @@ def test_the_card_has_the_runs_facts(
     config = FullConfig.model_validate(settings)
     made: Qwen3Seq2SeqConfig = Qwen3EncoderConfig() if form is None else Qwen3Seq2SeqConfig(**form)
     card = model_card(config, made, state, "checkpoint `step-00001200`")
-    assert yaml.safe_load(card.split("---\n")[1])["tags"][-1] == "qwen3"
+    assert yaml.safe_load(card.split("---\n")[1])["tags"][-1] == config.data.objective
     golden(re.sub(r"\(written under [^)]*\)", "(written under VERSIONS)", card))
 
 
@@ -406,10 +406,12 @@ def test_a_model_of_conversations_is_given_and_shown_its_chat_template(
 def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export(tmp_path / "out", config(vocab_size=8))
     settings = {"max_new_tokens": 12, "temperature": 3.0, "top_k": 20, "seed": 4}
-    written = generate(tmp_path / "out", "hello", raw=True, **settings)
-    assert capsys.readouterr().out == ""
-    assert generate(tmp_path / "out", "hello", stream=True, **settings) is None
-    assert capsys.readouterr().out == f"hello{written}\n"
+    for raw in (True, False):
+        written = generate(tmp_path / "out", "hello", raw=raw, **settings)
+        assert capsys.readouterr().out == ""
+        assert generate(tmp_path / "out", "hello", raw=raw, stream=True, **settings) is None
+        shown = capsys.readouterr().out.rstrip()
+        assert (shown if raw else re.sub(r"<extra_id_\d+>", "", shown).rstrip()) == written  # a reader gets no sentinels
 
 
 def test_sentinels_are_replaced_by_their_spans() -> None:
