@@ -31,6 +31,7 @@ from ds_encdec.model.encoder import Qwen3Layer
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 Forward = Callable[..., Tensor]
+Seen = dict[Any, tuple[Tensor, "_Saved"]]
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Inductor recomputes cheap operations (halves of rotated heads, merged rows) at each use, instead of writing their
@@ -61,7 +62,7 @@ def apply_activation_checkpointing(
     interval = {"none": 0, "full": 1, "every_n": every_n, "selective": 1}[mode]
     chosen: dict[str, Any] = {"context_fn": _selective_contexts} if mode == "selective" else {}
     recomputing = partial(checkpoint, use_reentrant=False, preserve_rng_state=random, **chosen)
-    stays = not form_of(model.config).is_aligned
+    lent: Seen | None = {} if form_of(model.config).is_aligned else None
     for stack in (model.encoder.layers, model.decoder.layers):
         for index, layer in enumerate(stack):
             assert isinstance(layer, Qwen3Layer)
@@ -71,7 +72,7 @@ def apply_activation_checkpointing(
             if compile_layers:
                 forward = compiled(forward, random=random)
             if offload:
-                forward = offloaded(forward, layer, stays=stays)
+                forward = offloaded(forward, layer, lent, lends=layer is not model.decoder.layers[-1])
             layer.forward = forward  # type: ignore[method-assign]
 
 
@@ -126,25 +127,29 @@ class _Saved:
     tensor: Tensor | None = None
 
 
-def offloaded(forward: Forward, layer: nn.Module, *, stays: bool = True) -> Forward:
+def offloaded(forward: Forward, layer: nn.Module, lent: Seen | None, *, lends: bool) -> Forward:
     """Return `forward` of `layer`, with all that autograd saves inside it kept on the host, except parameters and
-    tensors that layers share (rotary tables, boundaries, and the encoder's states if these are one tensor: `stays`)."""
+    tensors that layers share: rotary tables, boundaries, and the encoder's states, if these are one tensor (`lent` is
+    None). Otherwise a decoder layer that `lends` leaves its copies of them to the encoder layer behind it, which reads
+    the same states."""
 
     def offloading_forward(hidden_states: Tensor, *encoder_states: Tensor, **options: Any) -> Tensor:
-        shared = (options, encoder_states if stays else ())
+        shared = (options, encoder_states if lent is None else ())
         staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors(shared)}
-        seen: dict[Any, tuple[Tensor, _Saved]] = {}
+        seen = dict(lent or {})
         with torch.autograd.graph.saved_tensors_hooks(partial(_pack, seen, staying, layer), _unpack):
             output = forward(hidden_states, *encoder_states, **options)
+        if lent is not None:
+            lent.clear()
+            read = {tensor.data_ptr() for tensor in encoder_states if lends}
+            lent.update((place, one) for place, one in seen.items() if place[0] in read)
         seen.clear()  # the graph keeps the hooks
         return output
 
     return offloading_forward
 
 
-def _pack(
-    seen: dict[Any, tuple[Tensor, _Saved]], staying: set[int], layer: nn.Module, tensor: Tensor
-) -> Tensor | _Saved:
+def _pack(seen: Seen, staying: set[int], layer: nn.Module, tensor: Tensor) -> Tensor | _Saved:
     """Copy `tensor` once, however often it is saved; return tensors that stay on the device as they are. `seen`: by
     place and form, which no other tensor takes while this one is there."""
     address = tensor.untyped_storage().data_ptr()

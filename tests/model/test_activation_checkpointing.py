@@ -162,6 +162,16 @@ def test_the_encoders_states_leave_the_device_if_each_layer_reads_its_own(mode: 
     loss.backward()
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_states_that_two_layers_read_are_copied_once(form: str, packed: Packed) -> None:
+    model = tiny_model(num_hidden_layers=3, **FORMED[form]).train()
+    apply_activation_checkpointing(model, "full", offload=True)
+    loss = model(**pack((5, 0, 7), (4, 6, 3), 16, 17).inputs).loss
+    copies = {id(one): len(one.host) for _, one in packed if isinstance(one, _Saved)}
+    assert sorted(copies.values()) == [16] * 3 + [17] * 3  # tokens: an input of each layer, the last height instead
+    loss.backward()
+
+
 def test_a_copy_stays_on_the_device_until_its_last_use() -> None:
     seen: dict[Any, Any] = {}
     table = torch.randn(4, 6)
