@@ -87,8 +87,8 @@ _GPU = Size(
     **{"documents": 40_000, "vocab_size": 16_384, "hidden": 384, "layers": 24, "heads": (12, 4)},
     **{"phases": (Phase(10_000_000, 64, 0.5, 0.2, 16), Phase(70_000_000, 512, 0.1, 0.2, 128)), "intermediate": 1024},
     **{"source_rate": 0.004, "source_batch_tokens": 65_536, "copied_tokens": 256, "chunk": 512, "batch_examples": 32},
-    **{"eval_examples": 500, "rate_tokens": 200_000, "seeds": 1, "marks": {"ul2": (500_000, 2_000_000), "S": (), "long": ()}},
-    **{"task_marks": (100_000,), "task_examples": 500},
+    **{"marks": {"ul2": (500_000, 2_000_000), "S": (), "long": ()}, "task_marks": (100_000,), "task_examples": 500},
+    **{"eval_examples": 500, "rate_tokens": 200_000, "seeds": 1},
 )
 SIZES = {"ci": _CI, "cpu": Size(), "gpu": _GPU}
 

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from quality_arms import ARMS, SOURCE, UNTRAINED, Losses, mixture
-from quality_runs import TOTAL, Results
+from quality_runs import MIXTURES, TOTAL, Results
 from quality_text import TASKS
 
 from ds_encdec.registry.denoisers import DENOISERS
@@ -42,9 +42,10 @@ def behind(some: Sequence[Losses], others: Sequence[Losses], kind: str = "all") 
 def tables(results: Results) -> Iterator[str]:
     """All tables, line by line."""
     yield from step0(results)
-    yield from _learning(results, "ul2", "all", results.size.marks["ul2"])
-    yield from _denoisers(results)
-    yield from _learning(results, "S", "S", results.size.marks["S"])
+    for name in MIXTURES:
+        marks = results.size.marks[name]
+        yield from _learning(results, name, "S" if name == "S" else "all", marks)
+        yield from _denoisers(results, name, marks)
     for task in TASKS:
         yield from _learning(results, task, "all", (0, *results.size.task_marks))
     yield from _rates(results)
@@ -67,10 +68,11 @@ def _three(row: dict[str, float]) -> list[str]:
 
 
 def _seeds(results: Results, kind: str) -> dict[str, list[dict]]:
-    """The runs of each arm that all arms have done."""
-    runs = [[results.result(f"{kind} {arm} {seed}") for arm in ARMS] for seed in range(results.size.seeds)]
-    done = [row for row in runs if all(row)]
-    return {arm: [row[number] for row in done] for number, arm in enumerate(ARMS)} if done else {}
+    """The runs of each arm that has any, of the seeds that all of these have done."""
+    runs = {arm: [results.result(f"{kind} {arm} {seed}") for seed in range(results.size.seeds)] for arm in ARMS}
+    runs = {arm: rows for arm, rows in runs.items() if rows[0]}
+    done = [all(rows) for rows in zip(*runs.values(), strict=True)]
+    return {arm: [row for row, is_done in zip(rows, done, strict=True) if is_done] for arm, rows in runs.items()}
 
 
 def _learning(results: Results, name: str, kind: str, marks: Sequence[int]) -> Iterator[str]:
@@ -91,15 +93,14 @@ def _learning(results: Results, name: str, kind: str, marks: Sequence[int]) -> I
 
     head = [f"{name}, seeds: {len(done.get('aligned', ()))}", "rate", *(f"{mark:,}" for mark in marks)]
     if done:
-        yield from table([*head, *facts, "behind aligned"], ([*row(arm)] for arm in ARMS))
+        yield from table([*head, *facts, "behind aligned"], ([*row(arm)] for arm in done))
 
 
-def _denoisers(results: Results) -> Iterator[str]:
-    mark = max(results.size.marks["ul2"])
-    if done := _seeds(results, "ul2"):
-        at = {arm: [run["marks"][str(mark)] for run in runs] for arm, runs in done.items()}
-        rows = ([arm, *_three({k: np.mean([row[k] for row in at[arm]]) for k in KINDS})] for arm in ARMS)
-        yield from table([f"ul2 at {mark:,}", *KINDS], rows)
+def _denoisers(results: Results, name: str, marks: Sequence[int]) -> Iterator[str]:
+    if name != "S" and (done := _seeds(results, name)):
+        at = {arm: [run["marks"][str(marks[-1])] for run in runs] for arm, runs in done.items()}
+        rows = ([arm, *_three({k: np.mean([row[k] for row in rows]) for k in KINDS})] for arm, rows in at.items())
+        yield from table([f"{name} at {marks[-1]:,}", *KINDS], rows)
 
 
 def _rates(results: Results) -> Iterator[str]:
