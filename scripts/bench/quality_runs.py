@@ -27,8 +27,7 @@ from quality_text import TASKS, Task
 
 RANDOM_RATE = 8  # times the rates of arms from a source, for those from random weights
 LONG_ARMS = [name for name, arm in ARMS.items() if not arm.is_random]
-TOTAL_ARM = "scratch aligned"
-TOTAL = f"total {TOTAL_ARM}"
+TOTAL_ARMS = [name for name, arm in ARMS.items() if arm.is_random]
 TOTAL_MARKS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # of all its tokens
 MIXTURES = {"ul2": (), "long": (), "S": ("data.ul2_task_weights=[0,0,0,0,1]",)}
 
@@ -44,7 +43,7 @@ class Results:
         path = self.folder / "runs" / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() else None
 
-    def losses(self, name: str, mark: int) -> Losses:
+    def losses(self, name: str, mark: int | str) -> Losses:
         """The losses by example at a mark."""
         with np.load(self.folder / "losses" / f"{name}.{mark}.npz") as arrays:
             return dict(arrays)
@@ -86,7 +85,8 @@ class Runs(Results):
                 yield self.trained(f"S {arm} {seed}", arm, "S", seed, self.size.marks["S"], self.rate(arm))
         for arm in LONG_ARMS if self.size.marks["long"] else ():
             yield self.trained(f"long {arm} 0", arm, "long", 0, self.size.marks["long"], self.rate(arm))
-        yield self.total()
+        for arm in TOTAL_ARMS:
+            yield self.total(arm)
 
     def untrained(self) -> str:
         """Step 0 of every form with every kind of positions, of the source itself, and with the input hidden."""
@@ -143,28 +143,28 @@ class Runs(Results):
 
         return self._once(name, measure)
 
-    def total(self) -> str:
+    def total(self, arm: str) -> str:
         """Train from random weights with the source's recipe, on the texts of the source and of the arms, with all
         tokens that the source and an arm have had together. Goes on where it ended."""
         tokens, rate = self.size.source_tokens + max(self.size.marks["ul2"]), self.size.source_rate
-        part = self.folder / "runs" / f"{TOTAL}.part.json"
+        name, view = f"total {arm}", ARMS[arm].view
+        part = self.folder / "runs" / f"{name}.part.json"
 
         def measure() -> dict[str, Any]:
-            arm, at = ARMS[TOTAL_ARM], json.loads(part.read_text()) if part.exists() else {}
-            model = self._study.model(arm, 0)
-            steps = stepper(model, arm, self.folder / "states" / f"{TOTAL}.state.pt")
+            model, at = self._study.model(ARMS[arm], 0), json.loads(part.read_text()) if part.exists() else {}
+            steps = stepper(model, ARMS[arm], self.folder / "states" / f"{name}.state.pt")
 
             def at_mark(mark: int) -> None:
-                at[str(mark)] = self._kept(TOTAL, mark, evaluate(model, arm.view, self._study.evaluation))
+                at[str(mark)] = self._kept(name, mark, evaluate(model, view, self._study.evaluation))
                 part.write_text(json.dumps(at))
 
             files = ",".join(str(self.folder / "text" / f"{role}.jsonl") for role in ("source", "ul2"))
             batches = self._study.batches(0, f"data.data_files=[{files}]")
             marks = [mark for mark in (round(share * tokens) for share in TOTAL_MARKS) if str(mark) not in at]
-            train(model, arm, steps, lambda: rate * steps.share_of_rate(steps.seen / tokens), batches, marks, at_mark)
-            return {"arm": TOTAL_ARM, "rate": rate, "marks": at}
+            train(model, ARMS[arm], steps, lambda: rate * steps.cosine(steps.seen / tokens), batches, marks, at_mark)
+            return {"arm": arm, "rate": rate, "marks": at}
 
-        name = self._once(TOTAL, measure)
+        self._once(name, measure)
         part.unlink(missing_ok=True)
         return name
 

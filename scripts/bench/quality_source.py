@@ -121,10 +121,10 @@ class Steps:
             torch.save(state, self._path.with_suffix(".tmp"))
             self._path.with_suffix(".tmp").replace(self._path)
 
-    def share_of_rate(self, progress: float) -> float:
+    def cosine(self, progress: float) -> float:
         """The share of the largest rate: a warm-up, then a cosine over `progress` from 0 to 1."""
-        cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-        return self.warm_up(50) * (LAST_RATE + (1 - LAST_RATE) * cosine)
+        share = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        return self.warm_up(50) * (LAST_RATE + (1 - LAST_RATE) * share)
 
     def warm_up(self, steps: int = 10) -> float:
         """The same where the rate is constant behind its first steps."""
@@ -164,7 +164,7 @@ def make_source(folder: Path, texts: Path, size: Size, *, seed: int, device: str
         ids, labels = (part.to(device) for part in windows(train, phase, size.source_batch_tokens // phase.window, rng))
         with _bf16(model.device):
             loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        steps.take(loss, size.source_rate * steps.share_of_rate(steps.taken / ends[-1]), size.source_batch_tokens)
+        steps.take(loss, size.source_rate * steps.cosine(steps.taken / ends[-1]), size.source_batch_tokens)
         if steps.taken % SAVED_EVERY == 0:
             print(f"{steps.seen} tokens", copied(model, held_out, size.copied_tokens), flush=True)
     facts = {**asdict(size), "seed": seed, "tokens": steps.seen, **copied(model, held_out, size.copied_tokens)}

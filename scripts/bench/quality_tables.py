@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from quality_arms import ARMS, SOURCE, UNTRAINED, Losses, mixture
-from quality_runs import MIXTURES, TOTAL, Results
+from quality_runs import MIXTURES, TOTAL_ARMS, Results
 from quality_text import TASKS
 
 from ds_encdec.registry.denoisers import DENOISERS
@@ -49,9 +49,7 @@ def tables(results: Results) -> Iterator[str]:
     for task in TASKS:
         yield from _learning(results, task, "all", (0, *results.size.task_marks))
     yield from _rates(results)
-    if total := results.result(TOTAL):
-        marks = ([f"{int(mark):,}", *_three(row)] for mark, row in total["marks"].items())
-        yield from table([f"{TOTAL}: tokens", *KINDS], marks)
+    yield from _totals(results)
 
 
 def step0(results: Results) -> Iterator[str]:
@@ -108,6 +106,19 @@ def _rates(results: Results) -> Iterator[str]:
     if all(all(found.values()) for found in rates.values()):
         rows = ([arm, *(f"{rate:g}: {loss:.3f}" for rate, loss in found.items())] for arm, found in rates.items())
         yield from table([f"rates at {results.size.rate_tokens:,}", "low", "middle", "high"], rows)
+
+
+def _totals(results: Results) -> Iterator[str]:
+    """Losses of the arms from random weights at marks of all tokens, and how far they are behind `aligned` by then."""
+    done = {arm: run["marks"] for arm in TOTAL_ARMS if (run := results.result(f"total {arm}"))}
+    if done:
+        best = [results.losses("ul2 aligned 0", max(results.size.marks["ul2"]))]
+        cells = (
+            [arm, f"{int(mark):,}", *_three(row), behind([results.losses(f"total {arm}", mark)], best)]
+            for arm, marks in done.items()
+            for mark, row in marks.items()
+        )
+        yield from table(["total", "tokens", *KINDS, "behind aligned"], cells)
 
 
 def draw(results: Results, path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_conversion_that_is_wrong_is_seen(quality: Any, study: Any, change: Ca
 def test_all_runs_are_done_once_and_a_long_one_goes_on(
     quality: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quality_runs import TOTAL, Runs
+    from quality_runs import TOTAL_ARMS, Runs
     from quality_source import Phase
 
     size = replace(quality.SIZES["ci"], phases=(Phase(20_000, 64, 0.3, 0.2, 12),), eval_examples=20)
@@ -60,13 +60,13 @@ def test_all_runs_are_done_once_and_a_long_one_goes_on(
     monkeypatch.setattr("quality_tables.RESAMPLES", 10)
     names = list(runs.all())
     assert names[0] == "step0"
-    assert names[-1] == TOTAL
+    assert names[-1] == (total := f"total {TOTAL_ARMS[-1]}")
     assert "| lookup, seeds: 1 |" in "\n".join(quality.tables(runs))
     quality.draw(runs, tmp_path / "curves.svg")
-    whole = runs.result(TOTAL)
+    whole = runs.result(total)
     assert whole is not None
 
-    (tmp_path / "runs" / f"{TOTAL}.json").unlink()
+    (tmp_path / "runs" / f"{total}.json").unlink()
     monkeypatch.setattr("quality_source.SAVED_EVERY", 3)
     kept, marks = Runs._kept, []
 
@@ -78,10 +78,10 @@ def test_all_runs_are_done_once_and_a_long_one_goes_on(
 
     monkeypatch.setattr(Runs, "_kept", ends)
     with pytest.raises(KeyboardInterrupt):
-        runs.total()
+        runs.total(TOTAL_ARMS[-1])
     assert list(runs.all()) == names
     assert marks.count(marks[0]) == 1  # it has not begun again
-    again = runs.result(TOTAL)
+    again = runs.result(total)
     assert again is not None
     for mark, losses in whole["marks"].items():
         assert again["marks"][mark] == pytest.approx(losses, rel=1e-4)
