@@ -1,5 +1,5 @@
-"""Train encoder-decoder language models from Qwen3 checkpoints with DeepSpeed and UL2. The names here are the library's
-interface (docs/library.md). They are imported on first use, so that `--help` does not wait for torch."""
+"""Train encoder-decoder language models from decoder checkpoints with DeepSpeed and UL2. The names here are the
+library's interface (docs/library.md). They are imported on first use, so that `--help` does not wait for torch."""
 
 import os
 import sys

@@ -71,7 +71,7 @@ def _parser(called: str) -> Parser:
     parser = Parser(
         prog="ds-encdec",
         usage="%(prog)s [-h] [-V] VERB ...",
-        description="Train encoder-decoders from Qwen3 checkpoints with DeepSpeed and UL2.",
+        description="Train encoder-decoders from decoder checkpoints with DeepSpeed and UL2.",
         epilog="\n".join([*listed, "", "`ds-encdec VERB --help` lists the arguments of a verb."]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

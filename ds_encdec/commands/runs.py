@@ -273,12 +273,7 @@ VERBS = {
         "make an encoder-decoder from a decoder's checkpoint",
         "ds-encdec init-model --from Qwen/Qwen3-0.6B --out start decoder_layers=7",
         {
-            "--from": value(
-                "decoder to start from (docs/model.md)",
-                dest="source",
-                required=True,
-                metavar="PATH_OR_HUB_ID",
-            ),
+            "--from": value("decoder (docs/model.md)", dest="source", required=True, metavar="PATH_OR_HUB_ID"),
             "--out": value("folder to write; must not exist", Path, required=True, metavar="DIR"),
             "--num-sentinel-tokens": value("sentinel tokens to add (default 100)", COUNT, default=100),
             "--seed": value("seed of the sentinel rows (default 42)", int, default=42),

@@ -59,10 +59,6 @@ def _model(config: Sections) -> Iterator[Conflict]:
     )
     if shape is None:
         return
-    # The target's positions go on behind the input, unless the form of cross-attention counts either from 0.
-    is_apart = (model.encoder_positions or model.cross_attention) in ("unrotated", "final")
-    lengths = "max_encoder_length", "max_decoder_length"
-    too_long = "an example may be longer than the model is declared for"
     needed = SMALLEST_VOCABULARY + model.num_sentinel_tokens + len(DENOISERS) * data.use_mode_tokens
     yield from broken(
         "data",
@@ -78,14 +74,12 @@ def _model(config: Sections) -> Iterator[Conflict]:
             f"must be >= {needed}: bytes, special tokens, sentinels and mode tokens each take a row",
         ),
         *(
-            (getattr(data, name) > shape.max_position_embeddings, f"{name} {at}max_position_embeddings", too_long)
-            for name in lengths
-        ),
-        (
-            not is_apart
-            and max(both := [getattr(data, name) for name in lengths]) <= shape.max_position_embeddings < sum(both),
-            f"{' '.join(lengths)} {at}max_position_embeddings model.encoder_positions",
-            f"{too_long}: positions go on from the input to the target, unless they are `unrotated`",
+            (
+                getattr(data, name) > shape.max_position_embeddings,
+                f"{name} {at}max_position_embeddings",
+                "an example may be longer than the model is declared for",
+            )
+            for name in ("max_encoder_length", "max_decoder_length")
         ),
     )
 

@@ -20,22 +20,14 @@ LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_pr
 
 def _layers(value: Any) -> Any:
     """Read a choice of a source's layers. Raises ValueError for a list that is not ascending, or anything else."""
-    if isinstance(value, str) and not value.startswith("top "):
-        value = words(value) if "," in value else _number(value)
-    if isinstance(value, tuple):
-        value = tuple(map(_number, value))
-        is_known = value and all(type(one) is int and one >= 0 for one in value) and list(value) == sorted({*value})
-    elif isinstance(value, str):
-        is_known = re.fullmatch(r"top [1-9]\d*", value)
-    else:
-        is_known = value is None or (type(value) is int and value > 0)
-    if not is_known:
-        raise ValueError("needed are a number of layers, `top N`, or layers of the source in their order, from 0")
-    return value
-
-
-def _number(value: Any) -> Any:
-    return int(value) if isinstance(value, str) and value.isdecimal() else value
+    if value is None or re.fullmatch(r"top [1-9]\d*", str(value)):
+        return value
+    taken = words(value) if isinstance(value, str) and "," in value else value
+    is_list = isinstance(taken, tuple)
+    numbers = [int(one) if isinstance(one, str) and one.isdecimal() else one for one in (taken if is_list else [taken])]
+    if all(type(one) is int and one >= (not is_list) for one in numbers) and numbers == sorted({*numbers}) != []:
+        return tuple(numbers) if is_list else numbers[0]
+    raise ValueError("needed are a number of layers, `top N`, or layers of the source in their order, from 0")
 
 
 # A number of layers, evenly spread over the source's; "top N"; or the source's layers themselves, counted from 0.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.registry.denoisers import DENOISERS
-from ds_encdec.registry.families import FAMILIES, OF_OUR_OWN, OWN, ROPE_KINDS, unknown_family
+from ds_encdec.registry.families import ACTIVATIONS, FAMILIES, OF_OUR_OWN, OWN, ROPE_KINDS, Family, unknown_family
 
 if TYPE_CHECKING:  # `--help` does not wait for pydantic
     from ds_encdec.config.sections import Sections
@@ -23,6 +23,7 @@ MODEL_FILES = ("*.json", "*.safetensors")
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 # Optional tokens that name the denoiser of an example, in the order of `DENOISERS`.
 MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
+_UNREAD = {"type", "partial_rotary_factor"}  # of a block of rotary parameters
 COUNTS = (  # the sizes that every `config.json` has: whole numbers above 0
     "hidden_size",
     "intermediate_size",
@@ -89,30 +90,36 @@ def read_stored_model(file: Path) -> dict[str, Any]:
         stored["head_dim"] = hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
     if wrong := [
         name
-        for name in (*COUNTS, "head_dim")
+        for name in (*COUNTS, "head_dim", "max_position_embeddings")
         if not isinstance(number := stored.get(name), int) or isinstance(number, bool) or number < 1
     ]:
         raise CheckpointError(f"{file} lacks {', '.join(wrong)} (whole numbers above 0)")
     try:
-        if window := _window(stored):
-            raise ValueError(f"not supported: {window}")
-        rope = {"rope_parameters": _rope(stored, family.rope_theta)}
+        if unsupported := _unsupported(stored):
+            raise ValueError(f"not supported: {unsupported}")
+        for name in ("rms_norm_eps", "initializer_range"):
+            _require_positive(name, stored.get(name, 1))
+        layer, rope = family.layer_of(stored), {"rope_parameters": _rope(stored, family)}
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}") from None
     others = {name: value for name, value in stored.items() if name not in ("rope_scaling", "rope_theta")}
-    return others | family.layer_of(stored) | rope
+    return others | layer | rope
 
 
-def _window(stored: Mapping[str, Any]) -> str | None:
-    """Return the field by which layers attend over a window that is shorter than the model's texts, else None."""
+def _unsupported(stored: Mapping[str, Any]) -> str | None:
+    """Return the field by which a model computes what no layer here does, such as attention over a window that is
+    shorter than its texts, else None."""
+    if stored.get("is_causal") is False:
+        return "is_causal = false: its layers look both ways, and a decoder's do not"
+    if (activation := stored.get("hidden_act", ACTIVATIONS[0])) not in ACTIVATIONS:
+        return f"hidden_act = {activation!r}; known are {', '.join(ACTIVATIONS)}"
     if (kinds := stored.get("layer_types")) is not None:
         others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
         return f"layer_types has {others[0]!r}" if others else None
     window, first = stored.get("sliding_window"), stored.get("max_window_layers", 0)
     if not stored.get("use_sliding_window", True) or not isinstance(window, int):
         return None
-    longest = stored.get("max_position_embeddings", inf)
-    if (isinstance(first, int) and first >= stored["num_hidden_layers"]) or window >= longest:
+    if (isinstance(first, int) and first >= stored["num_hidden_layers"]) or window >= stored["max_position_embeddings"]:
         return None
     return (
         f"sliding_window = {window}, over which its layers attend. If no text is longer, set it to null: the results "
@@ -130,7 +137,12 @@ def untrained_rows(name: str, stored: Mapping[str, Any], *, asks_for_modes: bool
     )
 
 
-def _rope(stored: Mapping[str, Any], default_base: float | None) -> dict[str, Any]:
+def _require_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise ValueError(f"{name} is {value!r}: needed is a number above 0")
+
+
+def _rope(stored: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the rotary embedding with its base `rope_theta`. `dynamic` becomes `default`, which it equals up to
     `max_position_embeddings`; beyond, it depends on the longest text of a batch. Raises ValueError for unknown kinds,
     and if bases disagree: transformers 5 takes the first of `rope_scaling` (the older name), `rope_parameters` and the
@@ -144,11 +156,10 @@ def _rope(stored: Mapping[str, Any], default_base: float | None) -> dict[str, An
             raise ValueError(f"not supported: {name} = {rope!r}, which is not one block for all layers")
         blocks[name], bases[f"{name}.rope_theta"] = rope, rope.get("rope_theta")
     known = {name: base for name, base in bases.items() if base is not None}
-    if not known and default_base is not None:
-        known["rope_theta"] = default_base
+    if not known and family.rope_theta is not None:
+        known["rope_theta"] = family.rope_theta
     for name, base in known.items():
-        if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < inf:
-            raise ValueError(f"{name} is {base!r}: needed is a number above 0")
+        _require_positive(name, base)
     if len(set(known.values())) > 1:
         named = " and ".join(f"{name} is {base:g}" for name, base in known.items())
         raise ValueError(f"{named}: keep the one that the model was trained with")
@@ -156,16 +167,22 @@ def _rope(stored: Mapping[str, Any], default_base: float | None) -> dict[str, An
         raise ValueError("it lacks rope_theta: write the base that the model was trained with, as its publisher has it")
     name, block = list(blocks.items())[-1] if blocks else ("rope_parameters", {})
     kind = block.get("rope_type", block.get("type", "default"))
-    if kind not in ROPE_KINDS:
-        raise ValueError(f"not supported: rope type {kind!r} ({name}); known are {', '.join(ROPE_KINDS)}")
+    if kind not in family.rope_kinds:
+        raise ValueError(f"not supported: rope type {kind!r} ({name}); known are {', '.join(family.rope_kinds)}")
     if (share := block.get("partial_rotary_factor", stored.get("partial_rotary_factor"))) not in (None, 1):
         raise ValueError(f"not supported: partial_rotary_factor = {share!r}, rotation of a part of each head")
-    if lacks := [field for field in ROPE_KINDS[kind] if not isinstance(block.get(field), int | float)]:
-        raise ValueError(f"{name} of the type {kind} lacks {', '.join(lacks)} (numbers)")
+    for field in ROPE_KINDS[kind]:
+        _require_positive(f"{name}.{field}", block.get(field))
     if kind in ("default", "dynamic"):
         return {"rope_type": "default", "rope_theta": next(iter(known.values()))}
-    others = {name: value for name, value in block.items() if name not in ("type", "partial_rotary_factor")}
-    return {**others, "rope_type": kind, "rope_theta": next(iter(known.values()))}
+    original = "original_max_position_embeddings"
+    if stored.get(original) not in (None, within := block.get(original, stored.get(original))):
+        raise ValueError(f"{original} is {stored[original]}, but {within} in {name}: keep the right one")
+    made = {**block, original: within, "rope_type": kind, "rope_theta": next(iter(known.values()))}
+    made = {field: made[field] for field in made.keys() - _UNREAD if made[field] is not None}
+    for field in sorted(made.keys() - {"rope_type", "truncate"}):
+        _require_positive(f"{name}.{field}", made[field])
+    return made
 
 
 def sentinel(index: int) -> str:

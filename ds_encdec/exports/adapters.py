@@ -133,7 +133,7 @@ library_name: peft
 {f"base_model: {place}" if hub_id(place) else "tags: [lora]"}
 ---
 
-# Adapters of an encoder-decoder made of Qwen3 layers
+# Adapters of an encoder-decoder
 
 LoRA adapters (rank {lora.r}, alpha {lora.lora_alpha:g}; {", ".join(lora.target_modules)}), trained with ds_encdec for
 {step:,} steps beside {f"`{place}`" if place else "random weights"}, seed {record["seed"]} (sha256 of the base:

@@ -21,17 +21,7 @@ from ds_encdec.config.schema import TrainingConfig, load_saved
 from ds_encdec.exports.adapters import trained_weights
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.launch.run_folder import RunFolder
-from ds_encdec.model import (
-    attention,
-    attention_kernels,
-    configuration,
-    cross_attention,
-    encoder,
-    loss,
-    loss_kernel,
-    modeling,
-    precision,
-)
+from ds_encdec.model import configuration
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.cross_attention import form_of
 from ds_encdec.model.parameter_count import parameter_shapes
@@ -41,9 +31,9 @@ from ds_encdec.tokenizer.load import pretrained_tokenizer, write_tokenizer
 
 logger = logging.getLogger(__name__)
 
-ENCODER_REMOTE_CODE = (cross_attention, configuration, precision, attention_kernels, attention, encoder)
 # Modules copied into the folder. They import each other relatively, and nothing else of ds_encdec.
-REMOTE_CODE = (*ENCODER_REMOTE_CODE, loss_kernel, loss, modeling)
+ENCODER_CODE = ("cross_attention", "configuration", "precision", "attention_kernels", "attention", "encoder")
+CODE = (*ENCODER_CODE, "loss_kernel", "loss", "modeling")
 
 AUTO_MAP = {"AutoConfig": "configuration.Qwen3Seq2SeqConfig", "AutoModelForSeq2SeqLM": "modeling.Qwen3ForSeq2SeqLM"}
 ENCODER_AUTO_MAP = {"AutoConfig": "configuration.Qwen3EncoderConfig", "AutoModel": "encoder.Qwen3EncoderModel"}
@@ -92,8 +82,8 @@ def export_hf(
                 eos_token_id=config.eos_token_id,
                 decoder_start_token_id=config.decoder_start_token_id,
             ).save_pretrained(unfinished)
-        for module in ENCODER_REMOTE_CODE if is_encoder else REMOTE_CODE:
-            shutil.copyfile(str(module.__file__), unfinished / Path(str(module.__file__)).name)
+        for module in ENCODER_CODE if is_encoder else CODE:
+            shutil.copyfile(Path(configuration.__file__).with_name(f"{module}.py"), unfinished / f"{module}.py")
         if tokenizer is not None:
             write_tokenizer(tokenizer, unfinished)
         (unfinished / "README.md").write_text(card)
@@ -181,13 +171,7 @@ def _export_mean(
         pretrained_tokenizer(str(newest / "model"), field=field),
         out,
         dtype=dtype,
-        card=model_card(
-            run,
-            made,
-            saved.training_state(),
-            described,
-            forms=forms if isinstance(forms, list) else (),
-        ),
+        card=model_card(run, made, saved.training_state(), described, forms=forms if isinstance(forms, list) else ()),
         longest_text=run.data.max_encoder_length,
         replace=replace,
     )

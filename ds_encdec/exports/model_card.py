@@ -34,12 +34,7 @@ def _cross_attention(made: Qwen3Seq2SeqConfig) -> dict[str, str]:
 
 
 def model_card(
-    config: FullConfig,
-    made: Qwen3Seq2SeqConfig,
-    state: TrainingState,
-    weights: str,
-    *,
-    forms: Sequence[str] = (),
+    config: FullConfig, made: Qwen3Seq2SeqConfig, state: TrainingState, weights: str, *, forms: Sequence[str] = ()
 ) -> str:
     """Return the card (Markdown with Hugging Face's YAML header) of a trained encoder-decoder or, as `made` says, of
     its encoder. `weights`: their origin in words. `forms`: of the fine-tuning inputs, if known (`objectives.TEMPLATES`,

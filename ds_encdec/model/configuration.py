@@ -82,7 +82,7 @@ class Qwen3Seq2SeqConfig(PretrainedConfig):
         self.use_cache = fields.pop("use_cache")
         self.rope_parameters, self.max_position_embeddings = rope, fields["max_position_embeddings"]
         if fields.get("num_encoder_layers") is None:
-            fields["num_encoder_layers"] = form.last_height(fields["num_hidden_layers"])
+            fields["num_encoder_layers"] = fields["num_hidden_layers"] - form.is_aligned
         fields["encoder_heights"] = _check_heights(fields) if form.is_aligned else None
         for name in ("sentinel_token_ids", "mode_token_ids"):
             fields[name] = list(fields.get(name) or [])

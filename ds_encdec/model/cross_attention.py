@@ -8,7 +8,8 @@ from typing import Any
 @dataclass(frozen=True)
 class CrossAttention:
     """One form. `is_aligned`: a decoder layer reads the encoder's states at its own height, such as entered the layer
-    that it was copied from; otherwise all layers read the encoder's last states. `has_own_norm`: it reads them through
+    that it was copied from, so that the encoder has a layer fewer (no gradient would reach the last one); otherwise all
+    layers read the encoder's last states. `has_own_norm`: it reads them through
     its own input norm, as it reads its own states, and the encoder has no final norm; otherwise through that one.
     `positions`: the default of `encoder_positions`. `words`: what a decoder layer reads."""
 
@@ -16,10 +17,6 @@ class CrossAttention:
     has_own_norm: bool
     positions: str
     words: str
-
-    def last_height(self, num_layers: int) -> int:
-        """Return the most encoder layers that `num_layers` decoder layers read: no layer above gets a gradient."""
-        return num_layers - self.is_aligned
 
 
 FORMS = {

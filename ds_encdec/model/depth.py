@@ -33,15 +33,17 @@ def depth_of(section: ModelConfig, num_layers: int, form: CrossAttention) -> Dep
     """Return the layers that `section` takes of a source with `num_layers`. Raises ConfigError if it has too few."""
     has = f"the source has {num_layers} layers"
     decoder = _taken(section.decoder_layers, num_layers, "model.decoder_layers", has)
-    if not form.is_aligned:
-        return Depth(_taken(section.encoder_layers, num_layers, "model.encoder_layers", has), decoder)
-    why = f"aligned decoder layers, up to layer {decoder[-1]} of the source, read only the {decoder[-1]} below that one"
-    return Depth(_taken(section.encoder_layers, decoder[-1], "model.encoder_layers", why), decoder)
+    if form.is_aligned:
+        num_layers = decoder[-1]
+        has = f"aligned decoder layers, up to layer {num_layers} of the source, read only the {num_layers} below that"
+    return Depth(_taken(section.encoder_layers, num_layers, "model.encoder_layers", has), decoder)
 
 
 def _taken(choice: LayerChoice, num_layers: int, field: str, why: str) -> tuple[int, ...]:
     if choice is None:
         return tuple(range(num_layers))
+    if num_layers == 0:
+        raise ConfigError(f"{field} is {show(choice)}, but {why}: leave it out")
     if isinstance(choice, tuple):
         if choice[-1] >= num_layers:
             raise ConfigError(f"{field} is {list(choice)}, but {why}: name layers from 0 to {num_layers - 1}")

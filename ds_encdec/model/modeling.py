@@ -271,11 +271,12 @@ class Qwen3ForSeq2SeqLM(Qwen3PreTrainedModel, GenerationMixin):
         last, states = encoded.last_hidden_state, encoded.hidden_states
         if not form_of(self.config).is_aligned or (generated is not None and generated.is_updated.get(0)):
             return repeat(last)
-        if states is None or len(states) != self.config.num_encoder_layers + 1:
+        # `generate` repeats tensors, but no tuples of them.
+        beams, others = divmod(len(last), max(1, len(states[0]))) if states else (0, 0)
+        if not states or len(states) != self.config.num_encoder_layers + 1 or others or (len(last) and not beams):
             raise ValueError(
                 "encoder_outputs needs hidden_states, which the decoder's layers read: give what get_encoder() returns"
             )
-        beams = len(last) // max(1, len(states[0]))  # `generate` repeats tensors, but no tuples of them
         return states if beams == 1 else (state.repeat_interleave(beams, dim=0) for state in states)
 
     def _update_model_kwargs_for_generation(

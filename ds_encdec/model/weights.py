@@ -1,6 +1,6 @@
 """Weights of the encoder-decoder: random, from the folder of a decoder, or from one of our own. Random weights have a
 generator for each parameter, keyed by (seed, name): they do not depend on ranks, the order of construction, or the
-device. Encoder and decoder layers both copy a decoder's layers, their norms its final norm, and they share its
+device. Encoder and decoder layers both copy a decoder's layers, final norms its final norm, and they share its
 embedding, whose new rows (sentinels, mode tokens, rows beyond its size) are drawn from the normal distribution of the
 trained ones, dimension by dimension. Folders are read and written one tensor at a time: no whole model is in memory."""
 
@@ -172,6 +172,17 @@ class SafetensorsFolder:
                     f"{self._folder} has {name}, for which the layers that its config.json describes have no place."
                 )
 
+    def refuse_another_head(self, embedding: str) -> None:
+        """Raise CheckpointError if there is a head beside the tied `embedding` whose first rows differ: transformers 5
+        would keep both."""
+        if "lm_head.weight" in self._file_of:
+            head, tied = (self.tensor(name, slice(0, 256)) for name in ("lm_head.weight", embedding))
+            if not torch.equal(head, tied):
+                raise CheckpointError(
+                    f"{self._folder} has an lm_head.weight of its own, but config.json ties it to the embedding: set "
+                    "tie_word_embeddings to false there to keep it."
+                )
+
     def _open(self, name: str) -> Any:
         # Opened for each tensor: an open file stays mapped, and all pages read count as our memory.
         try:
@@ -201,11 +212,11 @@ def _as_ours(
     source.check(expected)
     if origin is not None:
         source.refuse_others(expected, "model.layers.")
+        if "lm_head.weight" not in shapes:
+            source.refuse_another_head(places["shared.weight"][0])
 
     def stored(name: str, rows: slice = slice(None), /) -> Tensor:
         stored_name, first = places[name]
-        if expected[stored_name] == shapes[name]:
-            return source.tensor(stored_name, rows)
         start, stop, _ = rows.indices(shapes[name][0])
         return source.tensor(stored_name, slice(first + start, first + max(start, stop)))
 

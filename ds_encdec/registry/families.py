@@ -2,7 +2,7 @@
 reads the row of a family, never its name. `LAYER` has the facts in which the families' layers differ, as fields of our
 own `config.json`, with Qwen3's values."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,18 +20,19 @@ LAYER: dict[str, Any] = {
 # Kinds of rotary embeddings, and the numbers that each needs beside the base.
 ROPE_KINDS: dict[str, tuple[str, ...]] = {"default": (), **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))}
 ROPE_KINDS["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
+ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """One family of decoders.
 
-    `title`: its name in texts. `layer`: what its layers have other than `LAYER`. `reads`: the fields of `LAYER` that
-    its own `config.json` decides. `defaults`: the values of transformers' class for fields that a `config.json` may
-    lack; without one, `head_dim` is hidden_size / num_attention_heads. `rope_theta`: the default base of its rotary
-    embedding; None: a file must have it. `unrotated_every`: where `no_rope_layers` is missing, one layer in so
-    many does not rotate; 0: all do. `renamed`: our part of a tensor's name → the family's. `fused`: the family's part →
-    ours that it stacks.
+    `title`: its name in texts. `layer`: what its layers have other than `LAYER`. `reads`: the fields of `LAYER`
+    that its own `config.json` decides. `defaults`: the values of transformers' class for fields that a
+    `config.json` may lack; without one, `head_dim` is hidden_size / num_attention_heads. `rope_theta`: the default
+    base of its rotary embedding; None: a file must have it. `rope_kinds`: those that transformers' class reads.
+    `lists_rotation`: `no_rope_layers` has 1 for each layer that rotates, and 0 for others. `renamed`: our part of a
+    tensor's name → the family's. `fused`: the family's part → ours that it stacks.
     """
 
     title: str
@@ -39,17 +40,20 @@ class Family:
     reads: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
-    unrotated_every: int = 0
+    rope_kinds: Collection[str] = tuple(ROPE_KINDS)
+    lists_rotation: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def layer_of(self, stored: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the facts of `LAYER` of the model whose `config.json` has the fields `stored`, defaults included."""
+        """Return the facts of `LAYER` of the model whose `config.json` has the fields `stored`, defaults included.
+        Raises ValueError for a malformed one."""
         read = {name: stored[name] for name in self.reads if stored.get(name) is not None}
-        if self.unrotated_every:
-            rotates = stored.get("no_rope_layers")  # for each layer 1 if it rotates, or 0
-            every, layers = stored.get("no_rope_layer_interval", self.unrotated_every), stored["num_hidden_layers"]
-            read["unrotated_layers"] = [n for n in range(layers) if not (rotates[n] if rotates else (n + 1) % every)]
+        if self.lists_rotation:
+            rotates, layers = stored.get("no_rope_layers"), stored["num_hidden_layers"]
+            if not isinstance(rotates, list) or len(rotates) != layers or any(one not in (0, 1) for one in rotates):
+                raise ValueError(f"no_rope_layers is {rotates!r}: needed is 0 or 1 for each of {layers} layers")
+            read["unrotated_layers"] = [number for number, rotated in enumerate(rotates) if not rotated]
         if "attention_bias" in read and "attention_output_bias" not in self.reads:
             read["attention_output_bias"] = read["attention_bias"]  # one field for all four
         return {**LAYER, **self.layer, **read}
@@ -87,7 +91,7 @@ FAMILIES: dict[str, Family] = {
         reads=("attention_bias", "mlp_bias"),
         defaults={"max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False},
         rope_theta=2e6,
-        unrotated_every=4,
+        lists_rotation=True,
     ),
     "olmo2": Family(
         "OLMo 2",
@@ -102,33 +106,25 @@ FAMILIES: dict[str, Family] = {
         layer={"qk_norm": "none"},
         defaults={**_LLAMA, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         rope_theta=1e4,
+        rope_kinds=("default",),
         fused={"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
     ),
 }
 
 # An encoder-decoder made here.
 OF_OUR_OWN = "qwen3_seq2seq"
-OWN = Family("encoder-decoder", reads=tuple(LAYER), defaults={"head_dim": 128})
-
-# Fields of which each marks a mixture of experts.
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "moe_num_experts")
-# Why models of a `model_type` that begins with the key have no row.
-_OTHERS = {
-    "gemma": "whose norms (1 + weight), scaled embedding, soft caps and windows no layer here has",
-    "phi": "whose LayerNorms and partial rotation no layer here has",
-}
+OWN = Family("encoder-decoder", reads=tuple(LAYER), defaults={"head_dim": 128, "max_position_embeddings": 40960})
 
 
 def unknown_family(stored: Mapping[str, Any]) -> str:
     """Return what is wrong with the `model_type` in `stored`, which has no row, and which ones are known."""
-    kind = stored.get("model_type")
-    reasons = [why for beginning, why in _OTHERS.items() if str(kind).startswith(beginning)]
+    reason = ""
     if stored.get("is_encoder_decoder"):
-        reasons = ["which is an encoder-decoder already"]
-    elif any(stored.get(name) for name in _EXPERTS):
-        reasons = ["a mixture of experts, which no layer here is"]
+        reason = ", which is an encoder-decoder already"
+    elif any("expert" in name and value for name, value in stored.items()):
+        reason = ", a mixture of experts, which no layer here is"
     known = ", ".join(f"{name} ({row.title})" for name, row in FAMILIES.items())
     return (
-        f"model_type is {kind!r}{f', {reasons[0]}' if reasons else ''}; needed is a dense decoder, {known}, or "
+        f"model_type is {stored.get('model_type')!r}{reason}; needed is a dense decoder, {known}, or "
         f"{OF_OUR_OWN} (an encoder-decoder made here)"
     )

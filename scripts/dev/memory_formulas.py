@@ -153,7 +153,7 @@ def _job(form: str, name: str, mode: str) -> Job:
         vocab_size=WIDTHS["V"],
         hidden_size=WIDTHS["H"],
         num_hidden_layers=LAYERS,
-        num_encoder_layers=FORMS[form].last_height(LAYERS),
+        num_encoder_layers=LAYERS - FORMS[form].is_aligned,
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_HEADS,
         head_dim=HEAD_DIM,

@@ -60,7 +60,8 @@ def test_all_runs_are_done_once_and_a_long_one_goes_on(
     monkeypatch.setattr("quality_tables.RESAMPLES", 10)
     names = list(runs.all())
     assert names[0] == "step0"
-    assert names[-1] == (total := f"total {TOTAL_ARMS[-1]}")
+    total = f"total {TOTAL_ARMS[-1]}"
+    assert names[-1] == total
     assert "| lookup, seeds: 1 |" in "\n".join(quality.tables(runs))
     quality.draw(runs, tmp_path / "curves.svg")
     whole = runs.result(total)

@@ -411,7 +411,8 @@ def test_a_stream_shows_what_is_written(tmp_path: Path, capsys: pytest.CaptureFi
         assert capsys.readouterr().out == ""
         assert generate(tmp_path / "out", "hello", raw=raw, stream=True, **settings) is None
         shown = capsys.readouterr().out.rstrip()
-        assert (shown if raw else re.sub(r"<extra_id_\d+>", "", shown).rstrip()) == written  # a reader gets no sentinels
+        # A continuation for a reader has no sentinels.
+        assert (shown if raw else re.sub(r"<extra_id_\d+>", "", shown).rstrip()) == written
 
 
 def test_sentinels_are_replaced_by_their_spans() -> None:

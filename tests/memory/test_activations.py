@@ -38,7 +38,7 @@ def test_the_table_is_what_traces_give(form: str, kind: str) -> None:
 
 def formed(form: str, decoders: int = 3, heights: list[int] | None = None) -> Sizes:
     """Sizes of a model with `decoders` layers in the decoder, which read the encoder at `heights`, by default all."""
-    sizes, encoders = small_sizes(256, 768, layers=decoders, vocab=128, head_dim=32), FORMS[form].last_height(decoders)
+    sizes, encoders = small_sizes(256, 768, layers=decoders, vocab=128, head_dim=32), decoders - FORMS[form].is_aligned
     if FORMS[form].is_aligned:
         heights = heights or list(range(decoders))
         encoders = heights[-1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import SIZES, pack, resolve, tiny_config, vocabulary
 from torch import Tensor
 from torch.nn import functional as F
@@ -117,6 +118,7 @@ def test_every_tensor_of_a_decoder_has_a_place_and_is_read_by_rows(
     assert read == {name: theirs[name].shape[0] for name in read}
 
 
+ORIGINAL = "original_max_position_embeddings"
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "dynamic", "factor": 2.0},
@@ -141,7 +143,8 @@ def test_each_kind_of_rotary_embedding_is_transformers_own(tmp_path: Path, rope:
     if older:  # as transformers 4 writes it
         fields = {name: value for name, value in json.loads(file.read_text()).items() if name != "rope_parameters"}
         scaling = {"type" if name == "rope_type" else name: value for name, value in rope.items()}
-        file.write_text(json.dumps(fields | {"rope_theta": 5e3, "rope_scaling": scaling}))
+        beside = {ORIGINAL: scaling.pop(ORIGINAL)} if ORIGINAL in scaling else {}
+        file.write_text(json.dumps(fields | beside | {"rope_theta": 5e3, "rope_scaling": scaling}))
     ours = converted(tmp_path, theirs)
     assert_same(theirs, ours, 64)
     cos, sin = rotary_tables(torch.arange(64), ours.config, torch.float32)
@@ -162,7 +165,7 @@ LLAMA: dict[str, Any] = {"model_type": "llama", **GROUPED, "rope_theta": 1e4}
             {"model_type": "bloom"},
             r"model_type is 'bloom'; needed is .*qwen3 \(Qwen3\), qwen2 .*phi3 .*, or qwen3_seq2seq",
         ),
-        ({"model_type": "gemma3_text"}, r"'gemma3_text', whose norms \(1 \+ weight\), .*soft caps.*; needed is"),
+        ({"model_type": "gemma3_text"}, "'gemma3_text'; needed is a dense decoder, qwen3"),
         ({"model_type": "mixtral", "num_local_experts": 8}, "'mixtral', a mixture of experts, .*; needed is"),
         ({"model_type": "qwen3_moe", "num_experts": 8}, "'qwen3_moe', a mixture of experts, .*; needed is"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "'t5', which is an encoder-decoder already; needed is"),
@@ -177,7 +180,23 @@ LLAMA: dict[str, Any] = {"model_type": "llama", **GROUPED, "rope_theta": 1e4}
         ),
         ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
         ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' \(rope_scaling\); known are default, linear"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling of the type yarn lacks factor"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is None: needed is a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor is 0: needed"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "x"}}, "rope_scaling.beta_fast is 'x': needed"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, ORIGINAL: 8}, ORIGINAL: 16},
+            f"{ORIGINAL} is 16, but 8 in rope_scaling: keep the right one",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 2}},
+            "rope type 'yarn' .*; known are default$",
+        ),
+        ({"is_causal": False}, "is_causal = false: its layers look both ways"),
+        ({"hidden_act": "xielu"}, "hidden_act = 'xielu'; known are silu, swish"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None: needed is a number above 0"),
+        ({"max_position_embeddings": None}, "lacks max_position_embeddings"),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, r"no_rope_layers is \[1\]: needed is 0 or 1 for each of 2"),
+        ({"model_type": "smollm3"}, "no_rope_layers is None: needed"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ({"attention_bias": True}, "lacks 8 of the model's 29 tensors, such as model.layers.0.self_attn.k_proj.bias"),
         ({"num_attention_heads": None}, "lacks num_attention_heads, head_dim"),
@@ -203,12 +222,23 @@ def test_weights_for_which_the_layers_have_no_place_are_refused(tmp_path: Path) 
         resolve(tmp_path)
 
 
+def test_a_head_beside_a_tied_embedding_must_be_equal_to_it(tmp_path: Path) -> None:
+    decoder(tmp_path, "llama", **GROUPED | {"tie_word_embeddings": False})
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+    with pytest.raises(CheckpointError, match=r"an lm_head.weight of its own, .* set tie_word_embeddings to false"):
+        resolve(tmp_path)
+    tensors = load_file(file := tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
+    resolve(tmp_path)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_that_are_missing_have_the_defaults_of_transformers(tmp_path: Path, family: str) -> None:
     needed = {name: GROUPED[name] for name in GROUPED.keys() & set(SIZES)} | {"model_type": family}
     base = {} if FAMILIES[family].rope_theta else {"rope_theta": 1e6}
-    window = {"sliding_window": None} if family == "mistral" else {}
-    (tmp_path / "config.json").write_text(json.dumps(needed | base | window))
+    own = {"mistral": {"sliding_window": None}, "smollm3": {"no_rope_layers": [1, 0]}}.get(family, {})
+    (tmp_path / "config.json").write_text(json.dumps(needed | base | own))
     theirs, read = AutoConfig.from_pretrained(tmp_path), Qwen3Seq2SeqConfig(**read_fields(tmp_path))
     for name in ("max_position_embeddings", "rms_norm_eps", "hidden_act", "initializer_range", "num_key_value_heads"):
         assert getattr(read, name) == getattr(theirs, name), name

@@ -179,8 +179,9 @@ class PairMaker(ExampleMaker):
             yield Made(number, example, number + 1 == len(ids), bool(problems))
 
     def checked(self, ids: Sequence[Pair], document: str) -> Iterator[tuple[str, bool]]:
+        empty = len(self.vocabulary.beginning())
         for source, target in ids:
-            yield _TASK, len(source) > 0 and len(target) > 1 and target[-1] == self.vocabulary.eos_id
+            yield _TASK, len(source) > empty and len(target) > 1 and target[-1] == self.vocabulary.eos_id
 
     def facts(self) -> dict[str, Any]:
         return self._facts
