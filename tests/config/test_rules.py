@@ -51,8 +51,7 @@ training.metric_for_best_model=exactmatch ; training.load_best_model_at_end=true
 SCRATCH model.architecture.num_key_value_heads=3 ; SCRATCH model.architecture.head_dim=15
 SCRATCH model.architecture.vocab_size=357
 SCRATCH model.architecture.vocab_size=362 data.use_mode_tokens=true
-SCRATCH model.architecture.max_position_embeddings=4000
-SCRATCH model.architecture.max_position_embeddings=4100 ; SCRATCH model.model_name_or_path=x
+SCRATCH model.architecture.max_position_embeddings=4000 ; SCRATCH model.model_name_or_path=x
 model.model_name_or_path=null ; model.architecture=SIZES ; training.fp16=true training.bf16=true
 training.bf16=false training.fp16=true infra.device=cpu
 training.bf16=false training.fp16=true infra.sharding_stage=zero0 infra.offload_optimizer=none
