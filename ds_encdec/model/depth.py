@@ -35,7 +35,7 @@ def depth_of(section: ModelConfig, num_layers: int, form: CrossAttention) -> Dep
     decoder = _taken(section.decoder_layers, num_layers, "model.decoder_layers", has)
     if form.is_aligned:
         num_layers = decoder[-1]
-        has = f"aligned decoder layers, up to layer {num_layers} of the source, read only the {num_layers} below that"
+        has = f"aligned decoder layers, up to layer {num_layers} of the source, read only the {num_layers} below it"
     return Depth(_taken(section.encoder_layers, num_layers, "model.encoder_layers", has), decoder)
 
 

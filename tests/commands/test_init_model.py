@@ -153,7 +153,7 @@ SMALL = ["infra.device=cpu", "infra.distributed_type=auto", "infra.sharding_stag
     ("name", "setting", "sentence"),
     [
         ("source", "model.decoder_layers=5", "is 5, but the source has 4 layers: take at most 4"),
-        ("source", "model.encoder_layers=[1, 3]", "read only the 3 below that one: name layers from 0 to 2"),
+        ("source", "model.encoder_layers=[1, 3]", "read only the 3 below it: name layers from 0 to 2"),
         ("own", "model.cross_attention=final", 'is an encoder-decoder made with "aligned", which it keeps: '),
         ("own", "model.decoder_layers=[0, 3]", "is [0, 3], but "),
         ("source", "model.decoder_layers=[2, 1]", "needed are a number of layers, `top N`, or layers of the source"),
