@@ -277,7 +277,7 @@ VERBS = {
             "--out": value("folder to write; must not exist", Path, required=True, metavar="DIR"),
             "--num-sentinel-tokens": value("sentinel tokens to add (default 100)", COUNT, default=100),
             "--seed": value("seed of the sentinel rows (default 42)", int, default=42),
-            "--check": value("measure on this text what the conversion alone costs", Path, metavar="TEXT"),
+            "--check": value("measure on this text what the conversion alone costs", Path, metavar="FILE"),
         },
         takes_settings=True,
     ),

@@ -42,7 +42,7 @@ class ArchitectureConfig(Section):
     hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
     num_hidden_layers: int = Field(gt=0)
-    """Layers of the encoder, and again of the decoder."""
+    """Layers of the decoder; the encoder has one less, or with `cross_attention` `final` or `renormed` as many."""
     num_attention_heads: int = Field(gt=0)
     """Query heads."""
     num_key_value_heads: int = Field(gt=0)

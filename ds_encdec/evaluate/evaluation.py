@@ -29,14 +29,7 @@ from ds_encdec.config.yaml.plain_files import read_json
 from ds_encdec.data.inspection import TextExample, TrainedData, split_examples
 from ds_encdec.data.sources.sources import Split
 from ds_encdec.data.sources.tables import resolve_commits
-from ds_encdec.evaluate.generation import (
-    generate_batch,
-    plan_batches,
-    score_targets,
-    special_ids,
-    text_of,
-    warn_of_length,
-)
+from ds_encdec.evaluate.generation import generate_batch, plan_batches, score_targets, special_ids, text_of
 from ds_encdec.evaluate.metrics import rouge_scorer, same_words, score_texts
 from ds_encdec.evaluate.models import is_ours, open_model
 from ds_encdec.launch.disk import Writing, write_atomically
@@ -102,8 +95,6 @@ def evaluate(
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
         if missing := [batch for batch in batches if not predictions.records.keys() >= set(batch)]:
             loaded = open_model(model, place, dtype)
-            if world.is_main:
-                warn_of_length(loaded, [example.encoder_ids for example in examples], settings)
             for batch in _with_progress(split, batches, missing, shown=world.is_main and not terminal.is_quiet()):
                 predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
             del loaded

@@ -188,9 +188,8 @@ class MicroBatch:
                 yield Layer(name, kept, self.at_worst("evaluation"))
 
     def kept_on_host(self) -> float:
-        """Return the bytes that layers keep if these leave the device: aligned states for a layer of either stack."""
-        again = self._encoder_states * self._job.sizes.num_hidden_layers * form_of(self._job.sizes).is_aligned
-        return sum(layer.kept for layer in self.layers()) + again
+        """Return the bytes that leave the device: all that layers keep, and an aligned encoder's last states."""
+        return sum(layer.kept for layer in self.layers()) + self._encoder_states * form_of(self._job.sizes).is_aligned
 
     def _layer(self, side: Side, recomputes: bool, *, is_last: bool) -> tuple[float, Breakdown]:
         job, formulas = self._job, self._formulas(self._mode if recomputes else "none")

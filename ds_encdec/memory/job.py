@@ -14,7 +14,7 @@ from ds_encdec.base.types import CheckpointError, ConfigError, is_hidden_matrix
 from ds_encdec.config.schema import DataConfig, FullConfig, TrainingConfig
 from ds_encdec.config.settings import Conflict, closest
 from ds_encdec.config.shares import micro_batches_per_step
-from ds_encdec.config.stored_model import COUNTS, read_stored_model
+from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.data.budgets import token_budgets
 from ds_encdec.launch.disk import free_bytes
 from ds_encdec.memory.breakdown import Count
@@ -27,7 +27,7 @@ from ds_encdec.model.parameter_count import (
     trained_shapes,
 )
 from ds_encdec.registry.engines import ENGINES, EngineName
-from ds_encdec.registry.families import FAMILIES, LAYER, OF_OUR_OWN
+from ds_encdec.registry.families import FAMILIES, OF_OUR_OWN
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.registry.optimizers import OPTIMIZERS, row_of
 from ds_encdec.tokenizer.sentinels import MODE_TOKENS
@@ -301,42 +301,37 @@ PUBLISHED = {
 
 def run_sizes(config: FullConfig) -> Sizes:
     """Return the sizes of a run's model, sentinels included. Raises ConfigError if unknown, or refused by a run."""
-    return _formed(config, _source_sizes(config))
+    return _formed(config, *_source_sizes(config))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The sizes of what a model is made from; `stored`: the config.json of an encoder-decoder, which keeps its form."""
-
-    sizes: Sizes
-    stored: dict[str, Any] | None = None
+Source = tuple[Sizes, dict[str, Any] | None]
+"""The sizes of what a model is made from, and the config.json of an encoder-decoder, which keeps its form."""
 
 
-def _source_sizes(config: FullConfig) -> _Source:
+def _source_sizes(config: FullConfig) -> Source:
     section = config.model
     if section.architecture is not None:
-        return _Source(Sizes.of(section.architecture))  # its rows are fixed: a run refuses a tokenizer with more
+        return Sizes.of(section.architecture), None  # its rows are fixed: a run refuses a tokenizer with more
     name = section.model_name_or_path
     assert name is not None  # the configuration has one of the two
     folder = Path(name).expanduser()
-    if not folder.is_dir() and name in PUBLISHED:
-        source = _Source(PUBLISHED[name])
-    else:
-        source = _stored_sizes((folder if folder.is_dir() else _cached_config(name)) / "config.json")
-    if source.sizes.vocab_size != QWEN3_ROWS:
-        return source  # other tokenizers are not read: their rows are assumed to suffice
+    sizes, stored = PUBLISHED.get(name), None
+    if sizes is None or folder.is_dir():
+        sizes, stored = _stored_sizes((folder if folder.is_dir() else _cached_config(name)) / "config.json")
+    if sizes.vocab_size != QWEN3_ROWS:
+        return sizes, stored  # other tokenizers are not read, and rows that they may lack are not counted
     # Qwen3's embedding grows if sentinels and mode tokens do not fit.
     ids = QWEN3_IDS + section.num_sentinel_tokens + len(MODE_TOKENS) * config.data.use_mode_tokens
     rows = max(QWEN3_ROWS, -(-ids // EMBEDDING_ROWS_MULTIPLE) * EMBEDDING_ROWS_MULTIPLE)
-    return replace(source, sizes=replace(source.sizes, vocab_size=rows))
+    return replace(sizes, vocab_size=rows), stored
 
 
-def _formed(config: FullConfig, source: _Source) -> Sizes:
-    if source.stored is not None:
-        require_stored_form(config.model, source.stored)
-        return source.sizes
-    made = form_fields(config.model, source.sizes.num_hidden_layers)
-    return replace(source.sizes, **{name: value for name, value in made.items() if hasattr(source.sizes, name)})
+def _formed(config: FullConfig, sizes: Sizes, stored: dict[str, Any] | None) -> Sizes:
+    if stored is not None:
+        require_stored_form(config.model, stored)
+        return sizes
+    made = form_fields(config.model, sizes.num_hidden_layers)
+    return replace(sizes, **{name: value for name, value in made.items() if hasattr(sizes, name)})
 
 
 def require_possible_model(config: FullConfig) -> None:
@@ -346,7 +341,7 @@ def require_possible_model(config: FullConfig) -> None:
     with suppress(ConfigError, RuntimeError):
         source = _source_sizes(config)
     if source is not None:
-        trained_shapes(config, _formed(config, source))
+        trained_shapes(config, _formed(config, *source))
 
 
 def impossible_model(config: FullConfig) -> Iterator[Conflict]:
@@ -358,21 +353,14 @@ def impossible_model(config: FullConfig) -> Iterator[Conflict]:
         yield Conflict((field.removesuffix(":"),), message)
 
 
-def _stored_sizes(file: Path) -> _Source:
+def _stored_sizes(file: Path) -> Source:
     try:
         stored = read_stored_model(file)
     except CheckpointError as error:
         raise ConfigError(f"model.model_name_or_path: {error}") from error
-    is_ours = stored["model_type"] == OF_OUR_OWN
-    sizes = Sizes(
-        **{field.name: stored[field.name] for field in fields(Sizes) if field.name in (*COUNTS, *LAYER)},
-        num_encoder_layers=stored.get("num_encoder_layers", stored["num_hidden_layers"]),
-        head_dim=stored["head_dim"],
-        tie_word_embeddings=bool(stored.get("tie_word_embeddings", False)),
-        cross_attention=stored.get("cross_attention", "final"),
-        encoder_heights=stored.get("encoder_heights"),
-    )
-    return _Source(sizes, stored if is_ours else None)
+    given = {"num_encoder_layers": stored["num_hidden_layers"], "tie_word_embeddings": False, **stored}
+    sizes = Sizes(**{field.name: given[field.name] for field in fields(Sizes) if field.name in given})
+    return sizes, stored if stored["model_type"] == OF_OUR_OWN else None
 
 
 def _cached_config(name: str) -> Path:

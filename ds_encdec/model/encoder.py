@@ -144,6 +144,7 @@ class Qwen3Layer(GradientCheckpointingLayer):
     to zero."""
 
     attention: type[Qwen3Attention]
+    norms_encoder = False  # reads the encoder's states through its own input norm
     residual_dropout = 0.0
 
     def __init__(self, config: Qwen3Seq2SeqConfig, layer_idx: int) -> None:
@@ -163,13 +164,10 @@ class Qwen3Layer(GradientCheckpointingLayer):
             self.self_attn,
             self.attention_output_norm,
             self.input_layernorm(hidden_states),
-            *self._read(*encoder_states),
+            *(map(self.input_layernorm, encoder_states) if self.norms_encoder else encoder_states),
             **shared,
         )
         return self._added(hidden_states, self.mlp, self.mlp_output_norm, self.post_attention_layernorm(hidden_states))
-
-    def _read(self, *encoder_states: Tensor) -> tuple[Tensor, ...]:
-        return encoder_states
 
     def _added(self, stream: Tensor, part: nn.Module, norm: nn.Module, *inputs: Tensor, **shared: Any) -> Tensor:
         drops = self.residual_dropout and self.training

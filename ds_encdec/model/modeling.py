@@ -95,9 +95,6 @@ class Qwen3DecoderLayer(Qwen3Layer):
         super().__init__(config, layer_idx)
         self.norms_encoder = form_of(config).has_own_norm
 
-    def _read(self, *encoder_states: Tensor) -> tuple[Tensor, ...]:
-        return tuple(map(self.input_layernorm, encoder_states)) if self.norms_encoder else encoder_states
-
 
 class Qwen3Decoder(Qwen3Stack):
     """Decoder layers and the final norm."""

@@ -57,12 +57,13 @@ def add_sentinels(tokenizer: PreTrainedTokenizerFast, num_sentinels: int, *, mod
         [AddedToken(token, special=True, normalized=False) for token in wanted if token not in known],
         special_tokens=True,
     )
-    ids = tokenizer.get_vocab()
+    ids, folder = tokenizer.get_vocab(), tokenizer.name_or_path
     for token in wanted:
-        if tokenizer.encode(token, add_special_tokens=False) != [ids[token]]:
-            raise CheckpointError(f"The tokenizer does not keep {token} together: it cannot carry sentinels")
+        is_word = getattr(tokenizer.added_tokens_decoder.get(ids[token]), "single_word", False)
+        if is_word or tokenizer.encode(token, add_special_tokens=False) != [ids[token]]:
+            raise CheckpointError(f"{folder} splits {token} within a text: take that out of its tokenizer, to be added")
     if tokenizer.eos_token_id is None:
-        raise CheckpointError("The tokenizer names no eos_token in its tokenizer_config.json: targets could not end")
+        raise CheckpointError(f"{folder} names no eos_token in tokenizer_config.json, so that no target could end")
     return Vocabulary(
         sentinel_ids=tuple(ids[sentinel(index)] for index in range(num_sentinels)),
         eos_id=tokenizer.eos_token_id,

@@ -99,7 +99,7 @@ def failures(losses: Sequence[float], settings: PhaseConfig, *, warmup_steps: in
     ("file", "curve", "gates", "phase", "expected"),
     [
         ("quickstart", "sanity_check", "default", "sanity_check", set()),
-        # It learns, but no 1.3 M parameters are near 5 after 80 steps.
+        # It learns, but no 1.1 M parameters are near 5 after 80 steps.
         ("quickstart", "full", "default", "full", {"loss_after_warmup"}),
         *(("quickstart", phase, "own", phase, set()) for phase in TrainingPhase),
         # A phase that was handed nothing begins where the first one did.

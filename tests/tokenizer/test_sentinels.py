@@ -7,7 +7,7 @@ import pytest
 from qwen3_vocabulary import oracle, qwen3_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import Unigram, WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from ds_encdec import cli
 from ds_encdec.base.types import CheckpointError, ConfigError
@@ -54,6 +54,14 @@ def test_a_saved_tokenizer_loads_with_the_same_ids(tmp_path: Path) -> None:
     assert vocabulary == expected
     text = f"{MODE_TOKENS[4]}Hello <extra_id_7> 日本"
     assert loaded.encode(text) == tokenizer.encode(text)
+
+
+def test_a_tokenizer_that_splits_sentinels_within_a_text_is_refused(tmp_path: Path) -> None:
+    tokenizer = qwen3_tokenizer()
+    tokenizer.add_tokens([AddedToken("<extra_id_0>", single_word=True)], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{tmp_path} splits <extra_id_0> within a text"):
+        load_tokenizer(ModelConfig(model_name_or_path=str(tmp_path)), builtin_texts=tuple, mode_tokens=False)
 
 
 MODELS = {
