@@ -71,4 +71,4 @@ def _facts(section: ModelConfig, stored: dict[str, Any], config: Qwen3Seq2SeqCon
 def _copies(layers: Sequence[int]) -> str:
     is_row = len(layers) > 1 and list(layers) == list(range(layers[0], layers[-1] + 1))
     named = f"{layers[0]} to {layers[-1]}" if is_row else ", ".join(map(str, layers))
-    return f"{len(layers)}, copies of {named}" if layers else "0"
+    return f"{len(layers)}, copies of {named}" if layers else "0, so that the decoder reads embeddings alone"

@@ -34,9 +34,7 @@ def depth_of(section: ModelConfig, num_layers: int, form: CrossAttention) -> Dep
     has = f"the source has {num_layers} layers"
     decoder = _taken(section.decoder_layers, num_layers, "model.decoder_layers", has)
     if form.is_aligned:
-        if (num_layers := decoder[-1]) == 0:
-            fix = "take more layers, or set model.cross_attention=final"
-            raise ConfigError(f"model.decoder_layers takes layer 0 alone, below which no encoder layer is: {fix}")
+        num_layers = decoder[-1]
         has = f"aligned decoder layers, up to layer {num_layers} of the source, read only the {num_layers} below it"
     return Depth(_taken(section.encoder_layers, num_layers, "model.encoder_layers", has), decoder)
 
@@ -44,6 +42,8 @@ def depth_of(section: ModelConfig, num_layers: int, form: CrossAttention) -> Dep
 def _taken(choice: LayerChoice, num_layers: int, field: str, why: str) -> tuple[int, ...]:
     if choice is None:
         return tuple(range(num_layers))
+    if num_layers == 0:
+        raise ConfigError(f"{field} is {show(choice)}, but {why}: leave it out")
     if isinstance(choice, tuple):
         if choice[-1] >= num_layers:
             raise ConfigError(f"{field} is {list(choice)}, but {why}: name layers from 0 to {num_layers - 1}")

@@ -209,7 +209,7 @@ def test_layers_are_copied_and_read_at_their_height_in_the_source(
 @pytest.mark.parametrize(
     ("section", "form", "message"),
     [
-        ({"decoder_layers": (0,)}, "aligned", "model.decoder_layers takes layer 0 alone, .*: take more"),
+        ({"decoder_layers": (0,), "encoder_layers": 1}, "aligned", "read only the 0 below it: leave it out"),
         ({"decoder_layers": 9}, "final", "model.decoder_layers is 9, but the source has 8 layers: take at most 8"),
         ({"decoder_layers": [2, 8]}, "aligned", r"model.decoder_layers is \[2, 8\], but .*: name layers from 0 to 7"),
         ({"encoder_layers": 8}, "aligned", "model.encoder_layers is 8, but aligned decoder layers, .* at most 7"),
