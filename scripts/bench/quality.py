@@ -1,6 +1,6 @@
 """Does a decoder make a good encoder-decoder? A source decoder, arms made from it, and the tables of docs/quality.md.
 
-    python scripts/bench/quality.py run --folder /tmp/quality            # three hours on one core; goes on if ended
+    python scripts/bench/quality.py run --folder /tmp/quality            # five hours on one core; goes on if ended
     python scripts/bench/quality.py table --folder /tmp/quality --out quality.svg     # what is done; and a drawing
     python scripts/bench/quality.py step0 --source FOLDER --text FILE --folder /tmp/step0      # of any real decoder
     python scripts/bench/quality.py check --folder /tmp/check       # half a minute: fails where the conversion does
@@ -25,6 +25,8 @@ from quality_source import SIZES, Size, make_source
 from quality_tables import draw, step0, tables
 from quality_text import make_texts
 
+from ds_encdec.base.types import CheckpointError, ConfigError
+
 COPIES_FROM = 1.0  # nats that the second reading of a passage is below the first
 IDENTITY = 1e-4  # nats: with a causal encoder the aligned form is the source
 ALIGNED_LOSES = 0.02  # nats at most at step 0
@@ -44,7 +46,10 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="step0: a text, .txt or .jsonl")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    commands[options.command](options)
+    try:
+        commands[options.command](options)
+    except (CheckpointError, ConfigError) as error:
+        sys.exit(f"error: {error}")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -66,6 +71,8 @@ def make_study(folder: Path, size: Size, seed: int, device: str = "cpu") -> tupl
 
 
 def table(options: argparse.Namespace) -> None:
+    if not (options.folder / "runs").is_dir():
+        sys.exit(f"error: --folder: {options.folder} has no runs")
     results = Results(options.folder, SIZES[options.size])
     print("\n".join(tables(results)))
     if options.out:
@@ -83,7 +90,9 @@ def measure_step0(options: argparse.Namespace) -> None:
 def check(options: argparse.Namespace) -> None:
     found = losses_of_conversion(make_study(options.folder, SIZES["ci"], 0)[0])
     print(json.dumps(found, indent=1))
-    sys.exit("\n".join(problems(found)))
+    if wrong := problems(found):
+        sys.exit("\n".join(wrong))
+    print("passed: all are within their bounds")
 
 
 def losses_of_conversion(study: Study, change: Callable[[torch.nn.Module], None] = lambda model: None) -> dict:

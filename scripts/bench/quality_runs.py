@@ -151,12 +151,12 @@ class Runs(Results):
         part = self.folder / "runs" / f"{name}.part.json"
 
         def measure() -> dict[str, Any]:
-            model, at = self._study.model(ARMS[arm], 0), json.loads(part.read_text()) if part.exists() else {}
+            model, at = self._study.model(ARMS[arm], 0), (self.result(f"{name}.part") or {"marks": {}})["marks"]
             steps = stepper(model, ARMS[arm], self.folder / "states" / f"{name}.state.pt")
 
             def at_mark(mark: int) -> None:
                 at[str(mark)] = self._kept(name, mark, evaluate(model, view, self._study.evaluation))
-                part.write_text(json.dumps(at))
+                part.write_text(json.dumps({"marks": at}))
 
             files = ",".join(str(self.folder / "text" / f"{role}.jsonl") for role in ("source", "ul2"))
             batches = self._study.batches(0, f"data.data_files=[{files}]")

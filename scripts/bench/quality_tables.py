@@ -110,7 +110,8 @@ def _rates(results: Results) -> Iterator[str]:
 
 def _totals(results: Results) -> Iterator[str]:
     """Losses of the arms from random weights at marks of all tokens, and how far they are behind `aligned` by then."""
-    done = {arm: run["marks"] for arm in TOTAL_ARMS if (run := results.result(f"total {arm}"))}
+    runs = {arm: results.result(f"total {arm}") or results.result(f"total {arm}.part") for arm in TOTAL_ARMS}
+    done = {arm: run["marks"] for arm, run in runs.items() if run}
     if done:
         best = [results.losses("ul2 aligned 0", max(results.size.marks["ul2"]))]
         cells = (
