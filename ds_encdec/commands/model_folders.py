@@ -23,10 +23,9 @@ from ds_encdec.tokenizer.load import load_tokenizer
 
 
 def init_model(section: ModelConfig, out: Path, *, seed: int = 42, text: Path | None = None) -> Iterator[str]:
-    """Write the folder `out` with the model of `section`, the weights of its source on both sides and new sentinel
-    rows, and yield the lines to print: what was made, and with `text` what the conversion costs on it. Tensors are
-    copied one at a time. Raises ConfigError for a `text` that is too short, CheckpointError for a source or `out` that
-    cannot be used."""
+    """Write the folder `out` with the model of `section`, tensor by tensor, and yield the lines to print: what was made
+    and, with `text`, what the conversion costs on it. Raises ConfigError for a `text` that is too short,
+    CheckpointError for a source or `out` that cannot be used."""
     source = str(section.model_name_or_path)
     folder = model_folder(source, (*MODEL_FILES, *TOKENIZER_FILES), field="--from")
     stored = read_stored_model(folder / "config.json")

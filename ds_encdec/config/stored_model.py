@@ -23,7 +23,6 @@ MODEL_FILES = ("*.json", "*.safetensors")
 TOKENIZER_FILES = ("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "*.jinja")
 # Optional tokens that name the denoiser of an example, in the order of `DENOISERS`.
 MODE_TOKENS = tuple(f"<denoiser_{name}>" for name in DENOISERS)
-_UNREAD = {"type", "partial_rotary_factor"}  # of a block of rotary parameters
 COUNTS = (  # the sizes that every `config.json` has: whole numbers above 0
     "hidden_size",
     "intermediate_size",
@@ -115,7 +114,7 @@ def _unsupported(stored: Mapping[str, Any]) -> str | None:
         return f"hidden_act = {activation!r}; known are {', '.join(ACTIVATIONS)}"
     if (kinds := stored.get("layer_types")) is not None:
         others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
-        return f"layer_types has {others[0]!r}" if others else None
+        return f"layer_types has {others[0]!r}: its layers attend over a window" if others else None
     window, first = stored.get("sliding_window"), stored.get("max_window_layers", 0)
     if not stored.get("use_sliding_window", True) or not isinstance(window, int):
         return None
@@ -179,7 +178,7 @@ def _rope(stored: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if stored.get(original) not in (None, within := block.get(original, stored.get(original))):
         raise ValueError(f"{original} is {stored[original]}, but {within} in {name}: keep the right one")
     made = {**block, original: within, "rope_type": kind, "rope_theta": next(iter(known.values()))}
-    made = {field: made[field] for field in made.keys() - _UNREAD if made[field] is not None}
+    made = {key: one for key, one in made.items() if one is not None and key not in ("type", "partial_rotary_factor")}
     for field in sorted(made.keys() - {"rope_type", "truncate"}):
         _require_positive(f"{name}.{field}", made[field])
     return made

@@ -28,9 +28,8 @@ def _objective_rows(data: DataConfig, forms: Sequence[str]) -> dict[str, str]:
 
 
 def _cross_attention(made: Qwen3Seq2SeqConfig) -> dict[str, str]:
-    name, positions = made.cross_attention, made.encoder_positions
-    words = f"each decoder layer reads {FORMS[name].words}; {POSITIONS[positions]}"
-    return {"Cross-attention": f"`{name}`, `{positions}`: {words}"}
+    words = f"each decoder layer reads {FORMS[made.cross_attention].words}; {POSITIONS[made.encoder_positions]}"
+    return {"Cross-attention": f"`{made.cross_attention}`, `{made.encoder_positions}`: {words}"}
 
 
 def model_card(

@@ -59,9 +59,8 @@ def _taken(choice: LayerChoice, num_layers: int, field: str, why: str) -> tuple[
 
 
 def form_fields(section: ModelConfig, num_layers: int, unrotated: Collection[int] = ()) -> dict[str, Any]:
-    """Return the fields of a new model's configuration that say how its decoder reads the encoder, the number of layers
-    on either side and which do not rotate, from a source with `num_layers`, of which the layers `unrotated` do not.
-    Raises ConfigError if it has too few."""
+    """Return the fields of a new model's configuration for its form and its layers, from a source with `num_layers`, of
+    which the layers `unrotated` do not rotate. Raises ConfigError if it has too few."""
     name = section.cross_attention or NEW_FORM
     depth = depth_of(section, num_layers, form := FORMS[name])
     return {

@@ -173,15 +173,13 @@ class SafetensorsFolder:
                 )
 
     def refuse_another_head(self, embedding: str) -> None:
-        """Raise CheckpointError if there is a head beside the tied `embedding` whose first rows differ: transformers 5
-        would keep both."""
-        if "lm_head.weight" in self._file_of:
-            head, tied = (self.tensor(name, slice(0, 256)) for name in ("lm_head.weight", embedding))
-            if not torch.equal(head, tied):
-                raise CheckpointError(
-                    f"{self._folder} has an lm_head.weight of its own, but config.json ties it to the embedding: set "
-                    "tie_word_embeddings to false there to keep it."
-                )
+        """Raise CheckpointError if a head has other first rows than the `embedding` that it is tied to."""
+        names = {"lm_head.weight", embedding} & self._file_of.keys()
+        if len(names) == 2 and not torch.equal(*(self.tensor(name, slice(0, 256)) for name in names)):
+            raise CheckpointError(
+                f"{self._folder} has an lm_head.weight of its own, but config.json ties it to the embedding: set "
+                "tie_word_embeddings to false there to keep it."
+            )
 
     def _open(self, name: str) -> Any:
         # Opened for each tensor: an open file stays mapped, and all pages read count as our memory.
