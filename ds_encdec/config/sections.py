@@ -25,7 +25,8 @@ def _layers(value: Any) -> Any:
     taken = words(value) if isinstance(value, str) and "," in value else value
     is_list = isinstance(taken, tuple)
     numbers = [int(one) if isinstance(one, str) and one.isdecimal() else one for one in (taken if is_list else [taken])]
-    if all(type(one) is int and one >= (not is_list) for one in numbers) and numbers == sorted({*numbers}) != []:
+    least = 0 if is_list else 1
+    if numbers and all(type(one) is int and one >= least for one in numbers) and numbers == sorted({*numbers}):
         return tuple(numbers) if is_list else numbers[0]
     raise ValueError("needed are a number of layers, `top N`, or layers of the source in their order, from 0")
 
@@ -42,7 +43,7 @@ class ArchitectureConfig(Section):
     hidden_size: int = Field(gt=0)
     """Width of the residual stream."""
     num_hidden_layers: int = Field(gt=0)
-    """Layers of the decoder; the encoder has one less, or with `cross_attention` `final` or `renormed` as many."""
+    """Layers of the decoder; the encoder has one fewer, or with `cross_attention` `final` or `renormed` as many."""
     num_attention_heads: int = Field(gt=0)
     """Query heads."""
     num_key_value_heads: int = Field(gt=0)

@@ -114,7 +114,7 @@ def _unsupported(stored: Mapping[str, Any]) -> str | None:
         return f"hidden_act = {activation!r}; known are {', '.join(ACTIVATIONS)}"
     if (kinds := stored.get("layer_types")) is not None:
         others = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else [kinds]
-        return f"layer_types has {others[0]!r}: its layers attend over a window" if others else None
+        return f"layer_types has {others[0]!r}: its layers do not attend to all" if others else None
     window, first = stored.get("sliding_window"), stored.get("max_window_layers", 0)
     if not stored.get("use_sliding_window", True) or not isinstance(window, int):
         return None
@@ -170,18 +170,17 @@ def _rope(stored: Mapping[str, Any], family: Family) -> dict[str, Any]:
         raise ValueError(f"not supported: rope type {kind!r} ({name}); known are {', '.join(family.rope_kinds)}")
     if (share := block.get("partial_rotary_factor", stored.get("partial_rotary_factor"))) not in (None, 1):
         raise ValueError(f"not supported: partial_rotary_factor = {share!r}, rotation of a part of each head")
-    for field in ROPE_KINDS[kind]:
-        _require_positive(f"{name}.{field}", block.get(field))
+    base = next(iter(known.values()))
     if kind in ("default", "dynamic"):
-        return {"rope_type": "default", "rope_theta": next(iter(known.values()))}
-    original = "original_max_position_embeddings"
-    if stored.get(original) not in (None, within := block.get(original, stored.get(original))):
-        raise ValueError(f"{original} is {stored[original]}, but {within} in {name}: keep the right one")
-    made = {**block, original: within, "rope_type": kind, "rope_theta": next(iter(known.values()))}
-    made = {key: one for key, one in made.items() if one is not None and key not in ("type", "partial_rotary_factor")}
-    for field in sorted(made.keys() - {"rope_type", "truncate"}):
-        _require_positive(f"{name}.{field}", made[field])
-    return made
+        return {"rope_type": "default", "rope_theta": base}
+    original, made = "original_max_position_embeddings", {**block, "rope_type": kind, "rope_theta": base}
+    beside = stored.get(original) if kind != "linear" else None
+    if beside is not None and made.setdefault(original, beside) != beside:
+        raise ValueError(f"{original} is {beside}, but {made[original]} in {name}: keep the right one")
+    for field in (*ROPE_KINDS[kind], original, "attention_factor", "beta_fast", "beta_slow"):
+        if field in ROPE_KINDS[kind] or made.get(field) is not None:
+            _require_positive(f"{name}.{field}", made.get(field))
+    return {key: value for key, value in made.items() if key not in ("type", "partial_rotary_factor")}
 
 
 def sentinel(index: int) -> str:

@@ -39,6 +39,7 @@ from ds_encdec.launch.process_group import choose_device, init_process_group, sh
 from ds_encdec.launch.run_folder import lock_file
 from ds_encdec.launch.world import discover
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
+from ds_encdec.model.depth import beyond_positions
 from ds_encdec.monitor.metrics_file import strict_json
 from ds_encdec.registry.objectives import OBJECTIVES
 from ds_encdec.tokenizer.load import load_tokenizer
@@ -95,6 +96,9 @@ def evaluate(
         batches = plan_batches([example.encoder_ids for example in examples], settings)[world.rank :: world.world_size]
         if missing := [batch for batch in batches if not predictions.records.keys() >= set(batch)]:
             loaded = open_model(model, place, dtype)
+            longest = max(len(example.encoder_ids) for example in examples)
+            if world.is_main and (problem := beyond_positions(loaded.config, longest, settings.max_new_tokens)):
+                _log(problem)
             for batch in _with_progress(split, batches, missing, shown=world.is_main and not terminal.is_quiet()):
                 predictions.append(_predict(loaded, tokenizer, examples, batch, settings))
             del loaded

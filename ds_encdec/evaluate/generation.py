@@ -83,14 +83,6 @@ def generate(
     return generated
 
 
-def warn_of_length(model: PreTrainedModel, encoder_ids: Sequence[TokenIds], settings: GenerationSettings) -> None:
-    """Warn if a model of ours has fewer positions than the longest input and an output may take."""
-    longest = max(map(len, encoder_ids), default=0)
-    is_ours = isinstance(getattr(model.config, "encoder_positions", None), str)
-    if is_ours and (problem := beyond_positions(model.config, longest, settings.max_new_tokens)):
-        logger.warning(problem)
-
-
 @torch.no_grad()
 def generate_batch(
     model: PreTrainedModel,
@@ -229,7 +221,8 @@ def generate_text(
     bos = added_bos(tokenizer)
     if bos is not None and encoder_ids[:1] != [bos]:
         encoder_ids.insert(0, bos)
-    warn_of_length(model, [encoder_ids], settings)
+    if problem := beyond_positions(model.config, len(encoder_ids), settings.max_new_tokens):
+        logger.warning(problem)
     # A tokenizer of words with their blanks drops the first blank of a text: a continuation's is wanted.
     before = encoder_ids if continues else []
     streamer = _Streamer(tokenizer, before) if stream else None

@@ -141,11 +141,11 @@ class _Settings:
         return done.trained + (0 if unit.all == self.job.embedding_parameters else unit.trained) > self.bucket
 
     def is_reducing(self, done: Count, unit: Count) -> bool:
-        """Return whether a bucket may be in a reduction at the worst moment of `unit`, at a layer's first gradient."""
+        """Return whether a bucket may be in a reduction at the worst moment of `unit`, its first gradient."""
         if self.overlaps or self.waiting_head(done):
             return self.is_filled(done, unit)
-        come = 0 if unit.all == self.job.embedding_parameters else self.largest_of(unit)
-        return done.trained % self.bucket + come > self.bucket
+        first = 0 if unit.all == self.job.embedding_parameters else self.largest_of(unit)
+        return done.trained % self.bucket + first > self.bucket
 
     def waiting_head(self, done: Count) -> int:
         """Return the elements of an untied output layer that no bucket can hold; the next gradient reduces it."""

@@ -130,18 +130,18 @@ class _Saved:
 def offloaded(forward: Forward, layer: nn.Module, lent: Seen | None, *, lends: bool) -> Forward:
     """Return `forward` of `layer`, with all that autograd saves inside it kept on the host, except parameters and
     tensors that layers share: rotary tables, boundaries, and the encoder's states, if these are one tensor (`lent` is
-    None). Otherwise a decoder layer that `lends` leaves its copies of them to the encoder layer behind it, which reads
-    the same states."""
+    None). Otherwise a decoder layer that `lends` leaves its copies of them to the next layer, which may read them."""
 
     def offloading_forward(hidden_states: Tensor, *encoder_states: Tensor, **options: Any) -> Tensor:
         shared = (options, encoder_states if lent is None else ())
         staying = {tensor.untyped_storage().data_ptr() for tensor in _tensors(shared)}
         seen = dict(lent or {})
+        if lent:
+            lent.clear()
         with torch.autograd.graph.saved_tensors_hooks(partial(_pack, seen, staying, layer), _unpack):
             output = forward(hidden_states, *encoder_states, **options)
-        if lent is not None:
-            lent.clear()
-            read = {tensor.data_ptr() for tensor in encoder_states if lends}
+        if lent is not None and lends:
+            read = {tensor.data_ptr() for tensor in encoder_states}
             lent.update((place, one) for place, one in seen.items() if place[0] in read)
         seen.clear()  # the graph keeps the hooks
         return output

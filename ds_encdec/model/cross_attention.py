@@ -7,11 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """One form. `is_aligned`: a decoder layer reads the encoder's states at its own height, such as entered the layer
-    that it was copied from, so that the encoder has a layer fewer (no gradient would reach the last one); otherwise all
-    layers read the encoder's last states. `has_own_norm`: it reads them through
-    its own input norm, as it reads its own states, and the encoder has no final norm; otherwise through that one.
-    `positions`: the default of `encoder_positions`. `words`: what a decoder layer reads."""
+    """One form. `is_aligned`: a decoder layer reads the encoder's states at its own height, such as entered the
+    layer that it was copied from, so that no encoder layer is needed at the height of the last one; otherwise all
+    layers read the encoder's last states. `has_own_norm`: it reads them through its own input norm, as it reads its
+    own states, and the encoder has no final norm; otherwise through that one. `positions`: the default of
+    `encoder_positions`. `words`: what a decoder layer reads."""
 
     is_aligned: bool
     has_own_norm: bool

@@ -101,9 +101,9 @@ def require_stored_form(section: ModelConfig, stored: Mapping[str, Any]) -> None
 
 def beyond_positions(config: Any, encoder_tokens: int, decoder_tokens: int) -> str | None:
     """Return a sentence if examples of these lengths have more positions than a model of this configuration has."""
-    goes_on = config.encoder_positions == "prefix"
+    goes_on = getattr(config, "encoder_positions", None) == "prefix"
     needed = encoder_tokens + decoder_tokens if goes_on else max(encoder_tokens, decoder_tokens)
-    if needed <= (most := config.max_position_embeddings):
+    if needed <= (most := getattr(config, "max_position_embeddings", needed)):
         return None
     how = "one behind the other" if goes_on else "each"
     return (

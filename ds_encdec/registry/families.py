@@ -18,7 +18,7 @@ LAYER: dict[str, Any] = {
     "unrotated_layers": {},
 }
 # Kinds of rotary embeddings, and the numbers that each needs beside the base.
-ROPE_KINDS: dict[str, tuple[str, ...]] = {"default": (), **dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))}
+ROPE_KINDS: dict[str, tuple[str, ...]] = {"default": (), "dynamic": (), "linear": ("factor",), "yarn": ("factor",)}
 ROPE_KINDS["llama3"] = ("factor", "low_freq_factor", "high_freq_factor")
 ACTIVATIONS = ("silu", "swish", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2")
 
@@ -31,8 +31,7 @@ class Family:
     that its own `config.json` decides. `defaults`: the values of transformers' class for fields that a
     `config.json` may lack; without one, `head_dim` is hidden_size / num_attention_heads. `rope_theta`: the default
     base of its rotary embedding; None: a file must have it. `rope_kinds`: those that transformers' class reads.
-    `lists_rotation`: `no_rope_layers` has 1 for each layer that rotates, and 0 for others. `renamed`: our part of a
-    tensor's name → the family's. `fused`: the family's part → ours that it stacks.
+    `renamed`: our part of a tensor's name → the family's. `fused`: the family's part → ours that it stacks.
     """
 
     title: str
@@ -41,7 +40,6 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rope_theta: float | None = None
     rope_kinds: Collection[str] = tuple(ROPE_KINDS)
-    lists_rotation: bool = False
     renamed: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -49,11 +47,13 @@ class Family:
         """Return the facts of `LAYER` of the model whose `config.json` has the fields `stored`, defaults included.
         Raises ValueError for a malformed one."""
         read = {name: stored[name] for name in self.reads if stored.get(name) is not None}
-        if self.lists_rotation:
+        if "no_rope_layer_interval" in self.defaults:  # `no_rope_layers` has 1 for each layer that rotates
             rotates, layers = stored.get("no_rope_layers"), stored["num_hidden_layers"]
-            if not isinstance(rotates, list) or len(rotates) != layers or any(one not in (0, 1) for one in rotates):
+            if rotates is None and isinstance(every := stored["no_rope_layer_interval"], int) and every > 0:
+                rotates = [(number + 1) % every > 0 for number in range(layers)]
+            if not isinstance(rotates, list) or len(rotates) < layers or any(one not in (0, 1) for one in rotates):
                 raise ValueError(f"no_rope_layers is {rotates!r}: needed is 0 or 1 for each of {layers} layers")
-            read["unrotated_layers"] = [number for number, rotated in enumerate(rotates) if not rotated]
+            read["unrotated_layers"] = [number for number, rotated in enumerate(rotates[:layers]) if not rotated]
         if "attention_bias" in read and "attention_output_bias" not in self.reads:
             read["attention_output_bias"] = read["attention_bias"]  # one field for all four
         return {**LAYER, **self.layer, **read}
@@ -75,6 +75,7 @@ class Family:
 
 _QWEN = {"max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _MISTRAL = {"max_position_embeddings": 131_072, "sliding_window": 4096}
+_SMOLLM = {"max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False}
 _LLAMA = {"max_position_embeddings": 2048, "num_key_value_heads": None}
 
 # The rows by `model_type`.
@@ -89,9 +90,8 @@ FAMILIES: dict[str, Family] = {
         "SmolLM3",
         layer={"qk_norm": "none"},
         reads=("attention_bias", "mlp_bias"),
-        defaults={"max_position_embeddings": 32768, "tie_word_embeddings": True, "use_sliding_window": False},
+        defaults={**_SMOLLM, "no_rope_layer_interval": 4},
         rope_theta=2e6,
-        lists_rotation=True,
     ),
     "olmo2": Family(
         "OLMo 2",

@@ -57,11 +57,11 @@ def add_sentinels(tokenizer: PreTrainedTokenizerFast, num_sentinels: int, *, mod
         [AddedToken(token, special=True, normalized=False) for token in wanted if token not in known],
         special_tokens=True,
     )
-    ids, folder = tokenizer.get_vocab(), tokenizer.name_or_path
+    ids, folder, added = tokenizer.get_vocab(), tokenizer.name_or_path, tokenizer.added_tokens_decoder
     for token in wanted:
-        is_word = getattr(tokenizer.added_tokens_decoder.get(ids[token]), "single_word", False)
+        is_word = getattr(added.get(ids[token]), "single_word", False)
         if is_word or tokenizer.encode(token, add_special_tokens=False) != [ids[token]]:
-            raise CheckpointError(f"{folder} splits {token} within a text: take that out of its tokenizer, to be added")
+            raise CheckpointError(f"{folder} splits {token} within a text: remove that from its tokenizer")
     if tokenizer.eos_token_id is None:
         raise CheckpointError(f"{folder} names no eos_token in tokenizer_config.json, so that no target could end")
     return Vocabulary(

@@ -97,7 +97,7 @@ def _learning(results: Results, name: str, kind: str, marks: Sequence[int]) -> I
 def _denoisers(results: Results, name: str, marks: Sequence[int]) -> Iterator[str]:
     if name != "S" and (done := _seeds(results, name)):
         at = {arm: [run["marks"][str(marks[-1])] for run in runs] for arm, runs in done.items()}
-        rows = ([arm, *_three({k: np.mean([row[k] for row in rows]) for k in KINDS})] for arm, rows in at.items())
+        rows = ([arm, *_three({k: np.mean([row[k] for row in at[arm]]) for k in KINDS})] for arm in at)
         yield from table([f"{name} at {marks[-1]:,}", *KINDS], rows)
 
 

@@ -10,9 +10,10 @@ import torch
 from tiny_models import tiny_model
 
 from ds_encdec.config.generation import GenerationSettings
-from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches, score_targets, warn_of_length
+from ds_encdec.evaluate.generation import generate, generate_batch, plan_batches, score_targets
 from ds_encdec.model.attention import PackedLayout
 from ds_encdec.model.cross_attention import FORMS
+from ds_encdec.model.depth import beyond_positions
 from ds_encdec.model.modeling import Qwen3ForSeq2SeqLM
 
 LENGTHS = [5, 0, 17, 1, 9, 17, 3, 12]
@@ -76,15 +77,13 @@ def test_a_stop_is_seen_between_batches(model: Qwen3ForSeq2SeqLM, inputs: list[n
     assert generate(model, inputs, settings, lambda: next(asked)) == expected != whole
 
 
-def test_inputs_and_outputs_beyond_the_models_positions_are_warned_of(
-    model: Qwen3ForSeq2SeqLM, inputs: list[np.ndarray], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_inputs_and_outputs_beyond_the_models_positions_are_named(model: Qwen3ForSeq2SeqLM) -> None:
     goes_on = model.config.encoder_positions == "prefix"
     model.config.max_position_embeddings, longest = 30, max(LENGTHS)
-    for most in (30 - longest * goes_on, 31 - longest * goes_on):
-        warn_of_length(model, inputs, GenerationSettings(max_new_tokens=most))
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert f"tokens, {'one behind the other' if goes_on else 'each'}, take 31 positions, but the model is" in told
+    assert beyond_positions(model.config, longest, 30 - longest * goes_on) is None
+    problem = beyond_positions(model.config, longest, 31 - longest * goes_on)
+    assert problem is not None
+    assert f"tokens, {'one behind the other' if goes_on else 'each'}, take 31 positions, but the model is" in problem
 
 
 def test_batches_hold_at_most_so_many_tokens_with_the_new_ones() -> None:
