@@ -298,7 +298,8 @@ def test_the_encoder_alone_is_an_embedding_model_that_its_card_shows_how_to_use(
     assert report["parameters"] == [*names, *(["encoder.norm.weight"] if form != "raw" else [])]
     ids, mask = torch.tensor(report["ids"]), torch.tensor(report["mask"])
     assert mask.tolist() == [[1, 1, 1], [1, 0, 0]]
-    (states,) = whole.decoder.layers[-1]._read(encoder(ids, mask).last_hidden_state)
+    states, last = encoder(ids, mask).last_hidden_state, whole.decoder.layers[-1]
+    states = last.input_layernorm(states) if last.norms_encoder else states
     assert torch.equal(torch.tensor(report["states"]), states)
     torch.testing.assert_close(torch.tensor(report["pipeline"]), states[:1])
     means = torch.stack([states[0].mean(0), states[1, 0]])
