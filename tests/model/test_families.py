@@ -179,7 +179,10 @@ LLAMA: dict[str, Any] = {"model_type": "llama", **GROUPED, "rope_theta": 1e4}
             "_window = 8",
         ),
         ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 2}, "layer_types has 'sliding_attention'"),
-        ({"rope_scaling": {"type": "longrope"}}, r"rope type 'longrope' \(rope_scaling\); known are default, dynamic, linear"),
+        (
+            {"rope_scaling": {"type": "longrope"}},
+            r"rope type 'longrope' \(rope_scaling\); known are default, dynamic, linear",
+        ),
         ({"rope_scaling": {"type": "yarn"}}, "rope_scaling.factor is None: needed is a number above 0"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling.factor is 0: needed"),
         ({"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": "x"}}, "rope_scaling.beta_fast is 'x': needed"),
