@@ -69,10 +69,11 @@ class EngineMemory(NamedTuple):
     """An engine's parameters, gradients and optimizer on one rank, in each part of a step.
 
     `resting`: between two steps; the next four come on top. `forward`: at the end of the last micro-batch's forward
-    pass. `backward(done, unit)`: once its backward pass is through `done` parameters, in a layer or embedding of `unit`
-    ones. `last_reduction`: after it, if gradients are not reduced layer by layer. `step`: the worst of the optimizer's.
-    `build`: all, while the engine is built. `keeps_frozen_inputs`: products with frozen weights keep inputs that
-    nothing needs. `sums_in_16_bits`: micro-batches are added up in 16 bits.
+    pass. `backward(done, unit)`: once its backward pass is through `done` parameters, at the worst moment of a
+    layer or embedding of `unit` ones, or `behind` it. `last_reduction`: after it, if gradients are not reduced
+    layer by layer. `step`: the worst of the optimizer's. `build`: all, while the engine is built.
+    `keeps_frozen_inputs`: products with frozen weights keep inputs that nothing needs. `sums_in_16_bits`:
+    micro-batches are added up in 16 bits.
     """
 
     backward: Callable[[Count, Count], Breakdown]
@@ -86,6 +87,7 @@ class EngineMemory(NamedTuple):
     reduces_every_micro_batch: bool = False
     sums_in_16_bits: bool = False
     communicators: int = 1
+    behind: Callable[[Count, Count], Breakdown] = lambda _, __: Breakdown()
 
 
 class Estimate(NamedTuple):

@@ -53,9 +53,8 @@ def estimate(job: Job) -> Estimate:
         nccl = NCCL_BYTES * engine.communicators * (job.world_size > 1)
         framework = CUDA_CONTEXT_BYTES + nccl + FRAGMENTATION * peak.total
         process += RANK_PROCESS_BYTES["cuda"]
-    # Half more if pinned. Assumed.
     copied = MicroBatch(job, keeps_inputs=engine.keeps_frozen_inputs).kept_on_host()
-    offloaded = copied * (1.5 if job.device == "cuda" else 1.0) * training.activation_offload
+    offloaded = copied * (1.5 if job.device == "cuda" else 1.0) * training.activation_offload  # half more if pinned
     host = engine.host._replace(activations=offloaded, process=process)
     return Estimate(peak + Breakdown(framework=framework), moment, host)
 
@@ -85,6 +84,7 @@ def step_parts(job: Job, engine: EngineMemory) -> Iterator[tuple[str, Breakdown]
         unit = job.model.layers[layer.name]
         below = resting + Breakdown(activations=kept)
         yield f"backward of {layer.name}", below + engine.backward(done, unit) + layer.working
+        yield f"reduction behind {layer.name}", below + engine.behind(done, unit)
         done += unit
     # Autograd adds the embedding's gradient, which the engine counts, to a waiting one: the sum is a third.
     yield "backward of the embedding", resting + engine.backward(done, embedding) + batch.at_worst("embedding")

@@ -304,8 +304,7 @@ def run_sizes(config: FullConfig) -> Sizes:
     return _formed(config, *_source_sizes(config))
 
 
-Source = tuple[Sizes, dict[str, Any] | None]
-"""The sizes of what a model is made from, and the config.json of an encoder-decoder, which keeps its form."""
+Source = tuple[Sizes, dict[str, Any] | None]  # of what a model is made from, and an encoder-decoder's config.json
 
 
 def _source_sizes(config: FullConfig) -> Source:

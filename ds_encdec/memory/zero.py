@@ -5,7 +5,7 @@ stages 1 and 2 gather the new weights in place (utils.py all_gather_dp_groups). 
 """
 
 from collections import Counter
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil, prod
 from typing import Any
 
@@ -140,12 +140,12 @@ class _Settings:
         """Return whether a bucket was full, and reduced, by then. The embedding's gradient comes last of all."""
         return done.trained + (0 if unit.all == self.job.embedding_parameters else unit.trained) > self.bucket
 
-    def is_reducing(self, done: Count, unit: Count) -> bool:
-        """Return whether a bucket may be in a reduction at the worst moment of `unit`, its first gradient."""
-        if self.overlaps or self.waiting_head(done):
-            return self.is_filled(done, unit)
-        first = 0 if unit.all == self.job.embedding_parameters else self.largest_of(unit)
-        return done.trained % self.bucket + first > self.bucket
+    def is_reducing(self, done: Count, unit: Count, *, behind: bool) -> bool:
+        """Return whether a bucket may be reduced at the worst moment of `unit`, its first gradient, or `behind`."""
+        is_embedding = unit.all == self.job.embedding_parameters
+        if behind or self.overlaps or self.waiting_head(done):
+            return self.is_filled(done, unit) and (self.overlaps or not is_embedding)
+        return done.trained % self.bucket + (0 if is_embedding else self.largest_of(unit)) > self.bucket
 
     def waiting_head(self, done: Count) -> int:
         """Return the elements of an untied output layer that no bucket can hold; the next gradient reduces it."""
@@ -209,13 +209,13 @@ def _partitioned(s: _Settings) -> EngineMemory:
     # own: grads_in_partition, beside all_grad_tensors of the earlier ones.
     filled, unfilled = (s.kept * min(n + accumulates_parts, 1 if s.is_compact else 2) for n in (1, 0))
 
-    def backward(done: Count, unit: Count) -> Breakdown:
+    def backward(done: Count, unit: Count, *, behind: bool = False) -> Breakdown:
         if reduces_late:
             return Breakdown(gradients=s.whole_gradients(s.each, done, unit), communication=buckets)
         head, largest = s.waiting_head(done), s.largest_of(unit)
         waiting = s.each * max(s.trainable - done.trained, 0) * accumulates_whole
         gradients = waiting + s.weight * largest + s.each * head + (filled if s.is_filled(done, unit) else unfilled)
-        if s.is_reducing(done, unit):
+        if s.is_reducing(done, unit, behind=behind):
             return _reducing(s, gradients, buckets, max(largest, head), adds=s.stage == 2)
         return Breakdown(gradients=gradients, communication=buckets)
 
@@ -242,6 +242,7 @@ def _partitioned(s: _Settings) -> EngineMemory:
             communication=buckets * accumulates_whole,
         ),
         backward=backward,
+        behind=partial(backward, behind=True),
         step=Breakdown(gradients=s.kept + (0 if s.offloads_optimizer else copied)),
         last_reduction=last,
         # The weights are put together into bit16_groups_flat where there is room, else on the host.
@@ -283,9 +284,9 @@ def _sharded(s: _Settings) -> EngineMemory:
         """Return the bytes of whole parameters in a backward pass after `done`; the last prefetch exceeds the limit."""
         return secondary + s.weight * max(min(s.parameters - persistent - done, live), 0) * is_gathered
 
-    def backward(done: Count, unit: Count) -> Breakdown:
+    def backward(done: Count, unit: Count, *, behind: bool = False) -> Breakdown:
         head = s.waiting_head(done)
-        on_its_way = (scattered + _scattering(s, head, alone=True)) * s.is_reducing(done, unit)
+        on_its_way = (scattered + _scattering(s, head, alone=True)) * s.is_reducing(done, unit, behind=behind)
         return Breakdown(
             # reduce_leaf_module_grads: those of a leaf together, when it has been gone through
             gradients=s.weight * ((unit.trained if s.gathers_layers else s.largest_of(unit)) + head),
@@ -305,6 +306,7 @@ def _sharded(s: _Settings) -> EngineMemory:
         ),
         forward=Breakdown(communication=gathered(0)),
         backward=backward,
+        behind=partial(backward, behind=True),
         step=Breakdown(gradients=0 if s.offloads_optimizer else prepared, communication=secondary),
         keeps_frozen_inputs=True,  # zero/linear.py: LinearFunctionForZeroStage3
         last_reduction=Breakdown(

@@ -168,7 +168,7 @@ def test_the_estimate_is_what_deepspeed_holds(case: str) -> None:
     memory, head = zero_memory(job), 4 * job.embedding_parameters
     done, in_backward = Count(0, 0), []
     for unit in (*reversed(job.model.layers.values()), job.model.of("shared.")):
-        in_backward.append(memory.backward(done, unit).total)
+        in_backward += [memory.backward(done, unit).total, memory.behind(done, unit).total]
         done += unit
     resting = memory.resting.total + memory.host.states + memory.host.parameters
     backward = resting + max(*(held + head for held in in_backward), memory.last_reduction.total)
