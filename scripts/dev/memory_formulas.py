@@ -274,7 +274,7 @@ def _times(number: int, formula: Formula) -> Formula:
 
 
 def _kept_by_others(job: Job) -> Iterator[tuple[str, dict[str, str]]]:
-    """What layers with `OTHER_NORMS` keep."""
+    """Yield what layers with each of `OTHER_NORMS` keep, by side, under its key in the table."""
     for norms in OTHER_NORMS:
         sizes = dataclasses.replace(job.sizes, **dict(zip(("qk_norm", "norm_position"), norms, strict=True)))
         ends = dict(_walk(dataclasses.replace(job, sizes=sizes), backward=True))

@@ -1,4 +1,4 @@
-"""The settings whose speed is measured, in the order in which that tells most."""
+"""The settings whose speed is measured, the most important first."""
 
 from __future__ import annotations
 
