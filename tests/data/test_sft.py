@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -52,6 +53,14 @@ def texts_of(maker: PairMaker, record: dict[str, Any]) -> list[tuple[str, str]]:
     pairs = maker.read(Document("row", "", record=record))
     assert not isinstance(pairs, BadRow), pairs.problem
     return [(TOKENIZER.decode(given), TOKENIZER.decode(wanted)) for given, wanted in pairs]
+
+
+def test_a_bos_alone_is_an_empty_input() -> None:
+    target = np.array([7, VOCABULARY.eos_id])
+    for bos, empty, full in ((None, [], [7]), (5, [5], [5, 7])):
+        maker = PairMaker(sft_config("").data, TOKENIZER, replace(VOCABULARY, bos_id=bos))
+        pairs = [(np.array(source, dtype=int), target) for source in (empty, full)]
+        assert [holds for _, holds in maker.checked(pairs, "row")] == [False, True]
 
 
 fragments = st.lists(
