@@ -20,7 +20,7 @@ from ds_encdec.monitor.machine import (
     performance_metrics,
 )
 from ds_encdec.monitor.metrics import StepAccumulator, by_denoiser, mean_loss, train_metrics
-from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer
+from ds_encdec.monitor.metrics_file import MACHINE_ALERTS, EventLog, answer, make_alert
 from ds_encdec.monitor.monitor import TrainingMonitor
 from ds_encdec.monitor.sinks import Sample, Sink
 
@@ -103,6 +103,13 @@ class Recorder:
     def judge(self) -> Actions:
         """Judge the steps that have not been judged yet. A collective."""
         return self._answer(self._judge_steps())
+
+    def alert(self, state: TrainingState, kind: str, value: float, threshold: float, message: str) -> Actions:
+        """Record an alert that the loop has found in `state`, the same on every rank, and return its answer. `kind` is
+        one of `STATE_ALERTS`; the other arguments are those of `make_alert`."""
+        alert = make_alert(kind, state.global_step, value, threshold, message)
+        self.monitor.keep([alert])
+        return self._answer([(alert, state.data_step)])
 
     def log(self, state: TrainingState, rows: RowCounts = NO_ROWS) -> tuple[Actions, RowCounts]:
         """Close the interval: judge the rest of it and the machine, and publish. A collective. `rows`: the rows that

@@ -27,6 +27,7 @@ from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.data import workers
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import fsdp2, sharded_engine
+from ds_encdec.engine.deepspeed import zero as deepspeed_zero
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
 from ds_encdec.launch.preemption import StopRequest
@@ -104,6 +105,42 @@ def rehearse(rank: int) -> None:
         return make_trainer(**parts | {"rehearses": True})
 
     build.Trainer = make  # type: ignore[assignment, misc]
+
+
+def damaged_state(
+    rank: int, *, tensor: str, value: float, after: int, on_rank: int, parameter: str = "", adds: bool = False
+) -> None:
+    """Behind the optimizer's step of data step `after`, before anything judges or saves it, one rank's first element of
+    `tensor` (weight, exp_avg, exp_avg_sq) is `value`, or with `adds` larger by it. `parameter`: a part of the name of
+    the parameter; any by default. Under DeepSpeed a weight is the optimizer's float32 one."""
+    numbers = itertools.count(1)
+
+    def damage(engine: sharded_engine.ShardedEngine) -> None:
+        for shard, state in engine._states():
+            for piece in shard.pieces:
+                if parameter in piece.name:
+                    whole = shard.weights if tensor == "weight" else sharded_engine.local_part(state[tensor])
+                    flat = whole.detach().view(-1)
+                    flat[piece.offset] = value + (flat[piece.offset] if adds else 0.0)
+                    print(f"rank {rank}: {tensor} of {piece.name} is now {flat[piece.offset]}", flush=True)
+                    return
+        raise AssertionError(f"rank {rank} holds no {tensor} of a parameter {parameter!r}")
+
+    def damaging(engine_type: Any) -> None:
+        step = engine_type.step
+
+        @torch.no_grad()
+        def stepped(engine: Any, *arguments: Any) -> Any:
+            result = step(engine, *arguments)
+            if next(numbers) == after:
+                damage(engine)
+            return result
+
+        engine_type.step = stepped
+
+    if rank == on_rank:
+        for engine_type in (fsdp2.FSDP2Engine, deepspeed_zero.DeepSpeedEngine):
+            damaging(engine_type)
 
 
 def slow_data(rank: int, *, on_rank: int, seconds: float) -> None:
