@@ -16,6 +16,7 @@ from pydantic.dataclasses import dataclass
 from ds_encdec.base.types import CheckpointError
 from ds_encdec.config.yaml.plain_files import kind_of, open_plain, read_json
 from ds_encdec.launch.disk import flush_folder, write_atomically
+from ds_encdec.launch.run_folder import code_facts
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 4
@@ -38,12 +39,15 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Manifest:
-    """The files of a checkpoint and their origin: `engine` is the name of a row of `engines.ENGINES`."""
+    """The files of a checkpoint and their origin: `engine` is the name of a row of `engines.ENGINES`; `code_facts` has
+    `code` and `commit`."""
 
     step: _Count
     world_size: _Count
     engine: StrictStr
     files: tuple[FileRecord, ...]
+    code: StrictStr
+    commit: StrictStr | None
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -69,7 +73,8 @@ def seal(folder: Path, *, step: int, world_size: int, engine: str, engine_files:
     """Make `folder` durable and write its manifest; the engine's files are recorded already. Raises OSError."""
     known = {folder / record.path for record in engine_files}
     rest = [path for path in sorted(folder.rglob("*")) if path.is_file() and path not in known]
-    manifest = Manifest(step, world_size, engine, (*engine_files, *(record_file(path, folder) for path in rest)))
+    files = (*engine_files, *(record_file(path, folder) for path in rest))
+    manifest = Manifest(step, world_size, engine, files, **code_facts())
     for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         flush_folder(inner)
     write_atomically(folder / MANIFEST, manifest.to_json())
