@@ -123,6 +123,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemaker: bool) -> None:
     from ds_encdec.launch.preemption import StopRequest  # not for --help
+    from ds_encdec.launch.standby import keep_standby
 
     try:
         world = discover(os.environ)
@@ -131,6 +132,8 @@ def _train(options: argparse.Namespace, overrides: Sequence[str], *, in_sagemake
         raise
     log_to_terminal(options, logging.INFO, rank=world.rank, ranks=world.world_size)
     with StopRequest(world, whole_process=True) as stop:
+        if not __package__:
+            keep_standby(__file__, lambda: stop.heartbeat.has_stepped)
         # Watched while importing: this takes a moment, torch and deepspeed take seconds.
         with startup_errors_shared(world):
             config = _load(options, overrides, logger.info)
@@ -200,8 +203,10 @@ VERB = Verb(
 
 
 if __name__ == "__main__":
+    from ds_encdec.launch.standby import run_rank
+
     try:
-        code = main()
+        code = run_rank(main)
     except Exception:
         traceback.print_exc()
         code = 1
