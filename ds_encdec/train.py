@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_encdec.base.arguments import COUNT, Arguments, Verb, flag, value
-from ds_encdec.base.terminal import log_to_terminal, outlive_readers, print_error
+from ds_encdec.base.terminal import interrupts_in_a_line, log_to_terminal, outlive_readers, print_error
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError, Preempted
 from ds_encdec.config.command_line import container_arguments, is_container, read_program
 from ds_encdec.launch.host import no_gpu, wait_without_spinning
@@ -69,7 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if in_sagemaker:
             given = container_arguments(os.environ, given, {name for names in ARGUMENTS for name in names.split()})
         options, overrides = read_program("ds_encdec/train.py", __doc__, example, ARGUMENTS, given)
-        return run(options, overrides, in_sagemaker=in_sagemaker)
+        with interrupts_in_a_line():
+            return run(options, overrides, in_sagemaker=in_sagemaker)
     except Preempted as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks stop together
             print(error, flush=True)

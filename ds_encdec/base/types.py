@@ -73,6 +73,10 @@ class GateError(DsEncDecError, exit_code=10):
     """A gate (sanity check, phase) was not passed."""
 
 
+class Interrupted(DsEncDecError, exit_code=130):
+    """The user, or the system, ended the program before it was done: 128 and the number of the signal."""
+
+
 class Preempted(DsEncDecError, exit_code=75):
     """The run stopped on request, saved itself, and can be resumed."""
 

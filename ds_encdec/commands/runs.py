@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING
 
 from ds_encdec.base.arguments import CONFIG, CONFIG_FILES, COUNT, JSON, RATE, Arguments, Verb, flag, tokens, value
 from ds_encdec.base.findings import Finding, describe
-from ds_encdec.base.terminal import console, libraries_print_to_stderr, log_to_terminal, outlive_readers, print_marked
-from ds_encdec.base.types import ConfigError, GateError, Preempted
+from ds_encdec.base.terminal import (
+    console,
+    libraries_print_to_stderr,
+    log_to_terminal,
+    outlive_readers,
+    print_marked,
+    print_text,
+    work_kept,
+)
+from ds_encdec.base.types import ConfigError, GateError
 from ds_encdec.config import shipped
 from ds_encdec.config.command_line import config_files, load
 from ds_encdec.config.stored_model import MODEL_FILES, TOKENIZER_FILES, model_folder, read_stored_model
@@ -54,7 +62,7 @@ def _validate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         whose = "" if "device" in config.infra.model_fields_set else " (the default)"
         notes.append(f"warning: infra.device=cuda{whose}, and this machine has no GPU: auto would take its CPU")
     named = show(str(options.config))[1:-1] if options.config else "the default configuration"
-    print(*notes, f"{named}: no problems found", sep="\n")
+    print_text("\n".join([*notes, f"{named}: no problems found"]))
 
 
 def _init_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -76,7 +84,7 @@ def _init_model(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ds_encdec.commands.model_folders import init_model
 
     for line in init_model(config.model, options.out, seed=options.seed, text=options.check):
-        print(line, flush=True)
+        print_text(line)
 
 
 def _inspect_data(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -98,14 +106,12 @@ def _prepare(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise ConfigError("data.prepared_dir: name the folder to prepare the data in, or give --out DIR")
     log_to_terminal(options, logging.INFO)
     outlive_readers()  # its files matter, not these lines
-    try:
+    with work_kept("finished parts"):
         from ds_encdec.data.build import prepare_data
         from ds_encdec.training.run_model import run_tokenizer
 
         for line in prepare_data(config, *run_tokenizer(config), options.num_proc or len(os.sched_getaffinity(0))):
-            print(line, flush=True)
-    except KeyboardInterrupt:
-        raise Preempted("stopped: finished parts are kept, and the same command continues") from None
+            print_text(line)
 
 
 def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -196,7 +202,7 @@ def _sanity_check(options: argparse.Namespace, overrides: Sequence[str]) -> None
 
         def show(finding: Finding) -> None:
             if not options.json:
-                print(describe([finding], column=30), file=stdout, flush=True)
+                print_text(describe([finding], column=30), file=stdout)
 
         findings, problem = check_config(config, show)
     if options.json:
@@ -243,8 +249,8 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
 
     page, warnings = write_report(options.run_folder, compare=options.compare, out=options.out, png=options.png)
     for warning in warnings:
-        print(f"warning: {warning}", file=sys.stderr)
-    print(f"the report is in {page}")
+        print_text(f"warning: {warning}", file=sys.stderr)
+    print_text(f"the report is in {page}")
 
 
 _PHASES = ("sanity_check", "validation", "medium", "full")

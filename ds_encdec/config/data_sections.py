@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from ds_encdec.config.section_base import Mark, Section, Texts
+from ds_encdec.config.section_base import ADDRESS, Mark, Section, Texts
 from ds_encdec.config.settings import unknown_key
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES
@@ -31,7 +31,7 @@ Weights = Annotated[
 class Source(Section):
     """A source of documents."""
 
-    dataset_name: Annotated[str, Mark.TEXTS] = "HuggingFaceFW/fineweb-edu"
+    dataset_name: Annotated[str, Mark.TEXTS, ADDRESS] = "HuggingFaceFW/fineweb-edu"
     """Hub id of a data set; `builtin` (text that every CPython installation has), `builtin_task` (a task made of it),
     `random` (random ids); `text`, `json`, `csv` or `parquet` (local files, see `data_files`); `python:MODULE:FUNCTION`,
     your own reader (docs/library.md)."""
@@ -151,7 +151,7 @@ class DataConfig(Source):
     eval_files: Annotated[Texts | None, Mark.TEXTS] = None
     """Paths or patterns of local files to evaluate on, of the kind `eval_dataset_name` or else `dataset_name`; nothing
     is then held out."""
-    eval_dataset_name: Annotated[str | None, Mark.TEXTS] = None
+    eval_dataset_name: Annotated[str | None, Mark.TEXTS, ADDRESS] = None
     """Data set to evaluate on, like `dataset_name`; None: the one that is trained on."""
     eval_dataset_config: Annotated[str | None, Mark.TEXTS] = None
     """Configuration (subset) of the data set to evaluate on; None: `dataset_config` where the data set is the same."""

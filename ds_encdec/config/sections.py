@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from ds_encdec.config.data_sections import DataConfig
-from ds_encdec.config.section_base import Mark, Section, words
+from ds_encdec.config.section_base import ADDRESS, Mark, Section, words
 from ds_encdec.config.settings import join
 from ds_encdec.config.training_sections import TrainingConfig
 from ds_encdec.registry.engines import DistributedType
@@ -88,7 +88,7 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """Which model is trained, and from what it starts."""
 
-    model_name_or_path: str | None = "Qwen/Qwen3-0.6B"
+    model_name_or_path: Annotated[str | None, ADDRESS] = "Qwen/Qwen3-0.6B"
     """Hub id or folder of a decoder of a family in docs/model.md (converted on the fly) or of an encoder-decoder made
     by `ds-encdec init-model` or an export. None with `architecture`."""
     architecture: ArchitectureConfig | None = None
@@ -137,9 +137,9 @@ class InfraConfig(Section):
     False: warn."""
     logging_dir: str = "./logs"
     """Folder of TensorBoard and W&B files; a relative path is inside `output_dir`."""
-    upload_to: str | None = None
+    upload_to: Annotated[str | None, ADDRESS] = None
     """Folder of another file system, such as `s3://bucket/run`, that fsspec copies the outputs to after saves and at
-    the end (docs/checkpoints.md), while training goes on. None: nothing is copied."""
+    the end (docs/checkpoints.md), while training goes on; without a password or key. None: nothing is copied."""
     distributed_type: DistributedType = "deepspeed"
     """Engine."""
     num_gpus: int = Field(default=8, ge=1)

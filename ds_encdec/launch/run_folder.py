@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import psutil
 
-from ds_encdec.base.terminal import SECRET
+from ds_encdec.base.terminal import SECRET, without_url_secrets
 from ds_encdec.base.types import CheckpointError, ConfigError, LostRankError, OutputLockedError, Preempted
 from ds_encdec.launch.disk import NO_SPACE, cpu_line, installed_versions, write_atomically
 from ds_encdec.launch.preemption import BY_FILE
@@ -120,7 +120,7 @@ class RunFolder:
                 **previous,
                 **facts,
                 "state": state,
-                "reason": reason,
+                "reason": without_url_secrets(reason),
                 "exit_code": exit_code,
                 "updated_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }

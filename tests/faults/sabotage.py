@@ -2,6 +2,7 @@
 dict with `kind`, the name of a function here, and that function's arguments. Data steps count from 1."""
 
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -30,7 +31,7 @@ from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.deepspeed import zero as deepspeed_zero
 from ds_encdec.engine.protocol import StagedSave
 from ds_encdec.launch import peers
-from ds_encdec.launch.preemption import StopRequest
+from ds_encdec.launch.preemption import SAME_CTRL_C_SECONDS, StopRequest
 from ds_encdec.training import build
 
 _next_step = LaneLoader.__next__
@@ -269,6 +270,32 @@ def signal_all(rank: int, *, signals: list[str], at: int) -> None:
     """Every process of the run gets these signals when rank 0 asks for data step `at`."""
     if rank == 0:
         _before_reading.append(lambda loader, step: _signal_group(signals) if step == at else None)
+
+
+def signalled_in(rank: int, *, function: str, number: str) -> None:
+    """This process gets the signal whenever `function` (`module:name`, where it is called) has returned."""
+    module, _, name = function.partition(":")
+    called = getattr(importlib.import_module(module), name)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = called(*arguments, **options)
+        os.kill(os.getpid(), getattr(signal, number))
+        return result
+
+    setattr(sys.modules[module], name, call)
+
+
+def interrupted_twice(rank: int, *, at: int) -> None:
+    """Ctrl-C while data step `at` is read, and once more while it is still saved."""
+    commit = CheckpointFolder.commit
+
+    def slow(folder: CheckpointFolder, step: int, pointers: Any) -> None:
+        time.sleep(SAME_CTRL_C_SECONDS + 0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        commit(folder, step, pointers)
+
+    CheckpointFolder.commit = slow  # type: ignore[method-assign]
+    signal_all(rank, signals=["SIGINT"], at=at)
 
 
 def signal_all_at_start(rank: int, *, signals: list[str]) -> None:
