@@ -9,6 +9,8 @@ from ds_encdec.config.settings import unknown_key
 from ds_encdec.registry.denoisers import DENOISERS
 from ds_encdec.registry.source_kinds import LOCAL_SOURCES
 
+MAX_ROW_BYTES = 1 << 26  # some hundred novels
+
 # Names of data sets that stand for local files.
 LOCAL_FORMATS = [name for name, kind in LOCAL_SOURCES.items() if kind.reads_files]
 
@@ -87,6 +89,9 @@ class DataConfig(Source):
     max_bad_rows: int = Field(default=1000, ge=1)
     """Most rows that `on_bad_row: skip` skips in one pass over the data, of all lanes together; a damaged row group
     counts with all its rows."""
+    max_row_bytes: int = Field(default=MAX_ROW_BYTES, ge=1024)
+    """Most bytes of a row of JSON, CSV or parquet; a longer one is a bad row, and is not read into memory. A JSON array
+    may have 16 times as many."""
     streaming: bool = True
     """Read a data set of the hub as it is needed instead of downloading it first."""
     prepared_dir: Annotated[str | None, Mark.UNTRAINED] = None
