@@ -22,7 +22,7 @@ from ds_encdec.launch.world import discover
 GROUPS = {  # as `--help` lists them, in the order of the work
     "prepare": ("init", "validate", "estimate-memory", "plan", "inspect-data", "prepare", "init-model"),
     "run": ("doctor", "sanity-check", "train", "phases", "stop"),
-    "look": ("report", "verify", "generate", "evaluate"),
+    "look": ("report", "compare", "verify", "generate", "evaluate"),
     "publish": ("export", "average"),
 }
 _ROWS = runs.VERBS | models.VERBS | {"train": train.VERB, "estimate-memory": estimate_memory.VERB}

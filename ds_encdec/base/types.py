@@ -121,6 +121,7 @@ class Batch:
     | encoder_lengths, decoder_lengths | N host integers | tokens of each example |
     | documents | N strings | key of the document of each example |
     | lane, number | integers | its lane, and its number there: dropout is drawn by them |
+    | digest | integer | of its lane, ids, labels and boundaries: `token_digest` in data/loader.py |
     """
 
     encoder_ids: Tensor
@@ -136,6 +137,7 @@ class Batch:
     documents: tuple[str, ...] = ()
     lane: int = 0
     number: int = 0
+    digest: int = 0
 
     @property
     def encoder_tokens(self) -> int:

@@ -253,6 +253,14 @@ def _report(options: argparse.Namespace, _: Sequence[str]) -> None:
     print_text(f"the report is in {page}")
 
 
+def _compare(options: argparse.Namespace, _: Sequence[str]) -> None:
+    from ds_encdec.commands.compare import compared
+
+    outlive_readers()  # the exit code is the result
+    for sentence in compared(*options.runs):
+        print(sentence, flush=True)
+
+
 _PHASES = ("sanity_check", "validation", "medium", "full")
 
 VERBS = {
@@ -379,5 +387,11 @@ VERBS = {
             "--out": value("folder to write into (default RUN/report, or RUN/report-compared)", Path, metavar="DIR"),
             "--png": flag("also write each chart beside the page as a picture"),
         },
+    ),
+    "compare": Verb(
+        _compare,
+        "report where two runs part: tokens, metrics, settings (exit code 10)",
+        "ds-encdec compare output output2",
+        {"runs": value("the folders of two runs", Path, nargs=2, metavar="RUN")},
     ),
 }

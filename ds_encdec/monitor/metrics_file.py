@@ -28,7 +28,7 @@ MACHINE_ALERTS = ("throughput_drop", "straggler", "memory_growth", "data_wait")
 # Logging intervals in a row with the same fault (but for memory) that make an alert: one is noise.
 PERSISTENT_INTERVALS = 3
 
-Kind = Literal["start", "alert", "rollback", "no_rollback", "early_stop", "stop"]
+Kind = Literal["start", "tokens", "alert", "rollback", "no_rollback", "early_stop", "stop"]
 
 
 class StepLines(NamedTuple):

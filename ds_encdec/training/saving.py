@@ -39,7 +39,9 @@ def save(run: Trainer, reason: str, value: float | None = None) -> None:
         if reason == "best" and not best:
             return  # the save that was under way is better
         saved = replace(run.state, best_value=value, best_step=run.state.global_step) if best else run.state
-        lanes = [lane for of_rank in run.collectives.gather_to_zero(run.lanes) for lane in of_rank]
+        everyones = run.collectives.gather_to_zero((run.lanes, run.recorder.tokens.lanes))
+        run.recorder.record_tokens(run.state, [digests for _, digests in everyones])  # a resume repeats no part of it
+        lanes = [lane for of_rank, _ in everyones for lane in of_rank]
         now = datetime.now(UTC).isoformat(timespec="seconds")
         facts = {"time": now, "loss": run.recorder.last_loss, "reason": reason}
         files = run.run_files(saved, run.recorder.state_dict(), lanes, facts)

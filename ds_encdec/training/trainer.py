@@ -56,6 +56,7 @@ def train(run: Trainer) -> TrainingState:
 
         run.state = advance(run.state, result, totals)
         run.recorder.end_step(run.state, result)
+        run.recorder.tokens.add(run.state.data_step, totals.token_digest, micro_batches)
         if run.state.data_step % GARBAGE_STEPS == 0:
             gc.collect()  # in the same step on every rank: see build.manual_gc
         run_callbacks(run, "after_step", run.state, result)
@@ -128,6 +129,7 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
         # Rank 0's clock decides.
         run.collectives.rank == 0 and hours is not None and time.monotonic() - run.last_save > hours * 3600,
         run.checkpoints.save_is_over,
+        sum(batch.digest for batch in micro_batches or ()),
     )
     epoch = run.collectives.begin_lowest(run.loader.epoch)
     return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)

@@ -22,10 +22,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ds_encdec.base.types import Batch, LossSum
+from ds_encdec.base.types import Batch, Example, LossSum
 from ds_encdec.checkpoint.folder import CheckpointFolder
 from ds_encdec.checkpoint.upload import Uploads
 from ds_encdec.data import workers
+from ds_encdec.data.lane import Lane
 from ds_encdec.data.loader import LaneLoader
 from ds_encdec.engine import fsdp2, sharded_engine
 from ds_encdec.engine.deepspeed import zero as deepspeed_zero
@@ -76,6 +77,21 @@ def bad_data(rank: int, *, at: int, until: int) -> None:
     _changes_of_data.append(
         lambda batches, step: [spoiled(batch) for batch in batches] if at <= step <= until else batches
     )
+
+
+def wrong_token(rank: int, *, at: int, on_rank: int, token: int) -> None:
+    """In data step `at` the first encoder id of one rank is `token`, as from a damaged file. Without workers."""
+    pack = Lane.__next__
+
+    def damaged(lane: Lane) -> list[Example]:
+        first, *others = pack(lane)
+        if rank == on_rank and _steps_read == at and lane.record["lane"] == rank:
+            ids = first.encoder_ids.copy()
+            ids[0] = token
+            first = dataclasses.replace(first, encoder_ids=ids)
+        return [first, *others]
+
+    Lane.__next__ = damaged  # type: ignore[method-assign]
 
 
 def skip_data(rank: int, *, steps: list[int]) -> None:
