@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ds_encdec.base.quantities import count, listed
+from ds_encdec.base.terminal import print_text
 from ds_encdec.base.types import GateError
 from ds_encdec.config.schema import Mark, marked
 from ds_encdec.config.settings import Problem
@@ -39,7 +40,7 @@ def compared(*paths: Path) -> Iterator[str]:
     alone are no difference), and ConfigError for a folder that is no run's. Unreadable content is a warning."""
     one, other = runs = [_read(path) for path in paths]
     unset = {name for name in marked(Mark.FORM) for run in runs if run.settings.get(name) == "null"}  # until a resume
-    settings = {run.name: {name: run.settings[name] for name in run.settings.keys() - unset} for run in runs}
+    settings = {run.name: {name: run.settings[name] for name in sorted(run.settings.keys() - unset)} for run in runs}
     if lines := differences(settings, {}, whose=lambda names, _: " and ".join(names)):
         yield f"Settings that differ:{listed(lines, 20)}"
     found = [*_partings(one, other), *_alone(one, other), *_alone(other, one)]
@@ -85,7 +86,7 @@ def _read(path: Path) -> _Run:
             for first, _, last in (span.partition("-") for span in spans.split(", ")):
                 hosts |= dict.fromkeys(range(int(first), int(last or first) + 1), host)
     for note in filter(None, (*notes, *more[:1], *others[:1], *(problem.message for problem in problems))):
-        print(f"warning: {path}: {note}", file=sys.stderr)
+        print_text(f"warning: {path}: {note}", file=sys.stderr)
     ignored = set(marked(Mark.UNTRAINED))
     settings = {name: value for name, value in values.items() if name.startswith(_DECIDING) and name not in ignored}
     if tokens:

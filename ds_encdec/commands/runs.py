@@ -258,7 +258,7 @@ def _compare(options: argparse.Namespace, _: Sequence[str]) -> None:
 
     outlive_readers()  # the exit code is the result
     for sentence in compared(*options.runs):
-        print(sentence, flush=True)
+        print_text(sentence)
 
 
 _PHASES = ("sanity_check", "validation", "medium", "full")
