@@ -156,7 +156,7 @@ class ScriptedEngine:
             self.writing.get(step, lambda: None)()
             return [folder / "weights"]
 
-        return StagedSave(1, write)
+        return StagedSave(1, lambda: None, write)
 
 
 class EmptyLoader:

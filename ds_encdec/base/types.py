@@ -61,6 +61,10 @@ class DivergedError(DsEncDecError, exit_code=7):
     """Training diverged and was stopped."""
 
 
+class NonFiniteStateError(DivergedError):
+    """A weight or moment that was to be saved is NaN or infinite."""
+
+
 class HangError(DsEncDecError, exit_code=8):
     """A rank or the launcher died or stopped responding."""
 

@@ -221,7 +221,8 @@ class MonitorConfig(Section):
     data_wait_threshold: float = Field(default=0.2, gt=0, lt=1)
     """`data_wait`: share of the time that a rank waits for its next batch."""
     on_non_finite: Literal["skip_step", "rollback", "stop"] = "skip_step"
-    """Answer to a loss or gradient norm that is not finite; such a step is always skipped."""
+    """Answer to a loss or gradient norm that is not finite; such a step is always skipped. Also to a state that is not
+    finite, which is never saved, and to such an evaluation (`skip_step`: training goes on)."""
     on_loss_spike: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
     """Answer to `loss_spike`. `skip_step` reads every step's loss before it is made, which waits for the device."""
     on_grad_explosion: Literal["warn", "skip_step", "rollback", "stop"] = "warn"
@@ -239,7 +240,8 @@ class MonitorConfig(Section):
     on_data_wait: Literal["warn", "stop"] = "warn"
     """Answer to `data_wait`; `stop` as for `on_throughput_drop`."""
     rollback_min_steps: int = Field(default=50, ge=1)
-    """Least age in optimizer steps of a checkpoint to go back to: trouble begins before it shows."""
+    """Least age in optimizer steps of a checkpoint to go back to: trouble begins before it shows. It does not
+    apply to a state that is not finite, since every saved one was finite."""
     max_rollbacks: int = Field(default=5, ge=1)
     """Rollbacks of a run; one more alert stops it as diverged (exit code 7)."""
 

@@ -3,6 +3,7 @@ read, the optimizer steps, metrics are logged, the model is evaluated and saved 
 
 import gc
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import NoReturn
@@ -24,8 +25,7 @@ from ds_encdec.evaluate.in_training import evaluate
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.monitor.recorder import Actions
 from ds_encdec.training.loop_state import NextStep, Trainer, run_callbacks
-from ds_encdec.training.resume import roll_back
-from ds_encdec.training.saving import collect_save, reason_to_save, save
+from ds_encdec.training.saving import answer_alert, collect_save, reason_to_save, roll_back, save, unless_stopped
 from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation
 
 logger = logging.getLogger(__name__)
@@ -40,9 +40,6 @@ def train(run: Trainer) -> TrainingState:
     _rehearse(run)
     while not run.is_over:
         micro_batches, totals = _next_step(run)
-        if totals.saves_over == run.collectives.world_size:
-            collect_save(run)
-
         for number, micro_batch in enumerate(micro_batches, start=1):
             batch = micro_batch.to(run.engine.device)
             loss = run.engine.forward(batch)
@@ -63,9 +60,13 @@ def train(run: Trainer) -> TrainingState:
         _count_skipped(run, result)
 
         plan = StepPlan.after(run.state, result, totals, run.training, every_step=run.recorder.veto is not None)
-        actions = _log_or_judge(run, plan)
-        rolled_back = _roll_back(run, actions)
-        value = None if rolled_back or actions.leave else _evaluate(run, plan)
+        rolled_back = totals.saves_over == run.collectives.world_size and collect_save(run)
+        if rolled_back:
+            plan = StepPlan()  # the step is taken back
+        actions, value = _log_or_judge(run, plan), None
+        rolled_back = roll_back(run, actions) or rolled_back
+        if not rolled_back and (run.is_over or not actions.leave):
+            value, rolled_back = _evaluate(run, plan)
         if reason := reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
             save(run, reason, value)
             run.last_save = time.monotonic()
@@ -141,9 +142,9 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
     if error is not None and run.collectives.rank == 0:  # now, since the save may end the process
         logger.error("No data for the next step; the steps before it are saved: %s", error)
     actions = _log_or_judge(run, StepPlan(judge=True))
-    rolled_back = _roll_back(run, actions)
+    rolled_back = roll_back(run, actions)
     try:
-        collect_save(run)
+        rolled_back = collect_save(run) or rolled_back
         if rolled_back or run.state.data_step != run.saved_data_step:
             save(run, "stop")
     except CheckpointError as problem:
@@ -170,11 +171,7 @@ def _count_skipped(run: Trainer, result: StepResult) -> None:
 
 
 def _log_or_judge(run: Trainer, plan: StepPlan) -> Actions:
-    actions = _log(run) if plan.log else run.recorder.judge() if plan.judge else Actions()
-    if (alert := actions.stop) is not None:
-        kind = alert["type"]
-        raise DivergedError(f"{kind}: {alert['message']} (monitor.on_{kind}=stop). Checkpoints are untouched.")
-    return actions
+    return unless_stopped(_log(run) if plan.log else run.recorder.judge() if plan.judge else Actions())
 
 
 def _log(run: Trainer) -> Actions:
@@ -189,22 +186,11 @@ def _log(run: Trainer) -> Actions:
     return actions
 
 
-def _roll_back(run: Trainer, actions: Actions) -> bool:
-    """Roll back if an alert demands it and a checkpoint is old enough; returns whether it did. The caller saves at
-    once, in that checkpoint's place: a run that is killed now must not meet the same data again."""
-    if actions.rollback is None:
-        return False
-    with run.recorder.clock.spent_on("pause"), run.stop.heartbeat.busy():
-        collect_save(run)
-        earlier = roll_back(run.state, actions.rollback, run.engine, run.checkpoints, run.recorder)
-    if earlier is not None:
-        run.state, run.skipped_in_a_row = earlier, 0
-    return earlier is not None
-
-
-def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
+def _evaluate(run: Trainer, plan: StepPlan) -> tuple[float | None, bool]:
+    """Evaluate if it is planned. Returns the figure by which the best checkpoint is chosen, if any, and whether the run
+    has rolled back because a loss is not finite."""
     if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # a stop does not wait for this
-        return None
+        return None, False
     try:
         with run.recorder.clock.spent_on("pause"):
             metrics = evaluate(run.engine, run.eval_sets, run.collectives, run.stop.heartbeat)
@@ -213,6 +199,8 @@ def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
     except ConfigError:  # on all ranks: the user's metric that chooses the best has no figure; no step is lost
         save(run, "stop")
         raise
+    losses = [name for name in metrics if name.rpartition("/")[2].startswith("loss")]  # also of one denoiser
+    bad = next((name for name in losses if not math.isfinite(metrics[name])), None)
     metrics |= figures
     run.recorder.show(run.state, samples)
     if metrics:
@@ -222,4 +210,8 @@ def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
     run.state = after_evaluation(run.state, value, run.training)
     if run.is_over and not plan.log:  # stopped early, between two lines of metrics
         _log(run)
-    return value
+    if bad is not None:
+        message, is_last = f"{bad} is {metrics[bad]}", run.is_over
+        if answer_alert(run, run.state, "non_finite_evaluation", metrics[bad], message, is_last=is_last):
+            return None, True
+    return value, False

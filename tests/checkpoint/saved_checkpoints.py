@@ -91,7 +91,7 @@ def save_checkpoint(
     (path / "trainer.json").write_text(json.dumps(trainer))
     (path / "data.json").write_text('{"lanes": []}')
     files = sorted(file for file in path.rglob("*") if file.is_file())
-    manifest = Manifest(step, 1, engine, tuple(record_file(file, path) for file in files), **code_facts())
+    manifest = Manifest(step, 1, engine, tuple(record_file(file, path) for file in files), True, **code_facts())
     (path / MANIFEST).write_text(manifest.to_json())
     return path
 

@@ -25,10 +25,16 @@ from ds_encdec.config.schema import FullConfig
 from ds_encdec.config.stored_model import read_stored_model
 from ds_encdec.evaluate.generation import fill_sentinels, generate_text
 from ds_encdec.evaluate.models import is_ours
-from ds_encdec.exports.hugging_face import AUTO_MAP, ENCODER_AUTO_MAP, export_checkpoint, export_hf
+from ds_encdec.exports.hugging_face import (
+    AUTO_MAP,
+    ENCODER_AUTO_MAP,
+    average_checkpoints,
+    export_checkpoint,
+    export_hf,
+)
 from ds_encdec.exports.model_card import model_card
 from ds_encdec.exports.model_code import code_row
-from ds_encdec.launch.run_folder import code_facts
+from ds_encdec.launch.run_folder import RunFolder, code_facts
 from ds_encdec.model import modeling
 from ds_encdec.model.configuration import Qwen3EncoderConfig, Qwen3Seq2SeqConfig
 from ds_encdec.model.encoder import Qwen3EncoderModel
@@ -355,6 +361,20 @@ def test_a_failure_leaves_nothing_under_the_name(tmp_path: Path) -> None:
     (tmp_path / "out.tmp").mkdir()  # as a kill leaves it
     export(tmp_path / "out", config())
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(torch.nan, torch.float32), (1e30, torch.float16)])
+def test_weights_that_are_not_finite_as_they_are_written_are_no_export(
+    tmp_path: Path, value: float, dtype: torch.dtype
+) -> None:
+    state = random_state(config(), seed=0)
+    state["weight"]["shared.weight"][1] = value
+    paths = [save_checkpoint(tmp_path / "run" / "checkpoints", step, state, config()) for step in (1, 2)]
+    with pytest.raises(CheckpointError, match=rf"^shared\.weight is not written: .* for {dtype}"):
+        export_checkpoint(paths[0], tmp_path / "out", dtype=dtype)
+    with pytest.raises(CheckpointError, match=r"^shared\.weight is not written"):
+        average_checkpoints(RunFolder(str(tmp_path / "run")), tmp_path / "out", last=2, dtype=dtype)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 LOCAL = {"model_name_or_path": "./a/b"}

@@ -42,6 +42,7 @@ _before_reading: list[Callable[[LaneLoader, int], None]] = []
 at_the_end: list[Callable[[], None]] = []
 _changes_of_data: list[Callable[[list[Batch], int], list[Batch]]] = []
 _changes_of_loss: list[Callable[[LossSum], LossSum]] = []
+_changes_of_evaluation: list[Callable[[LossSum], LossSum]] = []
 _ballast: list[torch.Tensor] = []
 
 
@@ -60,6 +61,16 @@ def nan_loss(rank: int, *, at: int, on_rank: int) -> None:
 def infinite_loss(rank: int, *, at: int, on_rank: int) -> None:
     """The loss of data step `at` is infinite on one rank; its gradients are what they were."""
     _on_loss(rank == on_rank, at, lambda loss: _with_total(loss, loss.total + torch.inf, loss.by_denoiser + torch.inf))
+
+
+def nan_evaluation(rank: int, *, on_rank: int, first: int, last: int) -> None:
+    """Losses of held-out batches are NaN on one rank, once data step `first` and no later one than `last` is read."""
+
+    def spoiled(loss: LossSum) -> LossSum:
+        return _with_total(loss, loss.total, loss.by_denoiser * torch.nan) if first <= _steps_read <= last else loss
+
+    if rank == on_rank:
+        _changes_of_evaluation.append(spoiled)
 
 
 def gradient_spike(rank: int, *, at: int, factor: float) -> None:
@@ -395,7 +406,6 @@ def _read(loader: LaneLoader) -> list[Batch]:
 
 def _run(model: torch.nn.Module, batch: Batch) -> LossSum:
     loss = _forward(model, batch)
-    if torch.is_grad_enabled():  # not in evaluation
-        for change in _changes_of_loss:
-            loss = change(loss)
+    for change in _changes_of_loss if torch.is_grad_enabled() else _changes_of_evaluation:
+        loss = change(loss)
     return loss
