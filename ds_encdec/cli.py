@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             place = {"rank": world.rank, "ranks": world.world_size}
         log_to_terminal(options, **place)
         wait_without_spinning(os.environ)
-        with interrupts_in_a_line(), reader_may_leave():
+        with interrupts_in_a_line(VERBS[given[0]].kept), reader_may_leave():
             return VERBS[given[0]].run(options, settings) or 0
     except Preempted as error:
         print(printable(str(error)), flush=True)

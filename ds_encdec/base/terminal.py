@@ -58,17 +58,13 @@ def is_secret(name: str) -> bool:
 def printable(text: str) -> str:
     """Return `text` for a terminal or a log: characters that a terminal obeys as escapes (`\\x1b`), and the secrets of
     its URLs as stars. Files keep what they are given."""
-    return _escaped(without_url_secrets(text))
-
-
-def _escaped(text: str) -> str:
-    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _OBEYED.sub(lambda found: ascii(found[0])[1:-1], without_url_secrets(text))
 
 
 def print_text(text: object, end: str = "\n", *, file: TextIO | None = None) -> None:
-    """Print what others wrote: names, messages, generated texts. A terminal gets no character that it would obey."""
+    """Print what others wrote, such as names and generated texts: to a terminal as `printable`, else as it is."""
     stream = file or sys.stdout
-    print(_escaped(str(text)) if stream.isatty() else text, end=end, file=stream, flush=True)
+    print(printable(str(text)) if stream.isatty() else text, end=end, file=stream, flush=True)
 
 
 def without_url_secrets(text: str) -> str:
@@ -236,17 +232,18 @@ def reader_may_leave() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_in_a_line() -> Iterator[None]:
-    """Raise Interrupted at Ctrl-C and SIGTERM, whatever libraries make of the exception that the signal raises; what
-    writes a file removes it, as after an error. The second signal has its default effect."""
+def interrupts_in_a_line(kept: str = "") -> Iterator[None]:
+    """Raise Interrupted at Ctrl-C and SIGTERM, whatever libraries make of the exception that the signal raises, so that
+    what writes a file removes it, as after an error; Preempted if what is `kept` is where the next start goes on. The
+    second signal has its default effect."""
     came: list[int] = []
+    before: dict[int, Any] = {}
 
     def interrupt(number: int, frame: object) -> None:
         came.append(number)
         signal.signal(number, before[number])
         raise KeyboardInterrupt
 
-    before: dict[int, Any] = {}
     with suppress(ValueError):  # not in the main thread, where no signal arrives
         for number in (signal.SIGINT, signal.SIGTERM):
             if (handler := signal.getsignal(number)) in (signal.SIG_DFL, signal.default_int_handler):
@@ -257,7 +254,9 @@ def interrupts_in_a_line() -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Preempted) or not (came or isinstance(error, KeyboardInterrupt)):
             raise
-        first = signal.Signals(came[0] if came else signal.SIGINT)
+        first = signal.Signals((*came, signal.SIGINT)[0])
+        if kept:
+            raise Preempted(f"stopped by {first.name}: {kept} are kept, and the same command continues") from None
         ended = Interrupted(f"stopped by {first.name} before it was done; unfinished files are removed")
         ended.exit_code = 128 + int(first)
         raise ended from None
@@ -265,15 +264,6 @@ def interrupts_in_a_line() -> Iterator[None]:
         for caught, handler in before.items():
             if signal.getsignal(caught) is interrupt:  # a training that is over ignores what comes later
                 signal.signal(caught, handler)
-
-
-@contextmanager
-def work_kept(what: str) -> Iterator[None]:
-    """Raise Preempted at an interrupt of a program that keeps `what` is done, so that its next start goes on."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Preempted(f"stopped: {what} are kept, and the same command continues") from None
 
 
 def outlive_readers() -> None:

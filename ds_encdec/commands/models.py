@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ds_encdec.base.arguments import COUNT, JSON, Arguments, Verb, flag, value
 from ds_encdec.base.quantities import count
-from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers, print_text, work_kept
+from ds_encdec.base.terminal import libraries_print_to_stderr, outlive_readers, print_text
 from ds_encdec.base.types import CheckpointError, ConfigError, DsEncDecError
 from ds_encdec.config.generation import GenerationSettings
 from ds_encdec.evaluate.models import is_ours
@@ -122,7 +122,7 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> None:
         settings = replace(settings, max_new_tokens=config.data.max_decoder_length)
     from ds_encdec.evaluate.evaluation import evaluate  # imports torch, so after the checks
 
-    with libraries_print_to_stderr(), work_kept("finished predictions"):
+    with libraries_print_to_stderr():
         out, found = evaluate(
             options.model,
             config,
@@ -249,5 +249,6 @@ VERBS = {
             **JSON,
         },
         takes_settings=True,
+        kept="finished predictions",
     ),
 }

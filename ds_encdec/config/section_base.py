@@ -60,15 +60,8 @@ Names = Annotated[tuple[str, ...], BeforeValidator(words, json_schema_input_type
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values are immutable and never converted from other types."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        defer_build=True,
-        protected_namespaces=(),
-        hide_input_in_errors=True,
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config |= ConfigDict(defer_build=True, hide_input_in_errors=True)  # which may be a secret
 
     @field_validator("*", mode="before")
     @classmethod

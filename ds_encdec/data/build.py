@@ -219,7 +219,7 @@ class Opener:
             "vocabulary": self.maker.vocabulary,
             "num_lanes": num_lanes,
             "streaming": data.streaming,
-            "max_row_bytes": data.max_row_bytes,
+            "limit": data.max_row_bytes,
             "files": expand_files(entry.data_files or (), files_field) if kind.reads_files else (),
         }
         return resolve_name(kind.reader)(**{name: offered[name] for name in kind.needs})

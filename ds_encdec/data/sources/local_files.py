@@ -142,20 +142,16 @@ def _require_room(path: str, out: IO[bytes]) -> None:
 
 class _FileRanges(ABC):
     """Documents that are byte ranges of local files, compressed ones included. A `MapSource`. `plain`: the plain files.
-    `edges` returns the starts of one file's documents, and its end; int64 [documents + 1]. One of more than `longest`
-    bytes is a bad row, and is not read."""
+    `edges` returns the starts of one file's documents, and its end; int64 [documents + 1]. A document of more than
+    `_longest` bytes is a bad row, and is not read."""
 
     row_word: ClassVar = "line"
+    _longest = TEXT_PIECE_BYTES
 
     def __init__(
-        self,
-        files: Sequence[str],
-        plain: Sequence[str],
-        edges: Callable[[str], np.ndarray],
-        longest: int = TEXT_PIECE_BYTES,
-        **facts: str | None,
+        self, files: Sequence[str], plain: Sequence[str], edges: Callable[[str], np.ndarray], **facts: str | None
     ) -> None:
-        self._names, self._longest = short_names(files), longest
+        self._names = short_names(files)
         self._plain = plain
         self._edges = [edges(path) for path in plain]
         self._first = [0, *accumulate(len(file_edges) - 1 for file_edges in self._edges)]
@@ -222,10 +218,10 @@ class JsonLines(_FileRanges):
 
     kind: ClassVar = "json"
 
-    def __init__(self, files: Sequence[str], text_column: str | None, max_row_bytes: int = MAX_ROW_BYTES) -> None:
-        self._text_column, self._longest = text_column, max_row_bytes
+    def __init__(self, files: Sequence[str], text_column: str | None, limit: int = MAX_ROW_BYTES) -> None:
+        self._text_column, self._longest = text_column, limit
         lines = [self._as_lines(path) for path in files]
-        super().__init__(files, lines, _line_index, max_row_bytes, kind=self.kind, text_column=text_column)
+        super().__init__(files, lines, _line_index, kind=self.kind, text_column=text_column)
 
     def _as_lines(self, path: str) -> str:
         def write_rows(plain: str, out: IO[bytes]) -> None:

@@ -59,10 +59,10 @@ class ParquetFiles:
         *,
         num_lanes: int,
         columns: Columns | None = None,
-        max_row_bytes: int = MAX_ROW_BYTES,
+        limit: int = MAX_ROW_BYTES,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        self._files, self._names, self._longest = files, short_names(files), max_row_bytes
+        self._files, self._names, self._longest = files, short_names(files), limit
         self._text_column, self._columns = text_column, columns
         self.is_remote = any(map(is_remote, files))
         self._units: list[tuple[int, int | None]] = []
@@ -163,7 +163,7 @@ def open_hub_data(
     *,
     streaming: bool,
     columns: Columns | None = None,
-    max_row_bytes: int = MAX_ROW_BYTES,
+    limit: int = MAX_ROW_BYTES,
 ) -> HubTable | HubStream | ParquetFiles | JsonLines:
     """Open the data set `entry`, for its text or for rows of the `columns` that are read. Raises DataError."""
     # Imported here because it takes a second, and local runs do not need it.
@@ -181,7 +181,7 @@ def open_hub_data(
         if _is_saved(path):
             return HubTable(name, column, datasets.load_from_disk(path), identity, columns)
         if reader := _row_reader(builder, files, streaming=streaming):
-            return reader(files, column, max_row_bytes)
+            return reader(files, column, limit)
         if not streaming:
             try:
                 builder.download_and_prepare()
@@ -193,9 +193,7 @@ def open_hub_data(
             no_shifted(builder.name, name, rows.column_names)
             return HubTable(name, column, rows, identity, columns)
         if builder.name == "parquet" and files:
-            return ParquetFiles(
-                files, column, num_lanes=num_lanes, columns=columns, max_row_bytes=max_row_bytes, identity=identity
-            )
+            return ParquetFiles(files, column, num_lanes=num_lanes, columns=columns, limit=limit, identity=identity)
         shards = builder.as_streaming_dataset(split=entry.dataset_split)
         return HubStream(name, column, shards, identity, files, builder.name)
 
