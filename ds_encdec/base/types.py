@@ -73,6 +73,10 @@ class GateError(DsEncDecError, exit_code=10):
     """A gate (sanity check, phase) was not passed."""
 
 
+class ReplicasDifferError(DsEncDecError, exit_code=11):
+    """Ranks that must hold the same weights or optimizer states hold different ones."""
+
+
 class Preempted(DsEncDecError, exit_code=75):
     """The run stopped on request, saved itself, and can be resumed."""
 

@@ -22,7 +22,13 @@ logger = logging.getLogger(__name__)
 # Alerts about the training itself: raised by `TrainingMonitor`, saved with its windows.
 TRAINING_ALERTS = ("non_finite", "loss_spike", "grad_explosion", "loss_plateau", "learning_rate_off")
 # Alerts that the loop finds in the run's state, and the alert whose answer each has.
-STATE_ALERTS = {"non_finite_state": "non_finite", "non_finite_evaluation": "non_finite"}
+STATE_ALERTS = {
+    "non_finite_state": "non_finite",
+    "non_finite_evaluation": "non_finite",
+    "replicas_differ": "replicas_differ",
+}
+# Alerts that no saved state can have: a rollback for one takes the newest checkpoint, of whatever age.
+NEVER_SAVED = ("replicas_differ",)
 # Alerts about the machines of the run: raised by `MachineWatch`.
 MACHINE_ALERTS = ("throughput_drop", "straggler", "memory_growth", "data_wait")
 # Logging intervals in a row with the same fault (but for memory) that make an alert: one is noise.

@@ -20,6 +20,7 @@ from ds_encdec.launch.host_collectives import HostCollectives
 from ds_encdec.model.configuration import Qwen3Seq2SeqConfig
 from ds_encdec.model.depth import form_settings
 from ds_encdec.model.source import architecture
+from ds_encdec.monitor.metrics_file import NEVER_SAVED
 from ds_encdec.monitor.recorder import Alert, Recorder
 from ds_encdec.training.run_model import MODEL_NAME, new_model, saved_model
 
@@ -130,11 +131,13 @@ def roll_back(
             "used. Checkpoints are untouched: lower training.learning_rate, or check the data."
         )
     where = {"step": state.global_step, "data_step": state.data_step}
-    oldest = alert["step"] - settings.rollback_min_steps
+    min_steps = 0 if alert["type"] in NEVER_SAVED else settings.rollback_min_steps
+    oldest = alert["step"] - min_steps
     checkpoint = find_checkpoint(checkpoints.folder, collectives, "auto", at_most=oldest)
     if checkpoint is None:
-        needed = f"of step {oldest} or before" if oldest > 0 else f"{settings.rollback_min_steps} steps old"
-        refusal = f"No rollback: there is no checkpoint {needed} (monitor.rollback_min_steps). Training goes on."
+        needed = f"of step {oldest} or before" if oldest > 0 else f"{min_steps} steps old"
+        goes_on = " (monitor.rollback_min_steps). Training goes on" if min_steps else ""
+        refusal = f"No rollback: there is no checkpoint {needed}{goes_on}."
         recorder.events.write("no_rollback", **where, message=refusal)
         if collectives.rank == 0:
             logger.error(refusal)

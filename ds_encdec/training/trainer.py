@@ -24,6 +24,7 @@ from ds_encdec.evaluate.in_training import evaluate
 from ds_encdec.launch.host_collectives import attempt
 from ds_encdec.monitor.recorder import Actions
 from ds_encdec.training.loop_state import NextStep, Trainer, run_callbacks
+from ds_encdec.training.replicas import compare_replicas, due_digest, judge_replicas, places, replicas_error
 from ds_encdec.training.resume import roll_back
 from ds_encdec.training.saving import collect_save, reason_to_save, save
 from ds_encdec.training.step_plan import StepPlan, StepTotals, advance, after_evaluation
@@ -66,7 +67,7 @@ def train(run: Trainer) -> TrainingState:
         rolled_back = _roll_back(run, actions)
         value = None if rolled_back or actions.leave else _evaluate(run, plan)
         if reason := reason_to_save(run, plan, actions, rolled_back=rolled_back, value=value):
-            save(run, reason, value)
+            _save(run, reason, value)
             run.last_save = time.monotonic()
         if actions.leave and not run.is_over:
             raise _preempted(run, actions.leave["message"])
@@ -102,6 +103,9 @@ def _next_step(run: Trainer) -> tuple[list[Batch], StepTotals]:
         errors, reasons = zip(*run.collectives.gather((ahead.error, run.stop.reason)), strict=True)
         excused = totals.stop and totals.failed == totals.killed_workers
         _end_between_steps(run, None if excused else next(filter(None, errors)), next(filter(None, reasons), ""))
+    if _heal(run, judge_replicas(run, ahead.digest, ahead.lowest.result()[1:].tolist(), ahead.behind)):
+        save(run, "rollback")
+        run.last_save = time.monotonic()
     run.ahead = None
     if ahead.last_save != run.last_save:  # the sums about saves are older than the last save
         totals = replace(totals, save_due=0, saves_over=0)
@@ -129,8 +133,9 @@ def _begin_next_step(run: Trainer, data_step: int) -> NextStep:
         run.collectives.rank == 0 and hours is not None and time.monotonic() - run.last_save > hours * 3600,
         run.checkpoints.save_is_over,
     )
-    epoch = run.collectives.begin_lowest(run.loader.epoch)
-    return NextStep(micro_batches or [], error, lanes, run.last_save, sums, epoch)
+    digest = due_digest(run)  # behind the other sums, which need not wait for the device
+    lowest = run.collectives.begin_lowest(run.loader.epoch, *places(digest))
+    return NextStep(micro_batches or [], error, lanes, run.last_save, run.state, digest, sums, lowest)
 
 
 def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = "") -> NoReturn:
@@ -143,7 +148,7 @@ def _end_between_steps(run: Trainer, error: Exception | None, stopped_by: str = 
     try:
         collect_save(run)
         if rolled_back or run.state.data_step != run.saved_data_step:
-            save(run, "stop")
+            _save(run, "stop")
     except CheckpointError as problem:
         if error is None:
             raise
@@ -200,6 +205,29 @@ def _roll_back(run: Trainer, actions: Actions) -> bool:
     return earlier is not None
 
 
+def _heal(run: Trainer, actions: Actions) -> bool:
+    """Roll back if replicas differ and the answer demands it; returns whether it did, with replicas that are equal now.
+    Raises ReplicasDifferError if there is no way back. A collective."""
+    if (alert := actions.rollback) is None:
+        return False
+    if not _roll_back(run, actions):
+        raise replicas_error(alert, "there is no checkpoint to go back to")
+    if compare_replicas(run).rollback is not None:
+        raise replicas_error(
+            alert, f"and still in what no checkpoint holds, after the rollback to step {run.state.global_step}"
+        )
+    return True
+
+
+def _save(run: Trainer, reason: str, value: float | None = None) -> None:
+    """Save, unless replicas differ: then ReplicasDifferError, or the state of the rollback is saved."""
+    with run.recorder.clock.spent_on("pause"):
+        actions = compare_replicas(run)
+    if _heal(run, actions):
+        reason, value = "stop" if reason == "stop" else "rollback", None
+    save(run, reason, value)
+
+
 def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
     if not plan.evaluate or (run.ahead is not None and run.ahead.totals().stop):  # a stop does not wait for this
         return None
@@ -209,7 +237,7 @@ def _evaluate(run: Trainer, plan: StepPlan) -> float | None:
             with run.stop.heartbeat.busy():  # ranks' texts differ in length, so ranks wait for each other
                 figures, samples = run.judge() if run.judge else ({}, [])
     except ConfigError:  # on all ranks: the user's metric that chooses the best has no figure; no step is lost
-        save(run, "stop")
+        _save(run, "stop")
         raise
     metrics |= figures
     run.recorder.show(run.state, samples)
