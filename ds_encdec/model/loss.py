@@ -3,7 +3,7 @@
 With a vocabulary of 152 k, float32 logits of 8,192 tokens alone are 5 GB. `linear_cross_entropy` computes, while a
 chunk's logits exist, its losses *and* its gradients; the backward pass only scales them, and does not read the head's
 weight. Softmax, losses, sums and the weight's accumulated gradient are always float32. So are the logits, except on
-CPUs with instructions for 16 bits, which round each product's result to 16 bits.
+CPUs with instructions for bfloat16, which round each product's result to 16 bits.
 
 Training may optimise more than the reported token losses: label smoothing, (1 - share) * -log p(target) + share *
 mean(-log p); z-loss, its coefficient times the square of the logarithm of the softmax's normaliser (PaLM, arXiv
@@ -67,7 +67,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         token_losses = torch.empty(labels.shape, dtype=torch.float32, device=hidden.device)
         extra_losses = torch.empty_like(token_losses) if extras or own_loss else None
-        matmul_weight = weight.to(product_dtype(weight))
+        # A scaled gradient's product with the weight does not fit in float16.
+        fits = not in_float16 or _gives_float32(weight)
+        matmul_weight = weight.to(product_dtype(weight) if fits else torch.float32)
         gradients_in = matmul_weight.dtype if wants_hidden or wants_weight else None
         for start in range(0, len(labels), chunk_tokens):
             chunk = slice(start, start + chunk_tokens)

@@ -248,11 +248,11 @@ def test_zero3_compiles_layers_between_its_hooks() -> None:
     plain_ranks, compiled_ranks = result("deepspeed", 2, "compiled False"), result("deepspeed", 2, "compiled True")
     for plain, found in zip(plain_ranks, compiled_ranks, strict=True):
         assert (plain["graphs"], found["graphs"], found["breaks"], found["kept"]) == (0, graphs, {}, 0)
-        for mine, expected in zip(found["steps"], plain["steps"], strict=True):
-            assert mine["loss"] == pytest.approx(expected["loss"], abs=1e-5)
-            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
-        # Adam divides by tiny second moments, and compiled code rounds otherwise.
-        torch.testing.assert_close(found["weights"], plain["weights"], rtol=0, atol=3e-4)
+        # Compiled code rounds otherwise, each CPU's its own way, and Adam divides by tiny second moments.
+        for mine, expected, tolerance in zip(found["steps"], plain["steps"], (1e-6, 5e-5), strict=True):
+            assert mine["loss"] == pytest.approx(expected["loss"], rel=tolerance)
+            assert mine["grad_norm"] == pytest.approx(expected["grad_norm"], rel=tolerance)
+        torch.testing.assert_close(found["weights"], plain["weights"], rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("case", plan.UNTRAINED)
